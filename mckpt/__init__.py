@@ -1,0 +1,1 @@
+"""mckpt moves LLM checkpoints between Hugging Face and Megatron and proves the result."""

@@ -1,0 +1,66 @@
+"""The dtypes of checkpoints: one table of their names in numpy, safetensors and torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from mckpt.errors import SourceError, UsageError
+
+
+class DType(NamedTuple):
+    """One dtype: its size and its names elsewhere."""
+
+    name: str  # torch's name, used everywhere in mckpt
+    itemsize: int  # bytes
+    safetensors: str
+    storage: str | None  # class name of torch's typed storage; None: torch pickles these as _rebuild_tensor_v3
+
+
+TABLE = {
+    d.name: d
+    for d in (
+        DType("float64", 8, "F64", "DoubleStorage"),
+        DType("float32", 4, "F32", "FloatStorage"),
+        DType("float16", 2, "F16", "HalfStorage"),
+        DType("bfloat16", 2, "BF16", "BFloat16Storage"),
+        DType("float8_e4m3fn", 1, "F8_E4M3", None),
+        DType("float8_e5m2", 1, "F8_E5M2", None),
+        DType("int64", 8, "I64", "LongStorage"),
+        DType("int32", 4, "I32", "IntStorage"),
+        DType("int16", 2, "I16", "ShortStorage"),
+        DType("int8", 1, "I8", "CharStorage"),
+        DType("uint8", 1, "U8", "ByteStorage"),
+        DType("bool", 1, "BOOL", "BoolStorage"),
+    )
+}
+OF_SAFETENSORS = {d.safetensors: d.name for d in TABLE.values()}
+OF_STORAGE = {d.storage: d.name for d in TABLE.values() if d.storage}
+ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def itemsize(name: str) -> int:
+    """Bytes of one element."""
+    try:
+        return TABLE[name].itemsize
+    except KeyError:
+        raise SourceError(f"dtype {name} is not one that mckpt knows: {', '.join(TABLE)}") from None
+
+
+def parse(name: str) -> str:
+    """A dtype as a user says it (bf16, bfloat16, torch.bfloat16) -> mckpt's name."""
+    short = name.removeprefix("torch.")
+    short = ALIASES.get(short, short)
+    if short not in TABLE:
+        raise UsageError(f"unknown dtype {name!r}; known: {', '.join([*ALIASES, *TABLE])}")
+    return short
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The numpy dtype (ml_dtypes for those that numpy lacks)."""
+    if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+        import ml_dtypes  # costs 15 ms; most runs never cast
+
+        return np.dtype(getattr(ml_dtypes, name))
+    return np.dtype(name)
