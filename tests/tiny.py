@@ -1,0 +1,231 @@
+"""Tiny Hugging Face checkpoints of every case in fixtures/tiny, and transformers' logits of a checkpoint.
+
+Every tensor is filled from a seeded normal: transformers zero-initialises biases and sets norms to 1, and a converter that loses
+such a tensor would pass. Names and shapes are written out below by hand, apart from mappings/ and from mckpt, as an oracle for both.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
+CASES = tuple(sorted(path.stem for path in (FIXTURES / "tiny").glob("*.json")))
+
+DTYPES = {"float32": ("F32", np.float32), "float16": ("F16", np.float16), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
+
+Config = dict[str, Any]
+
+
+def config(case: str) -> Config:
+    """The config.json of a case, with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype) as published ones have them."""
+    found: Config = json.loads((FIXTURES / "tiny" / f"{case}.json").read_text())
+    return found
+
+
+def shapes(c: Config) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor on disk, for a config.json of one of the six families."""
+    hidden, heads, groups, vocab = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["vocab_size"]
+    head_dim = c.get("head_dim") or hidden // heads
+    table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
+    for layer in range(c["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        table[f"{at}.input_layernorm.weight"] = (hidden,)
+        table[f"{at}.self_attn.q_proj.weight"] = (heads * head_dim, hidden)
+        table[f"{at}.self_attn.k_proj.weight"] = (groups * head_dim, hidden)
+        table[f"{at}.self_attn.v_proj.weight"] = (groups * head_dim, hidden)
+        table[f"{at}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+        if c["model_type"] == "qwen2":
+            table[f"{at}.self_attn.q_proj.bias"] = (heads * head_dim,)
+            table[f"{at}.self_attn.k_proj.bias"] = (groups * head_dim,)
+            table[f"{at}.self_attn.v_proj.bias"] = (groups * head_dim,)
+        if c["model_type"] in ("qwen3", "qwen3_moe"):
+            table[f"{at}.self_attn.q_norm.weight"] = (head_dim,)
+            table[f"{at}.self_attn.k_norm.weight"] = (head_dim,)
+        table[f"{at}.post_attention_layernorm.weight"] = (hidden,)
+        if c["model_type"] == "mixtral":
+            ffn = c["intermediate_size"]
+            table[f"{at}.block_sparse_moe.gate.weight"] = (c["num_local_experts"], hidden)
+            for expert in range(c["num_local_experts"]):
+                table[f"{at}.block_sparse_moe.experts.{expert}.w1.weight"] = (ffn, hidden)
+                table[f"{at}.block_sparse_moe.experts.{expert}.w2.weight"] = (hidden, ffn)
+                table[f"{at}.block_sparse_moe.experts.{expert}.w3.weight"] = (ffn, hidden)
+        elif c["model_type"] == "qwen3_moe":
+            ffn = c["moe_intermediate_size"]
+            table[f"{at}.mlp.gate.weight"] = (c["num_experts"], hidden)
+            for expert in range(c["num_experts"]):
+                table[f"{at}.mlp.experts.{expert}.gate_proj.weight"] = (ffn, hidden)
+                table[f"{at}.mlp.experts.{expert}.up_proj.weight"] = (ffn, hidden)
+                table[f"{at}.mlp.experts.{expert}.down_proj.weight"] = (hidden, ffn)
+        else:
+            ffn = c["intermediate_size"]
+            table[f"{at}.mlp.gate_proj.weight"] = (ffn, hidden)
+            table[f"{at}.mlp.up_proj.weight"] = (ffn, hidden)
+            table[f"{at}.mlp.down_proj.weight"] = (hidden, ffn)
+    table["model.norm.weight"] = (hidden,)
+    if not c["tie_word_embeddings"]:
+        table["lm_head.weight"] = (vocab, hidden)
+    return table
+
+
+def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """One tensor in fp32, from its name and the seed alone: the same in every file, order and process.
+
+    RandomState, because numpy promises its stream for ever; Generator's may change with a version.
+    """
+    normal = np.random.RandomState([seed, zlib.crc32(name.encode())]).standard_normal(shape).astype(np.float32)
+    if name.endswith("norm.weight"):
+        return 1 + np.float32(0.2) * normal
+    if name.endswith(".bias"):
+        return np.float32(0.2) * normal
+    if name == "model.embed_tokens.weight":
+        return np.float32(0.25) * normal
+    # 1.3/sqrt(inputs) keeps every layer's output at the size of its input, so that no layer drowns the others
+    return np.float32(1.3 / math.sqrt(shape[-1])) * normal
+
+
+def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.ndarray]:
+    """Every tensor of a config, in `dtype` (ml_dtypes.bfloat16 for bfloat16)."""
+    return {name: values(name, shape, seed).astype(DTYPES[dtype][1]) for name, shape in shapes(c).items()}
+
+
+def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write one .safetensors file, tensors in order of name, by nothing but json and tobytes."""
+    letters = {np.dtype(kind): letter for letter, kind in DTYPES.values()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in sorted(arrays):
+        start, end = end, end + arrays[name].nbytes
+        header[name] = {"dtype": letters[arrays[name].dtype], "shape": list(arrays[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(arrays[name].tobytes() for name in sorted(arrays)))
+
+
+def write_weights(directory: Path, arrays: Mapping[str, np.ndarray], max_shard_size: int | None = None) -> None:
+    """Write model.safetensors, or model-0000i-of-0000n.safetensors of at most max_shard_size bytes of data each, and their index."""
+    files = _files(arrays, max_shard_size, "model", "safetensors")
+    for file, names in files.items():
+        write_safetensors(directory / file, {name: arrays[name] for name in names})
+    _write_index(directory / "model.safetensors.index.json", arrays, files)
+
+
+def _files(arrays: Mapping[str, np.ndarray], max_shard_size: int | None, stem: str, suffix: str) -> dict[str, list[str]]:
+    """File -> the names in it, filled in the order given; a tensor larger than max_shard_size has a file of its own."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, array in arrays.items():
+        if groups[-1] and max_shard_size is not None and held + array.nbytes > max_shard_size:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += array.nbytes
+    if len(groups) == 1:
+        return {f"{stem}.{suffix}": groups[0]}
+    return {f"{stem}-{i:05d}-of-{len(groups):05d}.{suffix}": names for i, names in enumerate(groups, 1)}
+
+
+def _write_index(path: Path, arrays: Mapping[str, np.ndarray], files: Mapping[str, Iterable[str]]) -> None:
+    if len(files) > 1:
+        where = {name: file for file, names in files.items() for name in names}
+        write_json(path, {"metadata": {"total_size": sum(a.nbytes for a in arrays.values())}, "weight_map": dict(sorted(where.items()))})
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write as transformers writes config.json: two spaces, sorted keys, a newline at the end."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def _write_side_files(directory: Path, c: Config) -> None:
+    """generation_config.json and the tokenizer's files: valid JSON, the tokenizer only looks like one."""
+    write_json(directory / "generation_config.json", {k: c[k] for k in ("bos_token_id", "eos_token_id", "transformers_version")})
+    model = {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(8)}, "unk_token": "t0"}
+    write_json(directory / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model})
+    template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}\n{% endfor %}"
+    write_json(directory / "tokenizer_config.json", {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"})
+    write_json(directory / "special_tokens_map.json", {"bos_token": "t1", "eos_token": "t2", "unk_token": "t0"})
+
+
+def tiny_random(case: str, directory: Path, dtype: str = "bfloat16", seed: int = 0, max_shard_size: int | None = None) -> Path:
+    """Write the checkpoint that tiny() writes, byte for byte, without torch and transformers: milliseconds, for property tests."""
+    c = {**config(case), "torch_dtype": dtype}
+    directory.mkdir(parents=True, exist_ok=True)
+    write_weights(directory, tensors(c, dtype, seed), max_shard_size)
+    write_json(directory / "config.json", c)
+    _write_side_files(directory, c)
+    return directory
+
+
+def tiny(
+    case: str,
+    directory: Path,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    max_shard_size: int | None = None,
+    *,
+    bin: bool = False,
+    v5: bool = False,
+) -> Path:
+    """Write the case's checkpoint as transformers' own save_pretrained does; returns the directory.
+
+    The config.json has the keys of transformers 4, or with v5 those that transformers 5 writes. With bin, the weights are
+    pytorch_model.bin (or several and their index) in place of safetensors. max_shard_size is in bytes.
+    """
+    import torch
+
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as work:
+        model = load(tiny_random(case, Path(work), dtype, seed), dtype)
+        model.save_pretrained(directory, max_shard_size=max_shard_size or 1 << 40)
+        for path in Path(work).iterdir():
+            if path.suffix == ".json" and not (v5 and path.name == "config.json"):
+                shutil.copy(path, directory)
+    if bin:
+        for path in directory.glob("model*.safetensors*"):
+            path.unlink()
+        arrays = tensors(config(case), dtype, seed)
+        files = _files(arrays, max_shard_size, "pytorch_model", "bin")
+        for file, names in files.items():
+            # through fp32, as torch.from_numpy knows no ml_dtypes; exact, for the values were rounded before
+            kind = getattr(torch, dtype)
+            torch.save({name: torch.from_numpy(arrays[name].astype(np.float32)).to(kind) for name in names}, directory / file)
+        _write_index(directory / "pytorch_model.bin.index.json", arrays, files)
+    return directory
+
+
+def load(directory: Path, dtype: str = "float32") -> Any:
+    """The transformers model of a checkpoint; AssertionError when a tensor is missing, unexpected or of another shape."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
+    )
+    wrong = {kind: found for kind, found in info.items() if found}
+    assert not wrong, f"{directory}: transformers reports {wrong}"
+    return model.eval()
+
+
+def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """fp32 logits [batch, seq, vocab] of tokens [batch, seq]."""
+    import torch
+
+    with torch.no_grad():
+        out: np.ndarray = model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False).logits.float().numpy()
+    return out
+
+
+def hf_logits(directory: Path, tokens: np.ndarray) -> np.ndarray:
+    """transformers' fp32 logits [batch, seq, vocab] of a checkpoint; AssertionError when it does not load whole."""
+    return logits(load(directory), tokens)
