@@ -1,0 +1,215 @@
+"""Integer geometry: boxes of logical tensors, and where they lie in stored buffers. No torch, no I/O, no names but those it is given.
+
+A *piece* is a box of one logical tensor, placed in a flat buffer by an affine map:
+
+    logical k [16, 64]         box (8,0)+(4,64)     rows 8..12
+    stored linear_qkv          start 40*64          strides (64, 1)     rows 40..44 of a row-major [64, 64]
+
+All numbers are elements. Two layouts of the same logical tensors are joined by intersecting their boxes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Box(NamedTuple):
+    """A hyper-rectangle of a tensor: `shape` elements from `offset` on, along each axis."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """One box of the logical tensor `tensor`; element `i` of the box is at `start + sum(i * strides)` of the buffer."""
+
+    tensor: str  # a logical name, with {layer} and {expert} where it has them
+    box: Box
+    start: int
+    strides: tuple[int, ...]
+
+
+class Move(NamedTuple):
+    """`rows` rows of `run` elements from one buffer into another; all in elements."""
+
+    rows: int
+    run: int
+    src_start: int
+    src_pitch: int
+    src_step: int
+    dst_start: int
+    dst_pitch: int
+    dst_step: int
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Stored tensors of one geometry: one rule and shard, at many layers, experts and files.
+
+    `layer`, `expert`, `file` and `at` are parallel arrays, one entry for each stored tensor: the indices that fill the pieces' names, the
+    number of the file in `Layout.files`, and the byte where the buffer starts.
+    """
+
+    key: str  # template of the stored key, for messages
+    dtype: str
+    shape: tuple[int, ...]  # of one buffer, row-major
+    pieces: tuple[Piece, ...]
+    layer: np.ndarray
+    expert: np.ndarray
+    file: np.ndarray
+    at: np.ndarray
+    replica: bool = False  # a further copy of boxes that another stored tensor holds: written, but not read
+    padding: bool = False  # elements that no piece covers are padding, and zero
+
+    def __len__(self) -> int:
+        return len(self.file)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(eq=False)
+class Layout:
+    """What is stored where: one checkpoint form."""
+
+    files: list[str]
+    stored: list[Stored]
+    shapes: dict[str, tuple[int, ...]]  # of each logical tensor, by template
+    ignored: dict[str, str] = field(default_factory=dict)  # stored key -> why nothing reads it
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a dense tensor of this shape."""
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """The box that both share, or None."""
+    low = tuple(map(max, a.offset, b.offset))
+    shape = tuple(min(x + n, y + m) - z for x, n, y, m, z in zip(a.offset, a.shape, b.offset, b.shape, low, strict=True))
+    return Box(low, shape) if min(shape, default=1) > 0 else None
+
+
+def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piece | None:
+    """The piece in a buffer of the same shape that is not dense (a view); None where no affine map can say it."""
+    dense = row_major(shape)
+
+    def across(distance: int) -> tuple[int, ...]:
+        out = []
+        for step in dense:
+            out.append(distance // step)
+            distance %= step
+        return tuple(out)
+
+    start = across(piece.start)
+    steps = [across(s) for s in piece.strides]
+    for step, n in zip(steps, piece.box.shape, strict=True):  # a step that runs over the end of an axis would carry into the next one
+        if any(s * (n - 1) + at >= size for s, at, size in zip(step, start, shape, strict=True) if s):
+            return None
+    dot = lambda index: sum(i * s for i, s in zip(index, strides, strict=True))  # noqa: E731
+    return piece._replace(start=dot(start), strides=tuple(map(dot, steps)))
+
+
+def moves(source: Piece, target: Piece) -> list[Move]:
+    """What brings the part of `target`'s box that `source` holds into place: as few 2-D moves as there are."""
+    box = overlap(source.box, target.box)
+    if box is None:
+        return []
+
+    def base(piece: Piece) -> int:
+        return piece.start + sum((o - p) * s for o, p, s in zip(box.offset, piece.box.offset, piece.strides, strict=True))
+
+    axes: list[tuple[int, int, int]] = []  # (size, source stride, target stride), neighbours merged where both sides run on
+    for n, s, t in zip(box.shape, source.strides, target.strides, strict=True):
+        if n == 1:
+            continue
+        if axes and axes[-1][1] == n * s and axes[-1][2] == n * t:
+            axes[-1] = (axes[-1][0] * n, s, t)
+        else:
+            axes.append((n, s, t))
+    run, src_step, dst_step = axes.pop() if axes else (1, 1, 1)
+    rows, src_pitch, dst_pitch = axes.pop() if axes else (1, 0, 0)
+    out = []
+    for index in itertools.product(*(range(n) for n, _, _ in axes)):
+        src = base(source) + sum(i * s for i, (_, s, _) in zip(index, axes, strict=True))
+        dst = base(target) + sum(i * t for i, (_, _, t) in zip(index, axes, strict=True))
+        out.append(Move(rows, run, src, src_pitch, src_step, dst, dst_pitch, dst_step))
+    return out
+
+
+def coalesce(listed: Iterable[Move]) -> list[Move]:
+    """The same moves, fewer: single rows that follow each other on both sides become one row, and rows a constant pitch apart one move."""
+    out: list[Move] = []
+    for m in sorted(listed, key=lambda m: m.dst_start):
+        if out and m.rows == 1:
+            last = out[-1]
+            same = last.src_step == m.src_step == last.dst_step == m.dst_step == 1
+            src, dst = m.src_start - last.src_start, m.dst_start - last.dst_start
+            if same and last.rows == 1 and src == dst == last.run:
+                out[-1] = last._replace(run=last.run + m.run)
+                continue
+            if same and last.run == m.run:
+                if last.rows == 1 and src > 0:
+                    out[-1] = last._replace(rows=2, src_pitch=src, dst_pitch=dst)
+                    continue
+                if last.rows > 1 and src == last.rows * last.src_pitch and dst == last.rows * last.dst_pitch:
+                    out[-1] = last._replace(rows=last.rows + 1)
+                    continue
+        out.append(m)
+    return out
+
+
+def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
+    """None if the boxes cover a tensor of this shape exactly once; else what is wrong, in numbers."""
+    if any(o < 0 or o + n > size for b in boxes for o, n, size in zip(b.offset, b.shape, shape, strict=True)):
+        bad = next(b for b in boxes for o, n, size in zip(b.offset, b.shape, shape, strict=True) if o < 0 or o + n > size)
+        return f"the box {list(bad.shape)} at {list(bad.offset)} reaches outside {list(shape)}"
+    volume = sum(math.prod(b.shape) for b in boxes)
+    if len(boxes) > 1:
+        low = np.array([b.offset for b in boxes], "i8")
+        high = low + np.array([b.shape for b in boxes], "i8")
+        meet = (np.maximum(low[:, None], low[None]) < np.minimum(high[:, None], high[None])).all(2)
+        if meet.sum() > len(boxes):
+            i, j = (int(x) for x in np.argwhere(np.triu(meet, 1))[0])
+            return f"boxes overlap: {list(boxes[i].shape)} at {list(boxes[i].offset)} and {list(boxes[j].shape)} at {list(boxes[j].offset)}"
+    if volume != math.prod(shape):
+        return f"{volume:,} of {math.prod(shape):,} elements are covered"
+    return None
+
+
+def uncovered(pieces: Sequence[Piece], numel: int) -> tuple[int, str | None]:
+    """How many elements of a flat buffer no piece covers, and what is wrong if two pieces share one or one lies outside."""
+    starts, lengths = [], []
+    for p in pieces:
+        m = moves(p, p)
+        for row in m:
+            if row.src_step == 1:
+                starts.append(row.src_start + np.arange(row.rows, dtype="i8") * row.src_pitch)
+                lengths.append(np.full(row.rows, row.run, "i8"))
+            else:
+                rows, run = np.arange(row.rows, dtype="i8")[:, None], np.arange(row.run, dtype="i8")
+                flat = row.src_start + rows * row.src_pitch + run * row.src_step
+                starts.append(flat.ravel())
+                lengths.append(np.ones(flat.size, "i8"))
+    if not starts:
+        return numel, None
+    start, length = np.concatenate(starts), np.concatenate(lengths)
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], (start + length)[order]
+    if start[0] < 0 or end[-1] > numel or (end > numel).any():
+        return 0, f"a piece reaches outside the {numel:,} elements of the buffer"
+    if (end[:-1] > start[1:]).any():
+        at = int(start[1:][end[:-1] > start[1:]][0])
+        return 0, f"two pieces share element {at:,} of the buffer"
+    return numel - int(length.sum()), None

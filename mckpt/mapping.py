@@ -1,0 +1,559 @@
+"""Mapping files -> checked rules and dims. The only reader of `mappings/`.
+
+A *family* (mappings/hf) and a *dialect* (mappings/megatron) are the same kind of file: stored keys on the left, packed logical tensors
+on the right, and under `dims` the hyperparameters. Both are read once and never mutated. Every error names file and line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import itertools
+import re
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import yaml
+
+from mckpt.errors import MappingError, UsageError
+from mckpt.expression import Expression, ExpressionError
+from mckpt.packing import PACKINGS, TP_KINDS
+
+_HERE = Path(__file__).parent
+FOLDER = _HERE / "mappings" if (_HERE / "mappings").is_dir() else _HERE.parent / "mappings"  # a wheel has them inside
+Dims = dict[str, Any]
+_TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
+_INDEX = re.compile(r"\{(\w+)\}")
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- YAML with lines
+
+
+class Node(dict):  # type: ignore[type-arg]
+    """A YAML mapping that knows the file and line of each key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, str] = {}
+
+
+class _Loader(yaml.SafeLoader):
+    where = ""
+
+
+def _construct(loader: _Loader, node: yaml.MappingNode) -> Node:
+    out = Node()
+    for key_node, value_node in node.value:
+        key = loader.construct_object(key_node, deep=True)
+        line = f"{loader.where}:{key_node.start_mark.line + 1}"
+        if not isinstance(key, str):
+            raise MappingError(f"{line}: the key {key!r} must be a string")
+        if key in out:
+            raise MappingError(f"{line}: {key!r} stands here twice (first in line {out.lines[key].rsplit(':', 1)[1]})")
+        out[key] = loader.construct_object(value_node, deep=True)
+        out.lines[key] = line
+    return out
+
+
+_Loader.add_constructor("tag:yaml.org,2002:map", _construct)
+
+
+def _parse(path: Path) -> tuple[Node, str]:
+    """The file's root node and its digest."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise MappingError(f"{path}: cannot be read: {e}") from None
+    loader = _Loader(text)
+    loader.where = path.name
+    try:
+        node = loader.get_single_data()
+    except yaml.YAMLError as e:
+        raise MappingError(f"{path}: no YAML: {e}") from None
+    if not isinstance(node, Node):
+        raise MappingError(f"{path}: a mapping file holds keys and values, not {type(node).__name__}")
+    return node, hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _merge(base: Node, over: Node) -> Node:
+    """`over` on top of `base`; null takes a key away; lists of names (inert) are joined."""
+    out = Node()
+    for key in [*base, *(k for k in over if k not in base)]:
+        a, b = base.get(key), over.get(key)
+        if key in over and b is None and key in base:
+            continue
+        if isinstance(a, Node) and isinstance(b, Node) and not {"of", "key", "const", "read"} & (a.keys() | b.keys()):
+            out[key] = _merge(a, b)
+        elif isinstance(a, list) and isinstance(b, list) and key == "inert":
+            out[key] = a + b
+        else:
+            out[key] = b if key in over else a
+        out.lines[key] = over.lines[key] if key in over else base.lines[key]
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------- the hub
+
+
+class LogicalDim(NamedTuple):
+    type: str
+    optional: bool
+    neutral: Expression | None
+    about: str
+
+
+class LogicalTensor(NamedTuple):
+    shape: tuple[Expression, ...]
+    about: str
+
+
+class Hub(NamedTuple):
+    """logical.yaml: every dim and every logical tensor."""
+
+    dims: dict[str, LogicalDim]
+    tensors: dict[str, LogicalTensor]
+    digest: str
+
+    def shape(self, name: str, dims: Mapping[str, Any]) -> tuple[int, ...]:
+        """Shape of a logical tensor (by template), in elements."""
+        return tuple(e(dims) for e in self.tensors[name].shape)
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value of a dim if it is one; ValueError says why not."""
+        dim = self.dims[name]
+        if value is None and dim.optional:
+            return None
+        wanted = _TYPES[dim.type]
+        if not isinstance(value, wanted) or (isinstance(value, bool) and dim.type in ("int", "float")):
+            raise ValueError(f"{name} is {value!r}, and must be of type {dim.type}")
+        if dim.type == "int" and value < 0:
+            raise ValueError(f"{name} is {value}, and cannot be negative")
+        return value
+
+
+@functools.cache
+def hub() -> Hub:
+    node, digest = _parse(FOLDER / "logical.yaml")
+    dims = {
+        k: LogicalDim(v["type"], v.get("optional", False), Expression(v["neutral"]) if "neutral" in v else None, v["about"])
+        for k, v in node["dims"].items()
+    }
+    tensors = {k: LogicalTensor(tuple(Expression(e) for e in v["shape"]), v["about"]) for k, v in node["tensors"].items()}
+    return Hub(dims, tensors, digest)
+
+
+# ---------------------------------------------------------------------------------------------------------------- rules
+
+
+class Rule(NamedTuple):
+    """One stored key template and the logical tensors packed in it. An object rule has no members."""
+
+    key: str
+    of: tuple[str, ...]
+    pack: str
+    tp: str  # column, row, vocab or replicated
+    stage: str | None  # first or last: the pipeline stage of a tensor that is in no layer
+    when: Expression | None
+    alias: bool  # a further copy of a tensor that another rule stores
+    indices: tuple[str, ...]  # of "layer", "expert": those that its tensors have
+    where: str
+
+    def stacked(self) -> tuple[str, ...]:
+        """Indices that are leading axes of the stored tensor, because the key does not name them."""
+        return tuple(i for i in self.indices if f"{{{i}}}" not in self.key)
+
+
+class Bound(NamedTuple):
+    """A rule that applies to one model, and where: the layers (or [0]) and experts (or [0]) it has."""
+
+    rule: Rule
+    layers: np.ndarray
+    experts: np.ndarray
+
+    def instances(self) -> tuple[np.ndarray, np.ndarray]:
+        """(layer, expert) of each of its tensors, layer by layer."""
+        return np.repeat(self.layers, len(self.experts)), np.tile(self.experts, len(self.layers))
+
+
+class Dim(NamedTuple):
+    """How one dim lies in a config. Read: the first of `keys` that is there, through `values` and `read`; else `default`."""
+
+    keys: tuple[str, ...]
+    default: Expression | None
+    values: dict[Any, Any] | None
+    has_const: bool
+    const: Any
+    read: Expression | None
+    write: Expression | None
+    when: Expression | None  # else the dim is neutral, and nothing is written
+    write_when: Expression | None
+    free: bool  # any value does: nothing in the model depends on it
+    where: str
+
+
+class MappingFile(NamedTuple):
+    """A family or a dialect, checked."""
+
+    name: str
+    path: Path
+    digest: str
+    architectures: tuple[str, ...]
+    canonical: bool
+    choices: dict[str, tuple[str, ...]]
+    derive: dict[str, Expression]
+    dims: dict[str, Dim]
+    also: dict[str, Expression]
+    flags: dict[str, Any]
+    inert: frozenset[str]
+    ignore: dict[str, str]
+    rules: tuple[Rule, ...]
+    objects: tuple[Rule, ...]
+
+    # ---- tensors
+
+    def scope(self, dims: Mapping[str, Any], **chosen: Any) -> dict[str, Any]:
+        """What a `when` can name: dims, choices, what is derived of them, and anything else that is given (pp)."""
+        scope = {**dims, **chosen}
+        for name, expression in self.derive.items():
+            scope[name] = expression(scope)
+        return scope
+
+    def bind(self, scope: Mapping[str, Any], rules: Iterable[Rule] | None = None) -> list[Bound]:
+        """The rules that apply in this scope, each with its layers and experts."""
+        out = []
+        for rule in self.rules if rules is None else rules:
+            try:
+                if "layer" not in rule.indices:
+                    layers = [0] if rule.when is None or rule.when(scope) else []
+                elif rule.when is None or "layer" not in rule.when.names:
+                    layers = list(range(scope["num_layers"])) if rule.when is None or rule.when(scope) else []
+                else:
+                    layers = [i for i in range(scope["num_layers"]) if rule.when({**scope, "layer": i})]
+            except ExpressionError as e:
+                raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
+            if layers:
+                experts = np.arange(scope["num_experts"] if "expert" in rule.indices else 1)
+                out.append(Bound(rule, np.array(layers, "i4"), experts.astype("i4")))
+        return out
+
+    # ---- dims
+
+    def read(self, config: Mapping[str, Any], known: Mapping[str, Any] | None = None, source: str = "config.json") -> Dims:
+        """All dims of a model, from its config; `known` ones fill what the config does not say and must agree with what it does.
+
+        MappingError lists everything that is missing, of a wrong type, or outside what this file knows.
+        """
+        known = dict(known or {})
+        dims: Dims = {}
+        problems: list[str] = []
+        pending: list[str] = []
+
+        def resolve(name: str) -> Any:
+            if name not in hub().dims or name in pending:
+                raise KeyError(name)
+            pending.append(name)
+            try:
+                dims[name] = scope[name] = hub().check(name, self._read_dim(name, config, known, scope))
+            except (ExpressionError, ValueError, TypeError) as e:
+                problems.append(f"{source}: {e}")
+                raise ExpressionError(f"{name} could not be read") from None
+            finally:
+                pending.pop()
+            return dims[name]
+
+        scope = _Lazy(resolve, config=config)
+        for name in hub().dims:
+            with contextlib.suppress(ExpressionError):  # it is in `problems`
+                _ = scope[name]
+        problems = [p for p in problems if "could not be read" not in p] or problems
+        if problems:
+            raise MappingError.of(f"{source} does not describe a model that {self.path.name} knows:", dict.fromkeys(problems))
+        return dims
+
+    def _read_dim(self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
+        spec, dim = self.dims.get(name), hub().dims[name]
+        if spec is None or (spec.when is not None and not spec.when(scope)):
+            if dim.neutral is None:
+                raise ValueError(f"{self.path.name} says nothing of {name}")
+            return dim.neutral(scope)
+        key, raw = next(((k, v) for k in spec.keys if (v := lookup(config, k)) is not None), ("default", None))
+        if raw is None and spec.keys:
+            if name in known:
+                return known[name]
+            if spec.default is None:
+                raise ValueError(f"{' or '.join(spec.keys)} is missing ({dim.about})")
+            raw = spec.default(scope)
+        if spec.has_const:
+            value = spec.const
+        elif spec.values is None:
+            value = raw
+        elif raw in spec.values:
+            value = spec.values[raw]
+        else:
+            raise ValueError(f"{key} is {raw!r}; {self.path.name} knows {', '.join(map(repr, spec.values))}")
+        if spec.read is not None:
+            value = spec.read(ChainMap({"value": value}, scope))  # type: ignore[arg-type]
+        if isinstance(value, float) and dim.type == "int" and value.is_integer():
+            value = int(value)
+        if name in known and not spec.free and not _equal(known[name], value):
+            raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} was given")
+        return value
+
+    def write(self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The config that says these dims."""
+        config: dict[str, Any] = {}
+        for name, spec in self.dims.items():
+            scope = {**dims, **(given or {})}
+            if not spec.keys or any(e is not None and not e(scope) for e in (spec.when, spec.write_when)):
+                continue
+            value = dims[name]
+            if spec.values is not None:
+                value = next((k for k, v in spec.values.items() if v == value), value)
+            if spec.write is not None:
+                value = spec.write(scope)
+            path = spec.keys[0].split(".")
+            inner = config
+            for part in path[:-1]:
+                inner = inner.setdefault(part, {})
+            inner[path[-1]] = list(value) if isinstance(value, tuple) else value
+        for key, expression in self.also.items():
+            try:
+                config[key] = expression({**dims, **(given or {})})
+            except ExpressionError as e:
+                raise MappingError(f"{self.path.name}: also: {key}: {e}") from None
+        return config
+
+    def inexact(self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, str]:
+        """What of these dims this file cannot say: dim -> what a reader of the written config would take it for."""
+        try:
+            again = self.read(self.write(dims, given), {"vocab_size": dims["vocab_size"]})
+        except MappingError as e:
+            return {"config": str(e)}
+        return {
+            name: f"{name} is {dims[name]!r}, and {self.name} would compute with {again[name]!r}"
+            for name in dims
+            if not _equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
+        }
+
+    def unknown(self, config: Mapping[str, Any]) -> list[str]:
+        """Keys of a config that no dim reads and that are not listed as inert; those that say nothing (null, false) left out."""
+        read = {k.split(".")[0] for d in self.dims.values() for k in d.keys} | set(self.also)
+        return [k for k, v in config.items() if k not in read and k not in self.inert and v not in (None, False, [], {})]
+
+
+class _Lazy(dict):  # type: ignore[type-arg]
+    """A scope that asks `resolve` for what it lacks."""
+
+    def __init__(self, resolve: Callable[[str], Any], **known: Any) -> None:
+        super().__init__(known)
+        self.resolve = resolve
+
+    def __missing__(self, name: str) -> Any:
+        return self.resolve(name)
+
+
+def lookup(config: Mapping[str, Any], path: str) -> Any:
+    """config["a"]["b"] for "a.b"; None where it has no such key."""
+    value: Any = config
+    for part in path.split("."):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(part)
+    return value
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return list(a) == list(b)
+    return bool(a == b)
+
+
+# ---------------------------------------------------------------------------------------------------------------- reading a file
+
+
+_TOP = ("architectures", "extends", "canonical", "choices", "derive", "dims", "also", "flags", "inert", "ignore", "tensors", "blocks", "objects")
+_RULE = ("of", "pack", "tp", "stage", "when", "alias", "expert")
+_DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+
+
+def folder(kind: str) -> Path:
+    """Where the files of a kind lie: "hf" or "megatron"."""
+    return FOLDER / kind
+
+
+@functools.cache
+def names(kind: str) -> tuple[str, ...]:
+    """Names of the families ("hf") or dialects ("megatron") that come with mckpt."""
+    return tuple(sorted(p.stem for p in folder(kind).glob("*.yaml")))
+
+
+@functools.cache
+def load(kind: str, name: str) -> MappingFile:
+    """The family or dialect of that name, or the user's own file if it ends in .yaml."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
+    if not path.is_file():
+        raise MappingError(f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a .yaml file")
+    root, digest = _inherit(path, kind, ())
+    return _checked(path, root, digest)
+
+
+def family_of(architecture: str) -> str:
+    """The family that names an architecture of transformers. Only the files' first lines that can name it are read."""
+    for name in names("hf"):
+        if architecture in (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8") and architecture in load("hf", name).architectures:
+            return name
+    known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
+    raise MappingError(
+        f"no family has the architecture {architecture}; known: {', '.join(known)}.\n"
+        "If its tensors are those of a known family, write a file `my.yaml` such as\n"
+        f"    architectures: [{architecture}]\n    extends: llama\n"
+        "override what differs (`mckpt mappings show llama` prints all of it), test it with `mckpt mappings check my.yaml`, "
+        "and give it as `--mapping my.yaml`."
+    )
+
+
+def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]:
+    node, digest = _parse(path)
+    for key in node:
+        if key not in _TOP:
+            raise MappingError(f"{node.lines[key]}: {key!r} is no section of a mapping file; known: {', '.join(_TOP)}")
+    if "extends" not in node:
+        return node, digest
+    base = path.parent / f"{node['extends']}.yaml"
+    if not base.is_file():
+        base = folder(kind) / f"{node['extends']}.yaml"
+    if not base.is_file() or base in above:
+        raise MappingError(f"{node.lines['extends']}: there is no mapping {node['extends']!r} to extend" + " (it extends itself)" * (base in above))
+    root, base_digest = _inherit(base, kind, (*above, path))
+    root.pop("architectures", None)
+    return _merge(root, node), hashlib.sha256((base_digest + digest).encode()).hexdigest()[:16]
+
+
+def _checked(path: Path, root: Node, digest: str) -> MappingFile:
+    problems: list[str] = []
+
+    def expression(text: Any, where: str) -> Expression | None:
+        if text is None:
+            return None
+        try:
+            return Expression(text)
+        except ExpressionError as e:
+            problems.append(f"{where}: {e}")
+            return None
+
+    def expressions(section: str) -> dict[str, Expression]:
+        node = root.get(section) or Node()
+        return {k: e for k, v in node.items() if (e := expression(v, node.lines[k])) is not None}
+
+    dims = {}
+    for name, spec in (root.get("dims") or Node()).items():
+        where = root["dims"].lines[name]
+        if name not in hub().dims:
+            problems.append(f"{where}: logical.yaml has no dim {name!r}")
+            continue
+        spec = {"key": spec} if isinstance(spec, str) else spec
+        if not isinstance(spec, dict) or spec.keys() - set(_DIM):
+            problems.append(f"{where}: {name} may say {', '.join(_DIM)}, not {spec!r}")
+            continue
+        keys = spec.get("key", [])
+        of = {k: expression(spec.get(k), where) for k in ("default", "read", "write", "when", "write_when")}
+        dims[name] = Dim(
+            (keys,) if isinstance(keys, str) else tuple(keys), of["default"], spec.get("values"), "const" in spec, spec.get("const"), of["read"],
+            of["write"], of["when"], of["write_when"], spec.get("free", False), where,
+        )  # fmt: skip
+        if not keys and "const" not in spec and of["read"] is None:
+            problems.append(f"{where}: {name} has no key, no const and no read")
+    rules = list(_rules(root, "tensors", expression, problems))
+    objects = list(_rules(root, "objects", expression, problems))
+    if problems:
+        raise MappingError.of(f"{path}: not a mapping:", problems)
+    return MappingFile(
+        path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
+        {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
+        frozenset(itertools.chain.from_iterable(root.get("inert", ()))), dict(root.get("ignore") or {}), tuple(rules), tuple(objects),
+    )  # fmt: skip
+
+
+def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression | None], problems: list[str]) -> Iterator[Rule]:
+    """The rules of the top level and of each block, braces expanded, prefixes put on both sides."""
+    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None]] = [(root.get(section) or Node(), "", "", None)]
+    for prefix, block in (root.get("blocks") or Node()).items():
+        other = block.get("instead")
+        where = root["blocks"].lines[prefix]
+        instead = (other["key"], expression(other["when"], where)) if other else None
+        scopes.append((block.get(section) or Node(), prefix, block.get("is", ""), instead))
+    for node, prefix, logical, instead in scopes:
+        for key, value in node.items():
+            where = node.lines[key]
+            for spec in value if isinstance(value, list) else [value]:
+                for stored, one in _expand(key, {"of": spec} if isinstance(spec, str) else (spec or {})):
+                    try:
+                        rule = _rule(prefix + stored, one, logical, where, expression)
+                    except (ValueError, TypeError) as e:
+                        problems.append(f"{where}: {prefix + stored}: {e}")
+                        continue
+                    if instead is None:
+                        yield rule
+                        continue
+                    other_prefix, condition = instead
+                    assert condition is not None
+                    both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
+                    neither = f"not ({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
+                    yield rule._replace(when=Expression(neither))
+                    yield rule._replace(key=other_prefix + stored, when=Expression(both))
+
+
+def _expand(key: str, spec: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`{q,k,v}` in the key and in `of`: one rule for each."""
+    found = _BRACES.search(key)
+    if not found:
+        yield key, dict(spec)
+        return
+    for i, word in enumerate(found[1].split(",")):
+        def pick(text: str, i: int = i) -> str:
+            return _BRACES.sub(lambda m: m[1].split(",")[i], text)
+        of = spec.get("of", [])
+        yield key[: found.start()] + word + key[found.end() :], {**spec, "of": pick(of) if isinstance(of, str) else [pick(o) for o in of]}
+
+
+def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression: Callable[[Any, str], Expression | None]) -> Rule:
+    if spec.keys() - set(_RULE):
+        raise ValueError(f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}")
+    of = spec.get("of", [])
+    of = tuple(prefix + o for o in ([of] if isinstance(of, str) else of))
+    for name in of:
+        if name not in hub().tensors:
+            raise ValueError(f"logical.yaml has no tensor {name!r}")
+    indices = tuple(i for i in ("layer", "expert") if any(f"{{{i}}}" in n for n in (*of, key)) or (i == "expert" and spec.get("expert")))
+    if not of and "layer" not in indices and "{layer}" in prefix:
+        indices = ("layer", *indices)
+    for index in _INDEX.findall(key):
+        if index not in indices:
+            raise ValueError(f"{{{index}}} is not an index of {', '.join(of) or 'an object'}")
+    if any(set(_INDEX.findall(n)) != set(_INDEX.findall(of[0])) for n in of):
+        raise ValueError("its tensors do not have the same indices")
+    pack = spec.get("pack", "one")
+    if pack not in PACKINGS:
+        raise ValueError(f"no packing {pack!r}; known: {', '.join(PACKINGS)}")
+    if pack == "one" and len(of) > 1:
+        raise ValueError("several tensors need a `pack`")
+    tp = spec.get("tp", "replicated")
+    if tp not in TP_KINDS:
+        raise ValueError(f"no tp kind {tp!r}; known: {', '.join(TP_KINDS)}")
+    return Rule(key, of, pack, tp, spec.get("stage"), expression(spec.get("when"), where), spec.get("alias", False), indices, where)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`name=value` of --set -> (dim, value)."""
+    name, equals, value = text.partition("=")
+    if not equals or name not in hub().dims:
+        raise UsageError(f"--set {text!r}: say NAME=VALUE with one of {', '.join(hub().dims)}")
+    try:
+        return name, hub().check(name, yaml.safe_load(value))
+    except (ValueError, yaml.YAMLError) as e:
+        raise UsageError(f"--set {text!r}: {e}") from None

@@ -1,0 +1,188 @@
+"""Parallel sizes, and what they place where: layers on pipeline stages, experts and shards in the files of a `torch` checkpoint."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from mckpt.errors import UsageError
+
+MAX_STAGES = 4096  # bounds what a layout string such as (t|)*1000000000 may unroll to
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Megatron's parallel sizes. `etp` is that of experts (None: as tp); `vpp` the virtual stages of each pipeline rank.
+
+    Uneven pipelines, as Megatron's flags say them: layers of the first and last stage, embedding and loss counted as a layer, or a whole
+    `layout` ("Ettt|(tt|)*6tL", see PipelineParallelLayerLayout of Megatron-Core).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    account_for_embedding: bool = False
+    account_for_loss: bool = False
+    layout: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.layout is not None and self.vpp == 1 and self.pp >= 1:
+            stages = len(_parse_layout(self.layout))
+            if stages % self.pp:
+                raise UsageError(f"the layout {self.layout!r} has {stages} stages, which do not divide by pp {self.pp}")
+            object.__setattr__(self, "vpp", stages // self.pp)
+        for name in ("tp", "pp", "vpp", "ep", "etp"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")
+        uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
+        accounted = self.account_for_embedding or self.account_for_loss
+        if uneven + accounted + (self.layout is not None) > 1:
+            raise UsageError("say one of: layers of the first and last stage, account-for-embedding/loss, or a pipeline layout; Megatron refuses two")
+        if self.vpp > 1 and self.pp == 1:
+            raise UsageError(f"vpp {self.vpp} needs pp > 1: virtual stages interleave pipeline stages")
+
+    @property
+    def expert_tp(self) -> int:
+        return self.tp if self.etp is None else self.etp
+
+    def stages(self, num_layers: int) -> list[list[list[int]]]:
+        """[pipeline rank][virtual stage] -> global layers, as Megatron-Core places them (transformer_block.py, get_num_layers_to_build)."""
+        counts = self._counts(num_layers)
+        placed: list[list[list[int]]] = [[] for _ in range(self.pp)]
+        at = 0
+        for v in range(self.vpp):  # a virtual stage runs over all pipeline ranks before the next one begins
+            for p in range(self.pp):
+                placed[p].append(list(range(at, at + counts[p][v])))
+                at += counts[p][v]
+        if at != num_layers:
+            raise UsageError(f"the pipeline places {at} layers, and the model has {num_layers}")
+        return placed
+
+    def _counts(self, num_layers: int) -> list[list[int]]:
+        if self.layout is not None:
+            stages = _parse_layout(self.layout)
+            if len(stages) != self.pp * self.vpp:
+                raise UsageError(f"the layout {self.layout!r} has {len(stages)} stages; pp {self.pp} x vpp {self.vpp} need {self.pp * self.vpp}")
+            flat = "".join(stages)
+            if flat.count("E") != 1 or flat.count("L") != 1 or flat[0] != "E" or flat[-1] != "L" or flat.count("t") != num_layers:
+                raise UsageError(
+                    f"the layout {self.layout!r} places {flat.count('t')} layers between {flat[:1]!r} and {flat[-1:]!r}; "
+                    f"the model has {num_layers}, and wants E first and L last, once each"
+                )
+            return [[stages[v * self.pp + p].count("t") for v in range(self.vpp)] for p in range(self.pp)]
+        given = {p: n for p, n in ((0, self.first_stage_layers), (self.pp - 1, self.last_stage_layers)) if n is not None}
+        left = num_layers - sum(given.values()) + self.account_for_embedding + self.account_for_loss
+        ranks = self.pp - len(given)
+        what = f"{num_layers} layers" + (f" less {sum(given.values())} of the first or last stage" if given else "")
+        what += f" and {self.account_for_embedding + self.account_for_loss} for embedding and loss" * (self.account_for_embedding or self.account_for_loss)
+        if left < 0 or (left % ranks if ranks else left):
+            raise UsageError(f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); say another --pp, or place them unevenly")
+        per_rank = [given.get(p, left // ranks if ranks else 0) for p in range(self.pp)]
+        if any(n % self.vpp for n in per_rank):
+            raise UsageError(f"{per_rank} layers of the pipeline ranks do not divide by vpp {self.vpp}")
+        counts = [[n // self.vpp] * self.vpp for n in per_rank]
+        counts[0][0] -= self.account_for_embedding
+        counts[-1][-1] -= self.account_for_loss
+        if counts[0][0] < 0 or counts[-1][-1] < 0:
+            raise UsageError(f"{what}: no room for embedding or loss in a stage of {per_rank[0] // self.vpp} layers")
+        return counts
+
+    def files(self, experts: bool) -> list[tuple[int, int]]:
+        """(tp rank, ep rank) of the files of one pipeline stage of a `torch` checkpoint, in order.
+
+        {(r % TP, (r // ETP) % EP)} over the ranks r of one stage: with ETP != TP these are not all of TP x EP
+        (Megatron-LM, checkpointing.py get_checkpoint_name; Megatron-Core, RankGenerator).
+        """
+        if not experts:
+            return [(t, 0) for t in range(self.tp)]
+        etp = self.expert_tp
+        if self.tp % etp:
+            raise UsageError(f"etp {etp} does not divide tp {self.tp}: one file would hold two shards of an expert; use --format torch_dist")
+        return sorted({(r % self.tp, (r // etp) % self.ep) for r in range(math.lcm(self.tp, etp * self.ep))})
+
+    def check(self, num_experts: int) -> None:
+        """UsageError if the sizes do not fit a model with that many experts (0: dense)."""
+        if self.ep > 1 and num_experts == 0:
+            raise UsageError(f"ep {self.ep} on a model without experts")
+        if num_experts and num_experts % self.ep:
+            raise UsageError(f"{num_experts} experts do not divide by ep {self.ep}")
+
+    def directory(self, tp: int, pp: int, ep: int) -> str:
+        """The name of one rank's directory: mp_rank_TT[_PPP][_EEE]."""
+        return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp > 1 else "") + (f"_{ep:03d}" if self.ep > 1 else "")
+
+    @classmethod
+    def of_args(cls, args: dict[str, Any]) -> Parallel:
+        """The sizes that a checkpoint's args say."""
+        layout = args.get("pipeline_model_parallel_layout")
+        if isinstance(layout, dict):  # Megatron keeps an object that remembers what it was made of
+            layout = layout.get("input_data")
+        if isinstance(layout, (list, tuple)):
+            short = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
+            layout = "|".join("".join(short.get(str(x), str(x)) for x in stage) for stage in layout)
+        pp = args.get("pipeline_model_parallel_size") or 1
+        return cls(
+            tp=args.get("tensor_model_parallel_size") or 1,
+            pp=pp,
+            vpp=(args.get("virtual_pipeline_model_parallel_size") or 1) if pp > 1 else 1,
+            ep=args.get("expert_model_parallel_size") or 1,
+            etp=args.get("expert_tensor_parallel_size"),
+            first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
+            last_stage_layers=args.get("decoder_last_pipeline_num_layers"),
+            account_for_embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
+            account_for_loss=bool(args.get("account_for_loss_in_pipeline_split")),
+            layout=layout,
+        )
+
+    def args(self) -> dict[str, Any]:
+        """These sizes as Megatron's args."""
+        return {
+            "tensor_model_parallel_size": self.tp,
+            "pipeline_model_parallel_size": self.pp,
+            "virtual_pipeline_model_parallel_size": self.vpp if self.vpp > 1 else None,
+            "expert_model_parallel_size": self.ep,
+            "expert_tensor_parallel_size": self.expert_tp,
+            "decoder_first_pipeline_num_layers": self.first_stage_layers,
+            "decoder_last_pipeline_num_layers": self.last_stage_layers,
+            "account_for_embedding_in_pipeline_split": self.account_for_embedding,
+            "account_for_loss_in_pipeline_split": self.account_for_loss,
+            "pipeline_model_parallel_layout": self.layout,
+        }
+
+    def with_(self, **sizes: Any) -> Parallel:
+        """The same with other sizes; None keeps what is here. Another pp or layout takes the uneven split of the old one away."""
+        given = {k: v for k, v in sizes.items() if v not in (None, False)}
+        base = self
+        if given.keys() & {"pp", "vpp", "first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout"}:
+            base = Parallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp)
+            given.setdefault("vpp", self.vpp if given.get("pp", self.pp) == self.pp and "layout" not in given else 1)
+        return replace(base, **given)
+
+    def __str__(self) -> str:
+        shown = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) not in (1, None, False)]
+        return ", ".join(shown) or "tp 1, pp 1"
+
+
+def _parse_layout(text: str) -> list[str]:
+    """The stages of a layout string, E embedding, t decoder layer, m MTP layer, L loss: "Et*3|(tt|)*2L" -> ["Ettt", "tt", "tt", "L"]."""
+    out = text.replace(",", "").replace(" ", "")
+    for pattern in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
+        out = re.sub(pattern, lambda m: m[1] * int(m[2]), out)
+        if len(out) > 64 * MAX_STAGES:
+            raise UsageError(f"the layout {text[:60]!r} unrolls to {len(out):,} characters")
+    stages = out.split("|")
+    for stage in stages:
+        if set(stage) - set("EtmL"):
+            raise UsageError(f"the layout {text!r}: {stage!r} may hold E, t, m and L")
+    return stages
