@@ -1,0 +1,279 @@
+"""From a checkpoint's args to the model: args -> TransformerConfig -> GPTModel chunks, as pretrain_gpt of Megatron-LM does it.
+
+Source of the rules: core_transformer_config_from_args (megatron/training/arguments.py), gpt_builders.py and get_model
+(megatron/training/training.py) of Megatron-LM core_r0.16.0.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib.util
+import math
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mckpt.errors import MissingExtra, UsageError
+from mckpt.trainer import cpu
+
+# Args that bear on the logits and that every run of pretrain_gpt has in its Namespace. None is guessed.
+REQUIRED = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
+    "max_position_embeddings", "normalization", "position_embedding_type", "swiglu", "add_bias_linear", "add_qkv_bias",
+    "qk_layernorm", "untie_embeddings_and_output_weights", "padded_vocab_size", "num_experts", "transformer_impl",
+)  # fmt: skip
+REQUIRED_ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")
+REQUIRED_MOE = (
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function",
+    "moe_router_load_balancing_type", "moe_grouped_gemm", "moe_layer_freq",
+)  # fmt: skip
+
+# Models that this trainer does not build: (arg, the value that means "not used").
+UNSUPPORTED = (("spec", None), ("mtp_num_layers", None), ("heterogeneous_layers_config_path", None), ("experimental_attention_variant", None),
+               ("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))  # fmt: skip
+
+# Fields that make a run faster or smaller and change no result: their kernels are absent on a CPU, and logits are compared
+# across machines, so they are off everywhere. Values of the run that made the checkpoint are not used for these.
+PLAIN = {
+    "apply_rope_fusion": False, "bias_activation_fusion": False, "bias_dropout_fusion": False, "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "memory_efficient_layer_norm": False, "persist_layer_norm": False,
+    "moe_permute_fusion": False, "moe_router_fusion": False, "moe_shared_expert_overlap": False, "moe_enable_deepep": False,
+    "moe_token_dispatcher_type": "alltoall", "use_te_activation_func": False, "use_transformer_engine_op_fuser": False,
+    "cpu_offloading": False, "cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope": [],
+    "delay_wgrad_compute": False, "defer_embedding_wgrad_compute": False, "overlap_moe_expert_parallel_comm": False,
+    "overlap_p2p_comm": False, "batch_p2p_comm": True, "tp_comm_overlap": False, "recompute_granularity": None, "recompute_method": None,
+    "recompute_num_layers": None, "distribute_saved_activations": False, "fine_grained_activation_offloading": False,
+    "fp8": None, "fp8_param": False, "fp4": None, "fp4_param": False, "init_model_with_meta_device": False, "config_logger_dir": "",
+    "context_parallel_size": 1, "cp_comm_type": None, "hierarchical_context_parallel_sizes": None,
+}  # fmt: skip
+
+# How the layers are spread over the stages; only meaningful together with the pipeline sizes they were written for.
+PIPELINE_SPLIT = {
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "account_for_embedding_in_pipeline_split": False,
+    "account_for_loss_in_pipeline_split": False,
+    "pipeline_model_parallel_layout": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+}
+
+
+def namespace(args: Namespace | Mapping[str, Any]) -> Namespace:
+    """A copy of args as a Namespace; a dtype given as "torch.bfloat16" or "bfloat16" (JSON) becomes the dtype."""
+    out = Namespace(**copy.copy(dict(args) if isinstance(args, Mapping) else vars(args)))
+    if isinstance(getattr(out, "params_dtype", None), str):
+        out.params_dtype = getattr(torch, out.params_dtype.removeprefix("torch."))
+    return out
+
+
+def at_sizes(
+    args: Namespace | Mapping[str, Any], tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None, **others: Any
+) -> Namespace:
+    """A copy of args at other parallel sizes; `others` replaces any other arg.
+
+    A pipeline split that the args bring along is kept only at the pp and vpp it was written for. `etp` None is tp, as in Megatron.
+    """
+    out = namespace(args)
+    same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (getattr(out, "virtual_pipeline_model_parallel_size", None) or 1) == (vpp or 1)
+    if not same:
+        vars(out).update(PIPELINE_SPLIT)
+    vars(out).update(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp or tp,
+        context_parallel_size=1,
+    )
+    vars(out).update(others)
+    return namespace(out)
+
+
+def smallest_world(args: Namespace) -> int:
+    """The fewest processes that hold one whole model at these sizes: pp * lcm(tp, etp * ep)."""
+    experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
+    return args.pipeline_model_parallel_size * math.lcm(args.tensor_model_parallel_size, experts)
+
+
+def check(args: Namespace) -> None:
+    """Raises UsageError naming every arg that is absent, contradictory or of a model this trainer does not build."""
+    needed = list(REQUIRED)
+    if getattr(args, "position_embedding_type", None) == "rope":
+        needed += REQUIRED_ROPE
+    if getattr(args, "use_rope_scaling", False):
+        needed.append("rope_scaling_factor")
+    if getattr(args, "group_query_attention", False):
+        needed.append("num_query_groups")
+    if getattr(args, "num_experts", None):
+        needed += REQUIRED_MOE
+    nullable = ("num_experts",)
+    problems = [f"{name} is absent" for name in needed if not hasattr(args, name)]
+    problems += [f"{name} is None" for name in needed if name not in nullable and hasattr(args, name) and getattr(args, name) is None]
+    problems += [f"{name} is {getattr(args, name)!r}: not built here" for name, off in UNSUPPORTED if getattr(args, name, off) not in (off, False)]
+    if epsilon(args) is None:
+        problems.append("layernorm_epsilon (norm_epsilon before Megatron-Core 0.16) is absent")
+    tp = args.tensor_model_parallel_size
+    if getattr(args, "padded_vocab_size", None) and args.padded_vocab_size % tp:
+        problems.append(f"padded_vocab_size {args.padded_vocab_size} is not a multiple of tensor_model_parallel_size {tp}")
+    if problems:
+        raise UsageError.of("these args do not describe a model that can be built:", problems, "Give them with the args of the run.")
+
+
+def epsilon(args: Namespace) -> float | None:
+    """The norms' epsilon. --norm-epsilon is stored as `norm_epsilon` up to 0.15, as `layernorm_epsilon` since."""
+    values = {getattr(args, name) for name in ("layernorm_epsilon", "norm_epsilon") if getattr(args, name, None) is not None}
+    if len(values) > 1:
+        raise UsageError(f"layernorm_epsilon {args.layernorm_epsilon} and norm_epsilon {args.norm_epsilon} disagree in the args")
+    return values.pop() if values else None
+
+
+def initialize(args: Namespace, timeout_s: float = 1800) -> None:
+    """megatron-core's process groups for these sizes, over all ranks of the default group."""
+    cpu.install()
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # goes to timedelta(minutes=)
+        create_gloo_process_groups=False,
+    )
+    if torch.cuda.is_available():
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        model_parallel_cuda_manual_seed(getattr(args, "seed", None) or 1234)
+
+
+def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32) -> Any:
+    """The TransformerConfig of these args, computing in `dtype`."""
+    import torch.nn.functional as F
+    from megatron.core.activations import squared_relu
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    check(args)
+    config_class = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    fields = {f.name for f in dataclasses.fields(config_class)}
+    config = {name: value for name, value in vars(args).items() if name in fields}  # most args have the name of their field
+
+    # args whose name or meaning differs from the field's
+    config["num_moe_experts"] = args.num_experts or None
+    config["num_query_groups"] = args.num_query_groups if args.group_query_attention else None
+    config["num_layers_in_first_pipeline_stage"] = getattr(args, "decoder_first_pipeline_num_layers", None)
+    config["num_layers_in_last_pipeline_stage"] = getattr(args, "decoder_last_pipeline_num_layers", None)
+    config["layernorm_epsilon"] = epsilon(args)
+    if hasattr(args, "apply_layernorm_1p"):  # its name up to 0.15
+        config["layernorm_zero_centered_gamma"] = args.apply_layernorm_1p
+    if args.swiglu:
+        config.update(activation_func=F.silu, gated_linear_unit=True)
+    elif getattr(args, "squared_relu", False):
+        config.update(activation_func=squared_relu)
+    elif getattr(args, "quick_geglu", False):
+        config.update(activation_func=quick_gelu, gated_linear_unit=True)
+    if getattr(args, "rope_type", None) is None:
+        config.pop("rope_type", None)
+    balancing = getattr(args, "moe_router_load_balancing_type", None)
+    if isinstance(balancing, list) and len(balancing) == 1:
+        config["moe_router_load_balancing_type"] = balancing[0]
+    if not args.num_experts:  # unused, and None in the args of a dense run
+        config = {name: value for name, value in config.items() if not name.startswith("moe_")}
+
+    uses_te = args.transformer_impl == "transformer_engine"
+    if not uses_te:
+        config["moe_grouped_gemm"] = False  # the local spec's grouped experts need a CUDA extension; sequential ones load the same torch_dist
+    # A MoE at tp > 1 demands sequence parallelism to train; torch's norms, the local spec's, refuse it.
+    config["sequence_parallel"] = uses_te and args.tensor_model_parallel_size > 1 and bool(getattr(args, "sequence_parallel", False) or args.num_experts)
+
+    config.update({name: value for name, value in PLAIN.items() if name in fields})
+    if not args.num_experts:
+        config.pop("moe_token_dispatcher_type", None)
+    config.update(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        autocast_dtype=dtype,
+        use_cpu_initialization=True,  # the same start on every device; loading overwrites it
+        perform_initialization=False,
+        deallocate_pipeline_outputs=True,
+    )
+    return config_class(**config)
+
+
+def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """The modules of this virtual stage's layers, as gpt_builder chooses them."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    uses_te = args.transformer_impl == "transformer_engine"
+    if uses_te and importlib.util.find_spec("transformer_engine") is None:
+        raise MissingExtra("args.transformer_impl is transformer_engine, which is not installed here; --transformer-impl local needs none")
+    if args.num_experts:
+        return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage)
+    if uses_te:
+        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention)
+    return specs.get_gpt_layer_local_spec(
+        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention, normalization=args.normalization
+    )
+
+
+def build(args: Namespace, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """This rank's GPTModel chunks, one per virtual stage, in eval mode and with parameters not yet set. Needs `initialize`.
+
+    Parameters are in `dtype` whatever the checkpoint's: fp32 for comparing logits, args.params_dtype for training.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.models.gpt import GPTModel
+
+    config = transformer_config(args, dtype)
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
+    rope = args.position_embedding_type == "rope"
+    chunks = []
+    for stage in range(num_chunks):
+        vp_stage = stage if num_chunks > 1 else None
+        chunk = GPTModel(
+            config=config,
+            transformer_layer_spec=layer_spec(args, config, vp_stage),
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True) and stage == 0,
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True) and stage == num_chunks - 1,
+            parallel_output=True,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_percent=args.rotary_percent if rope else 1.0,
+            rotary_base=args.rotary_base if rope else 10000,
+            rope_scaling=args.use_rope_scaling if rope else False,
+            # Megatron-LM parses --rope-scaling-factor but does not pass it on: its models always scale by 8 (so to main of 2026-08)
+            rope_scaling_factor=args.rope_scaling_factor if rope and args.use_rope_scaling else 8.0,
+            seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
+            vp_stage=vp_stage,
+        )
+        if torch.cuda.is_available():
+            chunk.cuda(torch.cuda.current_device())
+        chunks.append(cast(chunk, dtype).eval())
+    return chunks
+
+
+def cast(chunk: Any, dtype: torch.dtype) -> Any:
+    """The chunk with its parameters in `dtype`; a router's expert_bias stays fp32, as Float16Module and the router keep it."""
+    chunk.to(dtype)
+    for module in chunk.modules():
+        if hasattr(module, "_maintain_float32_expert_bias"):
+            module._maintain_float32_expert_bias()
+    return chunk
+
+
+def rank_names() -> str:
+    """This process in words, for errors: "rank 3 (tp 1, pp 1, ep 0)"."""
+    from megatron.core import parallel_state as ps
+
+    tp, pp, ep = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank(), ps.get_expert_model_parallel_rank()
+    return f"rank {dist.get_rank()} (tp {tp}, pp {pp}, ep {ep})"

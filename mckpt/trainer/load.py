@@ -1,0 +1,192 @@
+"""Loads a checkpoint into the chunks, strictly: `torch_dist` through dist_checkpointing, `torch` from this rank's own file.
+
+Strict means more here than Megatron-LM's own loader asks (it retries with strict=False and drops what does not fit):
+every key that the model wants, save _extra_state, must be in the checkpoint; every parameter is NaN before the load and none after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mckpt.errors import SourceError
+from mckpt.trainer.build import rank_names
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MODEL_FILE = "model_optim_rng.pt"
+# What a checkpoint holds beside the model's weights; unread by a load of weights alone.
+NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
+
+
+def unit_directory(checkpoint: str | Path) -> Path:
+    """The iteration directory: `checkpoint` itself, or the one that its tracker file names."""
+    checkpoint = Path(checkpoint)
+    tracker = checkpoint / TRACKER
+    if not tracker.exists():
+        return checkpoint
+    name = tracker.read_text().strip()
+    return checkpoint / (name if name == "release" else f"iter_{int(name):07d}")
+
+
+def format_of(checkpoint: str | Path) -> str:
+    """`torch_dist` or `torch`, decided as Megatron-LM's _get_checkpoint_format does."""
+    unit = unit_directory(checkpoint)
+    if (unit / "metadata.json").exists():
+        return "torch_dist"
+    if unit.is_dir() and any(p.name.startswith("mp_rank_0") for p in unit.iterdir()):
+        return "torch"
+    raise SourceError(f"{unit} is no Megatron checkpoint: neither metadata.json nor mp_rank_* is there")
+
+
+def read_common(checkpoint: str | Path) -> dict[str, Any]:
+    """Everything but the weights: args, iteration, checkpoint_version, content_metadata ..."""
+    unit = unit_directory(checkpoint)
+    if format_of(checkpoint) == "torch_dist":
+        from megatron.core import dist_checkpointing
+
+        with safe_pickles():
+            return dist_checkpointing.load_common_state_dict(str(unit))
+    names = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")  # of rank 0: no PP or EP, one of them, both
+    for name in names:
+        if (unit / name / MODEL_FILE).exists():
+            state = read_rank_file(unit / name / MODEL_FILE)
+            return {key: value for key, value in state.items() if not key.startswith("model")}
+    raise SourceError(f"{unit} has no file of rank 0: none of {', '.join(names)} holds {MODEL_FILE}")
+
+
+def read_args(checkpoint: str | Path) -> Namespace:
+    """The args of the run that wrote the checkpoint."""
+    args = read_common(checkpoint).get("args")
+    if args is None:
+        raise SourceError(f"{unit_directory(checkpoint)} holds no args: give those of the model")
+    return args
+
+
+def load(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = "raise_unexpected") -> dict[str, Any]:
+    """Loads the weights in place. Returns the common state with `unread`: the model keys of the checkpoint that this rank's model never asked for.
+
+    `strict` is dist_checkpointing's StrictHandling or its value; it bears on torch_dist only. Raises SourceError on this rank alone
+    when something is missing; the caller makes sure that the others hear of it.
+    """
+    fill_with_nan(chunks)
+    state = (load_torch_dist if format_of(checkpoint) == "torch_dist" else load_torch)(chunks, args, checkpoint, strict)
+    left = [name for name, value in weights(chunks) if value.isnan().any()]
+    if left:
+        raise SourceError.of(f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not set, or set to NaN:", left)
+    return state
+
+
+def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any) -> dict[str, Any]:
+    """dist_checkpointing.load into sharded_state_dict(), as load_checkpoint of Megatron-LM calls it."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import parse_strict_flag
+
+    unit = str(unit_directory(checkpoint))
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=read_common(checkpoint)) or {}
+    stored = {value.key for value in dist_checkpointing.load_sharded_metadata(unit).values()}
+    wanted = {value.key for value in sharded_values(sharded_state(chunks, metadata))}
+    missing = sorted(key for key in wanted - stored if not key.endswith("_extra_state"))
+    if missing:
+        raise SourceError.of(f"{unit}: {rank_names()} asks for keys that the checkpoint does not have:", missing)
+    state = sharded_state(chunks, metadata)
+    with safe_pickles():
+        loaded = dist_checkpointing.load(state, unit, strict=parse_strict_flag(strict))
+    if isinstance(loaded, tuple):  # return_unexpected, return_all
+        loaded = loaded[0]
+    for key, chunk in zip(model_keys(chunks), chunks, strict=True):
+        load_into(chunk, loaded.pop(key), f"{unit} ({key})")
+    unread = sorted(key for key in stored - wanted if not key.startswith(NOT_MODEL) and not key.endswith("_extra_state"))
+    return loaded | {"unread": unread}
+
+
+def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = None) -> dict[str, Any]:
+    """torch.load of this rank's mp_rank file and load_state_dict."""
+    path = unit_directory(checkpoint) / rank_directory(args) / MODEL_FILE
+    if not path.exists():
+        raise SourceError(f"{rank_names()} needs {path}, which does not exist")
+    state = read_rank_file(path)
+    stored = getattr(state.get("args"), "virtual_pipeline_model_parallel_size", None) or 1
+    keys = model_keys(chunks)
+    present = [key for key in state if key == "model" or (key.startswith("model") and key[5:].isdigit())]
+    if sorted(present) != sorted(keys):
+        raise SourceError(f"{path} holds {', '.join(sorted(present)) or 'no model'}, the model has {', '.join(keys)} (virtual stages in its args: {stored})")
+    for key, chunk in zip(keys, chunks, strict=True):
+        load_into(chunk, state.pop(key), f"{path} ({key})")
+    return state | {"unread": []}
+
+
+def load_into(chunk: Any, state: dict[str, Any], source: str) -> None:
+    """load_state_dict that forgives nothing but _extra_state."""
+    result = chunk.load_state_dict({key: value for key, value in state.items() if not key.endswith("_extra_state") or value is not None}, strict=False)
+    problems = [f"missing {key}" for key in result.missing_keys if not key.endswith("_extra_state")]
+    problems += [f"unknown {key}" for key in result.unexpected_keys if not key.endswith("_extra_state")]
+    if problems:
+        raise SourceError.of(f"{source} does not fit the model of {rank_names()}:", problems)
+
+
+def rank_directory(args: Namespace) -> str:
+    """mp_rank_TT[_PPP][_EEE] of this process; get_checkpoint_name of Megatron-LM."""
+    from megatron.core import parallel_state as ps
+
+    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
+    if args.pipeline_model_parallel_size > 1:
+        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
+    if args.expert_model_parallel_size > 1:
+        name += f"_{ps.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def read_rank_file(path: Path) -> dict[str, Any]:
+    """One model_optim_rng.pt, unpickled with torch's weights_only rules and Megatron's list of safe classes."""
+    with safe_pickles():
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def safe_pickles() -> Iterator[None]:
+    """torch.load accepts the classes that Megatron-LM allows, and no others."""
+    from megatron.core.safe_globals import SAFE_GLOBALS
+
+    with torch.serialization.safe_globals(SAFE_GLOBALS):
+        yield
+
+
+def model_keys(chunks: list[Any]) -> list[str]:
+    """`model`, or `model0`, `model1` ... with virtual stages."""
+    return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
+
+
+def sharded_state(chunks: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
+    """The chunks' sharded_state_dict()s under `model` or `model0` ..., in the form that `metadata` (content_metadata) names."""
+    from megatron.core import parallel_state
+
+    metadata = metadata | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(model_keys(chunks), chunks, strict=True)}
+
+
+def sharded_values(state: dict[str, Any]) -> list[Any]:
+    """Every ShardedTensor and ShardedObject of a sharded state, factories applied (in place)."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories
+
+    apply_factories(state)
+    return [value for value in nested_values(state) if isinstance(value, ShardedBase)]
+
+
+def weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of every parameter and floating buffer that a checkpoint stores (rotary tables are not stored)."""
+    for key, chunk in zip(model_keys(chunks), chunks, strict=True):
+        for name, value in chunk.state_dict().items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and not name.endswith("_extra_state"):
+                yield f"{key}.{name}", value
+
+
+def fill_with_nan(chunks: list[Any]) -> None:
+    """So that a tensor that no load reaches shows."""
+    for _, value in weights(chunks):
+        value.fill_(float("nan"))

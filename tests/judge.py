@@ -1,0 +1,231 @@
+"""The judge that is not ours: runs many cases on the real megatron-core in one launch, on CPU (gloo) or GPU (NCCL).
+
+    torchrun --nproc-per-node W tests/judge.py cases.json out_dir
+
+cases.json is a list. Every case is a dict with `kind`, optionally `name` (default case000 ...), and by kind:
+
+    forward  checkpoint, tokens [[...]]; args: replaces entries of the checkpoint's own; format: must be so; strict; impl
+             -> NAME.npy: fp32 logits [batch, seq, vocab]; unread: model keys of the checkpoint that no rank asked for
+    save     args, destination, format; seed, with_args, iteration (null: release), tokens
+             -> a randomly filled model saved by megatron-core in args.params_dtype, the same for every parallel size; NAME.npy as above
+    keys     args -> torch_dist: {key: [global shape, dtype]} ([] and "object" for objects);
+             torch: {mp_rank directory: [one {key: shape, null for an object} per virtual stage]}; any size: no processes needed
+    grid     cp -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer]}; any size
+
+Sizes, in all kinds: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the fewest ranks). A case runs on the first
+`world` of the W ranks in process groups of its own, so one that fails cannot harm the next. timeout: seconds for one collective (60).
+
+out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first), and what the kind gives.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import json
+import math
+import os
+import sys
+import time
+import traceback
+import zlib
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mckpt.trainer import build, cpu, forward, load, save
+
+CASE_LIMIT_S = 600  # how long ranks wait for one case to end
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    out.mkdir(parents=True, exist_ok=True)
+    cpu.install()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=CASE_LIMIT_S)))
+    for index, case in enumerate(cases):
+        case = {"name": f"case{index:03d}"} | case
+        run_case(case, dist.PrefixStore(case["name"], store), rank, num_ranks, out)
+    store.set(f"bye{rank}", "")
+    if rank == 0:  # it may host the store
+        store.wait([f"bye{r}" for r in range(num_ranks)], datetime.timedelta(seconds=CASE_LIMIT_S))
+
+
+def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int, out: Path) -> None:
+    """One case on this rank; rank 0 gathers what the others say through the store, which outlives their process groups."""
+    limit = datetime.timedelta(seconds=CASE_LIMIT_S)
+    alone = case["kind"] in ("grid", "keys")
+    world = 1 if alone else case.get("world") or smallest_world(case)
+    started = time.time()
+    if rank < world:
+        try:
+            if world > num_ranks:
+                raise ValueError(f"the case needs {world} ranks, the launch has {num_ranks}")
+            result = KINDS[case["kind"]](case, store, rank, world, out)
+            report = {"result": result}
+        except BaseException:
+            report = {"error": traceback.format_exc(), "failed_after_s": time.time() - started}
+        finally:
+            tear_down()
+        store.set(f"report{rank}", json.dumps(report))
+    if rank == 0:
+        ranks = range(min(world, num_ranks))
+        store.wait([f"report{r}" for r in ranks], limit)
+        reports = [json.loads(store.get(f"report{r}")) for r in ranks]
+        failed = sorted((r for r in ranks if "error" in reports[r]), key=lambda r: reports[r]["failed_after_s"])
+        verdict = {"name": case["name"], "kind": case["kind"], "ok": not failed, "seconds": round(time.time() - started, 2)}
+        if failed:
+            verdict["error"] = {str(r): reports[r]["error"] for r in failed}
+        else:
+            verdict |= reports[0]["result"]
+            if "unread" in verdict:
+                verdict["unread"] = sorted(set.intersection(*(set(report["result"]["unread"]) for report in reports)))
+        (out / f"{case['name']}.json").write_text(json.dumps(verdict))
+        store.set("end", "")
+    store.wait(["end"], limit)
+
+
+def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, world: int) -> None:
+    """The process groups of one case."""
+    timeout_s = case.get("timeout", 60)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout_s))
+    build.initialize(args, timeout_s)
+
+
+def tear_down() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def sizes(case: dict[str, Any]) -> dict[str, Any]:
+    given = {name: case[name] for name in ("tp", "pp", "vpp", "ep", "etp") if case.get(name)}
+    return given | ({"transformer_impl": case["impl"]} if case.get("impl") else {})
+
+
+def smallest_world(case: dict[str, Any]) -> int:
+    tp = case.get("tp") or 1
+    return (case.get("pp") or 1) * (case.get("cp") or 1) * math.lcm(tp, (case.get("etp") or tp) * (case.get("ep") or 1))
+
+
+def forward_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+    found = load.format_of(case["checkpoint"])
+    if case.get("format", found) != found:
+        raise ValueError(f"{case['checkpoint']} is {found}, not {case['format']}")
+    stored = load.read_common(case["checkpoint"]).get("args")
+    args = build.at_sizes((vars(stored) if stored else {}) | case.get("args", {}), **sizes(case))
+    start(case, args, store, rank, world)
+    chunks = build.build(args)
+    state = load.load(chunks, args, case["checkpoint"], case.get("strict", "raise_unexpected"))
+    keep_logits(chunks, args, case, rank, out)
+    return {"format": found, "unread": state["unread"], "iteration": state.get("iteration")}
+
+
+def save_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+    args = build.at_sizes(case["args"], **sizes(case))
+    start(case, args, store, rank, world)
+    chunks = build.build(args)
+    dtype = getattr(args, "params_dtype", torch.float32)
+    fill(chunks, case.get("seed", 0), dtype)
+    keep_logits(chunks, args, case, rank, out)
+    for chunk in chunks:
+        build.cast(chunk, dtype)
+    unit = save.save(chunks, args, case["destination"], case["format"], case.get("iteration", 1), case.get("with_args", True))
+    return {"unit": str(unit)}
+
+
+def keep_logits(chunks: list[Any], args: Namespace, case: dict[str, Any], rank: int, out: Path) -> None:
+    if case.get("tokens"):
+        logits = forward.logits(chunks, args, torch.tensor(case["tokens"]))
+        if rank == 0:
+            np.save(out / f"{case['name']}.npy", logits.cpu().numpy())
+
+
+@torch.no_grad()
+def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
+    """Every weight from a seeded normal, biases and norms (about 1) too, rounded to `dtype`; the same whatever the parallel sizes.
+
+    Each whole tensor is drawn under its torch_dist key and this rank's part cut out, so replicas and tied copies agree as well.
+    """
+    load.fill_with_nan(chunks)
+    for tensor in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
+        if not hasattr(tensor, "global_shape") or not hasattr(tensor, "local_shape"):
+            continue  # a ShardedObject: _extra_state
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {tensor.key}".encode()))
+        whole = torch.randn(tensor.global_shape, generator=generator) * 0.15
+        if "norm" in tensor.key.rpartition(".")[0].rpartition(".")[2] + tensor.key.rpartition(".")[2] and not tensor.key.endswith("bias"):
+            whole += 1
+        axes = tensor.prepend_axis_num  # the layer and expert axes of stacked keys, which the module's own tensor lacks
+        part = whole[tuple(tensor.global_offset[:axes])]
+        part = part[tuple(slice(o, o + n) for o, n in zip(tensor.global_offset[axes:], tensor.local_shape, strict=True))]
+        tensor.data.copy_(part if tensor.key.endswith("expert_bias") else part.to(dtype))
+    left = [name for name, value in load.weights(chunks) if value.isnan().any()]
+    assert not left, f"sharded_state_dict does not cover {left}"
+
+
+def keys_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+    """What the model of every rank would save, from torch's fake process group: one process plays all ranks in turn."""
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = case.get("world") or smallest_world(case)
+    args = build.at_sizes(case["args"], **sizes(case))
+    global_keys: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    for played in range(world):
+        dist.init_process_group("fake", rank=played, world_size=world, store=FakeStore())
+        build.initialize(args)
+        chunks = build.build(args)
+        for value in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
+            if isinstance(value, ShardedTensor):
+                global_keys[value.key] = [list(value.global_shape), str(value.dtype).removeprefix("torch.")]
+            else:
+                global_keys[value.unique_key] = [[], "object"]
+        if save.writes_torch_file():
+            states = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
+            files[load.rank_directory(args)] = [
+                {name: list(v.shape) if isinstance(v, torch.Tensor) else None for name, v in state.items()} for state in states
+            ]
+        tear_down()
+    return {"torch_dist": global_keys, "torch": files}
+
+
+def grid_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+    """Which rank writes which legacy file, by megatron-core's own RankGenerator."""
+    from megatron.core.parallel_state import RankGenerator
+
+    tp, pp, cp, ep = (case.get(name) or 1 for name in ("tp", "pp", "cp", "ep"))
+    etp = case.get("etp") or tp
+    world = case.get("world") or pp * math.lcm(tp * cp, etp * ep)
+    order = "tp-cp-ep-dp-pp"  # initialize_model_parallel's default
+    dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
+    expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
+
+    def position(generator: Any, token: str, played: int) -> int:
+        return next(group.index(played) for group in generator.get_ranks(token) if played in group)
+
+    files: dict[str, Any] = {}
+    for played in range(world):
+        t, p, e = position(dense, "tp", played), position(dense, "pp", played), position(expert, "ep", played)
+        if position(dense, "dp", played) and position(expert, "dp", played):
+            continue  # neither is 0: does not write
+        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        files.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
+    return {"files": files}
+
+
+KINDS = {"forward": forward_case, "save": save_case, "keys": keys_case, "grid": grid_case}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Runs tests/judge.py for a test: starts the processes, waits with a limit, reads the results, leaves nothing running."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).parent
+
+
+def judge(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool = False, timeout: float = 600) -> dict[str, dict[str, Any]]:
+    """The result of every case by its name, with `logits` (an array) where the case gives them. A failed case has ok False and error.
+
+    The ranks are started here rather than by torchrun, which puts every rank into a session of its own, out of reach: here all of them, and
+    the manager processes that megatron-core's saver forks, are one process group that is killed at the end, come what may.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    cases = [{"name": f"case{index:03d}"} | case for index, case in enumerate(cases)]
+    assert len({case["name"] for case in cases}) == len(cases), "two cases have one name"
+    (directory / "cases.json").write_text(json.dumps(cases))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = [*([str(HERE / "fake_te")] if fake_te else []), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "PYTHONWARNINGS": "ignore",
+    }
+    command = f'for RANK in $(seq 0 {world_size - 1}); do RANK=$RANK LOCAL_RANK=$RANK "$@" & done; wait'
+    log = directory / "log.txt"
+    with log.open("w") as stream:
+        group = subprocess.Popen(
+            ["sh", "-c", command, "sh", sys.executable, str(HERE / "judge.py"), str(directory / "cases.json"), str(directory)],
+            env=environ,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,
+        )
+        try:
+            group.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"the judge did not end in {timeout} s:\n{tail(log)}") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group.pid, signal.SIGKILL)
+            group.wait()
+    results = {}
+    for case in cases:
+        path_of = directory / f"{case['name']}.json"
+        if not path_of.exists():
+            raise RuntimeError(f"the judge gave no verdict on {case['name']}:\n{tail(log)}")
+        results[case["name"]] = json.loads(path_of.read_text())
+        if path_of.with_suffix(".npy").exists():
+            results[case["name"]]["logits"] = np.load(path_of.with_suffix(".npy"))
+    return results
+
+
+def tail(log: Path) -> str:
+    return log.read_text(errors="replace")[-4000:]
+
+
+def explain(result: dict[str, Any]) -> str:
+    """Why a case failed: the traceback of the rank that failed first."""
+    return "" if result["ok"] else f"{result['name']}: " + next(iter(result["error"].values()))
