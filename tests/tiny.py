@@ -83,6 +83,8 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     RandomState, because numpy promises its stream for ever; Generator's may change with a version.
     """
     normal = np.random.RandomState([seed, zlib.crc32(name.encode())]).standard_normal(shape).astype(np.float32)
+    if name.endswith(("q_norm.weight", "k_norm.weight")):
+        return 1 + np.float32(0.6) * normal  # scores are all but symmetric in the two: at 0.2, exchanging them is hardly seen
     if name.endswith("norm.weight"):
         return 1 + np.float32(0.2) * normal
     if name.endswith(".bias"):

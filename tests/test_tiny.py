@@ -1,0 +1,340 @@
+"""The tiny checkpoints: as transformers saves them, and such that every tensor, size and hyperparameter can be seen in the logits."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.make_fixture import CHAT_TEMPLATE, MERGES, SPECIAL, TINY_QWEN3, V5, byte_letters, write_tiny_qwen3
+from tests.tiny import (
+    CASES,
+    FIXTURES,
+    Config,
+    config,
+    hf_logits,
+    load,
+    logits,
+    shapes,
+    tensors,
+    tiny,
+    tiny_random,
+    values,
+    write_weights,
+)
+
+PUBLISHED = tuple(sorted(path.stem for path in (FIXTURES / "configs").glob("*.json")))
+PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+FAMILIES = {"llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
+
+
+def tokens(case: str) -> np.ndarray:
+    """Two rows of 64 random tokens, all over the vocabulary."""
+    return np.random.RandomState(1).randint(0, config(case)["vocab_size"], (2, 64))
+
+
+def in_memory(c: Config) -> Any:
+    """A transformers model of a config.json's content, never on disk; its values are transformers' own."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(**c)
+    return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def fill(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
+    """Copy tensors, by their names on disk, into a model.
+
+    In memory transformers 5 stacks the experts, [experts, gate|up, hidden] and [experts, hidden, ffn], and calls Mixtral's block mlp.
+    """
+    import torch
+
+    state = model.state_dict()
+    with torch.no_grad():
+        for name, array in arrays.items():
+            if found := re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name):
+                at, expert, part = found[1], int(found[2]), PARTS.get(found[3], found[3])
+                stack = state[f"{at}.mlp.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"][expert]
+                target = stack if part == "down_proj" else stack.chunk(2)[part == "up_proj"]
+            else:
+                target = state[name.replace(".block_sparse_moe.", ".mlp.")]
+            assert target.shape == array.shape, name
+            target.copy_(torch.from_numpy(array.astype(np.float32)))
+
+
+@cache
+def reference(case: str) -> np.ndarray:
+    """The logits of the case, from a model that was never on disk."""
+    model = in_memory(config(case))
+    fill(model, tensors(config(case)))
+    return logits(model, tokens(case))
+
+
+def change(a: np.ndarray, b: np.ndarray) -> float:
+    """Root mean square of the difference, in standard deviations of `a`."""
+    return float(np.sqrt(np.mean((a - b) ** 2)) / a.std())
+
+
+def edited(case: str, settings: dict[str, Any]) -> float:
+    """How far the logits move with other settings in config.json."""
+    model = in_memory({**config(case), **settings})
+    fill(model, tensors(config(case)))
+    return change(reference(case), logits(model, tokens(case)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case: str, tmp_path: Path) -> None:
+    tiny_random(case, tmp_path / "a")
+    found = hf_logits(tmp_path / "a", tokens(case))
+    assert found.dtype == np.float32 and found.shape == (2, 64, config(case)["vocab_size"])
+    assert np.isfinite(found).all() and 0.5 < found.std() < 5 and np.abs(found).max() < 30
+    assert found.std(axis=1).mean() > 0.5, "the logits hardly depend on the tokens"
+    assert len(set(found.argmax(-1).ravel())) > 20
+    assert np.array_equal(found, reference(case)), "the file gives another model than the same tensors in memory"
+    other = hf_logits(tiny_random(case, tmp_path / "b", seed=1), tokens(case))
+    assert change(found, other) > 0.5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tiny_random_is_what_transformers_saves(case: str, tmp_path: Path) -> None:
+    tiny(case, tmp_path / "saved")
+    tiny_random(case, tmp_path / "written")
+    files = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert files == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for file in files:
+        assert (tmp_path / "saved" / file).read_bytes() == (tmp_path / "written" / file).read_bytes(), file
+
+
+def test_names_by_hand() -> None:
+    qwen2, mixtral, tied = shapes(config("qwen2")), shapes(config("mixtral")), shapes(config("llama-tied"))
+    assert qwen2["model.layers.3.self_attn.k_proj.bias"] == (32,)  # 2 groups of 16
+    assert mixtral["model.layers.3.block_sparse_moe.experts.15.w2.weight"] == (72, 96)
+    assert "lm_head.weight" in qwen2 and "lm_head.weight" not in tied
+    assert shapes(config("qwen3-moe"))["model.layers.0.mlp.gate.weight"] == (24, 48)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_tensor_is_seen(case: str) -> None:
+    """Other values for all tensors of one kind in the last layer, or two kinds exchanged, must move the logits."""
+    c = config(case)
+    arrays = tensors(c)
+    last = f".{c['num_hidden_layers'] - 1}."
+    kinds: dict[str, list[str]] = {}
+    for name in arrays:
+        if ".layers." not in name or last in name.split(".experts.")[0]:
+            kinds.setdefault(re.sub(r"\d+", "N", name), []).append(name)
+    edits: dict[str, dict[str, np.ndarray]] = {}
+    for kind, names in kinds.items():
+        edits[kind] = {name: values(name, arrays[name].shape, seed=1).astype(arrays[name].dtype) for name in names}
+    for one, two in [("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_norm", "k_norm"), ("input_", "post_attention_")]:
+        pairs = [(n, n.replace(one, two)) for names in kinds.values() for n in names if one in n]
+        if pairs:
+            edits[f"{one} and {two}"] = {a: arrays[b] for pair in pairs for a, b in (pair, pair[::-1])}
+    model = in_memory(c)
+    fill(model, arrays)
+    for edit, new in edits.items():
+        fill(model, new)
+        moved = change(reference(case), logits(model, tokens(case)))
+        fill(model, {name: arrays[name] for name in new})
+        assert moved > 0.02, f"{case}: {edit} changes the logits by {moved:.4f} standard deviations only"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_hyperparameter_is_seen(case: str) -> None:
+    c = config(case)
+    edits: list[dict[str, Any]] = [{"rope_theta": 10000.0}, {"rope_theta": 1000000.0}, {"rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-5}]
+    if "num_experts_per_tok" in c:
+        edits += [{"num_experts_per_tok": c["num_experts_per_tok"] + 1}]
+    if "norm_topk_prob" in c:
+        edits += [{"norm_topk_prob": not c["norm_topk_prob"]}]
+    for edit in edits:
+        moved = edited(case, edit)
+        assert moved > 0.01, f"{case}: {edit} changes the logits by {moved:.4f} standard deviations only"
+
+
+def test_rope_scaling_is_seen() -> None:
+    scaling = config("llama-rope-scaled")["rope_scaling"]
+    # what megatron-core has as constants
+    assert (scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]) == (1, 4, 8192)
+    assert edited("llama-rope-scaled", {"rope_scaling": None}) > 0.02
+    assert edited("llama-rope-scaled", {"rope_scaling": {**scaling, "factor": 2.0}}) > 0.01
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3-moe", "qwen3-moe-raw"])
+def test_every_expert_is_hit(case: str, tmp_path: Path) -> None:
+    import torch
+
+    model = load(tiny_random(case, tmp_path))
+    chosen: list[np.ndarray] = []
+
+    def router(module: Any, args: Any, out: Any) -> None:
+        scores = out[0] if isinstance(out, tuple) else out
+        chosen.append(torch.topk(scores, config(case)["num_experts_per_tok"])[1].numpy())
+
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(router)
+    logits(model, tokens(case))
+    experts = config(case).get("num_experts") or config(case)["num_local_experts"]
+    assert len(chosen) == config(case)["num_hidden_layers"]
+    for layer, indices in enumerate(chosen):
+        assert set(indices.ravel().tolist()) == set(range(experts)), f"layer {layer}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_sizes_differ(case: str) -> None:
+    c = config(case)
+    keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size")
+    sizes = {key: c[key] for key in keys}
+    sizes |= {k: c[k] for k in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size") if k in c}
+    sizes["head_dim"] = head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
+    sizes["k rows"] = c["num_key_value_heads"] * head_dim
+    if c["model_type"] != "qwen2":  # it has no head_dim: hidden/heads, so q_proj is square
+        assert head_dim != c["hidden_size"] / c["num_attention_heads"]
+        sizes["q rows"] = c["num_attention_heads"] * head_dim
+    assert len(set(sizes.values())) == len(sizes), sizes
+    assert c["vocab_size"] % 2 == 1
+    for key in ("num_attention_heads", "intermediate_size", "num_experts", "num_local_experts", "moe_intermediate_size"):
+        assert c.get(key, 0) % 4 == 0, key
+
+
+def test_what_is_covered() -> None:
+    every = [config(case) for case in CASES]
+    assert {c["model_type"] for c in every} == FAMILIES
+    assert {c["model_type"] for c in every if c["tie_word_embeddings"]} == {"llama", "qwen2", "qwen3"}
+    assert {c["num_hidden_layers"] for c in every} == {4, 6}
+    assert {c["num_key_value_heads"] for c in every} == {2, 4, 8}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_dtypes(dtype: str, tmp_path: Path) -> None:
+    tiny("qwen2", tmp_path / "saved", dtype)
+    tiny_random("qwen2", tmp_path / "written", dtype)
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (tmp_path / "written/model.safetensors").read_bytes()
+    assert json.loads((tmp_path / "saved/config.json").read_text())["torch_dtype"] == dtype
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "mixtral"])
+def test_shards_and_bin_and_v5(case: str, tmp_path: Path) -> None:
+    size = sum(array.nbytes for array in tensors(config(case)).values())
+    directories = [
+        tiny(case, tmp_path / "saved", max_shard_size=size // 3),
+        tiny_random(case, tmp_path / "written", max_shard_size=size // 3),
+        tiny(case, tmp_path / "bin", bin=True),
+        tiny(case, tmp_path / "bins", bin=True, max_shard_size=size // 3),
+        tiny(case, tmp_path / "v5", v5=True),
+    ]
+    for directory in directories:
+        assert np.array_equal(hf_logits(directory, tokens(case)), reference(case)), directory.name
+    for name, stem in [("saved", "model"), ("written", "model"), ("bins", "pytorch_model")]:
+        files = {path.name for path in (tmp_path / name).iterdir() if "-of-" in path.name}
+        index = json.loads(next((tmp_path / name).glob(f"{stem}.*.index.json")).read_text())
+        assert len(files) >= 3 and set(index["weight_map"].values()) == files and index["metadata"]["total_size"] == size
+        assert set(index["weight_map"]) == set(shapes(config(case)))
+    assert not list((tmp_path / "bin").glob("*.safetensors*")) and (tmp_path / "bin/pytorch_model.bin").exists()
+    keys = set(json.loads((tmp_path / "v5/config.json").read_text()))
+    assert {"rope_parameters", "dtype"} <= keys and not {"rope_theta", "rope_scaling", "torch_dtype"} & keys
+
+
+def test_loading_is_strict(tmp_path: Path) -> None:
+    tiny_random("qwen3", tmp_path)
+    arrays = tensors(config("qwen3"))
+    norm = arrays.pop("model.layers.1.self_attn.q_norm.weight")
+    write_weights(tmp_path, arrays)
+    with pytest.raises(AssertionError, match="missing"):
+        load(tmp_path)
+    write_weights(tmp_path, {**arrays, "model.layers.1.self_attn.q_norm.weight": norm, "model.layers.1.self_attn.q_proj.bias": norm})
+    with pytest.raises(AssertionError, match="unexpected"):
+        load(tmp_path)
+
+
+def test_tiny_random_needs_no_torch(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from tests.tiny import tiny_random; tiny_random('mistral', Path(sys.argv[1]))"
+    code += "; assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=FIXTURES.parent)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str) -> None:
+    """transformers reads each, and its model on the meta device has the tensors of shapes()."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    c = json.loads((FIXTURES / "configs" / f"{name}.json").read_text())
+    assert c["model_type"] in FAMILIES and "torch_dtype" in c and "rope_parameters" not in c
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FIXTURES / "configs" / f"{name}.json"))
+    table = shapes(c)
+    assert sum(parameter.numel() for parameter in model.parameters()) == sum(int(np.prod(shape)) for shape in table.values())
+    for key, tensor in model.state_dict().items():
+        if ".experts." not in key and not (key == "lm_head.weight" and c["tie_word_embeddings"]):
+            assert table[key.replace(".mlp.gate.", ".block_sparse_moe.gate.") if c["model_type"] == "mixtral" else key] == tensor.shape
+
+
+def test_published_sizes() -> None:
+    """Total parameters, as the model cards say."""
+    billions = {
+        "llama-2-7b": 6.74, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.3-70b": 70.55, "mistral-7b-v0.1": 7.24,
+        "mistral-7b-v0.3": 7.25, "mistral-nemo": 12.25, "mixtral-8x22b": 140.62, "mixtral-8x7b": 46.70, "qwen2-0.5b": 0.49,
+        "qwen2-7b": 7.62, "qwen2.5-72b": 72.71, "qwen2.5-7b-instruct": 7.62, "qwen3-0.6b": 0.60, "qwen3-235b-a22b": 235.09,
+        "qwen3-30b-a3b": 30.53, "qwen3-32b": 32.76, "qwen3-8b": 8.19,
+    }  # fmt: skip
+    found = {}
+    for name in PUBLISHED:
+        table = shapes(json.loads((FIXTURES / "configs" / f"{name}.json").read_text()))
+        found[name] = round(sum(int(np.prod(shape)) for shape in table.values()) / 1e9, 2)
+    assert found == billions
+
+
+@pytest.mark.parametrize("name", V5)
+def test_v5_configs(name: str) -> None:
+    """They say what the published ones say, in transformers 5's words."""
+    from transformers import AutoConfig
+
+    path = FIXTURES / "configs" / "v5" / f"{name}.json"
+    old, new = (AutoConfig.from_pretrained(p).to_dict() for p in (FIXTURES / "configs" / f"{name}.json", path))
+    for key in ("transformers_version", "_name_or_path"):
+        old.pop(key), new.pop(key)
+    assert old == new
+    written = json.loads(path.read_text())
+    assert {"rope_parameters", "dtype"} <= set(written) and not {"rope_theta", "rope_scaling", "torch_dtype"} & set(written)
+
+
+def test_shipped_model(tmp_path: Path) -> None:
+    """fixtures/tiny-qwen3 is what `python -m tests.make_fixture` makes, and transformers and tokenizers read it."""
+    from transformers import AutoTokenizer
+
+    shipped = FIXTURES / "tiny-qwen3"
+    write_tiny_qwen3(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in shipped.iterdir())
+    for path in tmp_path.iterdir():
+        assert path.read_bytes() == (shipped / path.name).read_bytes(), path.name
+    assert sum(path.stat().st_size for path in shipped.iterdir()) < 300_000
+
+    tokenizer = AutoTokenizer.from_pretrained(shipped)
+    text = "the man in the rain: 12 \N{SNOWMAN}\n\ttabs"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text and 256 + MERGES.index("Ġ the") in ids
+    assert len(tokenizer) == 256 + len(MERGES) + len(SPECIAL) < TINY_QWEN3["vocab_size"]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (TINY_QWEN3["bos_token_id"], TINY_QWEN3["eos_token_id"])
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert len(set(byte_letters())) == 256
+
+    found = hf_logits(shipped, np.array([ids]))
+    assert np.isfinite(found).all() and 0.5 < found.std() < 5
