@@ -1,0 +1,961 @@
+"""Moves the bytes of a plan into a staging directory: bounded memory, many threads, resumable, checksummed on the way.
+
+    copies --_normal--> flat or strided --_clusters--> clusters --_slabs--> slabs, grouped in units --threads--> files
+
+A **flat** copy has long runs of neighbouring bytes on both sides and is a byte-range copy. All others are **staged**: those that share
+rows of a source or of a target are one **cluster**, read once into a buffer, placed by numpy, and written in the longest runs that
+they fill. A **slab** is some rows of one cluster, what a thread takes at a time; a **unit** is some 256 MiB of slabs, what a
+resumed run need not do again. Neither depends on threads or memory, so a run may go on under other settings.
+
+Knows no names and no formats. numpy's assignments, preadv, pwrite and crc32 all release the GIL, so threads are enough.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import resource
+import shutil
+import struct
+import threading
+import time
+from bisect import bisect_right
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from isal import isal_zlib
+
+from mckpt.dtypes import itemsize, numpy_dtype
+from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.planning import COPY
+
+UNIT = 256 << 20  # bytes that a killed run does again at most per thread; smaller ones sync files more often
+SLAB = 16 << 20  # bytes a thread takes at a time: 5 ms of work, against 0.1 ms to hand it out
+PIECE = 1 << 20  # bytes of one read of a flat copy: larger falls out of L2 (1 MiB 3.6 GB/s, 8 MiB 2.3), smaller pays for calls
+TILE = 4 << 20  # bytes of buffers of one staged step, if it needs no more: see PIECE
+SHORT_RUN = 64 << 10  # bytes; flat runs below it are staged, so that a call moves more than one
+ROW_SUM = 32 << 10  # bytes; a row written alone has its own crc from here on, shorter ones are read back: 28 bytes of state each
+GAP = 8 << 10  # bytes worth reading and dropping rather than calling once more: what memcpy moves in the 1.5 us of a call
+SECTOR = 4 << 10  # bytes; a transposed source is read in runs of at least this, the page the kernel reads anyway
+FOLD = 8192  # elements in a row of a long 1-D cast or strided copy, cut so that a tile can take any number of them
+AHEAD = 8  # slabs per thread looked at to find one whose files nobody writes: two writers of one inode wait for each other
+STOP_WAIT = 0.8  # seconds that an interrupted run waits for threads that sit in a system call
+TICK = 0.1  # seconds between calls of `progress`
+SAME = -1  # the cast of a copy that has none
+UNKNOWN = -1  # the crc of bytes not summed as they passed; read back when it is asked for
+
+_WORK = np.dtype([(name, "i8") for name in (*(COPY.names or ()), "src_item", "dst_item")])
+_RANGE = np.dtype([("file", "i8"), ("at", "i8"), ("bytes", "i8"), ("crc", "i8")])
+
+Range = tuple[int, int, int, int]  # file, offset, bytes, crc32 or UNKNOWN
+CrcOf = Callable[[int, int], int]
+
+
+class Output(NamedTuple):
+    """One file to write: its path below the staging directory, its size in bytes, and what is not tensor data.
+
+    `fixed` is called once, from a worker thread, after the data of this file is written: with crc_of(offset, nbytes) -> crc32 of that
+    range of the file's data (None unless the checksum is crc32), it returns (offset, bytes) pairs. What neither a copy nor `fixed`
+    writes is zeros.
+    """
+
+    path: str
+    size: int
+    fixed: Callable[[CrcOf | None], Iterable[tuple[int, bytes]]]
+
+
+class Overflow(UsageError):
+    """A finite value that float16 cannot hold; `tensor` is the number of the copy's tensor, for who knows its name."""
+
+    def __init__(self, tensor: int, where: str) -> None:
+        super().__init__(f"tensor {tensor}: {where}")
+        self.tensor, self.where = tensor, where
+
+
+class _Stopped(Exception):
+    """Another thread failed, or the user interrupted: leave everything as it is."""
+
+
+def execute(
+    copies: np.ndarray,
+    casts: Sequence[tuple[str, str]],
+    sources: Sequence[str],
+    outputs: Sequence[Output],
+    staging: Path,
+    *,
+    max_memory: int = 64 << 20,
+    threads: int = 0,
+    checksum: str = "crc32",
+    allow_overflow: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[str]:
+    """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
+
+    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core; `checksum` is none, crc32 or sha256. When the same
+    call failed or was killed before, what it finished is not done again: the caller names `staging` after the plan. `progress` gets
+    (bytes done, bytes in all) from the calling thread. Files and directories are synced on return; nothing is renamed.
+
+    Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies say), Overflow.
+    """
+    assert checksum in ("none", "crc32", "sha256"), checksum
+    threads = threads or max(1, min(len(os.sched_getaffinity(0)), max_memory // PIECE))
+    work, starts = _clusters(_normal(copies, casts))
+    slabs = _slabs(work, starts)
+    _lay_out(outputs, staging)
+    journal = _Journal(staging / "done", _identity(copies, casts, outputs))
+    run = _Run(work, starts, slabs, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow)
+    crew = _Crew(threads, max(256, max_memory // threads))
+    total = int(slabs["bytes"].sum())
+
+    def tick() -> None:
+        if progress:
+            progress(run.bytes_done, total)
+
+    try:
+        crew.each(run.todo(), run.targets, run.move, tick)
+        ranges = run.ranges()
+        sums = [""] * len(outputs)
+
+        def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
+            sums[file] = run.finish(file, outputs[file], ranges[file], checksum, memory, check)
+
+        crew.each(iter(range(len(outputs))), lambda file: frozenset([file]), finish, tick)
+    finally:
+        run.close()
+    _sync_directories(outputs, staging)
+    shutil.rmtree(staging / "done", ignore_errors=True)
+    return sums
+
+
+# Copies -> clusters -> slabs: geometry only, the same whatever the memory and the threads
+
+
+class _Copy(NamedTuple):
+    """One record of _WORK: a copy whose numbers are all Python's."""
+
+    tensor: int
+    src_file: int
+    dst_file: int
+    cast: int
+    rows: int
+    run: int
+    src_at: int
+    dst_at: int
+    src_pitch: int
+    dst_pitch: int
+    src_step: int
+    dst_step: int
+    src_item: int
+    dst_item: int
+
+    @property
+    def transposed(self) -> bool:
+        """Whether neighbours in a row lie further apart in the source than neighbouring rows."""
+        return self.rows > 1 and self.src_step > self.src_pitch
+
+    def half(self, second: bool) -> _Copy:
+        """The first or second half of every row."""
+        cut = self.run // 2
+        if not second:
+            return self._replace(run=cut)
+        return self._replace(run=self.run - cut, src_at=self.src_at + cut * self.src_step, dst_at=self.dst_at + cut * self.dst_step)
+
+
+def _is_flat(w: np.ndarray) -> np.ndarray:
+    """Which copies move runs of neighbouring bytes as they are."""
+    return (w["cast"] == SAME) & (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
+
+
+def _is_range(w: np.ndarray) -> np.ndarray:
+    """Which copies need no staging: flat, with rows long enough for a call each."""
+    return _is_flat(w) & ((w["rows"] == 1) | (w["run"] * w["src_item"] >= SHORT_RUN))
+
+
+def _normal(copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> np.ndarray:
+    """The same copies as _WORK in source order, written the one way: the closer target neighbours in a row, rows joined and long ones cut.
+
+    Flat copies count in bytes (item 1), so that neighbours of any dtype join.
+    """
+    w = np.zeros(len(copies), _WORK)
+    for name in COPY.names or ():
+        w[name] = copies[name]
+    w = w[(w["rows"] > 0) & (w["run"] > 0)]
+    pairs = np.array([(itemsize(a), itemsize(b), a == b) for a, b in casts], "i8").reshape(-1, 3)[w["cast"]]
+    w["src_item"], w["dst_item"] = pairs[:, 0], pairs[:, 1]
+    w["cast"][pairs[:, 2] == 1] = SAME
+    turn = (w["run"] == 1) | ((w["rows"] > 1) & (w["dst_step"] > w["dst_pitch"]))
+    for one, other in (("rows", "run"), ("src_pitch", "src_step"), ("dst_pitch", "dst_step")):
+        w[one], w[other] = np.where(turn, w[other], w[one]), np.where(turn, w[one], w[other])
+    even = (w["src_pitch"] == w["run"] * w["src_step"]) & (w["dst_pitch"] == w["run"] * w["dst_step"])
+    w["run"] = np.where(even, w["run"] * w["rows"], w["run"])
+    w["rows"] = np.where(even, 1, w["rows"])
+    for side in ("src", "dst"):
+        w[f"{side}_step"] = np.where(w["run"] == 1, w[f"{side}_item"], w[f"{side}_step"])
+    flat = _is_flat(w)
+    w["run"] = np.where(flat, w["run"] * w["src_item"], w["run"])
+    for name in ("src_item", "dst_item", "src_step", "dst_step"):
+        w[name] = np.where(flat, 1, w[name])
+    return _folded(_joined(_in_source_order(_unrolled(w))))
+
+
+def _in_source_order(w: np.ndarray) -> np.ndarray:
+    return w[np.lexsort((w["dst_at"], w["dst_file"], w["src_at"], w["src_file"]))]
+
+
+def _unrolled(w: np.ndarray) -> np.ndarray:
+    """Rows of a slab or more become copies of their own, so that no thread gets more than about a slab."""
+    times = np.where((w["run"] * w["src_item"] >= SLAB) & (w["src_step"] <= w["src_pitch"]), w["rows"], 1)
+    row = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    w = np.repeat(w, times)
+    alone = np.repeat(times, times) > 1
+    w["rows"][alone] = 1
+    for side in ("src", "dst"):
+        w[f"{side}_at"] += row * w[f"{side}_pitch"]
+        w[f"{side}_pitch"] = np.where(w["rows"] == 1, w["run"] * w[f"{side}_step"], w[f"{side}_pitch"])
+    return w
+
+
+def _joined(w: np.ndarray) -> np.ndarray:
+    """Flat copies that follow each other in source and target become one."""
+    if not len(w):
+        return w
+    row = _is_flat(w) & (w["rows"] == 1)
+    a, b = w[:-1], w[1:]
+    joins = row[:-1] & row[1:]
+    for side in ("src", "dst"):
+        joins &= (a[f"{side}_file"] == b[f"{side}_file"]) & (a[f"{side}_at"] + a["run"] == b[f"{side}_at"])
+    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    run = np.add.reduceat(w["run"], starts)
+    w = w[starts]
+    w["run"] = run
+    return w
+
+
+def _folded(w: np.ndarray) -> np.ndarray:
+    """Long single rows become many rows and a rest: 100 -> 3 rows of 32, 1 row of 4."""
+    width = np.where(_is_flat(w), SLAB, FOLD)
+    rows = np.where((w["rows"] == 1) & (w["run"] >= 2 * width), w["run"] // width, 0)
+    many, rest = w[rows > 0], w.copy()
+    width, rows = np.where(rows > 0, width, 0), np.maximum(rows, 1)
+    rest["run"] -= np.where(width > 0, width * rows, 0)
+    many["rows"], many["run"] = rows[width > 0], width[width > 0]
+    for side in ("src", "dst"):
+        rest[f"{side}_at"] += width * rows * w[f"{side}_step"]
+        many[f"{side}_pitch"] = many["run"] * many[f"{side}_step"]
+        rest[f"{side}_pitch"] = np.where(rest["rows"] == 1, rest["run"] * rest[f"{side}_step"], rest[f"{side}_pitch"])
+    return _in_source_order(np.concatenate([many, rest[rest["run"] > 0]]))
+
+
+def _clusters(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The copies with each cluster's side by side, and where each cluster starts; clusters in source order.
+
+    Staged copies with equally many rows are one cluster where their rows interleave, in a source or in a target:
+    `[a0 b0 a1 b1]`, or the column shards of one matrix.
+    """
+    root = list(range(len(w)))
+
+    def find(i: int) -> int:
+        while root[i] != i:
+            root[i] = root[root[i]]
+            i = root[i]
+        return i
+
+    staged = np.flatnonzero(~_is_range(w))
+    for side in ("src", "dst"):
+        s = w[staged]
+        at, file, pitch = s[f"{side}_at"], s[f"{side}_file"], np.maximum(s[f"{side}_pitch"], s[f"{side}_step"])
+        order = np.lexsort((at, s["rows"], pitch, file))
+        s, at, pitch, file = s[order], at[order], pitch[order], file[order]
+        near = (file[1:] == file[:-1]) & (pitch[1:] == pitch[:-1]) & (s["rows"][1:] == s["rows"][:-1]) & (at[1:] - at[:-1] < pitch[1:])
+        for k in np.flatnonzero(near).tolist():
+            a, b = find(int(staged[order[k]])), find(int(staged[order[k + 1]]))
+            root[max(a, b)] = min(a, b)
+    first = np.array([find(i) for i in range(len(w))], "i8")
+    order = np.argsort(first, kind="stable")
+    first = first[order]
+    return w[order], np.flatnonzero(np.concatenate([[True], first[1:] != first[:-1]])) if len(w) else np.zeros(0, "i8")
+
+
+def _slabs(w: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """All work in order: (cluster, row, end row, bytes written, unit)."""
+    dtype = np.dtype([(name, "i8") for name in ("cluster", "row", "end", "bytes", "unit")])
+    if not len(w):
+        return np.zeros(0, dtype)
+    rows, width = w["rows"][starts], np.add.reduceat(w["run"] * w["dst_item"], starts)
+    thin = np.where((w["src_step"] > w["src_pitch"]) & (w["rows"] > 1), SECTOR // np.maximum(w["src_pitch"], 1), 1)
+    most = np.maximum(np.maximum(1, SLAB // width), np.maximum.reduceat(thin, starts))
+    count = -(-rows // most)
+    out = np.zeros(count.sum(), dtype)
+    out["cluster"] = np.repeat(np.arange(len(starts)), count)
+    most, rows, width = most[out["cluster"]], rows[out["cluster"]], width[out["cluster"]]
+    out["row"] = (np.arange(len(out)) - np.repeat(np.cumsum(count) - count, count)) * most
+    out["end"] = np.minimum(out["row"] + most, rows)
+    out["bytes"] = (out["end"] - out["row"]) * width
+    out["unit"] = (np.cumsum(out["bytes"]) - out["bytes"]) // UNIT
+    return out
+
+
+# The staged cluster: what is read, where it is placed, what is written
+
+
+class _Band(NamedTuple):
+    """Source spans of a cluster: `num` of them (None: one per row), `pitch` apart, of `width` + (rows - 1) * `grow` bytes each."""
+
+    file: int
+    at: int
+    num: int | None
+    pitch: int
+    width: int
+    grow: int
+    advance: int  # bytes from the spans of one row to those of the next
+
+    def spans(self, rows: int) -> tuple[int, int, bool]:
+        """Their number, their width, and whether one read takes them all."""
+        count, width = self.num or (rows if self.advance else 1), self.width + (rows - 1) * self.grow
+        return count, width, count == 1 or self.pitch - width <= GAP
+
+    def bytes(self, rows: int) -> int:
+        count, width, whole = self.spans(rows)
+        return (count - 1) * self.pitch + width if whole else count * width
+
+
+class _Strip(NamedTuple):
+    """What one target row gets: `width` bytes in the buffer, written as `num` runs a `step` apart; rows a `pitch` apart."""
+
+    file: int
+    at: int
+    pitch: int
+    width: int
+    num: int
+    step: int
+
+
+class _Cluster:
+    """Copies of equally many rows moved together: each source byte read once, each target row written in its longest runs."""
+
+    def __init__(self, copies: list[_Copy]) -> None:
+        self.copies = copies
+        self.bands: list[_Band] = []
+        self.strips: list[_Strip] = []
+        self.band_of, self.strip_of = [0] * len(copies), [0] * len(copies)
+        self._find_bands()
+        self._find_strips()
+        self.transposed = any(c.transposed for c in copies)
+
+    def _find_bands(self) -> None:
+        """Source spans that nearly touch are read as one."""
+        for i in sorted(range(len(self.copies)), key=lambda i: (self.copies[i].src_file, self.copies[i].src_at)):
+            c = self.copies[i]
+            extent = (c.run - 1) * c.src_step + c.src_item
+            if c.transposed:
+                band = _Band(c.src_file, c.src_at, c.run, c.src_step, c.src_item, c.src_pitch, c.src_pitch)
+            else:
+                band = _Band(c.src_file, c.src_at, None, c.src_pitch, extent, 0, c.src_pitch if c.rows > 1 else 0)
+            if self.bands:
+                last = self.bands[-1]
+                width = max(last.width, c.src_at - last.at + band.width)
+                grown = width + (c.rows - 1) * band.grow
+                near = c.src_at <= last.at + last.width + GAP and (grown <= band.pitch or c.rows == 1)
+                if near and last._replace(at=0, width=0) == band._replace(at=0, width=0):
+                    self.bands[-1] = last._replace(width=width)
+                    self.band_of[i] = len(self.bands) - 1
+                    continue
+            self.band_of[i] = len(self.bands)
+            self.bands.append(band)
+
+    def _find_strips(self) -> None:
+        """Target rows that copies fill together are written as one; one that would clobber bytes of others is written in its own runs."""
+        group: list[int] = []
+        end = 0
+        for i in sorted(range(len(self.copies)), key=lambda i: (self.copies[i].dst_file, self.copies[i].dst_at)):
+            c = self.copies[i]
+            head = self.copies[group[0]] if group else c
+            extent = (c.run - 1) * c.dst_step + c.dst_item
+            joins = (c.dst_file == head.dst_file and c.dst_at <= end) and (
+                c.rows == 1 or (c.dst_pitch == head.dst_pitch and max(end, c.dst_at + extent) - head.dst_at <= c.dst_pitch)
+            )
+            if group and not joins:
+                self._close_strips(group, end)
+                group, end = [], 0
+            group.append(i)
+            end = max(end, c.dst_at + extent)
+        self._close_strips(group, end)
+
+    def _close_strips(self, group: list[int], end: int) -> None:
+        head = self.copies[group[0]]
+        if sum(self.copies[i].run * self.copies[i].dst_item for i in group) == end - head.dst_at:
+            for i in group:
+                self.strip_of[i] = len(self.strips)
+            self.strips.append(_Strip(head.dst_file, head.dst_at, head.dst_pitch, end - head.dst_at, 1, 0))
+            return
+        for i in group:
+            c = self.copies[i]
+            self.strip_of[i] = len(self.strips)
+            count = 1 if c.dst_step == c.dst_item else c.run
+            self.strips.append(_Strip(c.dst_file, c.dst_at, c.dst_pitch, c.run * c.dst_item, count, c.dst_step))
+
+    def places(self, rows: int) -> tuple[list[int], list[int], int]:
+        """Offsets of the bands and of the strips in a buffer that takes `rows` rows, and its bytes."""
+        at, bands, strips = 0, [], []
+        for band in self.bands:
+            at = _up(at) + band.at % 16  # keeps elements aligned in memory where they are in the file
+            bands.append(at)
+            at += band.bytes(rows)
+        for strip in self.strips:
+            at = _up(at)
+            strips.append(at)
+            at += strip.width * rows
+        masks = max((c.run * rows for c in self.copies if c.cast != SAME), default=0)  # of the overflow check
+        return bands, strips, at + masks
+
+    def rows_within(self, limit: int, most: int) -> int:
+        """The most rows, up to `most`, that a buffer of `limit` bytes takes; may be 0."""
+        return bisect_right(range(1, most + 1), limit, key=lambda rows: self.places(rows)[2])
+
+    def views(self, rows: int, memory: memoryview, casts: Sequence[tuple[str, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(source, target) of each copy in the buffer, both (rows, run)."""
+        bands, strips, _ = self.places(rows)
+        out = []
+        for c, b, s in zip(self.copies, self.band_of, self.strip_of, strict=True):
+            band, strip = self.bands[b], self.strips[s]
+            _, width, whole = band.spans(rows)
+            pitch = band.pitch if whole else width
+            src_type, dst_type = (f"u{c.src_item}",) * 2 if c.cast == SAME else map(numpy_dtype, casts[c.cast])
+            strides = (c.src_pitch, pitch) if c.transposed else (pitch, c.src_step)
+            src = np.ndarray((rows, c.run), src_type, memory, bands[b] + c.src_at - band.at, strides)
+            step = c.dst_step if strip.num == 1 else c.dst_item
+            out.append((src, np.ndarray((rows, c.run), dst_type, memory, strips[s] + c.dst_at - strip.at, (strip.width, step))))
+        return out
+
+    def halves(self) -> list[_Cluster]:
+        """The same work as two clusters that need about half the buffer; [] when it cannot be cut.
+
+        Copies part company unless their elements interleave in a target row, where only together they fill it; then rows are cut.
+        """
+        if len(self.copies) > 1 and all(c.dst_step == c.dst_item for c in self.copies):
+            order = sorted(self.copies, key=lambda c: (c.src_file, c.src_at))
+            return [_Cluster(order[: len(order) // 2]), _Cluster(order[len(order) // 2 :])]
+        if max(c.run for c in self.copies) == 1:
+            return []
+        return [_Cluster([c for c in (c.half(second) for c in self.copies) if c.run]) for second in (False, True)]
+
+
+def _up(at: int) -> int:
+    """The next multiple of 16."""
+    return -(-at // 16) * 16
+
+
+# Moving
+
+
+class _Run:
+    """One call of execute: slabs in, ranges of written bytes with their crc out, units journaled when all of their slabs are there."""
+
+    def __init__(
+        self,
+        work: np.ndarray,
+        starts: np.ndarray,
+        slabs: np.ndarray,
+        casts: Sequence[tuple[str, str]],
+        sources: Sequence[str],
+        targets: Sequence[str],
+        journal: _Journal,
+        summing: bool,
+        allow_overflow: bool,
+    ) -> None:
+        self.work, self.slabs, self.casts, self.journal = work, slabs, casts, journal
+        self.bounds = np.append(starts, len(work))
+        self.ranged = _is_range(work)
+        self.summing, self.allow_overflow = summing, allow_overflow
+        self.sources, self.targets_ = _Files(sources, os.O_RDONLY), _Files(targets, os.O_RDWR)
+        self.lock = threading.Lock()
+        self.done = journal.load(int(slabs["unit"][-1]) + 1 if len(slabs) else 0)
+        self.skip = np.isin(slabs["unit"], list(self.done))
+        self.bytes_done = int(slabs["bytes"][self.skip].sum())
+        self.left = Counter(slabs["unit"][~self.skip].tolist())
+        self.open: dict[int, list[Range]] = {unit: [] for unit in self.left}
+
+    def todo(self) -> Iterator[int]:
+        """The slabs that no earlier run finished."""
+        return iter(np.flatnonzero(~self.skip).tolist())
+
+    def _copies(self, slab: int) -> np.ndarray:
+        cluster = self.slabs["cluster"][slab]
+        return self.work[self.bounds[cluster] : self.bounds[cluster + 1]]
+
+    def targets(self, slab: int) -> frozenset[int]:
+        """The files a slab writes."""
+        return frozenset(self._copies(slab)["dst_file"].tolist())
+
+    def move(self, slab: int, memory: memoryview, check: Callable[[], None]) -> None:
+        """Does one slab; the one that completes its unit syncs the unit's files and journals it."""
+        _, row, end, nbytes, unit = self.slabs[slab].item()
+        copies = [_Copy(*c) for c in self._copies(slab).tolist()]
+        mover = _Mover(self, memory, check)
+        with self.sources.held(c.src_file for c in copies) as mover.src, self.targets_.held(c.dst_file for c in copies) as mover.dst:
+            if self.ranged[self.bounds[self.slabs["cluster"][slab]]]:
+                mover.pump(copies[0], row, end)
+            else:
+                mover.stage(_Cluster(copies), row, end)
+        with self.lock:
+            self.open[unit] += _merged(mover.written)
+            self.left[unit] -= 1
+            self.bytes_done += nbytes
+            if self.left[unit]:
+                return
+        ranges = np.array(_merged(self.open.pop(unit)), _RANGE)
+        for file in np.unique(ranges["file"]).tolist():
+            check()
+            self.targets_.sync(file, os.fdatasync)
+        self.journal.write(unit, ranges)
+        with self.lock:
+            self.done[unit] = ranges
+
+    def ranges(self) -> list[list[Range]]:
+        """What was written, by file, in order."""
+        out: list[list[Range]] = [[] for _ in self.targets_.paths]
+        for unit in sorted(self.done):
+            for r in self.done[unit].tolist():
+                out[r[0]].append(r)
+        return out
+
+    def finish(self, file: int, output: Output, ranges: list[Range], checksum: str, memory: memoryview, check: Callable[[], None]) -> str:
+        """Writes the fixed bytes of one file, syncs it; its checksum."""
+        with self.targets_.held([file]) as fds:
+            fd, path = fds[file], self.targets_.paths[file]
+
+            def pieces(at: int, nbytes: int) -> Iterator[memoryview]:
+                size = min(PIECE, len(memory))
+                for start in range(at, at + nbytes, size):
+                    check()
+                    view = memory[: min(size, at + nbytes - start)]
+                    _read(fd, view, start, path)
+                    yield view
+
+            def crc_of_bytes(at: int, nbytes: int) -> int:
+                crc = 0
+                for view in pieces(at, nbytes):
+                    crc = isal_zlib.crc32(view, crc)
+                return crc
+
+            sums = _Sums(ranges, crc_of_bytes) if self.summing else None
+            fixed: list[Range] = []
+            for at, data in output.fixed(sums.crc if sums else None):
+                assert at >= 0 and at + len(data) <= output.size, f"{path}: fixed bytes at {at} end beyond its {output.size} bytes"
+                _write(fd, memoryview(data), at, path)
+                fixed.append((file, at, len(data), isal_zlib.crc32(data)))
+            self.targets_.sync(file, os.fsync)
+            if sums:
+                return f"crc32:{_Sums([*ranges, *fixed], crc_of_bytes).crc(0, output.size):08x}"
+            if checksum == "none":
+                return ""
+            digest = hashlib.sha256()
+            for view in pieces(0, output.size):
+                digest.update(view)
+            return f"sha256:{digest.hexdigest()}"
+
+    def close(self) -> None:
+        self.sources.close()
+        self.targets_.close()
+
+
+class _Mover:
+    """One slab's hands: a buffer, open files, and the ranges written so far."""
+
+    def __init__(self, run: _Run, memory: memoryview, check: Callable[[], None]) -> None:
+        self.run, self.memory, self.check = run, memory, check
+        self.src: dict[int, int] = {}
+        self.dst: dict[int, int] = {}
+        self.written: list[Range] = []
+
+    def _read(self, file: int, view: memoryview, at: int) -> None:
+        _read(self.src[file], view, at, self.run.sources.paths[file])
+
+    def _write(self, file: int, view: memoryview, at: int) -> None:
+        _write(self.dst[file], view, at, self.run.targets_.paths[file])
+
+    def _crc(self, view: memoryview, crc: int = 0) -> int:
+        return isal_zlib.crc32(view, crc) if self.run.summing else UNKNOWN
+
+    def pump(self, c: _Copy, row: int, end: int) -> None:
+        """Rows [row, end) of a flat copy, through a buffer that stays in the cache."""
+        length = c.run
+        if c.src_pitch == c.dst_pitch == c.run:
+            length, rows = c.run * (end - row), range(row, row + 1)
+        else:
+            rows = range(row, end)
+        size = min(PIECE, len(self.memory))
+        for r in rows:
+            src, dst, crc = c.src_at + r * c.src_pitch, c.dst_at + r * c.dst_pitch, 0
+            for at in range(0, length, size):
+                self.check()
+                view = self.memory[: min(size, length - at)]
+                self._read(c.src_file, view, src + at)
+                crc = self._crc(view, crc)
+                self._write(c.dst_file, view, dst + at)
+            self.written.append((c.dst_file, dst, length, crc))
+
+    def stage(self, cluster: _Cluster, row: int, end: int) -> None:
+        """Rows [row, end) of a cluster, as many at a time as the buffer takes; cut in halves until some fit."""
+        limit = len(self.memory) if cluster.transposed else min(TILE, len(self.memory))
+        least = min(end - row, max(SECTOR // max(c.src_pitch, 1) if c.transposed else 1 for c in cluster.copies))
+        rows = cluster.rows_within(limit, end - row)
+        if rows < least and (halves := cluster.halves()):
+            for half in halves:
+                self.stage(half, row, end)
+            return
+        rows = max(rows, 1)
+        if cluster.places(rows)[2] > len(self.memory):
+            raise UsageError(f"--max-memory leaves {len(self.memory)} bytes a thread, too few for one element; raise it")
+        views = cluster.views(rows, self.memory, self.run.casts)
+        bands, strips, _ = cluster.places(rows)
+        for r in range(row, end, rows):
+            self.check()
+            count = min(rows, end - r)
+            for band, place in zip(cluster.bands, bands, strict=True):
+                self._fill(band, place, r, count, rows)
+            for c, (src, dst) in zip(cluster.copies, views, strict=True):
+                self._place(c, src[:count], dst[:count], r)
+            for strip, place in zip(cluster.strips, strips, strict=True):
+                self._flush(strip, self.memory[place : place + count * strip.width], r, count)
+
+    def _fill(self, band: _Band, place: int, row: int, rows: int, most: int) -> None:
+        """Reads a band's spans for `rows` rows from `row` on into a buffer laid out for `most`."""
+        at = band.at + row * band.advance
+        count, width, _ = band.spans(rows)
+        _, pitch, whole = band.spans(most)
+        if whole:
+            self._read(band.file, self.memory[place : place + (count - 1) * band.pitch + width], at)
+            return
+        for i in range(count):
+            self._read(band.file, self.memory[place + i * pitch : place + i * pitch + width], at + i * band.pitch)
+
+    def _place(self, c: _Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
+        """One copy of one tile, cast as it moves."""
+        if c.cast == SAME:
+            np.copyto(dst, src)
+            return
+        with np.errstate(all="ignore"):
+            np.copyto(dst, src, casting="unsafe")
+        if self.run.allow_overflow or self.run.casts[c.cast][1] != "float16" or not np.isinf(dst).any():
+            return
+        for i in range(len(dst)):
+            for j in np.flatnonzero(np.isinf(dst[i]) & np.isfinite(src[i])).tolist():
+                at = c.src_at + (row + i) * c.src_pitch + j * c.src_step
+                path, value = self.run.sources.paths[c.src_file], float(src[i, j])
+                raise Overflow(c.tensor, f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow writes inf")
+
+    def _flush(self, strip: _Strip, view: memoryview, row: int, rows: int) -> None:
+        """Writes a strip's rows: all at once, row by row, or element by element, whatever leaves the neighbours alone."""
+        at = strip.at + row * strip.pitch
+        if strip.num == 1 and (rows == 1 or strip.width == strip.pitch):
+            self._write(strip.file, view, at)
+            self.written.append((strip.file, at, len(view), self._crc(view)))
+            return
+        run = strip.width // strip.num
+        for i in range(rows * strip.num):
+            to = at + i // strip.num * strip.pitch + i % strip.num * strip.step
+            part = view[i * run : i * run + run]
+            self._write(strip.file, part, to)
+            if run >= ROW_SUM:
+                self.written.append((strip.file, to, run, self._crc(part)))
+        if run < ROW_SUM:
+            extent = (rows - 1) * strip.pitch + (strip.num - 1) * strip.step + run
+            self.written.append((strip.file, at, extent, UNKNOWN))
+
+
+# Checksums of ranges
+
+
+def _merged(ranges: Iterable[Range]) -> list[Range]:
+    """The ranges in order, neighbours joined; where one overlaps another, written in between its runs, their union is UNKNOWN."""
+    out: list[Range] = []
+    for file, at, nbytes, crc in sorted(ranges):
+        if out and out[-1][0] == file and at <= out[-1][1] + out[-1][2]:
+            _, start, length, before = out[-1]
+            if at < start + length:
+                out[-1] = (file, start, max(length, at + nbytes - start), UNKNOWN)
+                continue
+            if (crc == UNKNOWN) == (before == UNKNOWN):
+                joined = UNKNOWN if crc == UNKNOWN else _combine(before, crc, nbytes)
+                out[-1] = (file, start, length + nbytes, joined)
+                continue
+        out.append((file, at, nbytes, crc))
+    return out
+
+
+def _combine(first: int, second: int, nbytes: int) -> int:
+    """crc32 of two ranges one after the other; `nbytes` of the second."""
+    return isal_zlib.crc32_combine(first, second, nbytes) if nbytes else first
+
+
+@lru_cache(maxsize=1 << 12)
+def _zeros(nbytes: int) -> int:
+    """crc32 of that many zero bytes, in log time."""
+    if nbytes < 2:
+        return isal_zlib.crc32(bytes(nbytes))
+    half = _zeros(nbytes // 2)
+    return _combine(_combine(half, half, nbytes // 2), _zeros(nbytes % 2), nbytes % 2)
+
+
+class _Sums:
+    """crc32 of any range of one file, from those summed as they were written; the gaps between them are zeros."""
+
+    def __init__(self, ranges: Iterable[Range], read: CrcOf) -> None:
+        self.ranges = [(at, n, read(at, n) if crc == UNKNOWN else crc) for _, at, n, crc in _merged(ranges)]
+        self.starts = [r[0] for r in self.ranges]
+        self.read = read
+
+    def crc(self, at: int, nbytes: int) -> int:
+        """Reads the file only if the range cuts through one that was summed whole."""
+        end, here, crc = at + nbytes, at, 0
+        first = max(0, bisect_right(self.starts, at) - 1)
+        for start, length, one in self.ranges[first : bisect_right(self.starts, end - 1)]:
+            if start + length <= at:
+                continue
+            if start < at or start + length > end:
+                return self.read(at, nbytes)
+            crc = _combine(_combine(crc, _zeros(start - here), start - here), one, length)
+            here = start + length
+        return _combine(crc, _zeros(end - here), end - here)
+
+
+# Files, the journal, the threads
+
+
+_CURES = {
+    errno.ENOSPC: "free some space and run the same command again: it goes on",
+    errno.EDQUOT: "raise the quota or free some space and run the same command again: it goes on",
+    errno.EIO: "the device failed; check it, then run the same command again: it goes on",
+    errno.EACCES: "check the permissions",
+    errno.EROFS: "the filesystem is read-only",
+}
+
+
+def _refused(what: str, path: str | Path, error: OSError) -> NoReturn:
+    cure = _CURES.get(error.errno or 0)
+    raise StorageError(f"cannot {what} {path}: {error.strerror or error}" + (f"; {cure}" if cure else "")) from error
+
+
+def _read(fd: int, view: memoryview, at: int, path: str) -> None:
+    """Fills `view` from offset `at`; SourceError when the file ends before."""
+    got = 0
+    while got < len(view):
+        try:
+            n = os.preadv(fd, [view[got:] if got else view], at + got)
+        except OSError as error:
+            _refused(f"read {len(view)} bytes at {at} of", path, error)
+        if n == 0:
+            raise SourceError(f"{path} is truncated: wanted {len(view)} bytes at {at}, got {got}; download or copy it again")
+        got += n
+
+
+def _write(fd: int, view: memoryview, at: int, path: str) -> None:
+    put = 0
+    while put < len(view):
+        try:
+            put += os.pwrite(fd, view[put:] if put else view, at + put)
+        except OSError as error:
+            _refused(f"write {len(view)} bytes at {at} of", path, error)
+
+
+class _Files:
+    """Open file descriptors by number, shared by the threads; at most a share of what the process may have open, plus those in use."""
+
+    def __init__(self, paths: Sequence[str], flags: int) -> None:
+        self.paths, self.flags = paths, flags
+        self.most = max(16, min(1024, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self.lock = threading.Lock()
+        self.fds: OrderedDict[int, int] = OrderedDict()
+        self.uses: Counter[int] = Counter()
+
+    @contextlib.contextmanager
+    def held(self, files: Iterable[int]) -> Iterator[dict[int, int]]:
+        """{file: descriptor}, which stay open inside the block."""
+        files = set(files)
+        with self.lock:
+            for file in files:
+                if file not in self.fds:
+                    try:
+                        self.fds[file] = os.open(self.paths[file], self.flags | os.O_CLOEXEC)
+                    except OSError as error:
+                        _refused("open", self.paths[file], error)
+                self.fds.move_to_end(file)
+            self.uses.update(files)
+            held = {file: self.fds[file] for file in files}
+        try:
+            yield held
+        finally:
+            with self.lock:
+                self.uses.subtract(files)
+                self._evict()
+
+    def _evict(self) -> None:
+        for file in list(self.fds)[: max(0, len(self.fds) - self.most)]:
+            if not self.uses[file]:
+                os.close(self.fds.pop(file))
+                self.uses.pop(file, None)
+
+    def sync(self, file: int, how: Callable[[int], None]) -> None:
+        """fsync or fdatasync of one file."""
+        with self.held([file]) as fds:
+            try:
+                how(fds[file])
+            except OSError as error:
+                _refused("sync", self.paths[file], error)
+
+    def close(self) -> None:
+        """Closes all but those that a stuck thread still holds: their numbers must not go to other files."""
+        with self.lock:
+            self.most = 0
+            self._evict()
+
+
+def _lay_out(outputs: Sequence[Output], staging: Path) -> None:
+    """Creates all outputs at full size; the journal goes if one was not there, since it speaks of data that is gone."""
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        paths = [staging / o.path for o in outputs]
+        found = [p.stat() if p.exists() else None for p in paths]
+        needed = sum(o.size for o in outputs) - sum(min(s.st_blocks * 512, o.size) for s, o in zip(found, outputs, strict=True) if s)
+        stats = os.statvfs(staging)
+        free = stats.f_bavail * stats.f_frsize
+        if needed > free:
+            raise StorageError(f"{staging} needs {needed} bytes more, its filesystem has {free} bytes free; free some or choose another")
+        if any(s is None or s.st_size != o.size for s, o in zip(found, outputs, strict=True)):
+            shutil.rmtree(staging / "done", ignore_errors=True)
+        for folder in {p.parent for p in paths}:
+            folder.mkdir(parents=True, exist_ok=True)
+        for path, output, old in zip(paths, outputs, found, strict=True):
+            if old is None or old.st_size != output.size:
+                with open(path, "wb") as file:
+                    file.truncate(output.size)
+        (staging / "done").mkdir(exist_ok=True)
+    except OSError as error:
+        _refused("lay out", error.filename or staging, error)
+
+
+def _sync_directories(outputs: Sequence[Output], staging: Path) -> None:
+    """fsyncs every directory from the outputs up to the staging directory."""
+    for folder in {staging, *(p for o in outputs for p in (staging / o.path).parents if p.is_relative_to(staging))}:
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            _refused("sync", folder, error)
+
+
+def _identity(copies: np.ndarray, casts: Sequence[tuple[str, str]], outputs: Sequence[Output]) -> int:
+    """A crc32 that tells apart what units mean; the caller's name of the staging directory tells apart plans."""
+    crc = isal_zlib.crc32(np.ascontiguousarray(copies).view("u1"))
+    return isal_zlib.crc32(repr((list(casts), [(o.path, o.size) for o in outputs])).encode(), crc)
+
+
+class _Journal:
+    """`done/<unit>`: the ranges a finished unit wrote. One that is damaged or of another plan counts as not there."""
+
+    HEAD = struct.Struct("<8sII")  # magic, identity, crc32 of the ranges
+    MAGIC = b"mckptunt"
+
+    def __init__(self, folder: Path, identity: int) -> None:
+        self.folder, self.identity = folder, identity
+
+    def load(self, units: int) -> dict[int, np.ndarray]:
+        """{unit: its ranges}; of `units` there are."""
+        out = {}
+        for path in self.folder.iterdir():
+            if path.name.isdecimal() and int(path.name) < units:
+                data = path.read_bytes()
+                body = data[self.HEAD.size :]
+                if data[: self.HEAD.size] == self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)):
+                    out[int(path.name)] = np.frombuffer(body, _RANGE)
+        return out
+
+    def write(self, unit: int, ranges: np.ndarray) -> None:
+        """Not synced: after a power cut a lost or torn one means the unit is done again, and its data is synced before."""
+        body = ranges.tobytes()
+        path = self.folder / f"{unit:08d}"
+        try:
+            path.with_suffix(".tmp").write_bytes(self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) + body)
+            path.with_suffix(".tmp").rename(path)
+        except OSError as error:
+            _refused("write", path, error)
+
+
+class _Crew:
+    """`threads` workers with `memory` bytes of buffer each; the first error stops them all."""
+
+    def __init__(self, threads: int, memory: int) -> None:
+        self.threads, self.memory = threads, memory
+
+    def each(
+        self,
+        items: Iterator[int],
+        targets: Callable[[int], frozenset[int]],
+        work: Callable[[int, memoryview, Callable[[], None]], None],
+        tick: Callable[[], None],
+    ) -> None:
+        """work(item, buffer, check) for every item, those first whose `targets` nobody is busy with; raises what a worker raised."""
+        changed, stop = threading.Condition(), threading.Event()
+        busy: Counter[int] = Counter()
+        ahead: deque[tuple[int, frozenset[int]]] = deque()
+        errors: list[BaseException] = []
+
+        def take() -> tuple[int, frozenset[int]] | None:
+            with changed:
+                while len(ahead) < AHEAD * self.threads and (item := next(items, None)) is not None:
+                    ahead.append((item, targets(item)))
+                if not ahead or stop.is_set():
+                    return None
+                free = (k for k, (_, files) in enumerate(ahead) if not any(busy[file] for file in files))
+                at = next(free, 0)
+                got = ahead[at]
+                del ahead[at]
+                busy.update(got[1])
+                return got
+
+        def check() -> None:
+            if stop.is_set():
+                raise _Stopped
+
+        def worker() -> None:
+            memory = memoryview(bytearray(self.memory))
+            try:
+                while got := take():
+                    work(got[0], memory, check)
+                    with changed:
+                        busy.subtract(got[1])
+            except _Stopped:
+                pass
+            except BaseException as error:
+                errors.append(error)
+                stop.set()
+            finally:
+                with changed:
+                    changed.notify_all()
+
+        crew = [threading.Thread(target=worker, name=f"execute-{i}", daemon=True) for i in range(self.threads)]
+        try:
+            for thread in crew:
+                thread.start()
+            while any(thread.is_alive() for thread in crew):
+                with changed:
+                    changed.wait(TICK)
+                tick()
+        finally:
+            stop.set()
+            until = time.monotonic() + STOP_WAIT
+            for thread in crew:
+                if thread.ident:
+                    thread.join(max(0, until - time.monotonic()))
+        if errors:
+            raise errors[0]
