@@ -57,7 +57,7 @@ class Global(type):
         """Opcode REDUCE: what the pickle wants called, with what."""
         if not args and cls.name == "OrderedDict" and cls.module == "collections":
             return Ordered()
-        record = cls.__new__(cls, *args)  # type: ignore[misc]
+        record: Any = Record.__new__(cls, *args)  # type: ignore[arg-type]
         record.opcode = b"R"
         return record
 
@@ -102,7 +102,7 @@ class Record(metaclass=Global):
         return repr(type(self))[:-1] + " object>"  # never what it holds: that may be exponential
 
 
-class Ordered(OrderedDict):  # type: ignore[type-arg]
+class Ordered(OrderedDict[Any, Any]):
     """collections.OrderedDict as a pickle makes it; of attributes it may have only the `_metadata` of Module.state_dict()."""
 
     def __setstate__(self, state: Any) -> None:
@@ -161,7 +161,7 @@ def glob(module: str, name: str) -> Global:
 
 _ARGUMENT = {0x80: 1, 0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4}  # bytes after PROTO K M J G h j q r
 _SIZED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x96: 8, 0x55: 1, 0x54: 4, 0x8A: 1, 0x8B: 4}  # width of their length
-_POPS = {0x61: 1, 0x73: 2, 0x62: 1, 0x30: 1}  # APPEND SETITEM BUILD POP: leave what is below
+_POPS = {0x61: 1, 0x73: 2, 0x62: 1}  # APPEND SETITEM BUILD: take that many, and fill what is below
 _EARLY = 1 << 16  # memo indices that opcodes followed one by one have set; see _sentences
 
 
@@ -179,7 +179,7 @@ def scan(data: bytes, where: str) -> None:
     stack: list[int] = []  # weight of each element: 1, or for a tuple the number of leaves that hashing it visits
     marks: list[int] = []
     memo: dict[int, int] = {}
-    at, size, fast = 0, len(data), True
+    at, size, tries = 0, len(data), 16
     try:
         while True:
             op = data[at]
@@ -203,10 +203,6 @@ def scan(data: bytes, where: str) -> None:
                     stack.append(1)
             elif op == 0x94:  # MEMOIZE
                 memo[len(memo)] = stack[-1]
-                if fast and len(memo) >= _EARLY:
-                    if _sentences(data, at, memo, where):
-                        return
-                    fast = False
             elif op in _SIZED:
                 at = _sized(data, at, _SIZED[op], where)
                 stack.append(1)
@@ -226,8 +222,12 @@ def scan(data: bytes, where: str) -> None:
                 stack.append(1)
             elif op in _POPS:
                 del stack[len(stack) - _POPS[op] :]
-                if op != 0x30:
-                    stack[-1]
+                stack[-1]
+            elif op == 0x30:  # POP takes a mark, if that is what is on top
+                if marks and marks[-1] == len(stack):
+                    marks.pop()
+                else:
+                    stack.pop()
             elif op in b"eu1":  # APPENDS SETITEMS POP_MARK
                 del stack[marks.pop() :]
                 if op != 0x31:
@@ -256,10 +256,10 @@ def scan(data: bytes, where: str) -> None:
             else:
                 name = _NAMES.get(op)
                 raise _refuse(where, here, f"opcode {name} is refused" if name else f"{op:#04x} is no opcode")
-            if fast and op == 0x72 and len(memo) >= _EARLY:
+            if tries and op in b"Rbu" and len(memo) >= _EARLY:  # something is finished: perhaps a sentence begins here
                 if _sentences(data, at, memo, where):
                     return
-                fast = False
+                tries -= 1
     except (IndexError, ValueError):
         if at >= size:
             raise PickleError(f"{where}: the pickle of {size} bytes ends before its STOP opcode: the file is cut short") from None
@@ -288,7 +288,7 @@ def _sentences(data: bytes, at: int, memo: dict[int, int], where: str) -> bool:
     hold no large tuple. So no tuple made here is part of another one, but for the arguments of a REDUCE and the shape and stride in a
     tensor's record, both written out in the sentence. That is all that torch and Megatron write, 10**5 times over.
     """
-    if max(memo.values()) > MAX_NESTED or max(memo) >= 2 * _EARLY:
+    if max(memo.values()) > MAX_NESTED:
         return False
     sentence, size = _sentence_pattern(min((len(data) // 4 >> 16) + 1, 255)), len(data)
     while at < size:
@@ -309,33 +309,430 @@ def _sentences(data: bytes, at: int, memo: dict[int, int], where: str) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _sentence_pattern(high: int) -> re.Pattern[bytes]:
-    """Up to 1000 sentences; `high`: the third byte of a memo index that may be set is at most that."""
-    sized = b"|".join(b"%b%b" % (re.escape(bytes([n])), b".{%d}" % n if n else b"") for n in range(1, 256))
-    wide = b"|".join(b"%b\\x00\\x00\\x00%b" % (re.escape(bytes([n])), b".{%d}" % n if n else b"") for n in range(256))
-    string = b"(?:\\x8c(?:%b)|X(?:%b))" % (sized, wide)
+    """Up to 1000 sentences; `high`: the third byte of a memo index that may be set is at most that.
+
+    Bounded repeats, so that the memory to back-track in is bounded; where a match ends early, it ends between two opcodes.
+    """
+
+    def counted(behind: bytes) -> bytes:  # a string whose length is one byte, then `behind`; 16 x 16 branches are tried faster than 256
+        def sixteen(first: int) -> bytes:
+            return b"|".join(re.escape(bytes([n])) + behind + b".{%d}" % n for n in range(first, first + 16))
+
+        return b"(?:%b)" % b"|".join(b"(?=[\\x%02x-\\x%02x])(?:%b)" % (n, n + 15, sixteen(n)) for n in range(0, 256, 16))
+
+    string = b"(?:\\x8c%b|X%b)" % (counted(b""), counted(b"\\x00\\x00\\x00"))
     put = b"(?:\\x94|r..[\\x01-\\x%02x]\\x00)" % high
-    number = b"(?:K.|M..|J....|\\x8a[\\x01-\\x08].{8})".replace(b"\\x8a[\\x01-\\x08].{8}", b"\\x8a(?:\\x05.{5}|\\x06.{6}|\\x07.{7}|\\x08.{8})")
+    frame = b"(?:\\x95...\\x00\\x00\\x00\\x00\\x00)"  # below 16 MiB; may stand between any two values
+    number = b"(?:K.|M..|J....|\\x8a(?:\\x05.{5}|\\x06.{6}|\\x07.{7}|\\x08.{8}))"
+    get = b"(?:h.|j....)"
     early = b"(?:h.|j..\\x00\\x00)"
-    atom = b"(?:%b|%b|[N\\x88\\x89]|%b%b?)" % (number, early, string, put)
-    flat = b"(?:%b(?:\\x85|%b(?:\\x86|%b\\x87))|\\((?:%b){0,64}t)%b?" % (atom, atom, atom, atom, put)
-    call = b"(?:%b|c[^\\n]{1,200}\\n[^\\n]{1,200}\\n%b?)" % (b"(?:h.|j....)", put)
-    pid = b"\\((?:%b|%b){0,8}t%b?Q" % (atom, call, put)
-    # the arguments of torch's _rebuild_tensor: storage, offset, shape, stride, requires_grad, an empty OrderedDict, maybe more atoms
-    tensor = b"\\(%b%b(?:%b|\\)){2}[\\x88\\x89]%b\\)R%b?(?:%b){0,2}t%b?R" % (pid, number, flat, call, put, atom, put)
-    plain = b"[)\\]}(N\\x88\\x89sueabR\\x81\\x94]"
-    get = b"(?:h.|j....)(?![\\x85-\\x87])"
-    ops = [
-        plain + b"(?<!\\()",
-        get,
-        b"(?:%b)(?:\\x85%b?R)?" % (flat, put),
+    name = b"c[^\\n]{1,200}\\n[^\\n]{1,200}\\n"
+    atom = b"(?:%b|%b|[N\\x88\\x89]|%b%b?)%b?" % (number, early, string, put, frame)
+    flat = b"(?:%b(?:\\x85|%b(?:\\x86|%b\\x87))|\\((?:%b){0,64}t)%b?%b?" % (atom, atom, atom, atom, put, frame)
+    get_or_name = b"(?:%b|%b%b?)" % (get, name, put)
+    storage = b"\\((?:%b|%b){0,8}t%b?Q" % (atom, get_or_name, put)  # sound: Storage refuses a pid that is not flat
+    # the arguments of torch's _rebuild_tensor: storage, offset, shape, stride, requires_grad, an empty OrderedDict
+    tensor = b"\\(%b%b(?:%b|\\)){2}[\\x88\\x89]%b\\)R%b?t%b?R" % (storage, number, flat, get_or_name, put, put)
+    # an object of a .metadata whole, because one long branch is matched eight times as fast as thirty short ones
+    numbers = b"(?:%b(?:\\x85|%b(?:\\x86|%b\\x87))|\\((?:%b){4,8}t)" % (number, number, number, number)
+    field = b"(?:%b|%b(?:%b%b?\\x85%b?R%b?)?|%b%b?|N)" % (number, get, numbers, put, put, put, string, put)
+    thing = b"%b\\)\\x81%b?\\}%b?\\((?:(?:%b|%b%b)%b){1,8}ub" % (get, put, put, get, string, put, field)
+    sentences = (
+        thing,
+        b"[)\\]}sueabR\\x81\\x93N\\x88\\x890]",
+        put,
+        get + b"(?![\\x85-\\x87\\x95])",
+        get + frame + b"(?![\\x85-\\x87])",
+        b"%b(?:\\x85%b?%b?R)?" % (flat, put, frame),
         number,
         string,
-        put,
+        frame,
         tensor,
         b"\\(",
         b"G.{8}",
-        b"c[^\\n]{1,200}\\n[^\\n]{1,200}\\n",
-        b"\\x93",
-        b"0",
-    ]
-    return re.compile(b"(?s)(?:%b){1,1000}|(?P<stop>\\.)" % b"|".join(ops))
+        name,
+    )
+    return re.compile(b"(?s)(?:%b){1,1000}|(?P<stop>\\.)" % b"|".join(sentences))
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, known: dict[tuple[str, str], Any]) -> None:
+        super().__init__(file)
+        self.known = dict(known)
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self.known.get((module, name))
+        if found is None:
+            if len(self.known) >= MAX_GLOBALS:
+                raise pickle.UnpicklingError(f"it names more than {MAX_GLOBALS} globals")
+            found = self.known[module, name] = glob(module, name)
+        return found
+
+    def persistent_load(self, pid: Any) -> Storage:
+        return Storage(pid)
+
+
+# torch.Size as what turns a tuple into itself, and anything else into an error: tuple() would copy a long list each time it is asked
+_COMPACT = {("torch", "Size"): ().__add__}
+
+
+@contextmanager
+def no_gc() -> Iterator[None]:
+    """Without the cyclic collector: it would walk millions of young objects again and again (3.0 s instead of 1.1 s, see scan)."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def loads(data: bytes, where: str, compact: bool = False, max_bytes: int = MAX_BYTES) -> Any:
+    """The value of a pickle; `where` names it in errors.
+
+    `compact`: torch.Size becomes a plain tuple, which saves 40% of the memory of a .metadata, but cannot be written again as it was.
+    Raises PickleError when the pickle is hostile, damaged, or longer than `max_bytes`.
+    """
+    if len(data) > max_bytes:
+        raise PickleError(f"{where}: a pickle of {len(data)} bytes; {max_bytes} is the most read here")
+    with no_gc():
+        scan(data, where)
+        try:
+            return _Unpickler(io.BufferedReader(io.BytesIO(data), 1 << 18), _COMPACT if compact else {}).load()
+        except Exception as e:  # what is left to find ends in a dozen kinds of error
+            cause = str(e).split("\n", 1)[0][:200]
+            raise PickleError(f"{where}: not a pickle of a checkpoint: {type(e).__name__}: {cause}") from None
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+class Emitter:
+    """Pickle protocol 2 of plain values, Globals, Records and Storages, memoised as CPython does it.
+
+    Protocol 2 is what torch.load(weights_only=True) reads. The output equals torch.save's data.pkl byte for byte.
+    """
+
+    def __init__(self) -> None:
+        self.out = bytearray(b"\x80\x02")  # joining a list of pieces would take 80 bytes for each
+        self.storages: dict[str, int] = {}  # key -> bytes, in the order met
+        self._memo: dict[int, int] = {}
+        self._keep: list[Any] = []  # id() is unique only among the living
+
+    def done(self) -> bytes:
+        """The pickle."""
+        return bytes(self.out) + b"."
+
+    def constant(self, value: Any) -> bytes:
+        """Puts `value` into the memo only; the opcode that pushes it."""
+        self.save(value)
+        self.out += b"0"
+        self._keep.append(value)
+        return self._get(self._memo[id(value)])
+
+    def _put(self, value: Any) -> None:
+        n = self._memo[id(value)] = len(self._memo)
+        self._keep.append(value)
+        self.out += b"q%c" % n if n < 256 else b"r" + struct.pack("<I", n)
+
+    @staticmethod
+    def _get(n: int) -> bytes:
+        return b"h%c" % n if n < 256 else b"j" + struct.pack("<I", n)
+
+    def save(self, v: Any) -> None:
+        """Appends one value. Raises PickleError for a type that has no place in a checkpoint."""
+        out, t = self.out, type(v)
+        if v is None or t is bool:
+            out += b"N" if v is None else b"\x88" if v else b"\x89"
+        elif t is int:
+            out += emit_int(v)
+        elif t is float:
+            out += b"G" + struct.pack(">d", v)
+        elif t is Storage:
+            if self.storages.setdefault(v.key, v.nbytes) != v.nbytes:
+                raise PickleError(f"storage {v.key[:80]} has {self.storages[v.key]} bytes and {v.nbytes} bytes")
+            self.save(v.pid)
+            out += b"Q"
+        elif t is tuple and not v:
+            out += b")"
+        elif id(v) in self._memo:
+            out += self._get(self._memo[id(v)])
+        elif t is str:
+            raw = v.encode("utf-8", "surrogatepass")
+            out += b"X" + struct.pack("<I", len(raw)) + raw
+            self._put(v)
+        elif t is bytes or t is bytearray:
+            self._save_bytes(v)
+        elif t is tuple:
+            self._save_tuple(v)
+        elif t is list:
+            out += b"]"
+            self._put(v)
+            self._fill(v)
+        elif t is dict:
+            out += b"}"
+            self._put(v)
+            self._fill_items(v.items())
+        elif t in (Ordered, OrderedDict):
+            self.save(glob("collections", "OrderedDict"))
+            out += b")R"
+            self._put(v)
+            self._fill_items(v.items())
+            if vars(v):  # nn.Module.state_dict()'s _metadata
+                self.save(vars(v))
+                out += b"b"
+        elif isinstance(v, Global):
+            out += f"c{v.module}\n{v.name}\n".encode()
+            self._put(v)
+        elif isinstance(v, Record):
+            self._save_record(v)
+        else:
+            raise PickleError(f"{t.__module__}.{t.__qualname__} has no place in a checkpoint's pickle")
+
+    def _save_tuple(self, v: tuple[Any, ...]) -> None:
+        if len(v) > 3:
+            self.out += b"("
+        for e in v:
+            self.save(e)
+        if id(v) in self._memo:  # a record among its elements holds this very tuple: take that one, as CPython does
+            self.out += (b"1" if len(v) > 3 else b"0" * len(v)) + self._get(self._memo[id(v)])
+            return
+        self.out += {1: b"\x85", 2: b"\x86", 3: b"\x87"}.get(len(v), b"t")
+        self._put(v)
+
+    def _save_bytes(self, v: bytes | bytearray) -> None:  # protocol 2 has no opcode for them
+        if type(v) is bytearray:
+            self.save(glob("builtins", "bytearray"))
+            self.save((bytes(v),))
+        elif v:
+            self.save(glob("_codecs", "encode"))
+            self.save((v.decode("latin1"), "latin1"))
+        else:
+            self.save(glob("__builtin__", "bytes"))
+            self.save(())
+        self.out += b"R"
+        self._put(v)
+
+    def _save_record(self, v: Record) -> None:
+        self.save(type(v))
+        self.save(v.args)
+        self.out += v.opcode
+        self._put(v)
+        self._fill(v.entries or ())
+        self._fill_items(v.items or ())
+        if v.state is not None:
+            self.save(v.state)
+            self.out += b"b"
+
+    def _fill(self, entries: Iterable[Any]) -> None:
+        entries = list(entries)
+        for i in range(0, len(entries), 1000):  # CPython's batch size
+            batch = entries[i : i + 1000]
+            if len(batch) > 1:
+                self.out += b"("
+            for e in batch:
+                self.save(e)
+            self.out += b"e" if len(batch) > 1 else b"a"
+
+    def _fill_items(self, items: Iterable[tuple[Any, Any]]) -> None:
+        items = list(items)
+        for i in range(0, len(items), 1000):
+            batch = items[i : i + 1000]
+            if len(batch) > 1:
+                self.out += b"("
+            for key, value in batch:
+                self.save(key)
+                self.save(value)
+            self.out += b"u" if len(batch) > 1 else b"s"
+
+
+def emit_int(v: int) -> bytes:
+    """The opcode that pushes an int."""
+    if 0 <= v < 256:
+        return b"K%c" % v
+    if 0 <= v < 65536:
+        return b"M" + struct.pack("<H", v)
+    if -(2**31) <= v < 2**31:
+        return b"J" + struct.pack("<i", v)
+    raw = v.to_bytes((v.bit_length() >> 3) + 1, "little", signed=True)
+    if v < 0 and len(raw) > 1 and raw[-1] == 0xFF and raw[-2] & 0x80:
+        raw = raw[:-1]
+    return b"\x8a%c" % len(raw) + raw if len(raw) < 256 else b"\x8b" + struct.pack("<i", len(raw)) + raw
+
+
+def emitted(value: Any) -> Emitter:
+    """An Emitter that holds `value` whole: its pickle is `.done()`, the storages it names are `.storages`. Raises PickleError."""
+    emitter = Emitter()
+    try:
+        emitter.save(value)
+    except RecursionError:
+        raise PickleError("a value is nested too deeply to be written as a pickle") from None
+    return emitter
+
+
+def dumps(value: Any) -> bytes:
+    """The pickle, protocol 2, of what `loads` returned or of records made by hand. Raises PickleError."""
+    return emitted(value).done()
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+_CPU = "cpu"  # one object, as in torch: memoised
+_PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
+
+
+class TensorView(NamedTuple):
+    """A tensor as a view of a storage."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # elements
+    storage: str  # key: the zip record data/<key>
+    offset: int  # elements
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides in elements of a row-major tensor, as torch says them: a size of 0 counts as 1."""
+    strides = [1] * len(shape)
+    for i in range(len(shape) - 2, -1, -1):
+        strides[i] = strides[i + 1] * max(shape[i + 1], 1)
+    return tuple(strides)
+
+
+def tensor(dtype: str, shape: tuple[int, ...], key: str) -> Record:
+    """The record torch.save makes of a contiguous tensor that owns its storage data/<key>."""
+    numel = math.prod(shape)
+    name = dtypes.TABLE[dtype].storage
+    if name:
+        pid = ("storage", glob("torch", name), key, _CPU, numel)
+        return glob("torch._utils", "_rebuild_tensor_v2")(Storage(pid), 0, tuple(shape), contiguous(shape), False, OrderedDict())
+    pid = ("storage", glob("torch.storage", "UntypedStorage"), key, _CPU, numel * dtypes.itemsize(dtype))
+    rebuild = glob("torch._utils", "_rebuild_tensor_v3")
+    return rebuild(Storage(pid), 0, tuple(shape), contiguous(shape), False, OrderedDict(), torch_dtype(dtype))
+
+
+def as_tensor(record: Any) -> TensorView | None:
+    """The tensor that `record` stands for, None if it stands for none. Nothing is loaded.
+
+    Raises PickleError when it says so but its sizes are no sizes, its dtype is none that mckpt knows, or it reaches past its storage.
+    """
+    for _ in range(8):  # a parameter of a tensor subclass of a tensor ...
+        if not isinstance(record, Record):
+            return None
+        name, args = type(record).name, record.args
+        if type(record).module == "torch._utils" and name in _PARAMETERS and args:
+            record = args[0]
+        elif type(record).module == "torch._tensor" and name == "_rebuild_from_type_v2" and len(args) == 4:
+            # a tensor with Python attributes: (function, type, args, state)
+            if not (isinstance(args[0], Global) and type(args[2]) is tuple):
+                return None
+            record = args[0](*args[2])
+        else:
+            break
+    if type(record).module != "torch._utils" or name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"):
+        return None
+    if len(args) < 4 or not isinstance(args[0], Storage):
+        raise PickleError(f"a tensor without a storage: {name} of {len(args)} arguments")
+    storage, offset, shape, strides = args[:4]
+    shape, strides = _ints(shape), _ints(strides)
+    if shape is None or strides is None or len(shape) != len(strides) or type(offset) is not int or offset < 0:
+        raise PickleError(f"a tensor in storage {storage.key[:80]} whose shape, strides or offset are not whole numbers of one rank")
+    dtype = storage.dtype
+    if name == "_rebuild_tensor_v3":  # dtypes that have no storage class of their own
+        dtype = args[6].name if len(args) > 6 and isinstance(args[6], Global) else None
+    if dtype not in dtypes.TABLE:
+        odd = args[6] if name == "_rebuild_tensor_v3" and len(args) > 6 else storage.pid[1]
+        raise PickleError(f"a tensor in storage {storage.key[:80]} of a dtype that mckpt does not know: {short(odd)}")
+    room = storage.nbytes // dtypes.itemsize(dtype)
+    end = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 1 if 0 not in shape else offset
+    if end > room:
+        raise PickleError(
+            f"a tensor of shape {list(shape)}, strides {list(strides)} at element {offset} "
+            f"reaches element {end} of storage {storage.key[:80]}, which has {room}"
+        )
+    return TensorView(dtype, shape, strides, storage.key, offset)
+
+
+def _ints(value: Any) -> tuple[int, ...] | None:
+    """A torch.Size or tuple of sizes; None if it is anything else."""
+    if isinstance(value, Record) and type(value).name == "Size" and len(value.args) == 1:
+        value = value.args[0]
+    if type(value) not in (tuple, list) or len(value) > 64:
+        return None
+    return tuple(value) if all(type(n) is int and 0 <= n < 1 << 63 for n in value) else None
+
+
+# ------------------------------------------------------------------------------------------------ plain records
+
+
+def namespace(**fields: Any) -> Record:
+    """The record of an argparse.Namespace."""
+    made = glob("argparse", "Namespace")
+    record = Record.__new__(made)  # type: ignore[arg-type]
+    record.state = fields
+    return record
+
+
+def torch_dtype(name: str) -> Global:
+    """torch pickles a dtype as a global."""
+    return glob("torch", name)
+
+
+def fields(record: Any) -> dict[str, Any]:
+    """The fields of a Namespace, SimpleNamespace or dataclass as read. Raises PickleError when it has none."""
+    state = record.state if isinstance(record, Record) else None
+    if type(state) is tuple and len(state) == 2:  # (dict, slots)
+        state = {**(state[0] or {}), **(state[1] or {})} if all(type(s) in (dict, type(None)) for s in state) else None
+    if type(state) is not dict or not all(type(k) is str for k in state):
+        raise PickleError(f"{short(record)} has no fields")
+    return state
+
+
+def short(value: Any) -> str:
+    """A few characters that say what a value is, whatever it holds."""
+    if isinstance(value, Global | Record | Storage):
+        return repr(value)
+    if value is None or type(value) in (bool, float):
+        return repr(value)
+    if type(value) is int:
+        return repr(value) if value.bit_length() < 128 else f"an int of {value.bit_length()} bits"
+    if type(value) is str:
+        return repr(value[:80])
+    return f"a {type(value).__name__}"
+
+
+def plain(value: Any, depth: int = 8) -> Any:
+    """What an args Namespace holds as plain JSON-able Python, for display: torch.bfloat16 -> "bfloat16", an enum -> its value,
+    a path -> its parts joined, a record of unknown kind -> a short string. Deeper than `depth`, or longer than 10,000 elements: cut."""
+    budget = [10_000]
+
+    def walk(v: Any, left: int) -> Any:
+        budget[0] -= 1
+        if budget[0] < 0 or left < 0:
+            return "..."
+        if v is None or type(v) in (bool, str):
+            return v
+        if type(v) is float:
+            return v if math.isfinite(v) else repr(v)
+        if type(v) is int:
+            return v if v.bit_length() < 128 else short(v)
+        if isinstance(v, Global):
+            return v.name if v.module == "torch" else f"{v.module}.{v.name}"[:160]
+        if type(v) in (list, tuple):
+            return [walk(e, left - 1) for e in v[: max(budget[0], 0) + 1]]
+        if isinstance(v, dict):
+            return {str(walk(k, left - 1)): walk(e, left - 1) for k, e in v.items()} if len(v) <= budget[0] else "..."
+        if isinstance(v, Record):
+            if type(v).name in ("Namespace", "SimpleNamespace") and type(v.state) is dict:
+                return walk(v.state, left)
+            if type(v).module == "pathlib":
+                return "/".join(str(walk(a, 0)) for a in v.args).replace("//", "/", 1)
+            if v.opcode == b"R" and len(v.args) == 1 and v.state is None:
+                return walk(v.args[0], left - 1)  # an enum's value, a torch.Size, a torch.device
+        return short(v)
+
+    return walk(value, depth)
