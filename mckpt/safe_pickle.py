@@ -359,9 +359,9 @@ def _sentence_pattern(high: int) -> re.Pattern[bytes]:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, known: dict[tuple[str, str], Any]) -> None:
+    def __init__(self, file: Any, known: dict[tuple[str, str], Any], storages: list[Storage] | None) -> None:
         super().__init__(file)
-        self.known = dict(known)
+        self.known, self.storages = dict(known), storages
 
     def find_class(self, module: str, name: str) -> Any:
         found = self.known.get((module, name))
@@ -372,7 +372,10 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Storage:
-        return Storage(pid)
+        storage = Storage(pid)
+        if self.storages is not None:
+            self.storages.append(storage)
+        return storage
 
 
 # torch.Size as what turns a tuple into itself, and anything else into an error: tuple() would copy a long list each time it is asked
@@ -391,10 +394,11 @@ def no_gc() -> Iterator[None]:
             gc.enable()
 
 
-def loads(data: bytes, where: str, compact: bool = False, max_bytes: int = MAX_BYTES) -> Any:
+def loads(data: bytes, where: str, compact: bool = False, max_bytes: int = MAX_BYTES, storages: list[Storage] | None = None) -> Any:
     """The value of a pickle; `where` names it in errors.
 
     `compact`: torch.Size becomes a plain tuple, which saves 40% of the memory of a .metadata, but cannot be written again as it was.
+    `storages` collects each storage that the pickle names, as often as it does.
     Raises PickleError when the pickle is hostile, damaged, or longer than `max_bytes`.
     """
     if len(data) > max_bytes:
@@ -402,7 +406,8 @@ def loads(data: bytes, where: str, compact: bool = False, max_bytes: int = MAX_B
     with no_gc():
         scan(data, where)
         try:
-            return _Unpickler(io.BufferedReader(io.BytesIO(data), 1 << 18), _COMPACT if compact else {}).load()
+            file = io.BufferedReader(io.BytesIO(data), 1 << 18)
+            return _Unpickler(file, _COMPACT if compact else {}, storages).load()
         except Exception as e:  # what is left to find ends in a dozen kinds of error
             cause = str(e).split("\n", 1)[0][:200]
             raise PickleError(f"{where}: not a pickle of a checkpoint: {type(e).__name__}: {cause}") from None

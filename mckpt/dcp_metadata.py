@@ -1,0 +1,284 @@
+"""The `.metadata` pickle of torch.distributed.checkpoint: which tensors a torch_dist directory holds, in which chunks, at which bytes.
+
+    state_dict_metadata   key -> dtype, global shape, [chunk: offsets, sizes]          (BytesStorageMetadata: an object)
+    storage_data          (key, chunk offsets or None) -> file, offset, length         (an item of a .distcp, see torch_file)
+
+Shapes, offsets and sizes of chunks are in elements, offsets and lengths of items in bytes. Read and written without torch.
+Classes as pickled by torch 2.1 to 2.13 and by Megatron-Core 0.6 to main (MCoreMetadata and MCoreSavePlan are dataclasses with more fields).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mckpt import dtypes, safe_pickle
+from mckpt.errors import PickleError, SourceError, StorageError
+from mckpt.safe_pickle import Emitter, Global, Record, emit_int, glob
+
+MAX_BYTES = 1 << 30  # of a .metadata: 356,352 chunks are 76 MB, with all_local_plans 106 MB
+_DCP = "torch.distributed.checkpoint.metadata"
+_PLANS = b"\x8c\x0fall_local_plans\x94"  # as protocol 4 writes an attribute's name when it meets it first
+
+Index = tuple[int, ...]
+Chunk = tuple[Index, Index]  # offsets, sizes
+Tensor = tuple[str, Index, list[Chunk]]  # dtype, global shape, chunks
+Item = tuple[str, int, int]  # file, offset, length
+
+
+class Metadata(NamedTuple):
+    """What a torch_dist directory holds.
+
+    Proved: chunks tile their tensors, each chunk and object has an item, all items lie in files of the directory.
+    """
+
+    tensors: dict[str, Tensor]
+    objects: list[str]  # keys
+    items: dict[tuple[str, Index | None], Item]  # (key, chunk offsets; None for an object)
+    planner_data: dict[str, Any] | None  # torch_dcp: key -> path in the nested state dict
+    mcore_data: dict[str, Any] | None  # Megatron-Core 0.6 to 0.15: key -> what it knows of flattened optimizer tensors
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def read_metadata(source: bytes | Path | str, where: str = "") -> Metadata:
+    """The contents of a `.metadata`: its bytes or its path.
+
+    Raises StorageError when it cannot be read, PickleError when it is no pickle of that kind, SourceError with all that is wrong in it.
+    """
+    if not isinstance(source, bytes):
+        where = where or str(source)
+        try:
+            with open(source, "rb") as f:
+                source = f.read(MAX_BYTES + 1)
+        except OSError as e:
+            raise StorageError(f"{where}: cannot be read: {e.strerror or e}") from e
+    where = where or ".metadata"
+    with safe_pickle.no_gc():
+        return _checked(_load(source, where), where)
+
+
+def _load(data: bytes, where: str) -> dict[str, Any]:
+    # Megatron-Core appends every rank's save plan, which tells the same chunks again in as many bytes; the attributes before it are read
+    # alone, when they are complete
+    cut = data.find(_PLANS)
+    if cut > 0:
+        try:
+            # the frame that the cut is in must still be as long as it says
+            return safe_pickle.fields(safe_pickle.loads(data[:cut] + b"ub." + data[cut + 3 : cut + (1 << 20)], where, True, MAX_BYTES))
+        except PickleError:
+            pass  # that text stood elsewhere
+    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES))
+
+
+def _checked(md: dict[str, Any], where: str) -> Metadata:
+    problems: list[str] = []
+    tensors: dict[str, Tensor] = {}
+    objects: list[str] = []
+    described, stored = md.get("state_dict_metadata"), md.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise SourceError(f"{where}: has no state_dict_metadata or no storage_data: not a .metadata of torch.distributed.checkpoint")
+    for key, value in described.items():
+        if type(key) is not str:
+            problems.append(f"key {safe_pickle.short(key)} is no string")
+        elif type(value).__name__ == "Global" and type(value).name == "BytesStorageMetadata":
+            objects.append(key)
+        else:
+            try:
+                tensors[key] = _tensor(value)
+            except (KeyError, TypeError, IndexError, AttributeError):
+                problems.append(f"{key[:200]}: its description is none of a tensor or an object: {safe_pickle.short(value)}")
+    items = _items(stored, problems)
+    for key, tensor in tensors.items():
+        problems += [f"{key[:200]}: {p}" for p in _tiling(*tensor)]
+        missing = [o for o, _ in tensor[2] if (key, o) not in items]
+        if missing:
+            problems.append(f"{key[:200]}: {len(missing)} of {len(tensor[2])} chunks have no item, the first at {list(missing[0])}")
+    problems += [f"{key[:200]}: an object without an item" for key in objects if (key, None) not in items]
+    if problems:
+        raise SourceError.of(f"{where}: is damaged:", problems)
+    planner, mcore = md.get("planner_data"), md.get("mcore_data")
+    return Metadata(tensors, objects, items, planner if type(planner) is dict else None, mcore if type(mcore) is dict else None)
+
+
+def _tensor(value: Any) -> Tensor:
+    """A TensorStorageMetadata. Raises TypeError, KeyError or AttributeError when it is none."""
+    state = value.state
+    properties = state["properties"].state
+    dtype = properties["dtype"] if type(properties) is dict else properties[0]
+    if not isinstance(dtype, Global) or type(state["size"]) is not tuple or type(state["chunks"]) is not list:
+        raise TypeError
+    chunks = []
+    for c in state["chunks"]:
+        fields = c.state
+        offsets, sizes = fields["offsets"], fields["sizes"]
+        if type(offsets) is not tuple or type(sizes) is not tuple:
+            raise TypeError
+        chunks.append((offsets, sizes))
+    return dtype.name, state["size"], chunks
+
+
+def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index | None], Item]:
+    items: dict[tuple[str, Index | None], Item] = {}
+    plain: dict[str, bool] = {}
+    for index, info in stored.items():
+        try:
+            a, b = index.state, info.state
+            key, offsets, file, at, length = a["fqn"], a.get("offset"), b["relative_path"], b["offset"], b["length"]
+            transformed = b.get("transform_descriptors")
+        except (KeyError, TypeError, AttributeError):
+            problems.append(f"an entry of storage_data is none: {safe_pickle.short(index)} -> {safe_pickle.short(info)}")
+            continue
+        if type(key) is not str or type(file) is not str or type(at) is not int or type(length) is not int or at < 0 or length < 0:
+            problems.append(f"an item of {safe_pickle.short(key)}: file {safe_pickle.short(file)}, offset {safe_pickle.short(at)}, "
+                            f"length {safe_pickle.short(length)}")  # fmt: skip
+            continue
+        if file not in plain:
+            plain[file] = file not in ("", ".", "..") and not set("/\\\0") & set(file) and len(file) < 256
+            if not plain[file]:
+                problems.append(f"{key[:200]}: file {file[:200]!r} is no plain name inside the directory")
+        if transformed:
+            problems.append(f"{key[:200]}: its item is compressed or otherwise transformed, which mckpt does not read")
+        if offsets is not None and type(offsets) is not tuple:
+            problems.append(f"{key[:200]}: an item at {safe_pickle.short(offsets)}")
+            continue
+        if (key, offsets) in items:
+            problems.append(f"{key[:200]}: has two items for the chunk at {offsets}"[:300])
+        items[key, offsets] = (file, at, length)
+    return items
+
+
+def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:
+    """What is wrong with a tensor whose chunks must cover each of its elements once."""
+    if dtype not in dtypes.TABLE:
+        return [f"dtype {dtype[:80]} is not one that mckpt knows"]
+    rank = len(shape)
+    if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or math.prod(shape) >= 1 << 60:
+        return [f"its shape is none, of rank {rank}"]
+    flat: list[int] = []
+    for offsets, sizes in chunks:
+        if len(offsets) != rank or len(sizes) != rank:
+            return [f"a chunk of rank {len(offsets)} and {len(sizes)} in a tensor {list(shape)}"]
+        flat += offsets
+        flat += sizes
+    if not all(type(n) is int for n in flat):
+        return ["a chunk whose offsets or sizes are no whole numbers"]
+    try:
+        boxes = np.array(flat, np.int64).reshape(len(chunks), 2, rank)
+    except OverflowError:
+        return [f"a chunk with offsets or sizes beyond 2**63 in a tensor {list(shape)}"]
+    low, size = boxes[:, 0], boxes[:, 1]
+    outside = (low < 0) | (size < 0) | (low > np.array(shape, np.int64)) | (size > np.array(shape, np.int64) - low)
+    if outside.any():
+        i = int(outside.any(1).argmax())
+        return [f"chunk at {low[i].tolist()} of {size[i].tolist()} reaches out of the tensor {list(shape)}"]
+    volume = sum(map(int, size.prod(1))) if len(chunks) else 0
+    if volume != math.prod(shape):
+        return [f"its {len(chunks)} chunks hold {volume} elements, the tensor {list(shape)} has {math.prod(shape)}"]
+    clash = _overlap(low[size.all(1)], (low + size)[size.all(1)])
+    return [f"chunks at {clash[0].tolist()} and {clash[1].tolist()} overlap"] if clash is not None else []
+
+
+def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The offsets of two of the boxes [low, high) that overlap, or None. Boxes are [n, rank], none of them empty.
+
+    A grid is settled by one sort: where all boxes are cells between the same cuts of each axis, equal offsets are the only way to
+    overlap. Otherwise the boxes are swept along the first axis on which they differ, and each is compared with those still open.
+    """
+    n, rank = low.shape
+    if n < 2:
+        return None
+    cells = np.zeros((n, rank), np.int64)
+    regular = True
+    for d in range(rank):
+        cuts = np.unique(low[:, d])
+        cells[:, d] = np.searchsorted(cuts, low[:, d])
+        ends = np.append(cuts[1:], np.iinfo(np.int64).max)
+        regular = regular and bool((high[:, d] <= ends[cells[:, d]]).all())
+    order = np.lexsort(cells.T[::-1])
+    same = (cells[order][1:] == cells[order][:-1]).all(1)
+    if same.any():
+        i = int(same.argmax())
+        return low[order[i]], low[order[i + 1]]
+    if regular:
+        return None
+    axis = max(range(rank), key=lambda d: len(np.unique(low[:, d])))
+    order = np.argsort(low[:, axis], kind="stable")
+    low, high = low[order], high[order]
+    alive = np.zeros(0, np.int64)
+    for i in range(n):
+        alive = alive[high[alive, axis] > low[i, axis]]
+        hit = ((low[alive] < high[i]) & (low[i] < high[alive])).all(1)
+        if hit.any():
+            return low[alive[hit.argmax()]], low[i]
+        alive = np.append(alive, i)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[str, Index | None, str, int, int]]) -> bytes:
+    """The `.metadata` pickle. tensors: key -> (dtype, global shape, [(offsets, sizes)]), or None for an object;
+    items: (key, offsets or None, file, offset, length), one for each chunk and object.
+
+    Chunks are formatted, not walked: what repeats is put into the memo once and popped, and a chunk is then a dozen opcodes.
+    """
+    e = Emitter()
+    module = {"_StorageInfo": "torch.distributed.checkpoint.filesystem", "Size": "torch"}
+    names = ("Metadata", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
+    new = {n: e.constant(glob(module.get(n, _DCP), n)) + b")\x81" for n in (*names, "_StorageInfo")}
+    size_class = e.constant(glob("torch", "Size"))
+    words = ("properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
+    word = {w: e.constant(w) for w in words}
+    # torch before 2.2 wrote the global torch.strided instead of this call; both load everywhere
+    layout: Record = glob("torch.serialization", "_get_layout")("torch.strided")
+    encoding: Record = glob(_DCP, "_MEM_FORMAT_ENCODING")(0)
+    rest = b"".join((e.constant(layout), b"\x89", e.constant(encoding), b"\x89tb"))
+    sizes: dict[Index, bytes] = {}
+    strings: dict[str, bytes] = {}
+
+    def size(t: Index) -> bytes:
+        if t not in sizes:
+            sizes[t] = size_class + b"(" + b"".join(map(emit_int, t)) + b"t\x85R"
+        return sizes[t]
+
+    def string(s: str) -> bytes:
+        if s not in strings:
+            strings[s] = e.constant(s)
+        return strings[s]
+
+    out = e.out
+    out += new["Metadata"] + b"}("
+    e.save("state_dict_metadata")
+    out += b"}"
+    for key, tensor in tensors.items():
+        k = string(key)
+        if tensor is None:
+            out += k + new["BytesStorageMetadata"] + b"s"
+            continue
+        dtype, shape, chunks = tensor
+        out += b"".join((k, new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"("))
+        e.save(safe_pickle.torch_dtype(dtype))
+        out += b"".join((rest, word["size"], size(shape), word["chunks"], b"]("))
+        start, middle, end = new["ChunkStorageMetadata"] + b"}(" + word["offsets"], word["sizes"], b"ub"
+        for offsets, lengths in chunks:
+            out += b"".join((start, size(offsets), middle, size(lengths), end))
+        out += b"eubs"
+    e.save("planner_data")
+    out += b"N"
+    e.save("storage_data")
+    out += b"}"
+    index = new["MetadataIndex"] + b"}(" + word["fqn"]
+    info = word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
+    for key, at_chunk, file, offset, length in items:
+        k, f, o = string(key), string(file), b"N" if at_chunk is None else size(at_chunk)
+        out += b"".join((index, k, word["offset"], o, info, f, word["offset"], emit_int(offset), word["length"], emit_int(length), b"ubs"))
+    e.save("storage_meta")
+    out += b"Nub"
+    return e.done()
