@@ -28,7 +28,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 }
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{f.__name__: f for f in (all, any, float, int, len, max, min)},
+    **{f.__name__: f for f in (all, any, bool, float, int, len, max, min)},
     "range": lambda *a: range(*a) if all(abs(x) <= 1_000_000 for x in a) else _refuse(a),
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }

@@ -26,6 +26,7 @@ from mckpt.packing import PACKINGS, TP_KINDS
 _HERE = Path(__file__).parent
 FOLDER = _HERE / "mappings" if (_HERE / "mappings").is_dir() else _HERE.parent / "mappings"  # a wheel has them inside
 Dims = dict[str, Any]
+Scope = Mapping[str, Any]  # dims, choices and what is derived of them
 _TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
 _INDEX = re.compile(r"\{(\w+)\}")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
@@ -204,6 +205,7 @@ class MappingFile(NamedTuple):
     digest: str
     architectures: tuple[str, ...]
     canonical: bool
+    requires: Expression | None  # what must hold of the dims for the family to be chosen unasked
     choices: dict[str, tuple[str, ...]]
     derive: dict[str, Expression]
     dims: dict[str, Dim]
@@ -277,6 +279,8 @@ class MappingFile(NamedTuple):
 
     def _read_dim(self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
         spec, dim = self.dims.get(name), hub().dims[name]
+        if spec is None and name in known:  # beyond what this file can say
+            return known[name]
         if spec is None or (spec.when is not None and not spec.when(scope)):
             if dim.neutral is None:
                 raise ValueError(f"{self.path.name} says nothing of {name}")
@@ -376,7 +380,7 @@ def _equal(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- reading a file
 
 
-_TOP = ("architectures", "extends", "canonical", "choices", "derive", "dims", "also", "flags", "inert", "ignore", "tensors", "blocks", "objects")
+_TOP = ("architectures", "extends", "canonical", "requires", "choices", "derive", "dims", "also", "flags", "inert", "ignore", "tensors", "blocks", "objects")
 _RULE = ("of", "pack", "tp", "stage", "when", "alias", "expert")
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
 
@@ -474,6 +478,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         raise MappingError.of(f"{path}: not a mapping:", problems)
     return MappingFile(
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
+        expression(root.get("requires"), path.name),
         {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
         frozenset(itertools.chain.from_iterable(root.get("inert", ()))), dict(root.get("ignore") or {}), tuple(rules), tuple(objects),
     )  # fmt: skip
@@ -557,3 +562,8 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return name, hub().check(name, yaml.safe_load(value))
     except (ValueError, yaml.YAMLError) as e:
         raise UsageError(f"--set {text!r}: {e}") from None
+
+
+def key_pattern(key: str) -> re.Pattern[str]:
+    """What a key template can look like once its indices are filled."""
+    return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))

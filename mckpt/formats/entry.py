@@ -1,0 +1,137 @@
+"""What every format shares: one buffer as its header describes it, buffers grouped by geometry, and a file to be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from mckpt.box import Box, Layout, Piece, Stored, restride
+from mckpt.errors import CoverError, SourceError, StorageError, UsageError
+from mckpt.mapping import Bound, Rule, Scope, hub
+from mckpt.packing import PACKINGS, Packed, PackingError, padded
+
+
+class Entry(NamedTuple):
+    """One stored buffer: `shape` elements of `dtype` from byte `at` of file number `file`; strides in elements, None if dense."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: int
+    at: int
+    strides: tuple[int, ...] | None = None
+
+
+class TargetFile(NamedTuple):
+    """A file to be written: its path in the staging directory, its size, and what in it is not tensor data.
+
+    `fixed(crc_of)` gives (offset, bytes); `crc_of(offset, nbytes)` is the crc32 of data already written, or `crc_of` is None.
+    """
+
+    path: str
+    size: int
+    fixed: Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]
+
+    @classmethod
+    def whole(cls, path: str, data: bytes) -> TargetFile:
+        """A small file whose every byte is known."""
+        return cls(path, len(data), lambda crc_of: [(0, data)])
+
+
+class Problems(list[str]):
+    """Everything found wrong with a source, raised at once."""
+
+    def __init__(self, what: str, cure: str = "") -> None:
+        super().__init__()
+        self.what, self.cure, self.damaged = what, cure, False
+
+    def missing(self, text: str) -> None:
+        """The source is incomplete or not what its config says."""
+        self.damaged = True
+        self.append(text)
+
+    def check(self) -> None:
+        if self:
+            raise (SourceError if self.damaged else CoverError).of(self.what, self, self.cure)
+
+
+def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
+    """A small file's bytes; StorageError or SourceError (larger than `limit` bytes) names it."""
+    try:
+        size = os.stat(path).st_size
+        if size > limit:
+            raise SourceError(f"{path}: {size:,} bytes, and a file of this kind has at most {limit:,}")
+        with open(path, "rb") as f:
+            return f.read()
+    except OSError as e:
+        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+
+
+def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
+    """The whole tensor that a rule stores, without layer and expert axes. UsageError if the model's dims do not fit the packing."""
+    try:
+        whole = PACKINGS[rule.pack]([hub().shape(name, scope) for name in rule.of], scope["num_query_groups"])
+    except PackingError as e:
+        raise UsageError(f"{rule.where}: {rule.key}: {e}") from None
+    return padded(whole, padded_rows) if rule.tp == "vocab" and padded_rows else whole
+
+
+def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
+    """The one dtype of a rule's members; UsageError if they differ."""
+    found = {name: dtypes[name] for name in rule.of}
+    if len(set(found.values())) > 1:
+        raise UsageError(f"{rule.key} packs tensors of different dtypes ({', '.join(f'{k} {v}' for k, v in found.items())}): say --dtype")
+    return next(iter(found.values()))
+
+
+def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: list[tuple[int, int, Entry]], problems: Problems, *,
+          replica: bool = False, padding: bool = False) -> list[Stored]:  # fmt: skip
+    """Entries of one geometry, each with its layer and expert -> stored tensors, one group for each dtype and each kind of view."""
+    kinds: dict[tuple[str, tuple[int, ...] | None], list[tuple[int, int, Entry]]] = {}
+    for one in found:
+        kinds.setdefault((one[2].dtype, one[2].strides), []).append(one)
+    out = []
+    for (dtype, strides), members in kinds.items():
+        placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
+        if any(p is None for p in placed):
+            problems.missing(f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can follow; save it as a dense tensor")
+            continue
+        layer, expert, file, at = (np.array(x) for x in zip(*((la, ex, e.file, e.at) for la, ex, e in members), strict=True))
+        where = {"layer": layer.astype("i4"), "expert": expert.astype("i4"), "file": file.astype("i4"), "at": at.astype("i8")}
+        numel_known = tuple(p for p in placed if p is not None)
+        if strides is not None:  # the buffer is the view's whole extent; only its own elements are spoken of
+            out.append(Stored(key, dtype, _extent(shape, strides), numel_known, **where, replica=replica, padding=True))
+        else:
+            out.append(Stored(key, dtype, shape, numel_known, **where, replica=replica, padding=padding))
+    return out
+
+
+def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)),)
+
+
+def dtypes_of(layout: Layout) -> dict[str, str]:
+    """The dtype of each logical tensor, by template. UsageError where it differs between layers or experts."""
+    out: dict[str, str] = {}
+    clash: dict[str, set[str]] = {}
+    for s in layout.stored:
+        for name in {p.tensor for p in s.pieces} if not s.replica else ():
+            if out.setdefault(name, s.dtype) != s.dtype:
+                clash.setdefault(name, {out[name]}).add(s.dtype)
+    if clash:
+        raise UsageError.of("tensors are stored in several dtypes; say one with --dtype:", [f"{k}: {', '.join(sorted(v))}" for k, v in clash.items()])
+    return out
+
+
+def shapes_of(bound: Iterable[Bound], scope: Scope) -> dict[str, tuple[int, ...]]:
+    """Shape of every logical tensor that the rules name, by template."""
+    return {name: hub().shape(name, scope) for b in bound for name in b.rule.of}
+
+
+def whole_box(shape: tuple[int, ...]) -> Box:
+    return Box((0,) * len(shape), shape)
+
+

@@ -1,0 +1,316 @@
+"""Hugging Face directories: safetensors (one file or an index) and pytorch_model*.bin; safetensors are written.
+
+A safetensors file is 8 bytes of header length, a JSON header (dtype, shape, data_offsets), then the data without holes
+(https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mckpt import dtypes, mapping, safe_pickle, torch_file
+from mckpt.box import Layout, Stored
+from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of, whole_box
+from mckpt.mapping import MappingFile, Scope
+from mckpt.packing import buffer
+
+MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
+INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
+SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
+
+
+def detect(path: Path) -> bool:
+    """Whether a directory looks like a Hugging Face checkpoint."""
+    return any((path / name).exists() for name in (*INDEX.values(), *SINGLE.values())) or (
+        (path / "config.json").exists() and any(path.glob("*.safetensors"))
+    )
+
+
+class Checkpoint:
+    """An opened Hugging Face directory. Only headers are read."""
+
+    format = "hf"
+
+    def __init__(self, path: str | Path) -> None:
+        self.root = Path(path)
+        self.files, self.entries, self.problems = self._index()
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """config.json; SourceError if there is none."""
+        return read_config(self.root)
+
+    def side_files(self) -> list[str]:
+        """Every file that is neither weights, nor config.json, nor hidden, relative to the directory: tokenizer, templates, modeling code."""
+        return side_files(self.root)
+
+    def layout(self, family: MappingFile, dims: Scope) -> Layout:
+        """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+        scope = family.scope(dims)
+        bound = family.bind(scope)
+        problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
+        problems.extend(self.problems)
+        problems.damaged = bool(problems)
+        left = dict.fromkeys(self.entries)
+        stored: list[Stored] = []
+        for rule, layers, experts in bound:
+            whole = packed(rule, scope)
+            shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
+            found = []
+            for layer in layers.tolist():
+                for expert in experts.tolist():
+                    key = rule.key.format(layer=layer, expert=expert)
+                    entry = self.entries.get(key)
+                    left.pop(key, None)
+                    if entry is None:
+                        if not rule.alias:
+                            problems.missing(f"{key} is missing; it should be {list(shape)}")
+                    elif entry.shape != shape:
+                        file = self.files[entry.file]
+                        problems.missing(f"{key} is {list(entry.shape)} in {Path(file).name}, and should be {list(shape)} by config.json")
+                    else:
+                        found.append((layer, expert, entry))
+            if found:
+                stored += group(rule.key, shape, pieces, found, problems, replica=rule.alias)
+        ignored = {}
+        for pattern, why in family.ignore.items():
+            match = mapping.key_pattern(pattern)
+            ignored.update({key: why for key in left if match.fullmatch(key)})
+        problems.extend(f"{key} {list(self.entries[key].shape)} is in no rule of {family.path.name}" for key in left if key not in ignored)
+        problems.check()
+        return Layout(self.files, stored, shapes_of(bound, scope), ignored)
+
+    # ---- headers
+
+    def _index(self) -> tuple[list[str], dict[str, Entry], list[str]]:
+        kind = next((k for k in INDEX if (self.root / INDEX[k]).exists() or (self.root / SINGLE[k]).exists()), None)
+        problems: list[str] = []
+        weight_map: dict[str, str] | None = None
+        if kind is None:
+            loose = sorted(p.name for p in self.root.glob("*.safetensors"))
+            if len(loose) != 1:
+                raise SourceError(
+                    f"{self.root}: no {', no '.join((*SINGLE.values(), *INDEX.values()))}"
+                    + (f"; {len(loose)} loose .safetensors files without an index" if loose else "")
+                )
+            kind, names = ".safetensors", loose
+        elif (self.root / INDEX[kind]).exists():
+            weight_map = self._weight_map(self.root / INDEX[kind], problems)
+            names = sorted(set(weight_map.values()))
+            shards = re.compile(r".*-\d{5}-of-\d{5}" + re.escape(kind))
+            extra = sorted(p.name for p in self.root.glob(f"*{kind}") if p.name not in names and shards.fullmatch(p.name))
+            problems.extend(f"{name}: a shard that {INDEX[kind]} does not name" for name in extra)
+        else:
+            names = [SINGLE[kind]]
+        files, entries = [], {}
+        for name in names:
+            path = self.root / name
+            if not path.is_file():
+                problems.append(f"{name}: named by {INDEX[kind]}, and not there")
+                continue
+            files.append(str(path))
+            header = read_safetensors if kind == ".safetensors" else read_bin
+            for key, entry in header(str(path), len(files) - 1):
+                if key in entries:
+                    problems.append(f"{key} is in {Path(files[entries[key].file]).name} and in {name}")
+                elif weight_map is not None and weight_map.get(key, name) != name:
+                    problems.append(f"{key} is in {name}, and {INDEX[kind]} says {weight_map[key]}")
+                elif weight_map is not None and key not in weight_map:
+                    problems.append(f"{key} is in {name}, and {INDEX[kind]} does not name it")
+                entries[key] = entry
+        if weight_map is not None:
+            here = {Path(f).name for f in files}
+            problems.extend(f"{k}: {INDEX[kind]} says it is in {f}, and it is not" for k, f in weight_map.items() if k not in entries and f in here)
+        return files, entries, problems
+
+    def _weight_map(self, path: Path, problems: list[str]) -> dict[str, str]:
+        try:
+            found = json.loads(read_file(path))["weight_map"]
+            assert isinstance(found, dict) and all(isinstance(v, str) for v in found.values())
+        except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+            raise SourceError(f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted") from None
+        for name in sorted(set(found.values())):
+            if name != os.path.basename(name) or name in ("", ".", ".."):
+                raise SourceError(f"{path}: names the file {name!r}; only files beside it are read")
+        return found
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """A directory's config.json."""
+    path = root / "config.json"
+    if not path.is_file():
+        raise SourceError(f"{root}: has no config.json, without which its tensors mean nothing")
+    try:
+        config = json.loads(read_file(path, 1 << 24))
+    except (ValueError, RecursionError) as e:
+        raise SourceError(f"{path}: no JSON: {e}") from None
+    if not isinstance(config, dict):
+        raise SourceError(f"{path}: holds {type(config).__name__}, not an object")
+    return config
+
+
+def side_files(root: Path) -> list[str]:
+    out = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = sorted(d for d in inner if not d.startswith("."))
+        for name in sorted(names):
+            relative = str((Path(folder) / name).relative_to(root))
+            if not name.startswith(".") and not name.endswith(WEIGHTS) and relative not in ("config.json", "mckpt.json"):
+                out.append(relative)
+    return out
+
+
+def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
+    """(key, entry) of each tensor of one file, in the order of the data. SourceError says which bytes are wrong."""
+    try:
+        with open(path, "rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            first = f.read(8)
+            length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise SourceError(f"{path}: no safetensors: a header of {length:,} bytes in a file of {size:,}; truncated or another format")
+            raw = f.read(length)
+    except OSError as e:
+        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        out = dict(pairs)
+        if len(out) != len(pairs):
+            names = [k for k, _ in pairs]
+            raise SourceError(f"{path}: the header names {next(k for k in names if names.count(k) > 1)!r} twice")
+        return out
+
+    try:
+        header = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as e:
+        raise SourceError(f"{path}: the header is no JSON: {e}") from None
+    if not isinstance(header, dict):
+        raise SourceError(f"{path}: the header is no JSON object")
+    header.pop("__metadata__", None)
+    rows = []
+    for key, t in header.items():
+        try:
+            code, shape, (start, end) = t["dtype"], tuple(t["shape"]), t["data_offsets"]
+            assert all(type(n) is int and n >= 0 for n in (*shape, start, end))
+        except (TypeError, KeyError, ValueError, AssertionError):
+            raise SourceError(f"{path}: {key}: wants dtype, shape and data_offsets, and is {str(t)[:200]}") from None
+        if code not in dtypes.OF_SAFETENSORS:
+            raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
+        dtype = dtypes.OF_SAFETENSORS[code]
+        wanted = math.prod(shape) * dtypes.itemsize(dtype)
+        if end - start != wanted:
+            raise SourceError(f"{path}: {key}: {code} {list(shape)} takes {wanted:,} bytes, and data_offsets give {end - start:,}")
+        rows.append((start, end, key, Entry(dtype, shape, file, 8 + length + start)))
+    rows.sort(key=lambda r: r[:2])
+    at = 0
+    for start, end, key, _ in rows:
+        if start != at:
+            raise SourceError(f"{path}: {key} starts at byte {start:,} of the data, and the tensor before it ends at {at:,}: a hole or an overlap")
+        at = end
+    if size != 8 + length + at:
+        what = "truncated" if size < 8 + length + at else "padded"
+        raise SourceError(f"{path}: {size:,} bytes, and its header describes {8 + length + at:,}: {what}")
+    return ((key, entry) for _, _, key, entry in rows)
+
+
+def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
+    """(key, entry) of each tensor of a pytorch_model*.bin. Nothing in its pickle is imported or called."""
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as e:
+        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+    try:
+        value, data = torch_file.read(fd, path)
+    finally:
+        os.close(fd)
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: holds {type(value).__name__}, not a state dict")
+    out = []
+    for key, record in value.items():
+        view = safe_pickle.as_tensor(record)
+        if view is None or not isinstance(key, str):
+            raise SourceError(f"{path}: {key!r} is no tensor but {safe_pickle.short(record)}")
+        out.append((key, entry_of(view, data, file)))
+    return iter(out)
+
+
+def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], file: int) -> Entry:
+    """A tensor of a torch.save file as an entry."""
+    dense = view.strides == safe_pickle.contiguous(view.shape) or math.prod(view.shape) <= 1
+    at = data[view.storage][0] + view.offset * dtypes.itemsize(view.dtype)
+    return Entry(view.dtype, view.shape, file, at, None if dense else view.strides)
+
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+
+def parse_size(text: str) -> int:
+    """"5GB" or "512MiB" -> bytes."""
+    units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if not found or found[2].upper() not in units or (size := int(float(found[1]) * units[found[2].upper()])) < 1:
+        raise UsageError(f"{text!r} is no size; say such as 5GB or 512MiB")
+    return size
+
+
+def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_size: int) -> tuple[Layout, list[TargetFile]]:
+    """The safetensors files of a model, and their index: layer by layer, cut before a file grows past `max_shard_size` bytes."""
+    scope = family.scope(dims)
+    bound = [b for b in family.bind(scope) if not b.rule.alias]
+    rows: list[tuple[int, str, str, tuple[int, ...], int, int]] = []  # (rank in the file order, key, dtype, shape, rule, instance)
+    for r, b in enumerate(bound):
+        whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
+        layers, experts = b.instances()
+        for i, (layer, expert) in enumerate(zip(layers.tolist(), experts.tolist(), strict=True)):
+            order = layer + 1 if "layer" in b.rule.indices else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
+            rows.append((order, b.rule.key.format(layer=layer, expert=expert), dtype, whole.shape, r, i))
+    rows.sort(key=lambda row: row[0])
+    sizes = [math.prod(row[3]) * dtypes.itemsize(row[2]) for row in rows]
+    file_of, total = [0], 0
+    for i, size in enumerate(sizes):
+        new = i > 0 and total + size > max_shard_size
+        total = size if new else total + size
+        file_of.append(file_of[-1] + new)
+    file_of = file_of[1:]
+    count = file_of[-1] + 1
+    names = [SINGLE[".safetensors"]] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    place = {(row[4], row[5]): i for i, row in enumerate(rows)}
+    headers: list[dict[str, Any]] = [{"__metadata__": {"format": "pt"}} for _ in names]
+    at = np.zeros(len(rows), "i8")
+    ends = [0] * count
+    for i, (_, key, dtype, shape, _, _) in enumerate(rows):
+        f = file_of[i]
+        at[i], ends[f] = ends[f], ends[f] + sizes[i]
+        headers[f][key] = {"dtype": dtypes.TABLE[dtype].safetensors, "shape": list(shape), "data_offsets": [int(at[i]), ends[f]]}
+    heads = []
+    for header in headers:
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % ALIGN)
+        heads.append(struct.pack("<Q", len(text)) + text)
+    at += np.array([len(heads[f]) for f in file_of])
+    stored = []
+    for r, b in enumerate(bound):
+        whole = packed(b.rule, scope)
+        shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of)
+        layers, experts = b.instances()
+        index = np.array([place[r, i] for i in range(len(layers))])
+        stored.append(Stored(b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers, experts, np.array(file_of, "i4")[index], at[index]))
+    outputs = [TargetFile(n, len(h) + e, lambda crc_of, h=h: [(0, h)]) for n, h, e in zip(names, heads, ends, strict=True)]  # type: ignore[misc]
+    if count > 1:
+        weight_map = {row[1]: names[file_of[i]] for i, row in enumerate(rows)}
+        index_json = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))}
+        outputs.append(TargetFile.whole(INDEX[".safetensors"], (json.dumps(index_json, indent=2) + "\n").encode()))
+    return Layout(names, stored, shapes_of(bound, scope)), outputs

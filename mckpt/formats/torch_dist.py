@@ -1,0 +1,322 @@
+"""Megatron's `torch_dist` format: chunks of whole, unsharded tensors in torch.distributed.checkpoint's container.
+
+    .metadata          which chunk of which key lies where (a pickle)
+    __R_I.distcp       items one after the other, each a torch.save file of one chunk or object
+    common.pt          all that is no tensor; megatron-core from 0.19 on keeps it as the object common_state/shard_0_1 instead
+    metadata.json      names the format; a directory without it is no checkpoint
+
+Keys name layers globally, or not at all: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn].
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mckpt import safe_pickle, torch_file
+from mckpt.box import Box, Layout, Stored
+from mckpt.dcp_metadata import emit_metadata, read_metadata
+from mckpt.dtypes import itemsize
+from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of, whole_box
+from mckpt.formats.save_directory import Common
+from mckpt.mapping import Bound, MappingFile, Scope
+from mckpt.packing import PackingError, buffer, shard
+from mckpt.parallel import Parallel
+
+METADATA, COMMON, MARKER = ".metadata", "common.pt", "metadata.json"
+COMMON_OBJECT = "common_state/shard_0_1"
+MARKER_LONG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
+SPLIT_ABOVE = 64 << 20  # bytes: larger chunks are cut by the target's tp, since a loader reads whole chunks
+FILE_BYTES = 256 << 20  # bytes of data for each .distcp file: enough files for many writers, few enough to list
+MAX_FILES = 128
+
+
+def detect(path: Path) -> bool:
+    return (path / METADATA).exists() or (path / MARKER).exists()
+
+
+class Checkpoint:
+    """An opened `torch_dist` checkpoint. `.metadata` is read, and of the items only what tells where a chunk's data begins."""
+
+    format = "torch_dist"
+
+    def __init__(self, path: Path) -> None:
+        self.root = path
+        if not (path / MARKER).exists():
+            raise SourceError(f"{path}: has no {MARKER}: its save never finished, or it is a torch_dcp checkpoint, which mckpt does not read")
+        try:
+            marker = json.loads(read_file(path / MARKER, 1 << 20))
+            backend = marker["sharded_backend"]
+        except (ValueError, KeyError, TypeError):
+            raise SourceError(f"{path / MARKER}: names no sharded_backend") from None
+        if backend != "torch_dist":
+            raise SourceError(f"{path}: sharded_backend is {backend!r}; mckpt reads torch_dist")
+        if not (path / METADATA).exists():
+            raise SourceError(f"{path}: has {MARKER} and no {METADATA}")
+        self.metadata = read_metadata(path / METADATA)
+        self.files = sorted({item[0] for item in self.metadata.items.values()})
+        self._number = {name: i for i, name in enumerate(self.files)}
+        absent = [name for name in self.files if not (path / name).is_file()]
+        if absent:
+            raise SourceError.of(f"{path}: {METADATA} names files that are not there:", absent)
+
+    @cached_property
+    def common(self) -> Common:
+        """From common.pt, else from the common_state object; empty where there is neither."""
+        path = self.root / COMMON
+        if path.exists():
+            value, _ = self._read(str(path), 0, None)
+            return Common(value if isinstance(value, dict) else {}, str(path))
+        if COMMON_OBJECT in self.metadata.objects:
+            file, offset, length = self.metadata.items[COMMON_OBJECT, None]
+            value, _ = self._read(str(self.root / file), offset, length)
+            inner = value[0] if isinstance(value, list) and value else value
+            return Common(inner if isinstance(inner, dict) else {}, COMMON_OBJECT)
+        return Common({}, str(path))
+
+    def parallel(self) -> Parallel:
+        """The sizes of the run that saved it, as its args say; they do not matter for reading."""
+        return Parallel.of_args(self.common.args or {})
+
+    def beside(self, dialect: MappingFile) -> list[str]:
+        """Keys of what is no weight (optimizer, random states), cut at their first dot or slash."""
+        names = [k for k in (*self.metadata.tensors, *self.metadata.objects) if _ignored(k, dialect) and not k.endswith("_extra_state")]
+        found = {k.replace("/", ".").split(".")[0] for k in names if "_extra_state" not in k}
+        return sorted(found | {k for k in self.common.fields if k in dialect.ignore})
+
+    def tensors(self) -> dict[str, list[Entry]]:
+        """Every stored tensor by key, with its chunks; byte offsets are those of the items."""
+        out = {}
+        for key, (dtype, _, chunks) in self.metadata.tensors.items():
+            items = (self.metadata.items[key, offsets] for offsets, _ in chunks)
+            out[key] = [Entry(dtype, sizes, self._number[f], at) for (_, sizes), (f, at, _) in zip(chunks, items, strict=True)]
+        return out
+
+    def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel) -> dict[str, Any]:
+        """How the dialect's choices were made here: those whose keys fit best."""
+        keys = {k for k in self.metadata.tensors if not _ignored(k, dialect)}
+        best: tuple[int, dict[str, Any]] | None = None
+        for picked in itertools.product(*dialect.choices.values()):
+            chosen = {**dict(zip(dialect.choices, picked, strict=True)), "container": "torch_dist", "pp": parallel.pp}
+            wanted = {key for b in dialect.bind(dialect.scope(dims, **chosen)) for key, _ in _keys(b)}
+            if best is None or len(wanted ^ keys) < best[0]:
+                best = (len(wanted ^ keys), chosen)
+        assert best is not None
+        return best[1]
+
+    def layout(self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
+        """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+        scope = dialect.scope(dims, **chosen)
+        bound = dialect.bind(scope)
+        problems = Problems(f"{self.root} is not the model that its args describe:")
+        left = dict.fromkeys(k for k in self.metadata.tensors if not _ignored(k, dialect))
+        stored: list[Stored] = []
+        for b in bound:
+            found: dict[Box, list[tuple[int, int, Entry]]] = {}
+            whole = packed(b.rule, scope)
+            for key, layer in _keys(b):
+                if key not in self.metadata.tensors:
+                    if not b.rule.alias:
+                        problems.missing(f"{key} is missing")
+                    continue
+                left.pop(key, None)
+                dtype, size, chunks = self.metadata.tensors[key]
+                axes = _axes(b, scope)
+                if b.rule.tp == "vocab" and len(size) > len(axes) and size[len(axes)] >= whole.shape[0]:
+                    whole = packed(b.rule, scope, size[len(axes)])
+                if size != (*axes, *whole.shape):
+                    problems.missing(f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by the args")
+                    continue
+                for offsets, sizes in chunks:
+                    self._chunk(b, key, layer, dtype, offsets, sizes, len(axes), found)
+            for region, entries in found.items():
+                shape, pieces = buffer(whole, [region], b.rule.of)
+                stored += group(b.rule.key, shape, pieces, entries, problems, replica=b.rule.alias, padding=b.rule.tp == "vocab")
+        problems.extend(f"{k} {list(self.metadata.tensors[k][1])} is in no rule of {dialect.path.name}" for k in left)
+        problems.check()
+        ignored = {k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)}
+        return Layout([str(self.root / f) for f in self.files], stored, shapes_of(bound, scope), {k: why for k, why in ignored.items() if why})
+
+    def _chunk(self, b: Bound, key: str, layer: int, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], axes: int,
+               found: dict[Box, list[tuple[int, int, Entry]]]) -> None:  # fmt: skip
+        """One chunk as entries of single layers and experts: the leading axes are outermost, so each is a dense part of the chunk."""
+        file, base, length = self.metadata.items[key, offsets]
+        path = str(self.root / file)
+        nbytes = math.prod(sizes) * itemsize(dtype)
+        at = torch_file.item_data_offset(self._fd(file), base, length, nbytes, f"{path}: {key} at {list(offsets)}", dtype, sizes)
+        region = Box(tuple(offsets[axes:]), tuple(sizes[axes:]))
+        inner = math.prod(region.shape) * itemsize(dtype)
+        for i, index in enumerate(itertools.product(*(range(o, o + n) for o, n in zip(offsets[:axes], sizes[:axes], strict=True)))):
+            named = dict(zip(b.rule.stacked(), index, strict=True))
+            entry = Entry(dtype, region.shape, self._number[file], at + i * inner)
+            found.setdefault(region, []).append((named.get("layer", layer), named.get("expert", 0), entry))
+
+    @cached_property
+    def _open(self) -> dict[str, int]:
+        return {}
+
+    def _fd(self, file: str) -> int:
+        if file not in self._open:
+            try:
+                self._open[file] = os.open(self.root / file, os.O_RDONLY)
+            except OSError as e:
+                raise StorageError(f"{self.root / file}: cannot be read: {e.strerror or e}") from e
+        return self._open[file]
+
+    def __del__(self) -> None:
+        for fd in self.__dict__.get("_open", {}).values():
+            os.close(fd)
+
+    @staticmethod
+    def _read(path: str, base: int, length: int | None) -> tuple[Any, Any]:
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as e:
+            raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        try:
+            return torch_file.read(fd, path, base, length)
+        finally:
+            os.close(fd)
+
+
+def _ignored(key: str, dialect: MappingFile) -> str | None:
+    """Why a key is not a weight, or None."""
+    if key == COMMON_OBJECT:
+        return "common state"
+    name = key.split("/")[0]
+    return next((why for word, why in dialect.ignore.items() if name == word or name.startswith(word + ".") or name.endswith("." + word)), None)
+
+
+def _keys(b: Bound) -> list[tuple[str, int]]:
+    """(key, layer) of each key of a rule; experts are never in a key."""
+    layers = b.layers.tolist() if "{layer}" in b.rule.key else [0]
+    return [(b.rule.key.format(layer=layer), layer) for layer in layers]
+
+
+def _axes(b: Bound, scope: Scope) -> tuple[int, ...]:
+    """Sizes of the leading axes of a rule's keys."""
+    return tuple(scope["num_layers"] if i == "layer" else scope["num_experts"] for i in b.rule.stacked())
+
+
+# ---------------------------------------------------------------------------------------------------------------- writing
+
+
+def lay_out(
+    dialect: MappingFile, dims: Scope, kinds: dict[str, str], parallel: Parallel, chosen: Scope, padded: int, common: dict[str, Any],
+    common_as_object: bool,
+) -> tuple[Layout, list[TargetFile]]:  # fmt: skip
+    """The files of one checkpoint: a chunk for each layer and expert, cut by `parallel.tp` where it is large."""
+    scope = dialect.scope(dims, **chosen)
+    bound = dialect.bind(scope)
+    tensors: dict[str, Any] = {}
+    containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
+    rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []  # (rule, region, dtype, shape of a chunk with its leading axes of 1)
+    rows: list[tuple[int, int, int, int]] = []  # (order, chunk kind in `rules`, layer, expert)
+    for b in bound:
+        whole, dtype = packed(b.rule, scope, padded), dtype_of(b.rule, kinds)
+        axes = _axes(b, scope)
+        for key, _ in _keys(b):
+            if (known := tensors.get(key)) is not None and known[0] != dtype:
+                raise UsageError(f"{key} would hold {known[0]} and {dtype}: say --dtype")
+            tensors[key] = (dtype, (*axes, *whole.shape), [])
+        layers, experts = b.instances()
+        for region in _regions(b, whole, dtype, parallel):
+            rules.append((b, region, dtype, (*(1,) * len(axes), *region.shape)))
+            for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True):
+                order = layer + 1 if "layer" in b.rule.indices else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
+                rows.append((order, len(rules) - 1, layer, expert))
+    rows.sort(key=lambda row: row[0])
+
+    sizes = []
+    for _, kind, _, _ in rows:
+        _, _, dtype, shape = rules[kind]
+        if (dtype, shape) not in containers:
+            containers[dtype, shape] = torch_file.lay_out(safe_pickle.tensor(dtype, shape, "0"), "archive")
+        sizes.append(containers[dtype, shape].size)
+    count = max(1, min(MAX_FILES, math.ceil(sum(sizes) / FILE_BYTES)))
+    names = [f"__{i}_0.distcp" for i in range(count)]
+    bounds = np.minimum(np.cumsum([0, *sizes])[:-1] * count // max(1, sum(sizes)), count - 1).tolist() if sizes else []
+    ends = [0] * count
+    items: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
+    parts: list[list[tuple[int, torch_file.TorchFile]]] = [[] for _ in names]
+    placed: dict[int, list[tuple[int, int, int, int]]] = {}
+    for (_, kind, layer, expert), size, f in zip(rows, sizes, bounds, strict=True):
+        b, region, dtype, shape = rules[kind]
+        index = {"layer": layer, "expert": expert}
+        offsets = (*(index[i] for i in b.rule.stacked()), *region.offset)
+        key = b.rule.key.format(layer=layer)
+        container = containers[dtype, shape]
+        tensors[key][2].append((offsets, shape))
+        items.append((key, offsets, names[f], ends[f], size))
+        parts[f].append((ends[f], container))
+        placed.setdefault(kind, []).append((layer, expert, f, ends[f] + container.data["0"][0]))
+        ends[f] += size
+
+    objects: list[tuple[str, torch_file.TorchFile]] = []
+    empty = torch_file.lay_out([None], "archive")
+    for b in dialect.bind(scope, dialect.objects):
+        objects += [(key, empty) for key in _object_keys(b, scope)]
+    if common_as_object:
+        objects.append((COMMON_OBJECT, torch_file.lay_out([common], "archive")))
+    for key, container in objects:
+        tensors[key] = None
+        items.append((key, None, names[-1], ends[-1], container.size))
+        parts[-1].append((ends[-1], container))
+        ends[-1] += container.size
+
+    outputs = [TargetFile(n, size, _fixed(held)) for n, size, held in zip(names, ends, parts, strict=True)]
+    outputs.append(TargetFile.whole(METADATA, emit_metadata(tensors, items)))
+    if not common_as_object:
+        laid = torch_file.lay_out(common, "common")
+        outputs.append(TargetFile(COMMON, laid.size, laid.fixed))
+    marker = {k: v for k, v in MARKER_LONG.items() if not (common_as_object and k.startswith("common"))}
+    outputs.append(TargetFile.whole(MARKER, json.dumps(marker).encode()))
+
+    stored = []
+    for kind, (b, region, dtype, _) in enumerate(rules):
+        shape, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
+        layer, expert, file, at = np.array(placed[kind], "i8").reshape(-1, 4).T
+        stored.append(
+            Stored(b.rule.key, dtype, shape, pieces, layer.astype("i4"), expert.astype("i4"), file.astype("i4"), at,
+                   replica=b.rule.alias, padding=b.rule.tp == "vocab")
+        )  # fmt: skip
+    return Layout(names, stored, shapes_of(bound, scope)), outputs
+
+
+def _regions(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
+    """The chunks of one layer's tensor: the whole of it, or what each rank of the target holds where it is large."""
+    ways = parallel.expert_tp if "expert" in b.rule.indices else parallel.tp
+    try:
+        shards = [box for rank in range(ways) for box in shard(whole, b.rule.tp, rank, ways)] if b.rule.tp != "replicated" else []
+    except PackingError as e:
+        raise UsageError(f"{b.rule.key} {list(whole.shape)}: {e} ({'etp' if 'expert' in b.rule.indices else 'tp'})") from None
+    return shards if shards and math.prod(whole.shape) * itemsize(dtype) > SPLIT_ABOVE else [whole_box(whole.shape)]
+
+
+def _object_keys(b: Bound, scope: Scope) -> list[str]:
+    """key/shard_I_N of a rule without tensors, once for each index that its key does not name (ShardedObject.unique_key)."""
+    out = []
+    for key, _ in _keys(b):
+        sizes = _axes(b, scope) or (1,)
+        for index in itertools.product(*map(range, sizes)):
+            out.append(f"{key}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}")
+    return out
+
+
+def _fixed(parts: list[tuple[int, torch_file.TorchFile]]) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
+    def fixed(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
+        for base, container in parts:
+            inner = None if crc_of is None else (lambda at, n, base=base: crc_of(base + at, n))
+            for at, data in container.fixed(inner):
+                yield base + at, data
+
+    return fixed

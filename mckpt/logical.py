@@ -1,0 +1,149 @@
+"""A checkpoint as its logical tensors: nothing is read until it is sliced, whatever the format on disk."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mckpt.box import Box, Layout, Piece, Stored, moves, row_major
+from mckpt.dtypes import itemsize, numpy_dtype
+from mckpt.errors import SourceError, StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LogicalTensor:
+    """One logical tensor, or a box of it. `numpy()` and `torch()` read; slicing does not."""
+
+    def __init__(self, reader: Reader, name: str, shape: tuple[int, ...], box: Box | None = None) -> None:
+        self._reader, self.name, self.whole = reader, name, shape
+        self._box = box or Box((0,) * len(shape), shape)
+        self._dropped: tuple[int, ...] = ()  # axes that an integer index took away
+        self.dtype = reader.dtype(name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n for axis, n in enumerate(self._box.shape) if axis not in self._dropped)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> LogicalTensor:
+        """A box of it: integers, slices of step 1, and `...` at the end."""
+        index = index if isinstance(index, tuple) else (index,)
+        index = tuple(i for i in index if i is not Ellipsis)
+        axes = [a for a in range(len(self.whole)) if a not in self._dropped]
+        if len(index) > len(axes):
+            raise IndexError(f"{self.name} has {len(axes)} axes, and {len(index)} indices were given")
+        offset, shape, dropped = list(self._box.offset), list(self._box.shape), list(self._dropped)
+        for axis, i in zip(axes, index, strict=False):
+            if isinstance(i, slice):
+                start, stop, step = i.indices(shape[axis])
+                if step != 1:
+                    raise IndexError(f"{self.name}: slices have step 1 here, not {step}")
+                offset[axis], shape[axis] = offset[axis] + start, max(0, stop - start)
+            else:
+                at = i + shape[axis] if i < 0 else i
+                if not 0 <= at < shape[axis]:
+                    raise IndexError(f"{self.name}: index {i} is outside the {shape[axis]} of axis {axis}")
+                offset[axis], shape[axis] = offset[axis] + at, 1
+                dropped.append(axis)
+        out = LogicalTensor(self._reader, self.name, self.whole, Box(tuple(offset), tuple(shape)))
+        out._dropped = tuple(dropped)
+        return out
+
+    def numpy(self) -> np.ndarray:
+        """The elements, read now; dtypes that numpy lacks are those of ml_dtypes."""
+        return self._reader.read(self.name, self._box).view(numpy_dtype(self.dtype)).reshape(self.shape)
+
+    def torch(self) -> torch.Tensor:
+        """The elements as a torch tensor, read now."""
+        import torch
+
+        raw = self._reader.read(self.name, self._box)
+        return torch.from_numpy(raw.view(np.uint8).reshape(-1)).view(getattr(torch, self.dtype)).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"LogicalTensor({self.name}, {list(self.shape)}, {self.dtype})"
+
+
+class Reader(Mapping[str, "LogicalTensor"]):
+    """A mapping of logical names to `LogicalTensor`. Thread-safe and picklable: files are opened for each read."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._held: dict[str, list[tuple[Stored, list[Piece], dict[tuple[int, int], int]]]] = {}
+        self._order: dict[str, tuple[str, int, int]] = {}
+        rows = []
+        for s in layout.stored:
+            if s.replica:
+                continue
+            pairs = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
+            row_of = {pair: i for i, pair in enumerate(pairs)}
+            for template in dict.fromkeys(p.tensor for p in s.pieces):
+                self._held.setdefault(template, []).append((s, [p for p in s.pieces if p.tensor == template], row_of))
+                rows += [(layer, template, expert) for layer, expert in pairs]
+        for layer, template, expert in sorted(set(rows)):
+            self._order[template.format(layer=layer, expert=expert)] = (template, layer, expert)
+
+    def __getitem__(self, name: str) -> LogicalTensor:
+        template, _, _ = self._order[name]
+        return LogicalTensor(self, name, self._layout.shapes[template])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._order
+
+    def dtype(self, name: str) -> str:
+        """The dtype it is stored in."""
+        template, layer, expert = self._order[name]
+        return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """The bytes of a box, as unsigned integers of the dtype's size, dense."""
+        template, layer, expert = self._order[name]
+        size = itemsize(self.dtype(name))
+        out = np.empty(math.prod(box.shape), f"u{size}")
+        into = Piece(template, box, 0, row_major(box.shape))
+        for s, pieces, row_of in self._held[template]:
+            row = row_of.get((layer, expert))
+            if row is None:
+                continue
+            for m in (m for p in pieces for m in moves(p, into)):
+                span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
+                raw = self._pread(int(s.file[row]), int(s.at[row]) + m.src_start * size, span * size)
+                rows = np.lib.stride_tricks.as_strided(raw.view(out.dtype), (m.rows, m.run), (m.src_pitch * size, m.src_step * size))
+                to = np.lib.stride_tricks.as_strided(out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * size, m.dst_step * size))
+                to[...] = rows
+        return out
+
+    def _pread(self, file: int, at: int, nbytes: int) -> np.ndarray:
+        path = self._layout.files[file]
+        raw = np.empty(nbytes, "u1")
+        try:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                got = 0
+                while got < nbytes and (n := os.preadv(fd, [memoryview(raw)[got:]], at + got)):
+                    got += n
+            finally:
+                os.close(fd)
+        except OSError as e:
+            raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        if got < nbytes:
+            raise SourceError(f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated since its header was read")
+        return raw

@@ -1,0 +1,45 @@
+"""Megatron's args as what a user runs: the flags of pretrain_gpt.py, as a shell array and as JSON.
+
+Megatron's own --use-checkpoint-args leaves out much of what changes the result (norm epsilon, q/k norms, rope scaling), so every output
+carries all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Any
+
+from mckpt.mapping import MappingFile
+
+SHELL, JSON = "megatron_args.sh", "megatron_args.json"
+
+
+def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
+    """Flag -> value (True: a flag without one), in the dialect's order. `flags` of the dialect names the args and how each is said."""
+    out: dict[str, Any] = {}
+    for name, spec in dialect.flags.items():
+        value = args.get(name)
+        if isinstance(spec, dict) and value in spec:
+            said = spec[value]
+            if said:
+                flag, _, rest = str(said).partition(" ")
+                out[flag] = rest or True
+            continue
+        flag = spec if isinstance(spec, str) else "--" + name.replace("_", "-")
+        if value is None or value is False:
+            continue
+        out[flag] = value if not isinstance(value, (list, tuple)) else str(list(value)).replace(" ", "")
+    return out
+
+
+def shell(said: dict[str, Any], title: str) -> str:
+    """A file to be sourced: `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
+    lines = [f"# {title}", "# source this file, then: pretrain_gpt.py \"${MEGATRON_ARGS[@]}\" ...", "MEGATRON_ARGS=("]
+    lines += [f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in said.items()]
+    return "\n".join([*lines, ")", ""])
+
+
+def as_json(said: dict[str, Any]) -> str:
+    """{flag: value}, true for a flag without a value."""
+    return json.dumps(said, indent=2) + "\n"
