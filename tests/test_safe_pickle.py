@@ -1,0 +1,264 @@
+"""Pickles: nothing that they name runs, what hurts is refused in one line, and what is read is written as it was."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+import struct
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from mckpt import safe_pickle as sp
+from mckpt.errors import MckptError, PickleError
+
+
+class Evil:
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_nothing_runs(tmp_path, protocol):
+    marker = tmp_path / "marker"
+    value = {"args": Evil(os.system, f"touch '{marker}'"), "e": Evil(eval, f"open({str(marker)!r}, 'w')")}
+    data = pickle.dumps(value, protocol)
+    got = sp.loads(data, "x")
+    assert repr(type(got["args"])) in ("<posix.system>", "<nt.system>") and got["args"].args == (f"touch '{marker}'",)
+    assert sp.short(got["e"]).endswith("eval object>")
+    assert not marker.exists()
+    pickle.loads(data)
+    assert marker.exists()  # the plain unpickler would have run it
+
+
+def u32(n):
+    return struct.pack("<I", n)
+
+
+BOMBS = {
+    "memo index": b"\x80\x02]r" + u32(1 << 31) + b".",
+    "memo index late": b"\x80\x04" + b"]\x94" * 70000 + b"bbbu" + b"]r" + u32(1 << 31) + b".",
+    "text put": b"]p99999999999\n.",
+    "unicode length": b"\x80\x02X" + u32(0xFFFFFFFF) + b".",
+    "bytes8 length": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "bytearray8 length": b"\x80\x05\x96" + struct.pack("<Q", 1 << 33) + b".",
+    "long length": b"\x80\x02\x8b" + u32(0x7FFFFFFF) + b".",
+    "frame length": b"\x80\x04\x95" + struct.pack("<Q", 1 << 36) + b"N.",
+    "deep tuple as key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
+    "shared tuples as key": b"\x80\x02})q\x00" + b"".join(b"h%c\x85h%c\x86q%c" % (i, i, i + 1) for i in range(60)) + b"Ns.",
+    "copies of a list": b"\x80\x02("
+    + b"ccollections\nOrderedDict\nq\x00]("
+    + b"K\x01K\x02\x86" * 1000
+    + b"eq\x01"
+    + b"h\x00h\x01\x85R" * 100
+    + b"t",
+    "ext": b"\x80\x02\x82\x01.",
+    "inst": b"(ios\nsystem\n.",
+    "dup": b"\x80\x02]" + b"2" * 100 + b"t.",
+    "set": b"\x80\x04\x8f.",
+    "buffer": b"\x80\x05\x97.",
+    "text persid": b"Pabc\n.",
+    "odd persid": b"\x80\x02K\x01Q.",
+    "no opcode": b"\x80\x02\xff.",
+    "underflow": b"\x80\x02s.",
+    "cut": b"\x80\x02X\x04\x00\x00\x00abcd",
+    "empty": b"",
+    "call of a class with no arguments": b"\x80\x02cos\nsystem\nb.",
+    "globals": b"\x80\x02(" + b"".join(b"ca\n%d\n0" % i for i in range(5000)) + b"N.",
+    "attribute of an OrderedDict": b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb.",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_in_one_line(name):
+    with pytest.raises(PickleError) as e:
+        sp.loads(BOMBS[name], "some.pt")
+    assert str(e.value).startswith("some.pt: ") and "\n" not in str(e.value) and len(str(e.value)) < 400
+
+
+def test_errors_say_where_and_what():
+    with pytest.raises(PickleError, match="byte 3 of the pickle: opcode LONG_BINPUT sets memo 2147483648, but 9 bytes"):
+        sp.loads(BOMBS["memo index"], "some.pt")
+    with pytest.raises(PickleError, match="opcode BINUNICODE claims 4294967295 bytes, 1 are left"):
+        sp.loads(BOMBS["unicode length"], "some.pt")
+    with pytest.raises(PickleError, match="the most read here"):
+        sp.loads(pickle.dumps(list(range(100))), "x", max_bytes=50)
+
+
+def test_bombs_cost_no_memory():
+    """In a process that may not have 1 GiB: what were an OOM kill is one error."""
+    code = """
+import resource, sys
+sys.path[:0] = sys.argv[1:]
+from tests.test_safe_pickle import BOMBS
+from mckpt import safe_pickle
+from mckpt.errors import PickleError
+resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for data in BOMBS.values():
+    try:
+        safe_pickle.loads(data, "x")
+        raise SystemExit("read")
+    except PickleError:
+        pass
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+"""
+    root = Path(__file__).parent.parent
+    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout
+
+
+def test_deep_nesting():
+    deep = sp.loads(b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", "x")
+    with pytest.raises(PickleError, match="nested too deeply"):
+        sp.dumps(deep)
+    assert sp.short(deep) == "a list"
+    sp.plain(deep)
+
+
+def test_many_shared_references_stay_small():
+    laughs = b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(100)) + b"."
+    with pytest.raises(PickleError):  # a hundred values on the stack
+        sp.loads(laughs, "x")
+    value = []
+    for _ in range(100):
+        value = [value, value]
+    got = sp.loads(pickle.dumps(value, 2), "x")
+    assert len(sp.dumps(got)) < 2000
+    assert len(repr(sp.plain(got))) < 200_000
+
+
+VALUES = [
+    None, True, False, 0, 255, 256, 65535, 65536,
+    -1, -128, -129, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, -(2**63), 2**64, 2**2100, -(2**2100),
+    1.5, float("inf"), "", "a", "modèle", "\ud800", "x" * 300, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1], list(range(2500)),
+    {}, {"a": 1}, {i: str(i) for i in range(2500)}, b"", b"abc\xff", b"y" * 300, OrderedDict(a=1, b=[2]), {(1, (2, 3)): {"k": ()}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: repr(v)[:20])
+def test_plain_values_are_written_as_cpython_does(value):
+    data = pickle.dumps(value, 2)
+    got = sp.dumps(value)
+    assert pickle.loads(got) == value
+    if not isinstance(value, bytes):
+        assert got == data
+        assert sp.dumps(sp.loads(data, "x")) == data
+    assert pickle.loads(sp.dumps(sp.loads(pickle.dumps(value, 4), "x"))) == value
+
+
+def test_records_are_written_as_they_were():
+    import argparse
+    import pathlib
+
+    import numpy as np
+
+    value = {
+        "args": argparse.Namespace(a=1, p=pathlib.PurePosixPath("/a/b"), n=np.float32(1.5)),
+        "rng": random.Random(1).getstate(),
+        "np": np.random.RandomState(1).get_state(),
+        "array": np.arange(6).reshape(2, 3),
+        "device": random.Random,
+    }
+    data = pickle.dumps(value, 2)
+    out = sp.dumps(sp.loads(data, "x"))
+    again = pickle.loads(out)
+    assert again["args"] == value["args"] and again["rng"] == value["rng"] and (again["array"] == value["array"]).all()
+    assert (again["np"][1] == value["np"][1]).all() and again["device"] is random.Random
+    assert sp.dumps(sp.loads(out, "x")) == out
+
+
+def test_fields_and_plain():
+    import argparse
+    import pathlib
+
+    space = sp.namespace(
+        dtype=sp.torch_dtype("bfloat16"), n=3, path=sp.loads(pickle.dumps(pathlib.PurePosixPath("/a/b"), 2), "x"), t=(1, 2.5)
+    )
+    space.state["kind"] = sp.glob("megatron.core.enums", "ModelType")(1)
+    space.state["odd"] = sp.glob("a", "B").__new__(sp.glob("a", "B"))
+    assert sp.fields(space)["n"] == 3
+    assert sp.plain(space) == {"dtype": "bfloat16", "n": 3, "path": "/a/b", "t": [1, 2.5], "kind": 1, "odd": "<a.B object>"}
+    assert pickle.loads(sp.dumps(sp.namespace(a=1))) == argparse.Namespace(a=1)
+    with pytest.raises(PickleError):
+        sp.fields(3)
+
+
+def test_tensor_views():
+    assert sp.as_tensor(sp.tensor("bfloat16", (3, 4), "7")) == ("bfloat16", (3, 4), (4, 1), "7", 0)
+    assert sp.as_tensor(sp.tensor("float8_e4m3fn", (3, 4), "7")) == ("float8_e4m3fn", (3, 4), (4, 1), "7", 0)
+    assert sp.as_tensor({"a": 1}) is None and sp.as_tensor(sp.namespace()) is None
+    storage = sp.tensor("float32", (3, 4), "0").args[0]
+    build = sp.glob("torch._utils", "_rebuild_tensor_v2")
+    parameter = sp.glob("torch._utils", "_rebuild_parameter")
+    view = build(storage, 2, (2, 2), (1, 5), False, OrderedDict())
+    assert sp.as_tensor(parameter(view, True, OrderedDict())) == ("float32", (2, 2), (1, 5), "0", 2)
+    for args in (
+        (3, (2, 2), (1, 9)),
+        (0, (13,), (1,)),
+        (-1, (2,), (1,)),
+        (0, (2,), (-1,)),
+        (0, (2,), (1, 1)),
+        (0, ("a",), (1,)),
+        (0, 5, 5),
+        (True, (2,), (1,)),
+    ):
+        with pytest.raises(PickleError):
+            sp.as_tensor(build(storage, *args))
+
+
+def test_flips_raise_nothing_else():
+    """5,000 damaged pickles: each is read, or is one PickleError."""
+    import argparse
+
+    value = {
+        "args": argparse.Namespace(a=[1, (2, 3)], b="text", c={"k": 1.5}),
+        "m": OrderedDict(x=(1, 2), y=b"raw"),
+        "n": [2**40, None, True],
+    }
+    rng = random.Random(0)
+    for n in range(5000):
+        data = bytearray(pickle.dumps(value, 2 + n % 4))
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+        try:
+            got = sp.loads(bytes(data), "x", compact=n % 2 == 0)
+            sp.plain(got)
+            sp.dumps(got)
+        except MckptError:
+            pass
+
+
+def test_large_pickles_take_the_fast_scan(monkeypatch):
+    """Past 65,536 memo entries whole sentences are matched; a bomb behind them is found all the same."""
+    taken = []
+    original = sp._sentences
+    monkeypatch.setattr(sp, "_sentences", lambda *a: taken.append(original(*a)) or taken[-1])
+    value = {f"k{i}": [i, (i, i + 1), "s" * (i % 300), 1.5] for i in range(30000)}
+    for protocol in (2, 4):
+        taken.clear()
+        value["o"] = [pickle.PickleBuffer] * 3
+        data = pickle.dumps({"first": [Evil(str, i) for i in range(40000)], **value}, protocol)
+        got = sp.loads(data, "x")
+        assert taken and taken[-1] and got["k29999"] == value["k29999"]
+        end = data.rindex(b"k29999") + 6
+        bad = data[:end] + b"]r" + u32(1 << 31) + b"0" + data[end:]
+        with pytest.raises(PickleError):
+            sp.loads(bad, "x")
+        with pytest.raises(PickleError):
+            sp.loads(data[: len(data) // 2], "x")
+
+
+def test_gc_is_left_as_it_was():
+    import gc
+
+    with pytest.raises(PickleError):
+        sp.loads(b"", "x")
+    assert gc.isenabled()
