@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import mmap
 import os
 import resource
 import shutil
@@ -928,7 +929,7 @@ class _Crew:
                 raise _Stopped
 
         def worker() -> None:
-            memory = memoryview(bytearray(self.memory))
+            memory = memoryview(mmap.mmap(-1, self.memory))  # unlike a bytearray it takes no memory before it is used
             try:
                 while got := take():
                     work(got[0], memory, check)

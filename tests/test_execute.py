@@ -194,3 +194,267 @@ def test_any_copies(tmp_path_factory, data):
     src = [RNG.normal(0, 1, -(-int(end) // 4)).astype("f4").view("u1") for _ in range(2)]
     budget = draw(st.sampled_from([4 << 10, 64 << 10, 64 << 20]))
     check(tmp, plan, casts, src, sizes, max_memory=budget, threads=draw(st.integers(1, 3)), allow_overflow=True)
+
+
+# Casts
+
+
+def specials():
+    """Bits of float32 at every edge: subnormals, ties, infinities, NaN, and what float16 and bfloat16 cannot hold."""
+    edges = [0, 1, 0x007FFFFF, 0x00800000, 0x33000000, 0x33000001, 0x38800000, 0x387FFFFF, 0x477FE000, 0x477FEFFF, 0x477FF000]
+    edges += [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0x7F800001, 0x7FC12345]
+    bits = np.array(edges, "u4")
+    return np.concatenate([bits, bits | np.uint32(1 << 31), RNG.integers(0, 1 << 32, 1 << 17, dtype="u4")])
+
+
+@pytest.mark.parametrize("src", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dst", ["float32", "float16", "bfloat16"])
+def test_casts_are_those_of_torch(tmp_path, src, dst):
+    """Bit for bit, but for the payload of NaN: torch's own differs between its vector and its scalar loops."""
+    torch = pytest.importorskip("torch")
+    bits = specials() if src == "float32" else np.arange(1 << 16, dtype="u2")
+    (got,), _ = run(
+        tmp_path,
+        copies(copy(1, len(bits), (0, 0, 0, itemsize(src)), (0, 0, 0, itemsize(dst)))),
+        [(src, dst)],
+        [bits.view("u1")],
+        [len(bits) * itemsize(dst)],
+        allow_overflow=True,
+    )
+    held = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, src)).to(getattr(torch, dst))
+    want = held.view(torch.int32 if dst == "float32" else torch.int16).numpy().view(f"u{itemsize(dst)}")
+    ours, nan = np.frombuffer(got, want.dtype), held.isnan().numpy()
+    assert np.array_equal(ours[~nan], want[~nan])
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(np.frombuffer(got, numpy_dtype(dst))[nan]).all()
+
+
+def test_overflow_names_the_place(tmp_path):
+    data = np.ones(30000, "f4")
+    data[[12, 20000]] = np.inf, -70000
+    plan = copies(copy(3, 10000, (0, 0, 40000, 4), (0, 0, 20000, 2), tensor=5))
+    with pytest.raises(Overflow, match=r"tensor 5: .*source0: -70000 at byte 80000 .*--allow-overflow") as caught:
+        run(tmp_path, plan, [("float32", "float16")], [data.view("u1")], [60000])
+    assert caught.value.tensor == 5
+
+
+# Holes, fixed bytes and their checksums
+
+
+@pytest.mark.parametrize("checksum", ["none", "crc32", "sha256"])
+def test_fixed_bytes_and_checksums(tmp_path, checksum):
+    """`[head | data | hole | data | tail]`, the tail made of the crc of what is before it."""
+    data = random_bytes(300000)
+    plan = copies(copy(1, 50000, (0, 0, 0, 2), (0, 64, 0, 2)), copy(1, 50000, (0, 100000, 0, 2), (0, 200064, 0, 2)))
+    asked = []
+
+    def fixed(crc_of):
+        asked.append(crc_of and [crc_of(64, 300000), crc_of(64, 150000), crc_of(70, 10)])
+        return [(0, b"head"), (300064, b"tail")]
+
+    (got,), sums = run(tmp_path, plan, SAME, [data], [300100], fixed, checksum=checksum)
+    body = data[:100000].tobytes() + bytes(100000) + data[100000:200000].tobytes()
+    assert got == b"head" + bytes(60) + body + b"tail" + bytes(32)
+    want = {"none": "", "crc32": f"crc32:{zlib.crc32(got):08x}", "sha256": f"sha256:{hashlib.sha256(got).hexdigest()}"}
+    assert sums == [want[checksum]]
+    crcs = [zlib.crc32(body), zlib.crc32(body[:150000]), zlib.crc32(body[6:16])]
+    assert asked == [crcs if checksum == "crc32" else None]
+
+
+def test_no_copies(tmp_path):
+    got, sums = run(tmp_path, copies(), [], [], [5, 0])
+    assert got == [bytes(5), b""]
+    assert sums == [f"crc32:{zlib.crc32(bytes(5)):08x}", "crc32:00000000"]
+
+
+def test_progress_ends_at_the_total(tmp_path):
+    seen = []
+    plan, src, dst = columns(1, 2, 100, 64)
+    run(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (100 * 64 * 2, 100 * 64 * 2)
+
+
+# Failure
+
+
+def small_units(monkeypatch, nbytes):
+    monkeypatch.setattr(ex, "UNIT", nbytes)
+    monkeypatch.setattr(ex, "SLAB", nbytes)
+
+
+def many(units=8, nbytes=1 << 20):
+    """A flat copy per unit, of one source to one target: (plan, data, sizes)."""
+    plan = copies(*(copy(1, nbytes // 2, (0, k * nbytes * 2, 0, 2), (0, k * nbytes, 0, 2), tensor=k) for k in range(units)))
+    return plan, [random_bytes(2 * units * nbytes)], [units * nbytes]
+
+
+def test_no_space_midway(tmp_path, monkeypatch):
+    """The error arrives with its cause, and the same call goes on with what is left."""
+    small_units(monkeypatch, 1 << 20)
+    plan, data, sizes = many()
+    real, calls = os.pwrite, []
+
+    def full(fd, view, at):
+        calls.append(at)
+        if len(calls) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, view, at)
+
+    with monkeypatch.context() as m:
+        m.setattr(os, "pwrite", full)
+        with pytest.raises(StorageError, match=r"cannot write \d+ bytes at \d+ of .*file0: No space.*run the same command again") as caught:
+            run(tmp_path, plan, SAME, data, sizes, threads=2)
+    assert isinstance(caught.value.__cause__, OSError)
+    done = len(list((tmp_path / "staging/done").iterdir()))
+    assert done >= 3
+    again = []
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: again.append(at) or real(fd, view, at))
+    check(tmp_path, plan, SAME, data, sizes)
+    assert len(again) == 8 - done
+
+
+@pytest.mark.parametrize("damage", ["torn", "other", "gone"])
+def test_damaged_journal_is_not_believed(tmp_path, monkeypatch, damage):
+    small_units(monkeypatch, 1 << 20)
+    plan, data, sizes = many()
+
+    def interrupted(crc_of):
+        raise KeyError("here")
+
+    with pytest.raises(KeyError):
+        run(tmp_path, plan, SAME, data, sizes, interrupted)
+    units = sorted((tmp_path / "staging/done").iterdir())
+    assert len(units) == 8
+    if damage == "torn":
+        units[3].write_bytes(units[3].read_bytes()[:-5])
+    elif damage == "other":
+        units[3].write_bytes(b"x" * 100)
+    else:
+        (tmp_path / "staging/deep/0/file0").unlink()
+    real, again = os.pwrite, []
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: again.append(at) or real(fd, view, at))
+    check(tmp_path, plan, SAME, data, sizes)
+    assert len(again) == (8 if damage == "gone" else 1)
+
+
+def test_checksum_of_units_done_without(tmp_path, monkeypatch):
+    small_units(monkeypatch, 1 << 20)
+    plan, data, sizes = many()
+
+    def interrupted(crc_of):
+        raise KeyError("here")
+
+    with pytest.raises(KeyError):
+        run(tmp_path, plan, SAME, data, sizes, interrupted, checksum="none")
+    check(tmp_path, plan, SAME, data, sizes)
+
+
+def test_truncated_source(tmp_path):
+    with pytest.raises(SourceError, match=r"source0 is truncated: wanted 1000 bytes at 500, got 400"):
+        run(tmp_path, copies(copy(1, 500, (0, 500, 0, 2), (0, 0, 0, 2))), SAME, [random_bytes(900)], [1000])
+
+
+def test_missing_source(tmp_path):
+    outputs = [Output("a", 10, nothing)]
+    with pytest.raises(StorageError, match=r"cannot open .*absent"):
+        execute(copies(copy(1, 5, (0, 0, 0, 2), (0, 0, 0, 2))), SAME, [str(tmp_path / "absent")], outputs, tmp_path / "staging")
+
+
+def test_too_large_for_the_filesystem(tmp_path):
+    with pytest.raises(StorageError, match=r"needs \d+ bytes more, its filesystem has \d+ bytes free"):
+        execute(copies(), SAME, [], [Output("a", 1 << 60, nothing)], tmp_path / "staging")
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_more_files_than_descriptors(tmp_path, monkeypatch):
+    monkeypatch.setattr(ex.resource, "getrlimit", lambda what: (64, 64))
+    plan = copies(*(copy(1, 50, (k, 0, 0, 2), (k, 0, 0, 2)) for k in range(60)))
+    check(tmp_path, plan, SAME, [random_bytes(100) for _ in range(60)], [100] * 60, threads=3)
+
+
+CHILD = textwrap.dedent(
+    """
+    import os, resource, sys, time
+    from pathlib import Path
+    import numpy as np
+    from mckpt import execute as ex
+    from mckpt.planning import COPY
+
+    folder, nbytes, delay, budget = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    rows, w = nbytes // 8192, 512
+    plan = [(0, 0, k, 0, rows, w, k * w * 2, 0, 8192, w * 2, 2, 2) for k in range(8)]
+    plan += [(1, 0, 8, 1, 1, nbytes // 4, 0, 0, 0, 0, 4, 2), (2, 0, 9, 0, 1, nbytes // 2, 0, 0, 0, 0, 2, 2)]
+    sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
+    if delay:
+        ex.UNIT = ex.SLAB = 1 << 20
+        real = os.pwrite
+        os.pwrite = lambda fd, view, at: (time.sleep(delay), real(fd, view, at))[1]
+    outputs = [ex.Output(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]
+    import ml_dtypes, threading
+    idle = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print("ready", flush=True)
+    try:
+        ex.execute(np.array(plan, COPY), [("bfloat16",) * 2, ("float32", "bfloat16")], [str(folder / "source")], outputs,
+                   folder / "staging", max_memory=budget, threads=2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - idle) << 10)
+    """
+)
+
+
+def child(folder, nbytes, delay=0.0, budget=64 << 20):
+    command = [sys.executable, "-c", CHILD, str(folder), str(nbytes), str(delay), str(budget)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def normal_source(folder, nbytes):
+    data = RNG.normal(0, 1, nbytes // 4).astype("f4").view("u1")
+    (folder / "source").write_bytes(data.tobytes())
+    return data
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
+    """SIGINT ends it within a second; either way the next run does only what no unit holds, and the bytes are right."""
+    nbytes = 8 << 20
+    data = normal_source(tmp_path, nbytes)
+    process = child(tmp_path, nbytes, delay=0.02)
+    until = time.monotonic() + 20
+    while len(list(tmp_path.glob("staging/done/*[0-9]"))) < 5 and time.monotonic() < until:
+        time.sleep(0.01)
+    start = time.monotonic()
+    process.send_signal(how)
+    code = process.wait()
+    assert code == {signal.SIGKILL: -9, signal.SIGINT: 130}[how]
+    assert time.monotonic() - start < 1
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("staging/done/*[0-9]")}
+    assert 5 <= len(before) < 20
+
+    rows, w = nbytes // 8192, 512
+    plan = [copy(rows, w, (0, k * w * 2, 8192, 2), (k, 0, w * 2, 2)) for k in range(8)]
+    plan += [copy(1, nbytes // 4, (0, 0, 0, 4), (8, 0, 0, 2), tensor=1, cast=1), copy(1, nbytes // 2, (0, 0, 0, 2), (9, 0, 0, 2), tensor=2)]
+    sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
+    casts = [("bfloat16",) * 2, ("float32", "bfloat16")]
+    small_units(monkeypatch, 1 << 20)
+    real, written = os.pwrite, []
+    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: written.append(len(view)) or real(fd, view, at))
+    outputs = [Output(f"f{i}", size, nothing) for i, size in enumerate(sizes)]
+    sums = execute(copies(*plan), casts, [str(tmp_path / "source")], outputs, tmp_path / "staging")
+    assert sum(written) <= sum(sizes) - len(before) * (1 << 19)
+    want = reference(copies(*plan), casts, [data], sizes)
+    assert [(tmp_path / "staging" / o.path).read_bytes() == w for o, w in zip(outputs, want, strict=True)] == [True] * 10
+    assert sums == [f"crc32:{zlib.crc32(w):08x}" for w in want]
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path):
+    """Peak RSS above an idle process, for 32 MiB and 256 MiB of source: at most the budget and a tenth."""
+    for nbytes in (32 << 20, 256 << 20):
+        folder = tmp_path / str(nbytes)
+        folder.mkdir()
+        with open(folder / "source", "wb") as file:
+            file.truncate(nbytes)
+        process = child(folder, nbytes, budget=16 << 20)
+        assert int(process.communicate()[0]) < (16 << 20) * 1.1, nbytes
