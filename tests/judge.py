@@ -13,7 +13,8 @@ cases.json is a list. Every case is a dict with `kind`, optionally `name` (defau
     grid     cp -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer]}; any size
 
 Sizes, in all kinds: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the fewest ranks). A case runs on the first
-`world` of the W ranks in process groups of its own, so one that fails cannot harm the next. timeout: seconds for one collective (60).
+`world` of the W ranks in process groups of its own, so one that fails cannot harm the next. timeout: seconds for one collective (60);
+a case that takes 3 times as long is stuck and ends the launch, with the stacks of its ranks on stderr.
 
 out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first), and what the kind gives.
 """
@@ -21,11 +22,14 @@ out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import gc
 import json
 import math
 import os
+import signal
 import sys
+import threading
 import time
 import traceback
 import zlib
@@ -39,28 +43,42 @@ import torch.distributed as dist
 
 from mckpt.trainer import build, cpu, forward, load, save
 
-CASE_LIMIT_S = 600  # how long ranks wait for one case to end
+TIMEOUT_S = 60  # of one collective: a rank that waits for one that failed gives up then
 
 
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     out = Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
+    if "JUDGE_PARENT" in os.environ:
+        threading.Thread(target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True).start()
     cpu.install()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=CASE_LIMIT_S)))
+    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5 * TIMEOUT_S)))
     for index, case in enumerate(cases):
         case = {"name": f"case{index:03d}"} | case
+        faulthandler.dump_traceback_later(3 * case.get("timeout", TIMEOUT_S), exit=True)
         run_case(case, dist.PrefixStore(case["name"], store), rank, num_ranks, out)
+        faulthandler.cancel_dump_traceback_later()
     store.set(f"bye{rank}", "")
     if rank == 0:  # it may host the store
-        store.wait([f"bye{r}" for r in range(num_ranks)], datetime.timedelta(seconds=CASE_LIMIT_S))
+        store.wait([f"bye{r}" for r in range(num_ranks)], datetime.timedelta(seconds=TIMEOUT_S))
+
+
+def die_with(parent: int) -> None:
+    """Ends this process group when the process that started it is gone (a test run that was killed)."""
+    while True:
+        time.sleep(1)
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
 
 
 def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int, out: Path) -> None:
     """One case on this rank; rank 0 gathers what the others say through the store, which outlives their process groups."""
-    limit = datetime.timedelta(seconds=CASE_LIMIT_S)
+    limit = datetime.timedelta(seconds=5 * case.get("timeout", TIMEOUT_S))
     alone = case["kind"] in ("grid", "keys")
     world = 1 if alone else case.get("world") or smallest_world(case)
     started = time.time()
@@ -94,7 +112,7 @@ def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int,
 
 def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, world: int) -> None:
     """The process groups of one case."""
-    timeout_s = case.get("timeout", 60)
+    timeout_s = case.get("timeout", TIMEOUT_S)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout_s))
     build.initialize(args, timeout_s)

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,32 @@ HERE = Path(__file__).parent
 def judge(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool = False, timeout: float = 600) -> dict[str, dict[str, Any]]:
     """The result of every case by its name, with `logits` (an array) where the case gives them. A failed case has ok False and error.
 
-    The ranks are started here rather than by torchrun, which puts every rank into a session of its own, out of reach: here all of them, and
-    the manager processes that megatron-core's saver forks, are one process group that is killed at the end, come what may.
+    A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the log, and the cases after it get a launch
+    of their own. `timeout` is seconds for all of it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     cases = [{"name": f"case{index:03d}"} | case for index, case in enumerate(cases)]
     assert len({case["name"] for case in cases}) == len(cases), "two cases have one name"
+    deadline = time.monotonic() + timeout
+    results: dict[str, dict[str, Any]] = {}
+    left = cases
+    while left:
+        log = launch(left, world_size, directory, fake_te, deadline - time.monotonic())
+        while left and (directory / f"{left[0]['name']}.json").exists():
+            results[left[0]["name"]] = read_result(directory, left[0]["name"])
+            left = left[1:]
+        if left:
+            results[left[0]["name"]] = {"name": left[0]["name"], "ok": False, "error": {"launch": f"no verdict; the log ends:\n{log[-6000:]}"}}
+            left = left[1:]
+    return results
+
+
+def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool, timeout: float) -> str:
+    """One run of judge.py on `world_size` ranks; returns its log.
+
+    The ranks are started here rather than by torchrun, which puts every rank into a session of its own, out of reach: here all of them, and
+    the manager processes that megatron-core's saver forks, are one process group that is killed at the end, come what may.
+    """
     (directory / "cases.json").write_text(json.dumps(cases))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,11 +54,12 @@ def judge(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te
     path = [*([str(HERE / "fake_te")] if fake_te else []), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WORLD_SIZE": str(world_size),
-        "PYTHONWARNINGS": "ignore",
+        "JUDGE_PARENT": str(os.getpid()),
     }
     command = f'for RANK in $(seq 0 {world_size - 1}); do RANK=$RANK LOCAL_RANK=$RANK "$@" & done; wait'
     log = directory / "log.txt"
@@ -52,24 +74,19 @@ def judge(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te
         try:
             group.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the judge did not end in {timeout} s:\n{tail(log)}") from None
+            raise TimeoutError(f"the judge did not end in {timeout:.0f} s:\n{log.read_text(errors='replace')[-6000:]}") from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group.pid, signal.SIGKILL)
             group.wait()
-    results = {}
-    for case in cases:
-        path_of = directory / f"{case['name']}.json"
-        if not path_of.exists():
-            raise RuntimeError(f"the judge gave no verdict on {case['name']}:\n{tail(log)}")
-        results[case["name"]] = json.loads(path_of.read_text())
-        if path_of.with_suffix(".npy").exists():
-            results[case["name"]]["logits"] = np.load(path_of.with_suffix(".npy"))
-    return results
+    return log.read_text(errors="replace")
 
 
-def tail(log: Path) -> str:
-    return log.read_text(errors="replace")[-4000:]
+def read_result(directory: Path, name: str) -> dict[str, Any]:
+    result = json.loads((directory / f"{name}.json").read_text())
+    if (directory / f"{name}.npy").exists():
+        result["logits"] = np.load(directory / f"{name}.npy")
+    return result
 
 
 def explain(result: dict[str, Any]) -> str:

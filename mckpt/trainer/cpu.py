@@ -1,6 +1,6 @@
 """What megatron-core asks of CUDA on its build, load, forward and save paths, answered on a machine without a GPU.
 
-One function, `install()`; it does nothing where CUDA is available. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
+One function, `install()`; where CUDA is available it mends only what lacks Transformer Engine. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
 """
 
 from __future__ import annotations
@@ -27,8 +27,17 @@ class _Stream:
         pass
 
 
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
 def install() -> None:
     """Patches torch.cuda and megatron-core in this process. Idempotent."""
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm") or moe_utils.te_general_gemm is not None and not torch.cuda.is_available():
+        # 0.16.1 reads it in every router, but binds it only if Transformer Engine imports; None is its own word for "use torch.mm"
+        moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
     stream = _Stream()
@@ -50,8 +59,11 @@ def install() -> None:
 
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import utils
+    from megatron.core.transformer.moe import token_dispatcher
 
     # there are no CUDA generators to fork; dropout's random stream is then torch's own
     CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
     # written with device="cuda"; only reached if no mask is given
     utils.get_default_causal_mask = lambda sq: torch.ones(sq, sq, dtype=torch.bool).triu(1)
+    # all_to_all_single wants its split sizes on the host; 0.16.1 takes them out of the tensor only if that is on a GPU
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host

@@ -84,11 +84,12 @@ def load(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any
 def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any) -> dict[str, Any]:
     """dist_checkpointing.load into sharded_state_dict(), as load_checkpoint of Megatron-LM calls it."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import parse_strict_flag
 
     unit = str(unit_directory(checkpoint))
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=read_common(checkpoint)) or {}
-    stored = {value.key for value in dist_checkpointing.load_sharded_metadata(unit).values()}
+    stored = {value.key for value in load_sharded_metadata(unit).values()}
     wanted = {value.key for value in sharded_values(sharded_state(chunks, metadata))}
     missing = sorted(key for key in wanted - stored if not key.endswith("_extra_state"))
     if missing:
