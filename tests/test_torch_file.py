@@ -1,0 +1,330 @@
+"""The container of torch.save and the metadata of torch_dist, against torch's own writer and readers."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import pickle
+import random
+import struct
+import zipfile
+import zlib
+from collections import OrderedDict
+
+import pytest
+
+from mckpt import dcp_metadata, torch_file
+from mckpt import safe_pickle as sp
+from mckpt.errors import MckptError, SourceError
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+
+def sample():
+    g = torch.Generator().manual_seed(1)
+    base = torch.randn(4, 6, generator=g)
+    return {
+        "args": argparse.Namespace(a=1, dtype=torch.bfloat16, name="modèle"),
+        "model": OrderedDict(
+            w=base, half=base.half(), b=base.bfloat16(), f8=base.to(torch.float8_e4m3fn), empty=torch.zeros(0), one=torch.tensor(3)
+        ),
+        "view": base.t()[1:, 2:],
+        "local._extra_state": None,
+    }
+
+
+def rebuilt(path, stem):
+    """The file at `path` laid out again from what was read of it, its data copied."""
+    data = path.read_bytes()
+    fd = os.open(path, os.O_RDONLY)
+    value, ranges = torch_file.read(fd, str(path))
+    os.close(fd)
+    laid = torch_file.lay_out(value, stem)
+    assert laid.data == ranges
+    out = bytearray(laid.size)
+    for at, n in laid.data.values():
+        out[at : at + n] = data[at : at + n]
+    for at, piece in laid.fixed(lambda at, n: zlib.crc32(out[at : at + n])):
+        out[at : at + len(piece)] = piece
+    return data, bytes(out)
+
+
+def without_id(data):
+    """The file but for the serialization id and its checksums."""
+    with zipfile.ZipFile(io.BytesIO(data)) as z:
+        info = z.infolist()[-1]
+        assert info.filename.endswith("serialization_id")
+        at = data.index(b"PK\7\10", info.header_offset)
+        central = data.rindex(b"PK\1\2")
+    blank = bytearray(data)
+    blank[at - 40 : at + 8] = bytes(48)
+    blank[central + 16 : central + 20] = bytes(4)
+    return bytes(blank)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    torch.save(sample(), tmp_path / "s.pt")
+    return tmp_path / "s.pt"
+
+
+def test_equals_torchs_own_writer(saved):
+    golden, ours = rebuilt(saved, "s")
+    assert without_id(golden) == without_id(ours)
+    assert zipfile.ZipFile(io.BytesIO(ours)).testzip() is None
+
+
+@pytest.mark.parametrize("mmap", [False, True])
+def test_torch_loads_it(saved, mmap):
+    saved.write_bytes(rebuilt(saved, "s")[1])
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        got = torch.load(saved, weights_only=True, mmap=mmap)
+    want = sample()
+    assert vars(got["args"]) == vars(want["args"]) and torch.equal(got["view"], want["view"])
+    assert all(torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+               for a, b in zip(got["model"].values(), want["model"].values(), strict=True))  # fmt: skip
+    assert got["view"].untyped_storage().data_ptr() == got["model"]["w"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("numel", [0, 1, 1 << 20, (1 << 32) - 1, 1 << 32, 5 << 30])
+def test_layout_of_any_size(tmp_path, numel):
+    """Against torch's skip_data; past 4 GiB both files are sparse."""
+    path = tmp_path / "big.pt"
+    value = {"a": torch.empty(numel, dtype=torch.uint8, device="meta"), "b": torch.empty(3, device="meta")}
+    with torch.serialization.skip_data():
+        torch.save({k: torch.empty(v.shape, dtype=v.dtype) for k, v in value.items()}, path)
+    laid = torch_file.lay_out({"a": sp.tensor("uint8", (numel,), "0"), "b": sp.tensor("float32", (3,), "1")}, "big")
+    assert path.stat().st_size == laid.size
+    fd = os.open(path, os.O_RDONLY)
+    assert torch_file.read(fd, "big")[1] == laid.data
+    for at, piece in laid.fixed():
+        golden = os.pread(fd, len(piece), at)
+        assert sum(x != y for x, y in zip(golden, piece, strict=True)) <= 48  # the serialization id and its two crcs
+    os.close(fd)
+
+
+def test_cut_and_padded_files_are_refused(saved, tmp_path):
+    data = saved.read_bytes()
+    path = tmp_path / "cut.pt"
+    with zipfile.ZipFile(saved) as z:
+        places = {i.header_offset + d for i in z.infolist() for d in (0, 20, 64)} | {len(data) - d for d in (1, 21, 22, 23, 42, 98, 99)}
+    for body in [data[:at] for at in places] + [data + b"\0", data + bytes(200), b"", b"\0" * 100, b"junk" + data]:
+        path.write_bytes(body)
+        with open(path, "rb") as f, pytest.raises(SourceError, match=r"cut\.pt: "):
+            torch_file.read(f.fileno(), "cut.pt")
+
+
+def refused(tmp_path, data, match):
+    path = tmp_path / "bad.pt"
+    path.write_bytes(data)
+    with open(path, "rb") as f, pytest.raises(SourceError, match=match):
+        torch_file.read(f.fileno(), "bad.pt")
+
+
+def test_lying_zips_are_refused(saved, tmp_path):
+    data = saved.read_bytes()
+    with zipfile.ZipFile(saved) as z:
+        infos = {i.filename.split("/", 1)[1]: i for i in z.infolist()}
+    central = {}
+    at = data.index(b"PK\1\2")
+    for name in infos:
+        central[name] = at
+        n, extra = struct.unpack_from("<HH", data, at + 28)
+        at += 46 + n + extra
+
+    def patched(at, fmt, *values):
+        out = bytearray(data)
+        struct.pack_into(fmt, out, at, *values)
+        return bytes(out)
+
+    refused(tmp_path, patched(central["data/0"] + 20, "<II", 1 << 30, 1 << 30), "its size lies")
+    refused(tmp_path, patched(central["data/0"] + 20, "<II", 200, 200), "begins")
+    refused(tmp_path, patched(central["data/0"] + 20, "<II", 4, 4), "names bytes that it does not hold")
+    refused(tmp_path, patched(central["data/0"] + 10, "<H", 8), "compressed")
+    refused(tmp_path, patched(central["data/0"] + 42, "<I", 1 << 31), "behind")
+    refused(tmp_path, patched(central["data/0"] + 42, "<I", 3), "no record header")
+    refused(tmp_path, patched(central["data/0"] + 20, "<II", 0xFFFFFFFF, 0xFFFFFFFF), "zip64")
+    refused(tmp_path, data.replace(b"data/1", b"data/0"), "twice")
+    refused(tmp_path, data.replace(b"little", b"bigbig"), "endian")
+    refused(tmp_path, data.replace(b"data.pkl", b"date.pkl"), "without data.pkl")
+
+
+def test_old_formats_say_how_to_go_on(tmp_path):
+    torch.save({"a": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    refused(tmp_path, (tmp_path / "old.pt").read_bytes(), "before 1.6, .* re-save it")
+
+
+def test_flips_in_a_file_raise_nothing_else(saved, tmp_path):
+    data, rng = saved.read_bytes(), random.Random(3)
+    path = tmp_path / "flip.pt"
+    for _ in range(1500):
+        body = bytearray(data)
+        for _ in range(rng.randint(1, 3)):
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        path.write_bytes(body)
+        with open(path, "rb") as f:
+            try:
+                value, _ = torch_file.read(f.fileno(), "x")
+                for v in (value if isinstance(value, dict) else {}).values():
+                    sp.as_tensor(v)
+            except MckptError:
+                pass
+
+
+def test_many_records_are_cheap(tmp_path):
+    value = {f"layers.{i}": sp.tensor("bfloat16", (2, 3), str(i)) for i in range(20_000)}
+    laid = torch_file.lay_out(value, "m")
+    with open(tmp_path / "m.pt", "wb+") as f:
+        for at, piece in laid.fixed():
+            os.pwrite(f.fileno(), piece, at)
+        os.truncate(f.fileno(), laid.size)
+        got, ranges = torch_file.read(f.fileno(), "m")
+    assert ranges == laid.data and len(got) == 20_000
+    assert len(torch.load(tmp_path / "m.pt", weights_only=True, mmap=True)) == 20_000
+
+
+def test_items_are_found_by_their_heads(tmp_path, monkeypatch):
+    torch_file._HEADS.clear()
+    path = tmp_path / "__0_0.distcp"
+    items = []
+    with open(path, "wb") as f:
+        for t in (torch.ones(2, 3), torch.zeros(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3).bfloat16(), torch.ones(5)[1:3]):
+            body = io.BytesIO()
+            torch.save(t, body)
+            items.append((f.tell(), len(body.getvalue()), t))
+            f.write(body.getvalue())
+    reads = []
+    original = torch_file.read
+    monkeypatch.setattr(torch_file, "read", lambda *a: reads.append(a) or original(*a))
+    with open(path, "rb") as f:
+        for at, length, t in items:
+            dtype = str(t.dtype)[6:]
+            find = (f.fileno(), at, length, t.nbytes, "x", dtype, tuple(t.shape))
+            if not t.is_contiguous():
+                with pytest.raises(SourceError, match="strides"):
+                    torch_file.item_data_offset(*find)
+                continue
+            where = torch_file.item_data_offset(*find)
+            assert os.pread(f.fileno(), t.nbytes, where) == t.contiguous().view(torch.uint8).numpy().tobytes()
+        assert len(reads) == 4  # the second is known by the first
+        at, length, _ = items[0]
+        for dtype, shape in (("bfloat16", (2, 3)), ("float32", (3, 2))):
+            with pytest.raises(SourceError, match="should be"):
+                torch_file.item_data_offset(f.fileno(), at, length, 24, "x", dtype, shape)
+        with pytest.raises(SourceError):
+            torch_file.item_data_offset(f.fileno(), items[-1][0] + 1, length, 24, "x", "float32", (2, 3))
+
+
+# ------------------------------------------------------------------------------------------------ .metadata
+
+TENSORS = {
+    "decoder.fc2.weight": ("bfloat16", (4, 6, 8), [((i, 0, c * 4), (1, 6, 4)) for i in range(4) for c in range(2)]),
+    "emb": ("float32", (10, 4), [((0, 0), (7, 4)), ((7, 0), (3, 4))]),
+    "f8": ("float8_e4m3fn", (3, 4), [((0, 0), (3, 4))]),
+    "decoder._extra_state/shard_0_1": None,
+}
+
+
+def write_dist(path, tensors=TENSORS):
+    """A directory whose every tensor is 0, 1, 2 ... -> its items."""
+    items, end = [], 0
+    with open(path / "__0_0.distcp", "wb") as f:
+        for key, tensor in tensors.items():
+            for offsets, sizes in tensor[2] if tensor else [(None, None)]:
+                laid = torch_file.lay_out(sp.tensor(tensor[0], sizes, "0") if tensor else [None])
+                body = bytearray(laid.size)
+                for at, piece in laid.fixed():
+                    body[at : at + len(piece)] = piece
+                if tensor:
+                    whole = torch.arange(math.prod(tensor[1])).reshape(tensor[1])
+                    cut = (
+                        whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+                        .to(getattr(torch, tensor[0]))
+                        .contiguous()
+                    )
+                    at, n = laid.data["0"]
+                    body[at : at + n] = cut.view(torch.uint8).numpy().tobytes()
+                f.write(body)
+                items.append((key, offsets, "__0_0.distcp", end, laid.size))
+                end += laid.size
+    (path / ".metadata").write_bytes(dcp_metadata.emit_metadata(tensors, items))
+    return items
+
+
+def test_torch_reads_the_metadata_and_items(tmp_path):
+    items = write_dist(tmp_path)
+    state = {k: torch.zeros(t[1], dtype=getattr(torch, t[0])) for k, t in TENSORS.items() if t}
+    dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    for key, got in state.items():
+        assert torch.equal(got.float(), torch.arange(got.numel()).reshape(got.shape).to(got.dtype).float()), key
+    md = dcp_metadata.read_metadata(tmp_path / ".metadata")
+    assert md.tensors == {k: t for k, t in TENSORS.items() if t} and md.objects == ["decoder._extra_state/shard_0_1"]
+    assert [(*k, *v) for k, v in md.items.items()] == items
+
+
+def test_reads_what_torch_and_megatron_write(tmp_path):
+    dcp.save({"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True)
+    md = dcp_metadata.read_metadata(tmp_path / "d" / ".metadata")
+    assert md.tensors == {"a.w": ("float32", (4, 6), [((0, 0), (4, 6))])} and md.objects == ["a.n"] and md.planner_data
+    file, at, length = md.items["a.w", (0, 0)]
+    with open(tmp_path / "d" / file, "rb") as f:
+        where = torch_file.item_data_offset(f.fileno(), at, length, 96, "x", "float32", (4, 6))
+        assert os.pread(f.fileno(), 96, where) == struct.pack("<f", 1) * 24
+    # the plans that Megatron-Core appends, and its own class names
+    value = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
+    value.all_local_plans = [value.state_dict_metadata, value.storage_data]
+    value.mcore_data = {}
+    plain = dcp_metadata.read_metadata(pickle.dumps(value, 4))
+    assert plain.tensors == md.tensors and plain.items == md.items
+    assert dcp_metadata.read_metadata(pickle.dumps(value, 2)).items == md.items
+    renamed = pickle.dumps(value, 2).replace(
+        b"torch.distributed.checkpoint.metadata\nMetadata\n", b"megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+    )
+    assert dcp_metadata.read_metadata(renamed).items == md.items
+
+
+def test_all_that_is_wrong_is_listed():
+    def error(tensors, items):
+        with pytest.raises(SourceError) as e:
+            dcp_metadata.read_metadata(dcp_metadata.emit_metadata(tensors, items), "m")
+        return str(e.value)
+
+    one = ("a", (0,), "f", 0, 1)
+    assert "reaches out of" in error({"a": ("float32", (4,), [((0,), (5,))])}, [one])
+    assert "hold 3 elements, the tensor [4] has 4" in error({"a": ("float32", (4,), [((0,), (3,))])}, [one])
+    assert "overlap" in error({"a": ("float32", (4,), [((0,), (2,)), ((1,), (2,))])}, [one, ("a", (1,), "f", 0, 1)])
+    four = [((0, 0), (2, 2)), ((0, 1), (2, 2)), ((2, 0), (2, 2)), ((2, 2), (2, 2))]
+    assert "overlap" in error({"a": ("float32", (4, 4), four)}, [("a", o, "f", 0, 1) for o, _ in four])
+    assert "rank" in error({"a": ("float32", (4,), [((0, 0), (4, 1))])}, [one])
+    assert "complex64" in error({"a": ("complex64", (4,), [((0,), (4,))])}, [one])
+    assert "1 of 1 chunks have no item" in error({"a": ("float32", (4,), [((0,), (4,))])}, [])
+    both = error({"a": ("float32", (4,), [((0,), (3,))]), "b": None}, [("a", (0,), "../f", 0, 1)])
+    assert "no plain name" in both and "hold 3" in both and "object without an item" in both
+    assert "offset -1" in error({"b": None}, [("b", None, "f", -1, 1)])
+    for name in ("/etc/passwd", "..", "a/b", "", "a\0b"):
+        assert "no plain name" in error({"b": None}, [("b", None, name, 0, 1)])
+
+
+def test_uneven_chunks_tile():
+    chunks = [((0, 0), (2, 3)), ((0, 3), (1, 1)), ((1, 3), (1, 1)), ((2, 0), (2, 1)), ((2, 1), (2, 3))]
+    tensors = {"a": ("float32", (4, 4), chunks)}
+    items = [("a", o, "f", 0, 1) for o, _ in chunks]
+    assert dcp_metadata.read_metadata(dcp_metadata.emit_metadata(tensors, items)).tensors == tensors
+
+
+def test_flips_in_metadata_raise_nothing_else(tmp_path):
+    write_dist(tmp_path)
+    dcp.save({"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True)
+    rng = random.Random(4)
+    for path in (tmp_path / ".metadata", tmp_path / "d" / ".metadata"):
+        data = path.read_bytes()
+        for n in range(1500):
+            body = bytearray(data)
+            for _ in range(rng.randint(1, 3)):
+                body[rng.randrange(len(body))] = rng.randrange(256)
+            with contextlib.suppress(MckptError):
+                dcp_metadata.read_metadata(bytes(body[: len(body) if n % 3 else rng.randrange(len(body))]))
