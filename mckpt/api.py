@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mckpt import comparison, dtypes, mapping, megatron_args
-from mckpt.box import Layout, uncovered
+from mckpt.box import Layout, gaps
 from mckpt.errors import DestinationError, MappingError, SourceError, UsageError
 from mckpt.formats import hf, torch, torch_dist
 from mckpt.formats.entry import TargetFile, dtypes_of, read_file
@@ -126,7 +126,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 raise UsageError(
                     f"{self.stored.root}: has no args, so nothing says its {', '.join(missing)}; give --like HF_DIR, a directory whose config.json does"
                 )
-            return self.mapping.read(self.mapping.write(known, _GIVEN), known, "the given dims")
+            return self.mapping.read(self.mapping.write(known, GIVEN), known, "the given dims")
         if args.get("vocab_size") is None and "vocab_size" not in known:
             padded = args.get("padded_vocab_size")
             raise UsageError(
@@ -224,7 +224,8 @@ class Target:
     keep_padding: bool = False
 
 
-_GIVEN: dict[str, Any] = {"dtype": "bfloat16", "padded_vocab_size": 0, "transformer_impl": "transformer_engine", "experts": "grouped",
+# what a dialect's args name beside dims, where nothing else says it
+GIVEN: dict[str, Any] = {"dtype": "bfloat16", "padded_vocab_size": 0, "transformer_impl": "transformer_engine", "experts": "grouped",
                           "divisible_by": DIVISIBLE_BY, "container": "torch_dist"}  # fmt: skip
 
 
@@ -254,7 +255,7 @@ class Plan:
     def json(self) -> dict[str, Any]:
         """The plan as plain data."""
         copies = self.joined.copies
-        padding = sum(uncovered(s.pieces, s.numel)[0] * len(s) * dtypes.itemsize(s.dtype) for s in self.layout.stored if s.padding)
+        padding = sum(int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype) for s in self.layout.stored if s.padding)
         moved = np.bincount(copies["cast"], copies["rows"] * copies["run"], len(self.joined.casts)).astype("i8").tolist()
         return {
             "source": {
@@ -292,14 +293,18 @@ class Plan:
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
         return "\n".join(lines + p["notes"])
 
-    def run(self, *, max_memory: int | str = "64MiB", threads: int = 0, checksum: str = "crc32", allow_overflow: bool = False,
-            progress: Progress | None = None) -> dict[str, Any]:  # fmt: skip
-        """Write it; returns the manifest. A run that dies is gone on with by the same call."""
+    def run(self, *, max_memory: int | str = "64MiB", threads: int = 0, checksum: str = "crc32", allow_overflow: bool = False, resume: bool = True,
+            check_replicas: bool = False, progress: Progress | None = None) -> dict[str, Any]:  # fmt: skip
+        """Write it; returns the manifest. A run that dies is gone on with by the same call, unless `resume` is False."""
         from mckpt.execute import Output, Overflow, execute
 
         budget = hf.parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         key = hashlib.sha256(f"{self.digest} {checksum} {self._stamps()}".encode()).hexdigest()
-        with self.destination.staging(key) as staging:
+        reader = Reader(self.source.layout)
+        if check_replicas and (apart := reader.check_replicas()):
+            raise SourceError.of(f"{self.source.path}: ranks that should hold the same do not:", apart)
+        dropped = reader.padding() if self.target.format == "hf" else []
+        with self.destination.staging(key, resume) as staging:
             try:
                 sums = execute(
                     self.joined.copies, self.joined.casts, self.source.layout.files, [Output(*o) for o in self.outputs], staging / "data",
@@ -308,7 +313,7 @@ class Plan:
             except Overflow as e:
                 raise UsageError(f"{self.joined.name(e.tensor)}: {e}") from e
             files = {o.path: {"bytes": o.size, "checksum": s} for o, s in zip(self.outputs, sums, strict=True)}
-            manifest = {**self.facts, "plan": self.digest, "files": files}
+            manifest = {**self.facts, "plan": self.digest, "dropped": dropped, "files": files}
             (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             self.destination.publish(staging, self.side)
         return manifest
@@ -358,6 +363,11 @@ def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, *, atol: float 
     """Compare two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
     return comparison.diff(left, right, atol, progress)
+
+
+def given(source: Checkpoint) -> dict[str, Any]:
+    """What the args of a checkpoint say beside its dims, by default."""
+    return {**GIVEN, "dtype": _kinds(source, Target())[1], "padded_vocab_size": _padded(source, Target(), source.dims["vocab_size"])}
 
 
 def _kinds(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
@@ -417,7 +427,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     parallel.stages(dims["num_layers"])
     inexact: dict[str, str] = {}
     if isinstance(source.stored, hf.Checkpoint):
-        inexact = dialect.inexact(dims, _GIVEN)
+        inexact = dialect.inexact(dims, GIVEN)
         inexact.update({k: f"config.json says {k} {source.stored.config[k]!r}, of which {source.mapping.path.name} knows nothing"
                         for k in source.mapping.unknown(source.stored.config)})  # fmt: skip
         inexact = _refuse_inexact(inexact, target, "Megatron")
@@ -440,7 +450,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     if source.format == "torch_dist" and target.format == "torch_dist":
         chosen["layers"] = source.chosen["layers"]
     padded = _padded(source, target, dims["vocab_size"])
-    given = {**_GIVEN, "dtype": dtype, "padded_vocab_size": padded, "transformer_impl": impl, "experts": chosen["experts"],
+    given = {**GIVEN, "dtype": dtype, "padded_vocab_size": padded, "transformer_impl": impl, "experts": chosen["experts"],
              "divisible_by": target.divisible_by, "container": target.format}  # fmt: skip
     written = {**dialect.write(dims, given), **parallel.args()}
     args = _python(written)
@@ -505,6 +515,11 @@ def _side_of(source: Checkpoint) -> list[tuple[str, bytes]]:
 def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
     if source.format == "hf":
         raise UsageError(f"{source.path}: is a Hugging Face directory already")
+    if target.keep_padding:
+        rows = max((sum(s.shape[0] for s in source.layout.stored if s.padding and not s.replica and p in {x.tensor for x in s.pieces})
+                    for p in source.layout.shapes), default=0)  # fmt: skip
+        source = Checkpoint(source.path, source.known)
+        source.dims = {**source.dims, "vocab_size": rows}
     dims, notes = source.dims, []
     described = source.described_by
     if described is not None:
@@ -523,8 +538,8 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
     else:
         key = "dtype" if "dtype" in base else "torch_dtype"
         assert described is not None
-        same = base.get(key) in (dtype, None)
-        text = read_file(described / CONFIG) if same else (json.dumps({**base, key: dtype}, indent=2) + "\n").encode()
+        changed = {**base, **({} if base.get(key) is None else {key: dtype}), "vocab_size": dims["vocab_size"]}
+        text = read_file(described / CONFIG) if changed == base else (json.dumps(changed, indent=2) + "\n").encode()
     layout, outputs = hf.lay_out(family, dims, kinds, target.max_shard_size)
     names = {o.path for o in outputs}
     roots = [Path(r) for r in (target.tokenizer, described) if r is not None]

@@ -188,28 +188,22 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     return None
 
 
-def uncovered(pieces: Sequence[Piece], numel: int) -> tuple[int, str | None]:
-    """How many elements of a flat buffer no piece covers, and what is wrong if two pieces share one or one lies outside."""
+def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
+    """[(start, length)] of the elements of a flat buffer that no piece covers; and what is wrong if two pieces share one or one lies outside."""
     starts, lengths = [], []
-    for p in pieces:
-        m = moves(p, p)
-        for row in m:
-            if row.src_step == 1:
-                starts.append(row.src_start + np.arange(row.rows, dtype="i8") * row.src_pitch)
-                lengths.append(np.full(row.rows, row.run, "i8"))
-            else:
-                rows, run = np.arange(row.rows, dtype="i8")[:, None], np.arange(row.run, dtype="i8")
-                flat = row.src_start + rows * row.src_pitch + run * row.src_step
-                starts.append(flat.ravel())
-                lengths.append(np.ones(flat.size, "i8"))
-    if not starts:
-        return numel, None
-    start, length = np.concatenate(starts), np.concatenate(lengths)
+    for row in (m for p in pieces for m in moves(p, p)):
+        rows, run = np.arange(row.rows, dtype="i8")[:, None] * row.src_pitch, np.arange(row.run, dtype="i8") * row.src_step
+        flat = (row.src_start + (rows if row.src_step == 1 else rows + run)).ravel()
+        starts.append(flat)
+        lengths.append(np.full(len(flat), row.run if row.src_step == 1 else 1, "i8"))
+    start, length = (np.concatenate(x) if x else np.empty(0, "i8") for x in (starts, lengths))
     order = np.argsort(start, kind="stable")
     start, end = start[order], (start + length)[order]
-    if start[0] < 0 or end[-1] > numel or (end > numel).any():
-        return 0, f"a piece reaches outside the {numel:,} elements of the buffer"
+    nothing = np.empty((0, 2), "i8")
+    if len(start) and (start[0] < 0 or (end > numel).any()):
+        return nothing, f"a piece reaches outside the {numel:,} elements of the buffer"
     if (end[:-1] > start[1:]).any():
-        at = int(start[1:][end[:-1] > start[1:]][0])
-        return 0, f"two pieces share element {at:,} of the buffer"
-    return numel - int(length.sum()), None
+        return nothing, f"two pieces share element {int(start[1:][end[:-1] > start[1:]][0]):,} of the buffer"
+    low, high = np.concatenate([[0], end]), np.concatenate([start, [numel]])
+    free = low < high
+    return np.stack([low[free], (high - low)[free]], 1), None

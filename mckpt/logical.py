@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mckpt.box import Box, Layout, Piece, Stored, moves, row_major
+from mckpt.box import Box, Layout, Piece, Stored, gaps, moves, row_major
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import SourceError, StorageError
 
@@ -129,6 +129,39 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 rows = np.lib.stride_tricks.as_strided(raw.view(out.dtype), (m.rows, m.run), (m.src_pitch * size, m.src_step * size))
                 to = np.lib.stride_tricks.as_strided(out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * size, m.dst_step * size))
                 to[...] = rows
+        return out
+
+    def check_replicas(self) -> list[str]:
+        """Tensors that several ranks hold and that are not the same in all of them."""
+        out = []
+        for s in self._layout.stored:
+            if not s.replica:
+                continue
+            size = itemsize(s.dtype)
+            for row, (layer, expert) in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+                raw = self._pread(int(s.file[row]), int(s.at[row]), s.numel * size).view(f"u{size}")
+                for p in s.pieces:
+                    mine = np.lib.stride_tricks.as_strided(raw[p.start :], p.box.shape, tuple(n * size for n in p.strides))
+                    name = p.tensor.format(layer=layer, expert=expert)
+                    if self.dtype(name) != s.dtype or not np.array_equal(mine.ravel(), self.read(name, p.box)):
+                        file = self._layout.files[int(s.file[row])]
+                        out.append(f"{name}: its copy in {file} ({s.key}) differs from the one that is read")
+        return out
+
+    def padding(self) -> list[str]:
+        """Padding that is not zero: how many rows of which stored tensor hold values that no logical tensor has."""
+        out = []
+        for s in self._layout.stored:
+            if not s.padding or s.replica:
+                continue
+            size, width = itemsize(s.dtype), max(1, s.numel // s.shape[0])
+            for row in range(len(s)):
+                filled = 0
+                for start, length in gaps(s.pieces, s.numel)[0].tolist():
+                    raw = self._pread(int(s.file[row]), int(s.at[row]) + start * size, length * size).view(f"u{size}")
+                    filled += int(raw.reshape(-1, width).any(1).sum()) if length % width == 0 else int(raw.any())
+                if filled:
+                    out.append(f"{s.key}: {filled:,} rows beyond the true vocabulary are not zero, and are dropped")
         return out
 
     def _pread(self, file: int, at: int, nbytes: int) -> np.ndarray:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mckpt.box import Layout, Piece, Stored, coalesce, moves, tiles, uncovered
+from mckpt.box import Layout, Piece, Stored, coalesce, gaps, moves, tiles
 from mckpt.dtypes import itemsize
 from mckpt.errors import CoverError
 
@@ -112,7 +112,8 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
     problems = []
     holders: dict[str, list[tuple[Stored, list[Piece]]]] = {}
     for s in layout.stored:
-        free, wrong = uncovered(s.pieces, s.numel)
+        holes, wrong = gaps(s.pieces, s.numel)
+        free = int(holes[:, 1].sum())
         if wrong:
             problems.append(f"{s.key} {list(s.shape)}: {wrong}")
         elif free and not s.padding:

@@ -66,8 +66,8 @@ class Destination:
         return name in parts or name.startswith("mp_rank_") or name.endswith(".distcp")
 
     @contextmanager
-    def staging(self, plan: str) -> Iterator[Path]:
-        """The staging directory of a plan, locked; what it holds stays there if the body raises."""
+    def staging(self, plan: str, resume: bool = True) -> Iterator[Path]:
+        """The staging directory of a plan, locked; what it holds stays there if the body raises, and is used again with `resume`."""
         made = [p for p in (self.root, *self.root.parents) if not p.exists()]
         folder = self.root / f"{STAGING}{plan[:16]}"
         try:
@@ -80,6 +80,9 @@ class Destination:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise DestinationError(f"{folder}: another mckpt is writing here") from None
+            if not resume:
+                for inner in (p for p in folder.iterdir() if p.name != "lock"):
+                    shutil.rmtree(inner)
             for p in made:
                 sync(p.parent)
             yield folder

@@ -81,16 +81,11 @@ class Checkpoint:
         out = [k for k in self._ranks[self.directories[0]].beside if k in BESIDE_MODEL and self.common.fields[k] not in (None, [], {})]
         return out + ["distrib_optim.pt"] * (self.root / self.directories[0] / "distrib_optim.pt").exists()
 
-    def tensors(self) -> dict[str, list[Entry]]:
-        """Every stored tensor of every rank, by "directory/model key"."""
-        return {
-            f"{d}/{f'model{v}/' if len(r.models) > 1 else ''}{k}": [e]
-            for d in self.directories
-            for r in [self._rank(d)]
-            for v, model in enumerate(r.models)
-            for k, e in model.items()
-            if e is not None
-        }
+    def first_rank_tensors(self) -> dict[str, Entry]:
+        """The stored tensors of the first rank, by key; `modelN/` before it where there are virtual stages."""
+        models = self._rank(self.directories[0]).models
+        several = len(models) > 1
+        return {f"model{v}/{k}" if several else k: e for v, m in enumerate(models) for k, e in m.items() if e is not None}
 
     def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel) -> dict[str, Any]:
         """How the dialect's choices were made here: those whose keys fit rank 0 best."""

@@ -93,14 +93,6 @@ class Checkpoint:
         found = {k.replace("/", ".").split(".")[0] for k in names if "_extra_state" not in k}
         return sorted(found | {k for k in self.common.fields if k in dialect.ignore})
 
-    def tensors(self) -> dict[str, list[Entry]]:
-        """Every stored tensor by key, with its chunks; byte offsets are those of the items."""
-        out = {}
-        for key, (dtype, _, chunks) in self.metadata.tensors.items():
-            items = (self.metadata.items[key, offsets] for offsets, _ in chunks)
-            out[key] = [Entry(dtype, sizes, self._number[f], at) for (_, sizes), (f, at, _) in zip(chunks, items, strict=True)]
-        return out
-
     def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel) -> dict[str, Any]:
         """How the dialect's choices were made here: those whose keys fit best."""
         keys = {k for k in self.metadata.tensors if not _ignored(k, dialect)}

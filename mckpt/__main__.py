@@ -1,0 +1,5 @@
+"""`python -m mckpt`."""
+
+from mckpt.cli import main
+
+main()

@@ -1,0 +1,353 @@
+"""The `mckpt` command: parses, calls one function of `api`, prints. stdout is the result, stderr progress and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mckpt.errors import MckptError, UsageError
+
+Command = Callable[..., Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------- options
+
+
+def _apply(*options: Command) -> Callable[[Command], Command]:
+    def decorate(f: Command) -> Command:
+        for option in reversed(options):
+            f = option(f)
+        return f
+
+    return decorate
+
+
+_source = click.argument("src", type=click.Path(path_type=Path))
+_destination = click.argument("dst", type=click.Path(path_type=Path))
+_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+_knowing = _apply(
+    click.option("--family", help="The model's family, where nothing says it."),
+    click.option("--mapping", "mapping_file", type=click.Path(dir_okay=False), help="Your own family file (YAML)."),
+    click.option("--set", "settings", multiple=True, metavar="DIM=VALUE", help="A dim that the source does not say."),
+    click.option("--allow-inexact", multiple=True, metavar="NAME", help="Accept what the target cannot compute exactly."),
+)
+_megatron_source = _apply(
+    click.option("--like", type=click.Path(file_okay=False, path_type=Path), help="A Hugging Face directory of the same model: its config is used."),
+    click.option("--vocab-size", type=int, help="True rows of the embedding, without padding."),
+    click.option("--iteration", type=int, help="Which iteration to read; the tracker's otherwise."),
+    click.option("--check-replicas", is_flag=True, help="Compare tensors that several ranks hold."),
+)
+_megatron_target = _apply(
+    click.option("--transformer-impl", type=click.Choice(["transformer_engine", "local"]), help="Whose names the keys have."),
+    click.option("--grouped-experts/--sequential-experts", default=None, help="--moe-grouped-gemm, or one module for each expert."),
+    click.option("--make-vocab-size-divisible-by", "divisible_by", type=click.IntRange(1), default=128, show_default=True),
+    click.option("--common-state", type=click.Choice(["file", "object"]), default="file", show_default=True,
+                 help="torch_dist: common.pt, or the object that megatron-core from 0.19 on writes."),
+    click.option("--update-tracker", is_flag=True, help="Let the tracker name this checkpoint, even if that is a step back."),
+)  # fmt: skip
+_writing = _apply(
+    click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast every tensor; else each keeps its own dtype."),
+    click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
+    _json,
+    click.option("--max-memory", default="64MiB", show_default=True, help="Bytes in flight at once."),
+    click.option("--threads", type=click.IntRange(0), default=0, help="0: as many as help on this machine."),
+    click.option("--checksum", type=click.Choice(["crc32", "sha256", "none"]), default="crc32", show_default=True, help="Of each file, in mckpt.json."),
+    click.option("--allow-overflow", is_flag=True, help="Let values too large for fp16 become infinite."),
+    click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is there, once the new one is complete."),
+    click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where an interrupted run of this command stopped."),
+)
+
+
+def _sizes(prefix: str, default: Any) -> Callable[[Command], Command]:
+    def size(name: str, text: str) -> Command:
+        return click.option(f"--{prefix}{name}", name, type=click.IntRange(1), default=default if name in ("tp", "pp") else None, help=text)
+
+    return _apply(
+        size("tp", "Tensor-parallel size."),
+        size("pp", "Pipeline-parallel size."),
+        size("vpp", "Virtual stages of each pipeline rank."),
+        size("ep", "Expert-parallel size."),
+        size("etp", "Tensor-parallel size of experts; as tp if not given."),
+        click.option("--decoder-first-pipeline-num-layers", "first_stage_layers", type=click.IntRange(1), help="Layers of the first stage."),
+        click.option("--decoder-last-pipeline-num-layers", "last_stage_layers", type=click.IntRange(1), help="Layers of the last stage."),
+        click.option("--account-for-embedding-in-pipeline-split", "account_for_embedding", is_flag=True, help="Count the embedding as a layer."),
+        click.option("--account-for-loss-in-pipeline-split", "account_for_loss", is_flag=True, help="Count the loss as a layer."),
+        click.option("--pipeline-model-parallel-layout", "layout", metavar="LAYOUT", help="Such as 'Ettt|(tt|)*6tL'."),
+    )
+
+
+_SIZES = ("tp", "pp", "vpp", "ep", "etp", "first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout")
+
+
+# ---------------------------------------------------------------------------------------------------------------- commands
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option("0.1.0", message="mckpt %(version)s")
+def cli() -> None:
+    """Move LLM checkpoints between Hugging Face and Megatron, and prove the result."""
+
+
+@cli.command()
+@_source
+@_destination
+@_sizes("", 1)
+@click.option("--format", "form", type=click.Choice(["torch_dist", "torch"]), default="torch_dist", show_default=True)
+@click.option("--iteration", "target_iteration", type=click.IntRange(1), help="Write iter_N instead of release.")
+@_megatron_target
+@_knowing
+@_writing
+def hf_to_megatron(form: str, **o: Any) -> None:
+    """Convert a Hugging Face directory into a checkpoint of a Megatron save directory."""
+    from mckpt.parallel import Parallel
+
+    sizes = {k: o.pop(k) for k in _SIZES}
+    _run(form, Parallel(**{k: v for k, v in sizes.items() if v is not None}), **o)
+
+
+@cli.command()
+@_source
+@_destination
+@click.option("--tokenizer", type=click.Path(file_okay=False, path_type=Path), help="A directory whose tokenizer and other side files are copied.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest safetensors file.")
+@click.option("--keep-padding", is_flag=True, help="Keep the padded rows of the vocabulary.")
+@_megatron_source
+@_knowing
+@_writing
+def megatron_to_hf(**o: Any) -> None:
+    """Convert a Megatron checkpoint into a Hugging Face directory; config.json is rebuilt from its args."""
+    _run("hf", None, **o)
+
+
+@cli.command()
+@_source
+@_destination
+@_sizes("target-", None)
+@click.option("--target-format", "form", type=click.Choice(["torch_dist", "torch"]), help="As the source's if not given.")
+@click.option("--no-optimizer", is_flag=True, help="Move the weights alone, and leave optimizer and random states behind.")
+@_megatron_source
+@_megatron_target
+@_knowing
+@_writing
+def reshard(form: str | None, **o: Any) -> None:
+    """Change the parallel sizes or the format of a Megatron checkpoint."""
+    sizes = {k: o.pop(k) for k in _SIZES}
+    source = _open(o)
+    if source.format == "hf":
+        raise UsageError(f"{o['src']}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it")
+    _run(form or source.format, source.parallel.with_(**sizes), source=source, **o)
+
+
+@cli.command()
+@_source
+@_destination
+@_sizes("", None)
+@click.option("--to", "form", type=click.Choice(["hf", "torch", "torch_dist"]), help="Target format; torch_dist from Hugging Face, else hf.")
+@click.option("--tokenizer", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--max-shard-size", default="5GB", show_default=True)
+@click.option("--no-optimizer", is_flag=True)
+@_megatron_source
+@_megatron_target
+@_knowing
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]))
+@_json
+def plan(form: str | None, **o: Any) -> None:
+    """Print the whole plan of a conversion, proved from headers alone. Nothing is written."""
+    sizes = {k: o.pop(k) for k in _SIZES}
+    source = _open(o)
+    form = form or ("torch_dist" if source.format == "hf" else "hf")
+    _run(form, None if form == "hf" else source.parallel.with_(**sizes), source=source, dry_run=True, overwrite=True, **o)
+
+
+@cli.command()
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--iteration", type=int, help="Which iteration; the tracker's otherwise.")
+@click.option("--megatron-args", "flags", is_flag=True, help="Print the flags of pretrain_gpt.py for it.")
+@_knowing
+@_json
+def inspect(path: Path, iteration: int | None, flags: bool, as_json: bool, **o: Any) -> None:
+    """Say what a directory holds: format, model, sizes, tensors."""
+    from mckpt import inspection
+
+    source = _open({"src": path, "iteration": iteration, **o})
+    if flags:
+        said = inspection.flags(source)
+        click.echo(json.dumps(said, indent=2) if as_json else inspection.shell(said), nl=as_json)
+        return
+    found = inspection.inspect(source)
+    click.echo(json.dumps(found) if as_json else inspection.text(found))
+
+
+@cli.command()
+@click.argument("a", type=click.Path(path_type=Path))
+@click.argument("b", type=click.Path(path_type=Path))
+@click.option("--atol", type=float, help="Largest difference allowed; without it every bit counts.")
+@click.option("--like", type=click.Path(file_okay=False, path_type=Path), help="A Hugging Face directory that describes the model.")
+@click.option("--vocab-size", type=int)
+@_json
+def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> None:
+    """Compare two checkpoints of any formats and sizes tensor by tensor. Exit 0: the same; 1: different."""
+    from mckpt import api
+
+    left, right = (api.Checkpoint(p, api.Known(like=o["like"], vocab_size=o["vocab_size"])) for p in (a, b))
+    with _progress("comparing") as progress:
+        found = api.diff(left, right, atol=atol, progress=progress)
+    if as_json:
+        click.echo(json.dumps(found.json()))
+    else:
+        for name in found.missing:
+            click.echo(f"only in {a}: {name}")
+        for name in found.extra:
+            click.echo(f"only in {b}: {name}")
+        for change in found.changed:
+            click.echo(str(change))
+        verdict = "different" if found else "the same" + (" to the last bit" if atol is None else f" within {atol:g}")
+        click.echo(f"{verdict}: {found.same:,} tensors equal, {len(found.changed):,} differ, {len(found.missing):,} missing, {len(found.extra):,} extra")
+    if found:
+        sys.exit(1)
+
+
+@cli.group()
+def mappings() -> None:
+    """List, show or check mapping files."""
+
+
+@mappings.command("list")
+@_json
+def list_mappings(as_json: bool) -> None:
+    """Families (Hugging Face) and dialects (Megatron) that mckpt knows."""
+    from mckpt import mapping
+
+    rows = {kind: {n: list(mapping.load(kind, n).architectures) for n in mapping.names(kind)} for kind in ("hf", "megatron")}
+    if as_json:
+        click.echo(json.dumps(rows))
+        return
+    for kind, files in rows.items():
+        for name, architectures in files.items():
+            click.echo(f"{kind}/{name}  {' '.join(architectures)}".rstrip())
+
+
+@mappings.command()
+@click.argument("name")
+def show(name: str) -> None:
+    """Every rule and dim of one mapping, those that it inherits included."""
+    from mckpt import mapping
+
+    kind = "megatron" if name in mapping.names("megatron") else "hf"
+    file = mapping.load(kind, name)
+    click.echo(f"# {kind}/{file.name}, digest {file.digest}")
+    for dim, spec in file.dims.items():
+        click.echo(f"{dim:24} {', '.join(spec.keys) or (repr(spec.const) if spec.has_const else spec.read and spec.read.text)}")
+    for rule in (*file.rules, *file.objects):
+        what = rule.pack + "(" + ", ".join(rule.of) + ")" if rule.of else "object"
+        click.echo(f"{rule.key}  =  {what}  tp {rule.tp}" + (f"  when {rule.when.text}" if rule.when else "") + "  alias" * rule.alias)
+
+
+@mappings.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help="A config.json: its model is planned with the file, on both sides.")
+def check(file: Path, config: Path | None) -> None:
+    """Check a mapping file; with --config, that every tensor of that model has a place on the Megatron side."""
+    from mckpt import inspection
+
+    for line in inspection.check_mapping(file, config):
+        click.echo(line)
+
+
+# ---------------------------------------------------------------------------------------------------------------- running
+
+
+def _open(o: dict[str, Any]) -> Any:
+    from mckpt import api, mapping
+
+    settings = dict(mapping.parse_setting(text) for text in o.get("settings", ()))
+    known = api.Known(
+        like=o.get("like"), family=o.get("family"), mapping=o.get("mapping_file"), vocab_size=o.get("vocab_size"), settings=settings,
+        iteration=o.get("iteration"),
+    )  # fmt: skip
+    return api.Checkpoint(o["src"], known)
+
+
+def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False, as_json: bool = False, **o: Any) -> None:
+    """Plan, print or write, and say what was done."""
+    from mckpt import api
+    from mckpt.formats.hf import parse_size
+
+    source = source or _open(o)
+    target = api.Target(
+        format=form, parallel=parallel or api.Parallel(), dtype=o.get("dtype"), transformer_impl=o.get("transformer_impl"),
+        grouped_experts=o.get("grouped_experts"), divisible_by=o.get("divisible_by") or api.DIVISIBLE_BY,
+        common_as_object=o.get("common_state") == "object", iteration=o.get("target_iteration"), allow_inexact=o["allow_inexact"],
+        no_optimizer=o.get("no_optimizer", False), tokenizer=o.get("tokenizer"), max_shard_size=parse_size(o.get("max_shard_size") or "5GB"),
+        keep_padding=o.get("keep_padding", False),
+    )  # fmt: skip
+    planned = api.plan(source, o["dst"], target=target, overwrite=o.get("overwrite", False), update_tracker=o.get("update_tracker", False))
+    if dry_run:
+        click.echo(json.dumps(planned.json()) if as_json else planned.summary())
+        return
+    if not as_json:
+        click.echo(planned.summary(), err=True)
+    start = time.perf_counter()
+    with _progress("writing") as progress:
+        manifest = planned.run(
+            max_memory=o["max_memory"], threads=o["threads"], checksum=o["checksum"], allow_overflow=o["allow_overflow"], resume=o["resume"],
+            check_replicas=o.get("check_replicas", False), progress=progress,
+        )  # fmt: skip
+    seconds = time.perf_counter() - start
+    if as_json:
+        click.echo(json.dumps(manifest))
+    else:
+        for note in manifest.get("dropped", []):
+            click.echo(note, err=True)
+        click.echo(f"{planned.destination.path}: {planned.nbytes:,} bytes in {len(planned.outputs):,} files, {seconds:.2f} s")
+
+
+@contextmanager
+def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    with Progress(what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def main() -> None:
+    """Run `mckpt`; owns the exit codes (README, Exit codes)."""
+    try:
+        code = cli(standalone_mode=False)
+    except click.exceptions.Abort:
+        code = 130
+    except click.ClickException as e:
+        e.show()
+        code = e.exit_code
+    except MckptError as e:
+        click.echo(f"mckpt: {e}", err=True)
+        code = e.exit_code
+    except KeyboardInterrupt:
+        click.echo("mckpt: interrupted; the same command goes on where it stopped", err=True)
+        code = 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, and the interpreter would complain again
+        code = 7
+    except OSError as e:
+        click.echo(f"mckpt: {e.filename or 'input/output'}: {e.strerror or e}", err=True)
+        code = 7
+    except Exception:
+        traceback.print_exc()
+        click.echo("mckpt: internal error: please report it with the lines above", err=True)
+        code = 70
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,94 @@
+"""What `mckpt inspect` and `mckpt mappings check` say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mckpt import api, mapping, megatron_args
+from mckpt.dtypes import itemsize
+from mckpt.formats import hf, torch, torch_dist
+from mckpt.formats.entry import read_file
+from mckpt.mapping import hub
+
+SHOWN = 40  # lines of tensors in the text form; --json has all
+
+
+def inspect(source: api.Checkpoint) -> dict[str, Any]:
+    """Format, model, sizes, iteration and every stored tensor, from headers alone."""
+    stored = source.stored
+    out: dict[str, Any] = {"path": str(source.path), "format": stored.format}
+    tensors: dict[str, dict[str, Any]] = {}
+    if isinstance(stored, hf.Checkpoint):
+        config = stored.config if (source.path / "config.json").is_file() else {}
+        out["model"] = ", ".join(config.get("architectures") or []) or None
+        out["files"] = len(stored.files)
+        out["problems"] = stored.problems
+        tensors = {k: {"shape": list(e.shape), "dtype": e.dtype} for k, e in stored.entries.items()}
+    else:
+        args = stored.common.args or {}
+        out["iteration"] = stored.common.fields.get("iteration")
+        out["unit"] = str(stored.root)
+        out["parallel"] = {k: v for k, v in stored.parallel().args().items() if v not in (None, False)}
+        out["model"] = {k: args[k] for k in ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "padded_vocab_size") if args.get(k)} or None
+        if isinstance(stored, torch_dist.Checkpoint):
+            out["files"] = len(stored.files)
+            out["objects"] = len(stored.metadata.objects)
+            for key, (dtype, size, chunks) in stored.metadata.tensors.items():
+                tensors[key] = {"shape": list(size), "dtype": dtype, "chunks": len(chunks)}
+        elif isinstance(stored, torch.Checkpoint):
+            out["files"] = len(stored.directories)
+            tensors = {k: {"shape": list(e.shape), "dtype": e.dtype} for k, (e,) in stored.first_rank_tensors().items()}
+            out["shown"] = f"tensors of {stored.directories[0]}, one of {len(stored.directories)} ranks"
+    for t in tensors.values():
+        t["bytes"] = math.prod(t["shape"]) * itemsize(t["dtype"])
+    out["tensors"] = tensors
+    out["num_tensors"], out["bytes"] = len(tensors), sum(t["bytes"] for t in tensors.values())
+    return out
+
+
+def text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [f"{k}: {v}" for k, v in found.items() if k not in ("tensors", "problems") and v is not None]
+    lines += [f"problem: {p}" for p in found.get("problems", ())]
+    rows = list(found["tensors"].items())
+    lines += [f"  {k}  {t['dtype']} {t['shape']}" + (f" in {t['chunks']} chunks" if "chunks" in t else "") for k, t in rows[:SHOWN]]
+    if len(rows) > SHOWN:
+        lines.append(f"  and {len(rows) - SHOWN:,} more; --json lists all")
+    return "\n".join(lines)
+
+
+def flags(source: api.Checkpoint) -> dict[str, Any]:
+    """The flags of pretrain_gpt.py for any checkpoint: from its own args, or from what its dims would be written as."""
+    dialect = mapping.load("megatron", api.DIALECT)
+    if isinstance(source.stored, hf.Checkpoint):
+        args = {**dialect.write(source.dims, api.given(source)), **source.parallel.args()}
+    else:
+        args = source.stored.common.args or {}
+    return megatron_args.flags(dialect, args)
+
+
+def shell(said: dict[str, Any]) -> str:
+    return megatron_args.shell(said, "flags of pretrain_gpt.py for this checkpoint")
+
+
+def check_mapping(file: Path, config: Path | None) -> list[str]:
+    """Lines that say what a family file holds; MappingError where it is wrong."""
+    family = mapping.load("hf", str(file))
+    lines = [f"{file}: {len(family.rules)} rules, {len(family.dims)} dims, architectures {', '.join(family.architectures) or 'none'}"]
+    unused = sorted(set(hub().tensors) - {n for r in family.rules for n in r.of})
+    lines.append(f"logical tensors it has no rule for: {', '.join(unused) or 'none'}")
+    if config is None:
+        return lines
+    dims = family.read(json.loads(read_file(config)), source=str(config))
+    dialect = mapping.load("megatron", api.DIALECT)
+    here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
+    chosen = {"container": "torch_dist", "transformer_impl": "transformer_engine", "experts": "grouped", "layers": "per_layer", "pp": 1}
+    there = {n for b in dialect.bind(dialect.scope(dims, **chosen)) for n in b.rule.of}
+    problems = [f"{n}: Megatron has no place for it" for n in sorted(here - there)] + [f"{n}: Megatron wants it" for n in sorted(there - here)]
+    problems += list(dialect.inexact(dims, api.GIVEN).values())
+    if problems:
+        raise api.MappingError.of(f"{file} with {config} does not fit Megatron:", problems)
+    return [*lines, f"{config}: {len(here)} logical tensors, all of which Megatron has a place for"]
