@@ -32,6 +32,15 @@ def config(case: str) -> Config:
     return found
 
 
+def tokens(case: str, rows: int = 2, seed: int = 1) -> np.ndarray:
+    """Random tokens [rows, length] over the whole vocabulary, as long as the model allows, at most 512.
+
+    512, because llama3's rope scaling begins at a wavelength of 2048: over 64 tokens it turns no pair by more than 0.06 radians.
+    """
+    c = config(case)
+    return np.random.RandomState(seed).randint(0, c["vocab_size"], (rows, min(c["max_position_embeddings"], 512)))
+
+
 def shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor on disk, for a config.json of one of the six families."""
     hidden, heads, groups, vocab = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["vocab_size"]
@@ -88,11 +97,13 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     if name.endswith("norm.weight"):
         return 1 + np.float32(0.2) * normal
     if name.endswith(".bias"):
-        return np.float32(0.2) * normal
+        return np.float32(0.6) * normal  # a bias of k is the same for all keys but for the rotation: at 0.2 it is hardly seen
     if name == "model.embed_tokens.weight":
         return np.float32(0.25) * normal
-    # 1.3/sqrt(inputs) keeps every layer's output at the size of its input, so that no layer drowns the others
-    return np.float32(1.3 / math.sqrt(shape[-1])) * normal
+    # in units of 1/sqrt(inputs), so that no layer drowns the others. Attention adds what all tokens of a row share: with 1.3 for
+    # o_proj too, 128 tokens leave some experts unused
+    gain = 0.9 if name.endswith("o_proj.weight") else 1.3
+    return np.float32(gain / math.sqrt(shape[-1])) * normal
 
 
 def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.ndarray]:
