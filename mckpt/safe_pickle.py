@@ -68,7 +68,7 @@ class Global(type):
 class Record(metaclass=Global):
     """What the pickle did with a global: called or built it with `args`, gave it `state`, dict `items` and list `entries`."""
 
-    __slots__ = ("__weakref__", "args", "entries", "items", "opcode", "state")
+    __slots__ = ("args", "entries", "items", "opcode", "state")
     module = name = ""
     opcode: bytes
     args: tuple[Any, ...]
@@ -162,7 +162,7 @@ def glob(module: str, name: str) -> Global:
 _ARGUMENT = {0x80: 1, 0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4}  # bytes after PROTO K M J G h j q r
 _SIZED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x96: 8, 0x55: 1, 0x54: 4, 0x8A: 1, 0x8B: 4}  # width of their length
 _POPS = {0x61: 1, 0x73: 2, 0x62: 1}  # APPEND SETITEM BUILD: take that many, and fill what is below
-_EARLY = 1 << 16  # memo indices that opcodes followed one by one have set; see _sentences
+_PATIENCE = 1 << 20  # bytes, or 65,536 memo entries, that are followed one opcode at a time before _sentences is asked
 
 
 def _refuse(where: str, at: int, what: str) -> PickleError:
@@ -173,7 +173,7 @@ def scan(data: bytes, where: str) -> None:
     """Proves that the C unpickler can take `data` without harm; reads each opcode once, runs none.
 
     Raises PickleError with the offset and the opcode. 1 MB costs 0.1 s when followed one opcode at a time, which is what the first 65,536
-    memo entries get; from there on whole sentences are matched by a regular expression, 1 MB in 0.015 s.
+    memo entries (or the first MiB) get; from there on whole sentences are matched by a regular expression, 1 MB in 0.015 s.
     """
     bound = len(data) // 4 + 256  # a memo put follows a push: 1 + 5 bytes, or 1 + 2 for the first 256
     stack: list[int] = []  # weight of each element: 1, or for a tuple the number of leaves that hashing it visits
@@ -256,7 +256,8 @@ def scan(data: bytes, where: str) -> None:
             else:
                 name = _NAMES.get(op)
                 raise _refuse(where, here, f"opcode {name} is refused" if name else f"{op:#04x} is no opcode")
-            if tries and op in b"Rbu" and len(memo) >= _EARLY:  # something is finished: perhaps a sentence begins here
+            # where something is finished, a sentence may begin
+            if tries and op in b"Rbu" and len(memo) >= 256 and (at > _PATIENCE or len(memo) >= 1 << 16):
                 if _sentences(data, at, memo, where):
                     return
                 tries -= 1
@@ -284,13 +285,14 @@ def _sized(data: bytes, at: int, width: int, where: str) -> int:
 def _sentences(data: bytes, at: int, memo: dict[int, int], where: str) -> bool:
     """Whether the rest of the pickle, from `at` on, is made of sentences that are harmless whatever the stack holds.
 
-    A tuple must be written in one sentence, out of atoms: numbers, strings, and memo indices below _EARLY, which may not be set again and
-    hold no large tuple. So no tuple made here is part of another one, but for the arguments of a REDUCE and the shape and stride in a
-    tensor's record, both written out in the sentence. That is all that torch and Megatron write, 10**5 times over.
+    A tuple must be written in one sentence, out of atoms: numbers, strings, and early memo indices, which are set already, may not be set
+    again, and hold no large tuple. So no tuple made here is part of another one, but for the arguments of a REDUCE and the shape and
+    strides in a tensor's record, both written out in the sentence. That is all that torch and Megatron write, 10**5 times over.
     """
     if max(memo.values()) > MAX_NESTED:
         return False
-    sentence, size = _sentence_pattern(min((len(data) // 4 >> 16) + 1, 255)), len(data)
+    early = min(1 << len(memo).bit_length() - 9, 256)  # in units of 256 indices; powers of two, to compile few patterns
+    sentence, size = _sentence_pattern(min((len(data) // 4 >> 16) + 1, 255), early), len(data)
     while at < size:
         found = sentence.match(data, at)
         if found:
@@ -308,8 +310,8 @@ def _sentences(data: bytes, at: int, memo: dict[int, int], where: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _sentence_pattern(high: int) -> re.Pattern[bytes]:
-    """Up to 1000 sentences; `high`: the third byte of a memo index that may be set is at most that.
+def _sentence_pattern(high: int, early_pages: int) -> re.Pattern[bytes]:
+    """Up to 1000 sentences. The third byte of a memo index that may be set is at most `high`; indices below 256 * `early_pages` are early.
 
     Bounded repeats, so that the memory to back-track in is bounded; where a match ends early, it ends between two opcodes.
     """
@@ -321,11 +323,12 @@ def _sentence_pattern(high: int) -> re.Pattern[bytes]:
         return b"(?:%b)" % b"|".join(b"(?=[\\x%02x-\\x%02x])(?:%b)" % (n, n + 15, sixteen(n)) for n in range(0, 256, 16))
 
     string = b"(?:\\x8c%b|X%b)" % (counted(b""), counted(b"\\x00\\x00\\x00"))
-    put = b"(?:\\x94|r..[\\x01-\\x%02x]\\x00)" % high
+    put = b"(?:\\x94|r..[\\x01-\\x%02x]\\x00" % high
+    put += b"|r.[\\x%02x-\\xff]\\x00\\x00)" % early_pages if early_pages < 256 else b")"
     frame = b"(?:\\x95...\\x00\\x00\\x00\\x00\\x00)"  # below 16 MiB; may stand between any two values
     number = b"(?:K.|M..|J....|\\x8a(?:\\x05.{5}|\\x06.{6}|\\x07.{7}|\\x08.{8}))"
     get = b"(?:h.|j....)"
-    early = b"(?:h.|j..\\x00\\x00)"
+    early = b"(?:h.|j.[\\x00-\\x%02x]\\x00\\x00)" % (early_pages - 1)
     name = b"c[^\\n]{1,200}\\n[^\\n]{1,200}\\n"
     atom = b"(?:%b|%b|[N\\x88\\x89]|%b%b?)%b?" % (number, early, string, put, frame)
     flat = b"(?:%b(?:\\x85|%b(?:\\x86|%b\\x87))|\\((?:%b){0,64}t)%b?%b?" % (atom, atom, atom, atom, put, frame)

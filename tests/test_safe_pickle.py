@@ -256,6 +256,16 @@ def test_large_pickles_take_the_fast_scan(monkeypatch):
             sp.loads(data[: len(data) // 2], "x")
 
 
+def test_early_indices_cannot_be_set_again_by_sentences():
+    """Else a tuple could hold the one before it, and hashing the last would take 2**60 steps."""
+    head = b"\x80\x02](" + b"".join(b"Nr" + u32(i) + b"0" for i in range(70000)) + b"cos\nsystem\n)R"
+    chain = b"".join(b"j" + u32(i) + b"j" + u32(i) + b"\x86r" + u32(i + 1) + b"0" for i in range(100, 160))
+    late = b"".join(b"j" + u32(i) + b"j" + u32(i) + b"\x86r" + u32(i + 1) + b"0" for i in range(70100, 70160))
+    for links, last in ((chain, 160), (late.replace(b"j" + u32(70100), b"j" + u32(100)), 70160)):
+        with pytest.raises(PickleError, match="nest"):
+            sp.loads(head + links + b"}j" + u32(last) + b"Nse.", "x")
+
+
 def test_gc_is_left_as_it_was():
     import gc
 
