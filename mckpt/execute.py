@@ -1,13 +1,8 @@
 """Moves the bytes of a plan into a staging directory: bounded memory, many threads, resumable, checksummed on the way.
 
-    copies --_normal--> flat or strided --_clusters--> clusters --_slabs--> slabs, grouped in units --threads--> files
-
-A **flat** copy has long runs of neighbouring bytes on both sides and is a byte-range copy. All others are **staged**: those that share
-rows of a source or of a target are one **cluster**, read once into a buffer, placed by numpy, and written in the longest runs that
-they fill. A **slab** is some rows of one cluster, what a thread takes at a time; a **unit** is some 256 MiB of slabs, what a
-resumed run need not do again. Neither depends on threads or memory, so a run may go on under other settings.
-
-Knows no names and no formats. numpy's assignments, preadv, pwrite and crc32 all release the GIL, so threads are enough.
+What is moved together is decided in `clusters`; here are the files, the threads, the checksums and the journal: `done/<unit>` holds what
+a finished unit wrote, so that the same call goes on after a kill. Knows no names and no formats. numpy's assignments, preadv, pwrite and
+crc32 all release the GIL, so threads are enough.
 """
 
 from __future__ import annotations
@@ -32,26 +27,17 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from isal import isal_zlib
 
-from mckpt.dtypes import itemsize, numpy_dtype
+from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.planning import COPY
 
-UNIT = 256 << 20  # bytes that a killed run does again at most per thread; smaller ones sync files more often
-SLAB = 16 << 20  # bytes a thread takes at a time: 5 ms of work, against 0.1 ms to hand it out
-PIECE = 1 << 20  # bytes of one read of a flat copy: larger falls out of L2 (1 MiB 3.6 GB/s, 8 MiB 2.3), smaller pays for calls
-TILE = 4 << 20  # bytes of buffers of one staged step, if it needs no more: see PIECE
-SHORT_RUN = 64 << 10  # bytes; flat runs below it are staged, so that a call moves more than one
+PIECE = 1 << 20  # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
+TILE = 2 << 20  # bytes of buffers of one staged step, if it needs no more: 1 to 4 MiB measured alike, 8 MiB costs 15% more
 ROW_SUM = 32 << 10  # bytes; a row written alone has its own crc from here on, shorter ones are read back: 28 bytes of state each
-GAP = 8 << 10  # bytes worth reading and dropping rather than calling once more: what memcpy moves in the 1.5 us of a call
-SECTOR = 4 << 10  # bytes; a transposed source is read in runs of at least this, the page the kernel reads anyway
-FOLD = 8192  # elements in a row of a long 1-D cast or strided copy, cut so that a tile can take any number of them
 AHEAD = 8  # slabs per thread looked at to find one whose files nobody writes: two writers of one inode wait for each other
 STOP_WAIT = 0.8  # seconds that an interrupted run waits for threads that sit in a system call
 TICK = 0.1  # seconds between calls of `progress`
-SAME = -1  # the cast of a copy that has none
 UNKNOWN = -1  # the crc of bytes not summed as they passed; read back when it is asked for
 
-_WORK = np.dtype([(name, "i8") for name in (*(COPY.names or ()), "src_item", "dst_item")])
 _RANGE = np.dtype([("file", "i8"), ("at", "i8"), ("bytes", "i8"), ("crc", "i8")])
 
 Range = tuple[int, int, int, int]  # file, offset, bytes, crc32 or UNKNOWN
@@ -106,13 +92,12 @@ def execute(
     """
     assert checksum in ("none", "crc32", "sha256"), checksum
     threads = threads or max(1, min(len(os.sched_getaffinity(0)), max_memory // PIECE))
-    work, starts = _clusters(_normal(copies, casts))
-    slabs = _slabs(work, starts)
+    work = Work.of(copies, casts)
     _lay_out(outputs, staging)
-    journal = _Journal(staging / "done", _identity(copies, casts, outputs))
-    run = _Run(work, starts, slabs, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow)
+    journal = _Journal(staging / "done", work, outputs)
+    run = _Run(work, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow)
     crew = _Crew(threads, max(256, max_memory // threads))
-    total = int(slabs["bytes"].sum())
+    total = int(work.slabs["bytes"].sum())
 
     def tick() -> None:
         if progress:
@@ -134,324 +119,6 @@ def execute(
     return sums
 
 
-# Copies -> clusters -> slabs: geometry only, the same whatever the memory and the threads
-
-
-class _Copy(NamedTuple):
-    """One record of _WORK: a copy whose numbers are all Python's."""
-
-    tensor: int
-    src_file: int
-    dst_file: int
-    cast: int
-    rows: int
-    run: int
-    src_at: int
-    dst_at: int
-    src_pitch: int
-    dst_pitch: int
-    src_step: int
-    dst_step: int
-    src_item: int
-    dst_item: int
-
-    @property
-    def transposed(self) -> bool:
-        """Whether neighbours in a row lie further apart in the source than neighbouring rows."""
-        return self.rows > 1 and self.src_step > self.src_pitch
-
-    def half(self, second: bool) -> _Copy:
-        """The first or second half of every row."""
-        cut = self.run // 2
-        if not second:
-            return self._replace(run=cut)
-        return self._replace(run=self.run - cut, src_at=self.src_at + cut * self.src_step, dst_at=self.dst_at + cut * self.dst_step)
-
-
-def _is_flat(w: np.ndarray) -> np.ndarray:
-    """Which copies move runs of neighbouring bytes as they are."""
-    return (w["cast"] == SAME) & (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
-
-
-def _is_range(w: np.ndarray) -> np.ndarray:
-    """Which copies need no staging: flat, with rows long enough for a call each."""
-    return _is_flat(w) & ((w["rows"] == 1) | (w["run"] * w["src_item"] >= SHORT_RUN))
-
-
-def _normal(copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> np.ndarray:
-    """The same copies as _WORK in source order, written the one way: the closer target neighbours in a row, rows joined and long ones cut.
-
-    Flat copies count in bytes (item 1), so that neighbours of any dtype join.
-    """
-    w = np.zeros(len(copies), _WORK)
-    for name in COPY.names or ():
-        w[name] = copies[name]
-    w = w[(w["rows"] > 0) & (w["run"] > 0)]
-    pairs = np.array([(itemsize(a), itemsize(b), a == b) for a, b in casts], "i8").reshape(-1, 3)[w["cast"]]
-    w["src_item"], w["dst_item"] = pairs[:, 0], pairs[:, 1]
-    w["cast"][pairs[:, 2] == 1] = SAME
-    turn = (w["run"] == 1) | ((w["rows"] > 1) & (w["dst_step"] > w["dst_pitch"]))
-    for one, other in (("rows", "run"), ("src_pitch", "src_step"), ("dst_pitch", "dst_step")):
-        w[one], w[other] = np.where(turn, w[other], w[one]), np.where(turn, w[one], w[other])
-    even = (w["src_pitch"] == w["run"] * w["src_step"]) & (w["dst_pitch"] == w["run"] * w["dst_step"])
-    w["run"] = np.where(even, w["run"] * w["rows"], w["run"])
-    w["rows"] = np.where(even, 1, w["rows"])
-    for side in ("src", "dst"):
-        w[f"{side}_step"] = np.where(w["run"] == 1, w[f"{side}_item"], w[f"{side}_step"])
-    flat = _is_flat(w)
-    w["run"] = np.where(flat, w["run"] * w["src_item"], w["run"])
-    for name in ("src_item", "dst_item", "src_step", "dst_step"):
-        w[name] = np.where(flat, 1, w[name])
-    return _folded(_joined(_in_source_order(_unrolled(w))))
-
-
-def _in_source_order(w: np.ndarray) -> np.ndarray:
-    return w[np.lexsort((w["dst_at"], w["dst_file"], w["src_at"], w["src_file"]))]
-
-
-def _unrolled(w: np.ndarray) -> np.ndarray:
-    """Rows of a slab or more become copies of their own, so that no thread gets more than about a slab."""
-    times = np.where((w["run"] * w["src_item"] >= SLAB) & (w["src_step"] <= w["src_pitch"]), w["rows"], 1)
-    row = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
-    w = np.repeat(w, times)
-    alone = np.repeat(times, times) > 1
-    w["rows"][alone] = 1
-    for side in ("src", "dst"):
-        w[f"{side}_at"] += row * w[f"{side}_pitch"]
-        w[f"{side}_pitch"] = np.where(w["rows"] == 1, w["run"] * w[f"{side}_step"], w[f"{side}_pitch"])
-    return w
-
-
-def _joined(w: np.ndarray) -> np.ndarray:
-    """Flat copies that follow each other in source and target become one."""
-    if not len(w):
-        return w
-    row = _is_flat(w) & (w["rows"] == 1)
-    a, b = w[:-1], w[1:]
-    joins = row[:-1] & row[1:]
-    for side in ("src", "dst"):
-        joins &= (a[f"{side}_file"] == b[f"{side}_file"]) & (a[f"{side}_at"] + a["run"] == b[f"{side}_at"])
-    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
-    run = np.add.reduceat(w["run"], starts)
-    w = w[starts]
-    w["run"] = run
-    return w
-
-
-def _folded(w: np.ndarray) -> np.ndarray:
-    """Long single rows become many rows and a rest: 100 -> 3 rows of 32, 1 row of 4."""
-    width = np.where(_is_flat(w), SLAB, FOLD)
-    rows = np.where((w["rows"] == 1) & (w["run"] >= 2 * width), w["run"] // width, 0)
-    many, rest = w[rows > 0], w.copy()
-    width, rows = np.where(rows > 0, width, 0), np.maximum(rows, 1)
-    rest["run"] -= np.where(width > 0, width * rows, 0)
-    many["rows"], many["run"] = rows[width > 0], width[width > 0]
-    for side in ("src", "dst"):
-        rest[f"{side}_at"] += width * rows * w[f"{side}_step"]
-        many[f"{side}_pitch"] = many["run"] * many[f"{side}_step"]
-        rest[f"{side}_pitch"] = np.where(rest["rows"] == 1, rest["run"] * rest[f"{side}_step"], rest[f"{side}_pitch"])
-    return _in_source_order(np.concatenate([many, rest[rest["run"] > 0]]))
-
-
-def _clusters(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The copies with each cluster's side by side, and where each cluster starts; clusters in source order.
-
-    Staged copies with equally many rows are one cluster where their rows interleave, in a source or in a target:
-    `[a0 b0 a1 b1]`, or the column shards of one matrix.
-    """
-    root = list(range(len(w)))
-
-    def find(i: int) -> int:
-        while root[i] != i:
-            root[i] = root[root[i]]
-            i = root[i]
-        return i
-
-    staged = np.flatnonzero(~_is_range(w))
-    for side in ("src", "dst"):
-        s = w[staged]
-        at, file, pitch = s[f"{side}_at"], s[f"{side}_file"], np.maximum(s[f"{side}_pitch"], s[f"{side}_step"])
-        order = np.lexsort((at, s["rows"], pitch, file))
-        s, at, pitch, file = s[order], at[order], pitch[order], file[order]
-        near = (file[1:] == file[:-1]) & (pitch[1:] == pitch[:-1]) & (s["rows"][1:] == s["rows"][:-1]) & (at[1:] - at[:-1] < pitch[1:])
-        for k in np.flatnonzero(near).tolist():
-            a, b = find(int(staged[order[k]])), find(int(staged[order[k + 1]]))
-            root[max(a, b)] = min(a, b)
-    first = np.array([find(i) for i in range(len(w))], "i8")
-    order = np.argsort(first, kind="stable")
-    first = first[order]
-    return w[order], np.flatnonzero(np.concatenate([[True], first[1:] != first[:-1]])) if len(w) else np.zeros(0, "i8")
-
-
-def _slabs(w: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """All work in order: (cluster, row, end row, bytes written, unit)."""
-    dtype = np.dtype([(name, "i8") for name in ("cluster", "row", "end", "bytes", "unit")])
-    if not len(w):
-        return np.zeros(0, dtype)
-    rows, width = w["rows"][starts], np.add.reduceat(w["run"] * w["dst_item"], starts)
-    thin = np.where((w["src_step"] > w["src_pitch"]) & (w["rows"] > 1), SECTOR // np.maximum(w["src_pitch"], 1), 1)
-    most = np.maximum(np.maximum(1, SLAB // width), np.maximum.reduceat(thin, starts))
-    count = -(-rows // most)
-    out = np.zeros(count.sum(), dtype)
-    out["cluster"] = np.repeat(np.arange(len(starts)), count)
-    most, rows, width = most[out["cluster"]], rows[out["cluster"]], width[out["cluster"]]
-    out["row"] = (np.arange(len(out)) - np.repeat(np.cumsum(count) - count, count)) * most
-    out["end"] = np.minimum(out["row"] + most, rows)
-    out["bytes"] = (out["end"] - out["row"]) * width
-    out["unit"] = (np.cumsum(out["bytes"]) - out["bytes"]) // UNIT
-    return out
-
-
-# The staged cluster: what is read, where it is placed, what is written
-
-
-class _Band(NamedTuple):
-    """Source spans of a cluster: `num` of them (None: one per row), `pitch` apart, of `width` + (rows - 1) * `grow` bytes each."""
-
-    file: int
-    at: int
-    num: int | None
-    pitch: int
-    width: int
-    grow: int
-    advance: int  # bytes from the spans of one row to those of the next
-
-    def spans(self, rows: int) -> tuple[int, int, bool]:
-        """Their number, their width, and whether one read takes them all."""
-        count, width = self.num or (rows if self.advance else 1), self.width + (rows - 1) * self.grow
-        return count, width, count == 1 or self.pitch - width <= GAP
-
-    def bytes(self, rows: int) -> int:
-        count, width, whole = self.spans(rows)
-        return (count - 1) * self.pitch + width if whole else count * width
-
-
-class _Strip(NamedTuple):
-    """What one target row gets: `width` bytes in the buffer, written as `num` runs a `step` apart; rows a `pitch` apart."""
-
-    file: int
-    at: int
-    pitch: int
-    width: int
-    num: int
-    step: int
-
-
-class _Cluster:
-    """Copies of equally many rows moved together: each source byte read once, each target row written in its longest runs."""
-
-    def __init__(self, copies: list[_Copy]) -> None:
-        self.copies = copies
-        self.bands: list[_Band] = []
-        self.strips: list[_Strip] = []
-        self.band_of, self.strip_of = [0] * len(copies), [0] * len(copies)
-        self._find_bands()
-        self._find_strips()
-        self.transposed = any(c.transposed for c in copies)
-
-    def _find_bands(self) -> None:
-        """Source spans that nearly touch are read as one."""
-        for i in sorted(range(len(self.copies)), key=lambda i: (self.copies[i].src_file, self.copies[i].src_at)):
-            c = self.copies[i]
-            extent = (c.run - 1) * c.src_step + c.src_item
-            if c.transposed:
-                band = _Band(c.src_file, c.src_at, c.run, c.src_step, c.src_item, c.src_pitch, c.src_pitch)
-            else:
-                band = _Band(c.src_file, c.src_at, None, c.src_pitch, extent, 0, c.src_pitch if c.rows > 1 else 0)
-            if self.bands:
-                last = self.bands[-1]
-                width = max(last.width, c.src_at - last.at + band.width)
-                grown = width + (c.rows - 1) * band.grow
-                near = c.src_at <= last.at + last.width + GAP and (grown <= band.pitch or c.rows == 1)
-                if near and last._replace(at=0, width=0) == band._replace(at=0, width=0):
-                    self.bands[-1] = last._replace(width=width)
-                    self.band_of[i] = len(self.bands) - 1
-                    continue
-            self.band_of[i] = len(self.bands)
-            self.bands.append(band)
-
-    def _find_strips(self) -> None:
-        """Target rows that copies fill together are written as one; one that would clobber bytes of others is written in its own runs."""
-        group: list[int] = []
-        end = 0
-        for i in sorted(range(len(self.copies)), key=lambda i: (self.copies[i].dst_file, self.copies[i].dst_at)):
-            c = self.copies[i]
-            head = self.copies[group[0]] if group else c
-            extent = (c.run - 1) * c.dst_step + c.dst_item
-            joins = (c.dst_file == head.dst_file and c.dst_at <= end) and (
-                c.rows == 1 or (c.dst_pitch == head.dst_pitch and max(end, c.dst_at + extent) - head.dst_at <= c.dst_pitch)
-            )
-            if group and not joins:
-                self._close_strips(group, end)
-                group, end = [], 0
-            group.append(i)
-            end = max(end, c.dst_at + extent)
-        self._close_strips(group, end)
-
-    def _close_strips(self, group: list[int], end: int) -> None:
-        head = self.copies[group[0]]
-        if sum(self.copies[i].run * self.copies[i].dst_item for i in group) == end - head.dst_at:
-            for i in group:
-                self.strip_of[i] = len(self.strips)
-            self.strips.append(_Strip(head.dst_file, head.dst_at, head.dst_pitch, end - head.dst_at, 1, 0))
-            return
-        for i in group:
-            c = self.copies[i]
-            self.strip_of[i] = len(self.strips)
-            count = 1 if c.dst_step == c.dst_item else c.run
-            self.strips.append(_Strip(c.dst_file, c.dst_at, c.dst_pitch, c.run * c.dst_item, count, c.dst_step))
-
-    def places(self, rows: int) -> tuple[list[int], list[int], int]:
-        """Offsets of the bands and of the strips in a buffer that takes `rows` rows, and its bytes."""
-        at, bands, strips = 0, [], []
-        for band in self.bands:
-            at = _up(at) + band.at % 16  # keeps elements aligned in memory where they are in the file
-            bands.append(at)
-            at += band.bytes(rows)
-        for strip in self.strips:
-            at = _up(at)
-            strips.append(at)
-            at += strip.width * rows
-        masks = max((c.run * rows for c in self.copies if c.cast != SAME), default=0)  # of the overflow check
-        return bands, strips, at + masks
-
-    def rows_within(self, limit: int, most: int) -> int:
-        """The most rows, up to `most`, that a buffer of `limit` bytes takes; may be 0."""
-        return bisect_right(range(1, most + 1), limit, key=lambda rows: self.places(rows)[2])
-
-    def views(self, rows: int, memory: memoryview, casts: Sequence[tuple[str, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(source, target) of each copy in the buffer, both (rows, run)."""
-        bands, strips, _ = self.places(rows)
-        out = []
-        for c, b, s in zip(self.copies, self.band_of, self.strip_of, strict=True):
-            band, strip = self.bands[b], self.strips[s]
-            _, width, whole = band.spans(rows)
-            pitch = band.pitch if whole else width
-            src_type, dst_type = (f"u{c.src_item}",) * 2 if c.cast == SAME else map(numpy_dtype, casts[c.cast])
-            strides = (c.src_pitch, pitch) if c.transposed else (pitch, c.src_step)
-            src = np.ndarray((rows, c.run), src_type, memory, bands[b] + c.src_at - band.at, strides)
-            step = c.dst_step if strip.num == 1 else c.dst_item
-            out.append((src, np.ndarray((rows, c.run), dst_type, memory, strips[s] + c.dst_at - strip.at, (strip.width, step))))
-        return out
-
-    def halves(self) -> list[_Cluster]:
-        """The same work as two clusters that need about half the buffer; [] when it cannot be cut.
-
-        Copies part company unless their elements interleave in a target row, where only together they fill it; then rows are cut.
-        """
-        if len(self.copies) > 1 and all(c.dst_step == c.dst_item for c in self.copies):
-            order = sorted(self.copies, key=lambda c: (c.src_file, c.src_at))
-            return [_Cluster(order[: len(order) // 2]), _Cluster(order[len(order) // 2 :])]
-        if max(c.run for c in self.copies) == 1:
-            return []
-        return [_Cluster([c for c in (c.half(second) for c in self.copies) if c.run]) for second in (False, True)]
-
-
-def _up(at: int) -> int:
-    """The next multiple of 16."""
-    return -(-at // 16) * 16
-
-
 # Moving
 
 
@@ -460,9 +127,7 @@ class _Run:
 
     def __init__(
         self,
-        work: np.ndarray,
-        starts: np.ndarray,
-        slabs: np.ndarray,
+        work: Work,
         casts: Sequence[tuple[str, str]],
         sources: Sequence[str],
         targets: Sequence[str],
@@ -470,12 +135,11 @@ class _Run:
         summing: bool,
         allow_overflow: bool,
     ) -> None:
-        self.work, self.slabs, self.casts, self.journal = work, slabs, casts, journal
-        self.bounds = np.append(starts, len(work))
-        self.ranged = _is_range(work)
+        self.work, self.casts, self.journal = work, casts, journal
         self.summing, self.allow_overflow = summing, allow_overflow
         self.sources, self.targets_ = _Files(sources, os.O_RDONLY), _Files(targets, os.O_RDWR)
         self.lock = threading.Lock()
+        slabs = work.slabs
         self.done = journal.load(int(slabs["unit"][-1]) + 1 if len(slabs) else 0)
         self.skip = np.isin(slabs["unit"], list(self.done))
         self.bytes_done = int(slabs["bytes"][self.skip].sum())
@@ -486,24 +150,21 @@ class _Run:
         """The slabs that no earlier run finished."""
         return iter(np.flatnonzero(~self.skip).tolist())
 
-    def _copies(self, slab: int) -> np.ndarray:
-        cluster = self.slabs["cluster"][slab]
-        return self.work[self.bounds[cluster] : self.bounds[cluster + 1]]
-
     def targets(self, slab: int) -> frozenset[int]:
         """The files a slab writes."""
-        return frozenset(self._copies(slab)["dst_file"].tolist())
+        return frozenset(self.work.cluster(slab)["dst_file"].tolist())
 
     def move(self, slab: int, memory: memoryview, check: Callable[[], None]) -> None:
         """Does one slab; the one that completes its unit syncs the unit's files and journals it."""
-        _, row, end, nbytes, unit = self.slabs[slab].item()
-        copies = [_Copy(*c) for c in self._copies(slab).tolist()]
+        _, row, end, nbytes, unit = self.work.slabs[slab].item()
+        records = self.work.cluster(slab)
+        copies = [Copy(*c) for c in records.tolist()]
         mover = _Mover(self, memory, check)
         with self.sources.held(c.src_file for c in copies) as mover.src, self.targets_.held(c.dst_file for c in copies) as mover.dst:
-            if self.ranged[self.bounds[self.slabs["cluster"][slab]]]:
+            if is_ranges(records[:1]).all():
                 mover.pump(copies[0], row, end)
             else:
-                mover.stage(_Cluster(copies), row, end)
+                mover.stage(Cluster(copies), row, end)
         with self.lock:
             self.open[unit] += _merged(mover.written)
             self.left[unit] -= 1
@@ -584,7 +245,7 @@ class _Mover:
     def _crc(self, view: memoryview, crc: int = 0) -> int:
         return isal_zlib.crc32(view, crc) if self.run.summing else UNKNOWN
 
-    def pump(self, c: _Copy, row: int, end: int) -> None:
+    def pump(self, c: Copy, row: int, end: int) -> None:
         """Rows [row, end) of a flat copy, through a buffer that stays in the cache."""
         length = c.run
         if c.src_pitch == c.dst_pitch == c.run:
@@ -593,8 +254,9 @@ class _Mover:
             rows = range(row, end)
         size = min(PIECE, len(self.memory))
         for r in rows:
-            src, dst, crc = c.src_at + r * c.src_pitch, c.dst_at + r * c.dst_pitch, 0
-            for at in range(0, length, size):
+            src, dst, crc = c.src_at + r * c.src_pitch, c.dst_at + r * c.dst_pitch, self._crc(self.memory[:0])
+            moved = 0 if self.run.summing else _copy_in_kernel(self.src[c.src_file], self.dst[c.dst_file], src, dst, length)
+            for at in range(moved, length, size):
                 self.check()
                 view = self.memory[: min(size, length - at)]
                 self._read(c.src_file, view, src + at)
@@ -602,18 +264,20 @@ class _Mover:
                 self._write(c.dst_file, view, dst + at)
             self.written.append((c.dst_file, dst, length, crc))
 
-    def stage(self, cluster: _Cluster, row: int, end: int) -> None:
+    def stage(self, cluster: Cluster, row: int, end: int) -> None:
         """Rows [row, end) of a cluster, as many at a time as the buffer takes; cut in halves until some fit."""
-        limit = len(self.memory) if cluster.transposed else min(TILE, len(self.memory))
+        most = len(self.memory)
         least = min(end - row, max(SECTOR // max(c.src_pitch, 1) if c.transposed else 1 for c in cluster.copies))
-        rows = cluster.rows_within(limit, end - row)
+        rows = cluster.rows_within(most if cluster.transposed else min(TILE, most), end - row)
+        if rows < least:
+            rows = min(least, cluster.rows_within(most, end - row))
         if rows < least and (halves := cluster.halves()):
             for half in halves:
                 self.stage(half, row, end)
             return
         rows = max(rows, 1)
-        if cluster.places(rows)[2] > len(self.memory):
-            raise UsageError(f"--max-memory leaves {len(self.memory)} bytes a thread, too few for one element; raise it")
+        if cluster.places(rows)[2] > most:
+            raise UsageError(f"--max-memory leaves {most} bytes a thread, too few for one element; raise it")
         views = cluster.views(rows, self.memory, self.run.casts)
         bands, strips, _ = cluster.places(rows)
         for r in range(row, end, rows):
@@ -626,7 +290,7 @@ class _Mover:
             for strip, place in zip(cluster.strips, strips, strict=True):
                 self._flush(strip, self.memory[place : place + count * strip.width], r, count)
 
-    def _fill(self, band: _Band, place: int, row: int, rows: int, most: int) -> None:
+    def _fill(self, band: Band, place: int, row: int, rows: int, most: int) -> None:
         """Reads a band's spans for `rows` rows from `row` on into a buffer laid out for `most`."""
         at = band.at + row * band.advance
         count, width, _ = band.spans(rows)
@@ -637,7 +301,7 @@ class _Mover:
         for i in range(count):
             self._read(band.file, self.memory[place + i * pitch : place + i * pitch + width], at + i * band.pitch)
 
-    def _place(self, c: _Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
+    def _place(self, c: Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
         """One copy of one tile, cast as it moves."""
         if c.cast == SAME:
             np.copyto(dst, src)
@@ -652,7 +316,7 @@ class _Mover:
                 path, value = self.run.sources.paths[c.src_file], float(src[i, j])
                 raise Overflow(c.tensor, f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow writes inf")
 
-    def _flush(self, strip: _Strip, view: memoryview, row: int, rows: int) -> None:
+    def _flush(self, strip: Strip, view: memoryview, row: int, rows: int) -> None:
         """Writes a strip's rows: all at once, row by row, or element by element, whatever leaves the neighbours alone."""
         at = strip.at + row * strip.pitch
         if strip.num == 1 and (rows == 1 or strip.width == strip.pitch):
@@ -766,6 +430,18 @@ def _write(fd: int, view: memoryview, at: int, path: str) -> None:
             _refused(f"write {len(view)} bytes at {at} of", path, error)
 
 
+def _copy_in_kernel(src: int, dst: int, src_at: int, dst_at: int, nbytes: int) -> int:
+    """Copies what the kernel can without a buffer, and returns the bytes done; who reads and writes the rest meets the error.
+
+    On tmpfs 0.43 s of CPU per GiB, against 0.71 through a buffer; where files can share extents it copies nothing at all.
+    """
+    done = 0
+    with contextlib.suppress(OSError):
+        while done < nbytes and (n := os.copy_file_range(src, dst, nbytes - done, src_at + done, dst_at + done)):
+            done += n
+    return done
+
+
 class _Files:
     """Open file descriptors by number, shared by the threads; at most a share of what the process may have open, plus those in use."""
 
@@ -855,20 +531,18 @@ def _sync_directories(outputs: Sequence[Output], staging: Path) -> None:
             _refused("sync", folder, error)
 
 
-def _identity(copies: np.ndarray, casts: Sequence[tuple[str, str]], outputs: Sequence[Output]) -> int:
-    """A crc32 that tells apart what units mean; the caller's name of the staging directory tells apart plans."""
-    crc = isal_zlib.crc32(np.ascontiguousarray(copies).view("u1"))
-    return isal_zlib.crc32(repr((list(casts), [(o.path, o.size) for o in outputs])).encode(), crc)
-
-
 class _Journal:
     """`done/<unit>`: the ranges a finished unit wrote. One that is damaged or of another plan counts as not there."""
 
     HEAD = struct.Struct("<8sII")  # magic, identity, crc32 of the ranges
     MAGIC = b"mckptunt"
 
-    def __init__(self, folder: Path, identity: int) -> None:
-        self.folder, self.identity = folder, identity
+    def __init__(self, folder: Path, work: Work, outputs: Sequence[Output]) -> None:
+        self.folder = folder
+        crc = isal_zlib.crc32(repr([(o.path, o.size) for o in outputs]).encode())
+        for part in (work.copies, work.slabs):
+            crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)
+        self.identity = crc  # tells apart what unit numbers mean; the caller's name for the staging directory tells apart plans
 
     def load(self, units: int) -> dict[int, np.ndarray]:
         """{unit: its ranges}; of `units` there are."""
@@ -910,6 +584,7 @@ class _Crew:
         busy: Counter[int] = Counter()
         ahead: deque[tuple[int, frozenset[int]]] = deque()
         errors: list[BaseException] = []
+        ended: list[bool] = []
 
         def take() -> tuple[int, frozenset[int]] | None:
             with changed:
@@ -942,15 +617,16 @@ class _Crew:
                 stop.set()
             finally:
                 with changed:
-                    changed.notify_all()
+                    ended.append(True)
+                    changed.notify()
 
         crew = [threading.Thread(target=worker, name=f"execute-{i}", daemon=True) for i in range(self.threads)]
         try:
             for thread in crew:
                 thread.start()
-            while any(thread.is_alive() for thread in crew):
+            while len(ended) < len(crew):
                 with changed:
-                    changed.wait(TICK)
+                    changed.wait_for(lambda: len(ended) == len(crew), TICK)
                 tick()
         finally:
             stop.set()

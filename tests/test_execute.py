@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mckpt import clusters
 from mckpt import execute as ex
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import SourceError, StorageError
@@ -278,8 +279,8 @@ def test_progress_ends_at_the_total(tmp_path):
 
 
 def small_units(monkeypatch, nbytes):
-    monkeypatch.setattr(ex, "UNIT", nbytes)
-    monkeypatch.setattr(ex, "SLAB", nbytes)
+    monkeypatch.setattr(clusters, "UNIT", nbytes)
+    monkeypatch.setattr(clusters, "SLAB", nbytes)
 
 
 def many(units=8, nbytes=1 << 20):
@@ -377,7 +378,7 @@ CHILD = textwrap.dedent(
     import os, resource, sys, time
     from pathlib import Path
     import numpy as np
-    from mckpt import execute as ex
+    from mckpt import clusters, execute as ex
     from mckpt.planning import COPY
 
     folder, nbytes, delay, budget = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
@@ -386,7 +387,7 @@ CHILD = textwrap.dedent(
     plan += [(1, 0, 8, 1, 1, nbytes // 4, 0, 0, 0, 0, 4, 2), (2, 0, 9, 0, 1, nbytes // 2, 0, 0, 0, 0, 2, 2)]
     sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
     if delay:
-        ex.UNIT = ex.SLAB = 1 << 20
+        clusters.UNIT = clusters.SLAB = 1 << 20
         real = os.pwrite
         os.pwrite = lambda fd, view, at: (time.sleep(delay), real(fd, view, at))[1]
     outputs = [ex.Output(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]

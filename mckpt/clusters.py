@@ -1,0 +1,364 @@
+"""Cuts the copies of a plan into what threads take at a time. Geometry only: no file, no thread, no memory budget.
+
+    copies --_normal--> flat or staged --_clustered--> clusters --_slabs--> slabs, grouped in units
+
+A **flat** copy has long runs of neighbouring bytes on both sides and is a byte-range copy. All others are **staged**: those that share
+rows of a source or of a target are one **cluster**, read once into a buffer, placed, and written in the longest runs that they fill:
+
+    8 column shards, each [rows, w]  -- 8 bands -->  buffer [rows, 8w]  -- 1 strip -->  [rows, 8w] in one file
+
+A **slab** is some rows of one cluster; a **unit** is some 256 MiB of slabs. They depend on the copies alone, so that a run may go on
+with other threads and another memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mckpt.dtypes import itemsize, numpy_dtype
+from mckpt.planning import COPY
+
+UNIT = 256 << 20  # bytes between two entries of the journal: what each thread may have to do again; smaller ones sync files more often
+SLAB = 16 << 20  # bytes a thread takes at a time: 5 ms of work, against 0.1 ms to hand it out
+SHORT_RUN = 64 << 10  # bytes; flat runs below it are staged, so that a call moves more than one
+GAP = 8 << 10  # bytes worth reading and dropping rather than calling once more: what memcpy moves in the 1.5 us of a call
+SECTOR = 4 << 10  # bytes; a transposed source is read in runs of at least this, the page the kernel reads anyway
+FOLD = 8192  # elements in a row of a long 1-D cast or strided copy, cut so that a buffer can take any number of them
+SAME = -1  # the cast of a copy that has none
+
+_WORK = np.dtype([(name, "i8") for name in (*(COPY.names or ()), "src_item", "dst_item")])
+
+
+class Work(NamedTuple):
+    """A plan cut up: `copies` with each cluster's side by side between `bounds`, and the slabs in order."""
+
+    copies: np.ndarray
+    bounds: np.ndarray
+    slabs: np.ndarray  # (cluster, row, end, bytes, unit): rows [row, end) of a cluster, bytes written
+
+    @classmethod
+    def of(cls, copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> Work:
+        """Cuts planning.COPY records, which may come in any order."""
+        w, starts = _clustered(_normal(copies, casts))
+        return cls(w, np.append(starts, len(w)), _slabs(w, starts))
+
+    def cluster(self, slab: int) -> np.ndarray:
+        """The copies of a slab's cluster."""
+        cluster = self.slabs["cluster"][slab]
+        return self.copies[self.bounds[cluster] : self.bounds[cluster + 1]]
+
+
+class Copy(NamedTuple):
+    """One record of _WORK: a copy whose numbers are all Python's."""
+
+    tensor: int
+    src_file: int
+    dst_file: int
+    cast: int
+    rows: int
+    run: int
+    src_at: int
+    dst_at: int
+    src_pitch: int
+    dst_pitch: int
+    src_step: int
+    dst_step: int
+    src_item: int
+    dst_item: int
+
+    @property
+    def transposed(self) -> bool:
+        """Whether neighbours in a row lie further apart in the source than neighbouring rows."""
+        return self.rows > 1 and self.src_step > self.src_pitch
+
+    def half(self, second: bool) -> Copy:
+        """The first or second half of every row."""
+        cut = self.run // 2
+        if not second:
+            return self._replace(run=cut)
+        return self._replace(run=self.run - cut, src_at=self.src_at + cut * self.src_step, dst_at=self.dst_at + cut * self.dst_step)
+
+
+def _is_flat(w: np.ndarray) -> np.ndarray:
+    """Which copies move runs of neighbouring bytes as they are."""
+    return (w["cast"] == SAME) & (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
+
+
+def is_ranges(w: np.ndarray) -> np.ndarray:
+    """Which copies need no staging: flat, with rows long enough for a call each."""
+    return _is_flat(w) & ((w["rows"] == 1) | (w["run"] * w["src_item"] >= SHORT_RUN))
+
+
+def _normal(copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> np.ndarray:
+    """The same copies as _WORK in source order, written the one way: the closer target neighbours in a row, rows joined and long ones cut.
+
+    Flat copies count in bytes (item 1), so that neighbours of any dtype join.
+    """
+    w = np.zeros(len(copies), _WORK)
+    for name in COPY.names or ():
+        w[name] = copies[name]
+    w = w[(w["rows"] > 0) & (w["run"] > 0)]
+    pairs = np.array([(itemsize(a), itemsize(b), a == b) for a, b in casts], "i8").reshape(-1, 3)[w["cast"]]
+    w["src_item"], w["dst_item"] = pairs[:, 0], pairs[:, 1]
+    w["cast"][pairs[:, 2] == 1] = SAME
+    turn = (w["run"] == 1) | ((w["rows"] > 1) & (w["dst_step"] > w["dst_pitch"]))
+    for one, other in (("rows", "run"), ("src_pitch", "src_step"), ("dst_pitch", "dst_step")):
+        w[one], w[other] = np.where(turn, w[other], w[one]), np.where(turn, w[one], w[other])
+    even = (w["src_pitch"] == w["run"] * w["src_step"]) & (w["dst_pitch"] == w["run"] * w["dst_step"])
+    w["run"] = np.where(even, w["run"] * w["rows"], w["run"])
+    w["rows"] = np.where(even, 1, w["rows"])
+    for side in ("src", "dst"):
+        w[f"{side}_step"] = np.where(w["run"] == 1, w[f"{side}_item"], w[f"{side}_step"])
+    flat = _is_flat(w)
+    w["run"] = np.where(flat, w["run"] * w["src_item"], w["run"])
+    for name in ("src_item", "dst_item", "src_step", "dst_step"):
+        w[name] = np.where(flat, 1, w[name])
+    return _folded(_joined(_in_source_order(_unrolled(w))))
+
+
+def _in_source_order(w: np.ndarray) -> np.ndarray:
+    return w[np.lexsort((w["dst_at"], w["dst_file"], w["src_at"], w["src_file"]))]
+
+
+def _unrolled(w: np.ndarray) -> np.ndarray:
+    """Rows of a slab or more become copies of their own, so that no thread gets more than about a slab."""
+    times = np.where((w["run"] * w["src_item"] >= SLAB) & (w["src_step"] <= w["src_pitch"]), w["rows"], 1)
+    row = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    w = np.repeat(w, times)
+    alone = np.repeat(times, times) > 1
+    w["rows"][alone] = 1
+    for side in ("src", "dst"):
+        w[f"{side}_at"] += row * w[f"{side}_pitch"]
+        w[f"{side}_pitch"] = np.where(w["rows"] == 1, w["run"] * w[f"{side}_step"], w[f"{side}_pitch"])
+    return w
+
+
+def _joined(w: np.ndarray) -> np.ndarray:
+    """Flat copies that follow each other in source and target become one."""
+    if not len(w):
+        return w
+    row = _is_flat(w) & (w["rows"] == 1)
+    a, b = w[:-1], w[1:]
+    joins = row[:-1] & row[1:]
+    for side in ("src", "dst"):
+        joins &= (a[f"{side}_file"] == b[f"{side}_file"]) & (a[f"{side}_at"] + a["run"] == b[f"{side}_at"])
+    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    run = np.add.reduceat(w["run"], starts)
+    w = w[starts]
+    w["run"] = run
+    return w
+
+
+def _folded(w: np.ndarray) -> np.ndarray:
+    """Long single rows become many rows and a rest: 100 -> 3 rows of 32, 1 row of 4."""
+    width = np.where(_is_flat(w), SLAB, FOLD)
+    rows = np.where((w["rows"] == 1) & (w["run"] >= 2 * width), w["run"] // width, 0)
+    many, rest = w[rows > 0], w.copy()
+    width, rows = np.where(rows > 0, width, 0), np.maximum(rows, 1)
+    rest["run"] -= np.where(width > 0, width * rows, 0)
+    many["rows"], many["run"] = rows[width > 0], width[width > 0]
+    for side in ("src", "dst"):
+        rest[f"{side}_at"] += width * rows * w[f"{side}_step"]
+        many[f"{side}_pitch"] = many["run"] * many[f"{side}_step"]
+        rest[f"{side}_pitch"] = np.where(rest["rows"] == 1, rest["run"] * rest[f"{side}_step"], rest[f"{side}_pitch"])
+    return _in_source_order(np.concatenate([many, rest[rest["run"] > 0]]))
+
+
+def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The copies with each cluster's side by side, and where each cluster starts; clusters in source order.
+
+    Staged copies with equally many rows are one cluster where their rows interleave, in a source or in a target:
+    `[a0 b0 a1 b1]`, or the column shards of one matrix.
+    """
+    root = list(range(len(w)))
+
+    def find(i: int) -> int:
+        while root[i] != i:
+            root[i] = root[root[i]]
+            i = root[i]
+        return i
+
+    staged = np.flatnonzero(~is_ranges(w))
+    for side in ("src", "dst"):
+        s = w[staged]
+        at, file, pitch = s[f"{side}_at"], s[f"{side}_file"], np.maximum(s[f"{side}_pitch"], s[f"{side}_step"])
+        order = np.lexsort((at, s["rows"], pitch, file))
+        s, at, pitch, file = s[order], at[order], pitch[order], file[order]
+        near = (file[1:] == file[:-1]) & (pitch[1:] == pitch[:-1]) & (s["rows"][1:] == s["rows"][:-1]) & (at[1:] - at[:-1] < pitch[1:])
+        for k in np.flatnonzero(near).tolist():
+            a, b = find(int(staged[order[k]])), find(int(staged[order[k + 1]]))
+            root[max(a, b)] = min(a, b)
+    first = np.array([find(i) for i in range(len(w))], "i8")
+    order = np.argsort(first, kind="stable")
+    first = first[order]
+    return w[order], np.flatnonzero(np.concatenate([[True], first[1:] != first[:-1]])) if len(w) else np.zeros(0, "i8")
+
+
+def _slabs(w: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """All work in order: (cluster, row, end row, bytes written, unit)."""
+    dtype = np.dtype([(name, "i8") for name in ("cluster", "row", "end", "bytes", "unit")])
+    if not len(w):
+        return np.zeros(0, dtype)
+    rows, width = w["rows"][starts], np.add.reduceat(w["run"] * w["dst_item"], starts)
+    thin = np.where((w["src_step"] > w["src_pitch"]) & (w["rows"] > 1), SECTOR // np.maximum(w["src_pitch"], 1), 1)
+    most = np.maximum(np.maximum(1, SLAB // width), np.maximum.reduceat(thin, starts))
+    count = -(-rows // most)
+    out = np.zeros(count.sum(), dtype)
+    out["cluster"] = np.repeat(np.arange(len(starts)), count)
+    most, rows, width = most[out["cluster"]], rows[out["cluster"]], width[out["cluster"]]
+    out["row"] = (np.arange(len(out)) - np.repeat(np.cumsum(count) - count, count)) * most
+    out["end"] = np.minimum(out["row"] + most, rows)
+    out["bytes"] = (out["end"] - out["row"]) * width
+    out["unit"] = (np.cumsum(out["bytes"]) - out["bytes"]) // UNIT
+    return out
+
+
+class Band(NamedTuple):
+    """Source spans of a cluster: `num` of them (None: one per row), `pitch` apart, of `width` + (rows - 1) * `grow` bytes each."""
+
+    file: int
+    at: int
+    num: int | None
+    pitch: int
+    width: int
+    grow: int
+    advance: int  # bytes from the spans of one row to those of the next
+
+    def spans(self, rows: int) -> tuple[int, int, bool]:
+        """Their number, their width, and whether one read takes them all."""
+        count, width = self.num or (rows if self.advance else 1), self.width + (rows - 1) * self.grow
+        return count, width, count == 1 or self.pitch - width <= GAP
+
+    def bytes(self, rows: int) -> int:
+        count, width, whole = self.spans(rows)
+        return (count - 1) * self.pitch + width if whole else count * width
+
+
+class Strip(NamedTuple):
+    """What one target row gets: `width` bytes in the buffer, written as `num` runs a `step` apart; rows a `pitch` apart."""
+
+    file: int
+    at: int
+    pitch: int
+    width: int
+    num: int
+    step: int
+
+
+class Cluster:
+    """Copies of equally many rows moved together: each source byte read once, each target row written in its longest runs."""
+
+    def __init__(self, copies: list[Copy]) -> None:
+        self.copies = copies
+        self.bands: list[Band] = []
+        self.strips: list[Strip] = []
+        self.band_of, self.strip_of = [0] * len(copies), [0] * len(copies)
+        self._find_bands()
+        self._find_strips()
+        self.transposed = any(c.transposed for c in copies)
+
+    def _find_bands(self) -> None:
+        """Source spans that nearly touch are read as one."""
+        for i in sorted(range(len(self.copies)), key=lambda i: (self.copies[i].src_file, self.copies[i].src_at)):
+            c = self.copies[i]
+            extent = (c.run - 1) * c.src_step + c.src_item
+            if c.transposed:
+                band = Band(c.src_file, c.src_at, c.run, c.src_step, c.src_item, c.src_pitch, c.src_pitch)
+            else:
+                band = Band(c.src_file, c.src_at, None, c.src_pitch, extent, 0, c.src_pitch if c.rows > 1 else 0)
+            if self.bands:
+                last = self.bands[-1]
+                width = max(last.width, c.src_at - last.at + band.width)
+                grown = width + (c.rows - 1) * band.grow
+                near = c.src_at <= last.at + last.width + GAP and (grown <= band.pitch or c.rows == 1)
+                if near and last._replace(at=0, width=0) == band._replace(at=0, width=0):
+                    self.bands[-1] = last._replace(width=width)
+                    self.band_of[i] = len(self.bands) - 1
+                    continue
+            self.band_of[i] = len(self.bands)
+            self.bands.append(band)
+
+    def _find_strips(self) -> None:
+        """Target rows that copies fill together are written as one; one that would clobber bytes of others is written in its own runs."""
+        group: list[int] = []
+        end = 0
+        for i in sorted(range(len(self.copies)), key=lambda i: (self.copies[i].dst_file, self.copies[i].dst_at)):
+            c = self.copies[i]
+            head = self.copies[group[0]] if group else c
+            extent = (c.run - 1) * c.dst_step + c.dst_item
+            joins = (c.dst_file == head.dst_file and c.dst_at <= end) and (
+                c.rows == 1 or (c.dst_pitch == head.dst_pitch and max(end, c.dst_at + extent) - head.dst_at <= c.dst_pitch)
+            )
+            if group and not joins:
+                self._close_strips(group, end)
+                group, end = [], 0
+            group.append(i)
+            end = max(end, c.dst_at + extent)
+        self._close_strips(group, end)
+
+    def _close_strips(self, group: list[int], end: int) -> None:
+        head = self.copies[group[0]]
+        if sum(self.copies[i].run * self.copies[i].dst_item for i in group) == end - head.dst_at:
+            for i in group:
+                self.strip_of[i] = len(self.strips)
+            self.strips.append(Strip(head.dst_file, head.dst_at, head.dst_pitch, end - head.dst_at, 1, 0))
+            return
+        for i in group:
+            c = self.copies[i]
+            self.strip_of[i] = len(self.strips)
+            count = 1 if c.dst_step == c.dst_item else c.run
+            self.strips.append(Strip(c.dst_file, c.dst_at, c.dst_pitch, c.run * c.dst_item, count, c.dst_step))
+
+    def places(self, rows: int) -> tuple[list[int], list[int], int]:
+        """Offsets of the bands and of the strips in a buffer that takes `rows` rows, and its bytes."""
+        at, bands, strips = 0, [], []
+        for band in self.bands:
+            at = _up(at) + band.at % 16  # keeps elements aligned in memory where they are in the file
+            bands.append(at)
+            at += band.bytes(rows)
+        for strip in self.strips:
+            at = _up(at)
+            strips.append(at)
+            at += strip.width * rows
+        masks = max((c.run * rows for c in self.copies if c.cast != SAME), default=0)  # of the overflow check
+        return bands, strips, at + masks
+
+    def rows_within(self, limit: int, most: int) -> int:
+        """The most rows, up to `most`, that a buffer of `limit` bytes takes; may be 0."""
+        return bisect_right(range(1, most + 1), limit, key=lambda rows: self.places(rows)[2])
+
+    def views(self, rows: int, memory: memoryview, casts: Sequence[tuple[str, str]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """(source, target) of each copy in the buffer, both (rows, run)."""
+        bands, strips, _ = self.places(rows)
+        out = []
+        for c, b, s in zip(self.copies, self.band_of, self.strip_of, strict=True):
+            band, strip = self.bands[b], self.strips[s]
+            _, width, whole = band.spans(rows)
+            pitch = band.pitch if whole else width
+            src_type, dst_type = (f"u{c.src_item}",) * 2 if c.cast == SAME else map(numpy_dtype, casts[c.cast])
+            strides = (c.src_pitch, pitch) if c.transposed else (pitch, c.src_step)
+            src = np.ndarray((rows, c.run), src_type, memory, bands[b] + c.src_at - band.at, strides)
+            step = c.dst_step if strip.num == 1 else c.dst_item
+            out.append((src, np.ndarray((rows, c.run), dst_type, memory, strips[s] + c.dst_at - strip.at, (strip.width, step))))
+        return out
+
+    def halves(self) -> list[Cluster]:
+        """The same work as two clusters that need about half the buffer; [] when it cannot be cut.
+
+        Copies part company unless their elements interleave in a target row, where only together they fill it; then rows are cut.
+        """
+        if len(self.copies) > 1 and all(c.dst_step == c.dst_item for c in self.copies):
+            order = sorted(self.copies, key=lambda c: (c.src_file, c.src_at))
+            return [Cluster(order[: len(order) // 2]), Cluster(order[len(order) // 2 :])]
+        if max(c.run for c in self.copies) == 1:
+            return []
+        return [Cluster([c for c in (c.half(second) for c in self.copies) if c.run]) for second in (False, True)]
+
+
+def _up(at: int) -> int:
+    """The next multiple of 16."""
+    return -(-at // 16) * 16
