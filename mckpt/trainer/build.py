@@ -76,12 +76,14 @@ def at_sizes(
 ) -> Namespace:
     """A copy of args at other parallel sizes; `others` replaces any other arg.
 
-    A pipeline split that the args bring along is kept only at the pp and vpp it was written for. `etp` None is tp, as in Megatron.
+    A pipeline split that args bring along is kept only at the pp and vpp it was written for; one in `others` is for these sizes.
+    `etp` None is tp, as in Megatron.
     """
     out = namespace(args)
     same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (getattr(out, "virtual_pipeline_model_parallel_size", None) or 1) == (vpp or 1)
     if not same:
         vars(out).update(PIPELINE_SPLIT)
+    vars(out).update(others)
     vars(out).update(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
@@ -90,7 +92,6 @@ def at_sizes(
         expert_tensor_parallel_size=etp or tp,
         context_parallel_size=1,
     )
-    vars(out).update(others)
     return namespace(out)
 
 

@@ -68,7 +68,10 @@ def read_args(checkpoint: str | Path) -> Namespace:
 
 
 def load(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = "raise_unexpected") -> dict[str, Any]:
-    """Loads the weights in place. Returns the common state with `unread`: the model keys of the checkpoint that this rank's model never asked for.
+    """Loads the weights in place. Returns the common state with two lists of names:
+
+    unread    model keys of the checkpoint that this rank's model never asked for
+    forgiven  _extra_state of this rank's model that the checkpoint lacks
 
     `strict` is dist_checkpointing's StrictHandling or its value; it bears on torch_dist only. Raises SourceError on this rank alone
     when something is missing; the caller makes sure that the others hear of it.
@@ -99,10 +102,11 @@ def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, 
         loaded = dist_checkpointing.load(state, unit, strict=parse_strict_flag(strict))
     if isinstance(loaded, tuple):  # return_unexpected, return_all
         loaded = loaded[0]
+    forgiven = []
     for key, chunk in zip(model_keys(chunks), chunks, strict=True):
-        load_into(chunk, loaded.pop(key), f"{unit} ({key})")
+        forgiven += load_into(chunk, loaded.pop(key), f"{unit} ({key})")
     unread = sorted(key for key in stored - wanted if not key.startswith(NOT_MODEL) and not key.endswith("_extra_state"))
-    return loaded | {"unread": unread}
+    return loaded | {"unread": unread, "forgiven": forgiven}
 
 
 def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = None) -> dict[str, Any]:
@@ -116,18 +120,20 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
     present = [key for key in state if key == "model" or (key.startswith("model") and key[5:].isdigit())]
     if sorted(present) != sorted(keys):
         raise SourceError(f"{path} holds {', '.join(sorted(present)) or 'no model'}, the model has {', '.join(keys)} (virtual stages in its args: {stored})")
+    forgiven = []
     for key, chunk in zip(keys, chunks, strict=True):
-        load_into(chunk, state.pop(key), f"{path} ({key})")
-    return state | {"unread": []}
+        forgiven += load_into(chunk, state.pop(key), f"{path} ({key})")
+    return state | {"unread": [], "forgiven": forgiven}
 
 
-def load_into(chunk: Any, state: dict[str, Any], source: str) -> None:
-    """load_state_dict that forgives nothing but _extra_state."""
-    result = chunk.load_state_dict({key: value for key, value in state.items() if not key.endswith("_extra_state") or value is not None}, strict=False)
-    problems = [f"missing {key}" for key in result.missing_keys if not key.endswith("_extra_state")]
-    problems += [f"unknown {key}" for key in result.unexpected_keys if not key.endswith("_extra_state")]
+def load_into(chunk: Any, state: dict[str, Any], source: str) -> list[str]:
+    """load_state_dict that forgives nothing but _extra_state; returns what it forgave (Megatron-LM's strict=True would have refused)."""
+    result = chunk.load_state_dict(state, strict=False)
+    wrong = [f"missing {key}" for key in result.missing_keys] + [f"unknown {key}" for key in result.unexpected_keys]
+    problems = [key for key in wrong if not key.endswith("_extra_state")]
     if problems:
         raise SourceError.of(f"{source} does not fit the model of {rank_names()}:", problems)
+    return wrong
 
 
 def rank_directory(args: Namespace) -> str:
