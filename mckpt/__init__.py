@@ -6,7 +6,8 @@
     mckpt.open("out")["layers.3.attn.q.weight"][:8].numpy()
 """
 
+from mckpt import errors
 from mckpt.api import Checkpoint, Known, Plan, Target, convert, diff, open, plan
 from mckpt.parallel import Parallel
 
-__all__ = ["Checkpoint", "Known", "Parallel", "Plan", "Target", "convert", "diff", "open", "plan"]
+__all__ = ["Checkpoint", "Known", "Parallel", "Plan", "Target", "convert", "diff", "errors", "open", "plan"]

@@ -226,7 +226,7 @@ class Target:
 
 # what a dialect's args name beside dims, where nothing else says it
 GIVEN: dict[str, Any] = {"dtype": "bfloat16", "padded_vocab_size": 0, "transformer_impl": "transformer_engine", "experts": "grouped",
-                          "divisible_by": DIVISIBLE_BY, "container": "torch_dist"}  # fmt: skip
+                          "divisible_by": DIVISIBLE_BY, "container": "torch_dist", "tp": 1}  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -451,7 +451,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         chosen["layers"] = source.chosen["layers"]
     padded = _padded(source, target, dims["vocab_size"])
     given = {**GIVEN, "dtype": dtype, "padded_vocab_size": padded, "transformer_impl": impl, "experts": chosen["experts"],
-             "divisible_by": target.divisible_by, "container": target.format}  # fmt: skip
+             "divisible_by": target.divisible_by, "container": target.format, "tp": parallel.tp}  # fmt: skip
     written = {**dialect.write(dims, given), **parallel.args()}
     args = _python(written)
     iteration = 0 if destination.unit == "release" else int(str(destination.unit).removeprefix("iter_"))

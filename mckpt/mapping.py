@@ -40,7 +40,7 @@ class Node(dict):  # type: ignore[type-arg]
 
     def __init__(self) -> None:
         super().__init__()
-        self.lines: dict[str, str] = {}
+        self.lines: dict[Any, str] = {}
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,8 +52,8 @@ def _construct(loader: _Loader, node: yaml.MappingNode) -> Node:
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
         line = f"{loader.where}:{key_node.start_mark.line + 1}"
-        if not isinstance(key, str):
-            raise MappingError(f"{line}: the key {key!r} must be a string")
+        if not isinstance(key, (str, bool, int)):
+            raise MappingError(f"{line}: the key {key!r} must be a name")
         if key in out:
             raise MappingError(f"{line}: {key!r} stands here twice (first in line {out.lines[key].rsplit(':', 1)[1]})")
         out[key] = loader.construct_object(value_node, deep=True)
@@ -211,6 +211,8 @@ class MappingFile(NamedTuple):
     dims: dict[str, Dim]
     also: dict[str, Expression]
     flags: dict[str, Any]
+    expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
+    warned: dict[str, tuple[Expression, str]]  # name -> (when, why) what can be said is computed differently
     inert: frozenset[str]
     ignore: dict[str, str]
     rules: tuple[Rule, ...]
@@ -273,6 +275,10 @@ class MappingFile(NamedTuple):
             with contextlib.suppress(ExpressionError):  # it is in `problems`
                 _ = scope[name]
         problems = [p for p in problems if "could not be read" not in p] or problems
+        for key, values in self.expect.items():
+            if (found := lookup(config, key)) is not None and found not in values:
+                said = ", ".join(map(repr, values)) or "unset"
+                problems.append(f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}")
         if problems:
             raise MappingError.of(f"{source} does not describe a model that {self.path.name} knows:", dict.fromkeys(problems))
         return dims
@@ -285,7 +291,10 @@ class MappingFile(NamedTuple):
             if dim.neutral is None:
                 raise ValueError(f"{self.path.name} says nothing of {name}")
             return dim.neutral(scope)
-        key, raw = next(((k, v) for k in spec.keys if (v := lookup(config, k)) is not None), ("default", None))
+        said = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
+        key, raw = said[0] if said else ("default", None)
+        if any(not _equal(raw, v) for _, v in said):
+            raise ValueError(f"says two things of {name}: {', '.join(f'{k} {v!r}' for k, v in said)}")
         if raw is None and spec.keys:
             if name in known:
                 return known[name]
@@ -338,11 +347,12 @@ class MappingFile(NamedTuple):
             again = self.read(self.write(dims, given), {"vocab_size": dims["vocab_size"]})
         except MappingError as e:
             return {"config": str(e)}
-        return {
+        out = {
             name: f"{name} is {dims[name]!r}, and {self.name} would compute with {again[name]!r}"
             for name in dims
             if not _equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
         }
+        return {**out, **{name: f"{name} is {dims[name]!r}: {why}" for name, (when, why) in self.warned.items() if when(dims)}}
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of a config that no dim reads and that are not listed as inert; those that say nothing (null, false) left out."""
@@ -380,7 +390,7 @@ def _equal(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- reading a file
 
 
-_TOP = ("architectures", "extends", "canonical", "requires", "choices", "derive", "dims", "also", "flags", "inert", "ignore", "tensors", "blocks", "objects")
+_TOP = ("architectures", "extends", "canonical", "requires", "choices", "derive", "dims", "also", "flags", "expect", "inexact", "inert", "ignore", "tensors", "blocks", "objects")
 _RULE = ("of", "pack", "tp", "stage", "when", "alias", "expert")
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
 
@@ -480,6 +490,8 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),
         {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
+        {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
+        {k: (e, v["why"]) for k, v in (root.get("inexact") or {}).items() if (e := expression(v["when"], path.name)) is not None},
         frozenset(itertools.chain.from_iterable(root.get("inert", ()))), dict(root.get("ignore") or {}), tuple(rules), tuple(objects),
     )  # fmt: skip
 

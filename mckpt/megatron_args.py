@@ -20,11 +20,9 @@ def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, spec in dialect.flags.items():
         value = args.get(name)
-        if isinstance(spec, dict) and value in spec:
-            said = spec[value]
-            if said:
-                flag, _, rest = str(said).partition(" ")
-                out[flag] = rest or True
+        if isinstance(spec, dict):
+            if said := spec.get(value):
+                out[said] = True
             continue
         flag = spec if isinstance(spec, str) else "--" + name.replace("_", "-")
         if value is None or value is False:
@@ -35,7 +33,8 @@ def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
 
 def shell(said: dict[str, Any], title: str) -> str:
     """A file to be sourced: `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
-    lines = [f"# {title}", "# source this file, then: pretrain_gpt.py \"${MEGATRON_ARGS[@]}\" ...", "MEGATRON_ARGS=("]
+    lines = [f"# {title}", '# source this file, then: pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load DIR --no-load-optim --no-load-rng ...']
+    lines += ["# (later flags win: give your own --tokenizer-type, --seq-length, parallel sizes of a torch_dist checkpoint)", "MEGATRON_ARGS=("]
     lines += [f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in said.items()]
     return "\n".join([*lines, ")", ""])
 

@@ -131,13 +131,13 @@ class Parallel:
         if isinstance(layout, (list, tuple)):
             short = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
             layout = "|".join("".join(short.get(str(x), str(x)) for x in stage) for stage in layout)
-        pp = args.get("pipeline_model_parallel_size") or 1
+        tp, pp = args.get("tensor_model_parallel_size") or 1, args.get("pipeline_model_parallel_size") or 1
         return cls(
-            tp=args.get("tensor_model_parallel_size") or 1,
+            tp=tp,
             pp=pp,
             vpp=(args.get("virtual_pipeline_model_parallel_size") or 1) if pp > 1 else 1,
             ep=args.get("expert_model_parallel_size") or 1,
-            etp=args.get("expert_tensor_parallel_size"),
+            etp=None if args.get("expert_tensor_parallel_size") == tp else args.get("expert_tensor_parallel_size"),
             first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
             last_stage_layers=args.get("decoder_last_pipeline_num_layers"),
             account_for_embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
