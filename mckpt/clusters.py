@@ -27,6 +27,7 @@ SLAB = 16 << 20  # bytes a thread takes at a time: 5 ms of work, against 0.1 ms 
 SHORT_RUN = 64 << 10  # bytes; flat runs below it are staged, so that a call moves more than one
 GAP = 8 << 10  # bytes worth reading and dropping rather than calling once more: what memcpy moves in the 1.5 us of a call
 SECTOR = 4 << 10  # bytes; a transposed source is read in runs of at least this, the page the kernel reads anyway
+CONFLICT = 256  # bytes; spans a multiple of it apart share few cache sets: a transpose across them ran at 0.2 GB/s, not at 2
 FOLD = 8192  # elements in a row of a long 1-D cast or strided copy, cut so that a buffer can take any number of them
 SAME = -1  # the cast of a copy that has none
 
@@ -228,14 +229,17 @@ class Band(NamedTuple):
     grow: int
     advance: int  # bytes from the spans of one row to those of the next
 
-    def spans(self, rows: int) -> tuple[int, int, bool]:
-        """Their number, their width, and whether one read takes them all."""
-        count, width = self.num or (rows if self.advance else 1), self.width + (rows - 1) * self.grow
-        return count, width, count == 1 or self.pitch - width <= GAP
+    def spans(self, rows: int) -> tuple[int, int, int, bool]:
+        """Their number, their width, how far apart they lie in a buffer, and whether one read takes them all."""
+        num, width = self.num or (rows if self.advance else 1), self.width + (rows - 1) * self.grow
+        if num == 1 or (self.pitch - width <= GAP and not (self.grow and self.pitch % CONFLICT == 0)):
+            return num, width, self.pitch, True
+        return num, width, width if width % CONFLICT else width + 64, False
 
     def bytes(self, rows: int) -> int:
-        count, width, whole = self.spans(rows)
-        return (count - 1) * self.pitch + width if whole else count * width
+        """What they take in a buffer."""
+        num, width, pitch, _ = self.spans(rows)
+        return (num - 1) * pitch + width
 
 
 class Strip(NamedTuple):
@@ -337,8 +341,7 @@ class Cluster:
         out = []
         for c, b, s in zip(self.copies, self.band_of, self.strip_of, strict=True):
             band, strip = self.bands[b], self.strips[s]
-            _, width, whole = band.spans(rows)
-            pitch = band.pitch if whole else width
+            pitch = band.spans(rows)[2]
             src_type, dst_type = (f"u{c.src_item}",) * 2 if c.cast == SAME else map(numpy_dtype, casts[c.cast])
             strides = (c.src_pitch, pitch) if c.transposed else (pitch, c.src_step)
             src = np.ndarray((rows, c.run), src_type, memory, bands[b] + c.src_at - band.at, strides)

@@ -32,6 +32,7 @@ from mckpt.errors import SourceError, StorageError, UsageError
 
 PIECE = 1 << 20  # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 TILE = 2 << 20  # bytes of buffers of one staged step, if it needs no more: 1 to 4 MiB measured alike, 8 MiB costs 15% more
+LINES = 512  # elements of a transposed row placed at a time: their cache lines stay in L1 for the next row; 2 GB/s instead of 0.3
 ROW_SUM = 32 << 10  # bytes; a row written alone has its own crc from here on, shorter ones are read back: 28 bytes of state each
 AHEAD = 8  # slabs per thread looked at to find one whose files nobody writes: two writers of one inode wait for each other
 STOP_WAIT = 0.8  # seconds that an interrupted run waits for threads that sit in a system call
@@ -293,21 +294,22 @@ class _Mover:
     def _fill(self, band: Band, place: int, row: int, rows: int, most: int) -> None:
         """Reads a band's spans for `rows` rows from `row` on into a buffer laid out for `most`."""
         at = band.at + row * band.advance
-        count, width, _ = band.spans(rows)
-        _, pitch, whole = band.spans(most)
+        num, width, _, _ = band.spans(rows)
+        _, _, pitch, whole = band.spans(most)
         if whole:
-            self._read(band.file, self.memory[place : place + (count - 1) * band.pitch + width], at)
+            self._read(band.file, self.memory[place : place + (num - 1) * pitch + width], at)
             return
-        for i in range(count):
+        for i in range(num):
             self._read(band.file, self.memory[place + i * pitch : place + i * pitch + width], at + i * band.pitch)
 
     def _place(self, c: Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
         """One copy of one tile, cast as it moves."""
-        if c.cast == SAME:
-            np.copyto(dst, src)
-            return
+        width = LINES if c.transposed else c.run
         with np.errstate(all="ignore"):
-            np.copyto(dst, src, casting="unsafe")
+            for j in range(0, c.run, width):
+                np.copyto(dst[:, j : j + width], src[:, j : j + width], casting="unsafe")
+        if c.cast == SAME:
+            return
         if self.run.allow_overflow or self.run.casts[c.cast][1] != "float16" or not np.isinf(dst).any():
             return
         for i in range(len(dst)):
