@@ -28,6 +28,7 @@ from mckpt.publishing import CONFIG, MANIFEST, Destination
 VERSION = "0.1.0"
 FORMATS = ("hf", "torch", "torch_dist")
 DIALECT = "mcore"
+RUN_CONFIG = "run_config.yaml"  # what Megatron-Bridge writes instead of args
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 Progress = Callable[[int, int], None]
 
@@ -52,6 +53,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def __init__(self, path: str | Path, known: Known | None = None) -> None:
         self.path, self.known = Path(path), known or Known()
+        self.keep_padded = (
+            False  # take the padded vocabulary for the true one where nothing says it: of no matter from Megatron to Megatron
+        )
         if not self.path.exists():
             raise SourceError(f"{self.path}: does not exist")
         if not self.path.is_dir():
@@ -120,6 +124,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if isinstance(recorded, dict):
             known = {**recorded, **known}
         args = self.stored.common.args
+        bridge = self.stored.root / RUN_CONFIG
+        if args is None and bridge.exists():
+            return mapping.load("megatron", "bridge").read(_run_config(bridge), known, str(bridge))
         if args is None:
             missing = [n for n in mapping.hub().dims if n not in known and mapping.hub().dims[n].neutral is None]
             if missing:
@@ -129,11 +136,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return self.mapping.read(self.mapping.write(known, GIVEN), known, "the given dims")
         if args.get("vocab_size") is None and "vocab_size" not in known:
             padded = args.get("padded_vocab_size")
+            if self.keep_padded and padded:
+                return self.mapping.read(args, {**known, "vocab_size": padded}, f"args of {self.stored.root}")
             raise UsageError(
                 f"{self.stored.root}: its args say no true vocab_size" + (f", only the padded {padded}" if padded else "")
                 + "; say --vocab-size N (the tokenizer may be shorter than the model's), or --like HF_DIR"
             )  # fmt: skip
-        return self.mapping.read({k: v for k, v in args.items() if k != "vocab_size" or "vocab_size" not in known}, known, f"args of {self.stored.root}")
+        return self.mapping.read(args, known, f"args of {self.stored.root}")
 
     @property
     def described_by(self) -> Path | None:
@@ -186,6 +195,29 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 def open(path: str | Path, **known: Any) -> Checkpoint:
     """Open a checkpoint of any format. Keywords are those of `Known`: like, family, vocab_size, iteration, settings."""
     return Checkpoint(path, Known(**known))
+
+
+def _run_config(path: Path) -> dict[str, Any]:
+    """The model section of a run_config.yaml; its tags of Python objects are read as plain values."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else getattr(node, "value", None)
+
+    Loader.add_multi_constructor("", plain)
+    try:
+        found = yaml.load(read_file(path, 1 << 24), Loader)  # a SafeLoader: nothing is imported
+    except yaml.YAMLError as e:
+        raise SourceError(f"{path}: no YAML: {e}") from None
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, dict):
+        raise SourceError(f"{path}: has no `model` section")
+    return model
 
 
 def _family(config: Mapping[str, Any], known: Known, where: str) -> MappingFile:
@@ -255,7 +287,9 @@ class Plan:
     def json(self) -> dict[str, Any]:
         """The plan as plain data."""
         copies = self.joined.copies
-        padding = sum(int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype) for s in self.layout.stored if s.padding)
+        padding = sum(
+            int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype) for s in self.layout.stored if s.padding
+        )
         moved = np.bincount(copies["cast"], copies["rows"] * copies["run"], len(self.joined.casts)).astype("i8").tolist()
         return {
             "source": {
@@ -283,7 +317,8 @@ class Plan:
         s, t = p["source"], p["target"]
         lines = [
             f"{s['format']} {s['path']} ({s['mapping']}, {s['parallel']}): {s['tensors']:,} logical tensors in {s['files']:,} files",
-            f"  -> {t['format']} {t['path']} ({t['mapping']}, {t['parallel']}): {t['tensors']:,} stored tensors, {len(t['files']):,} files, {t['bytes']:,} bytes",
+            f"  -> {t['format']} {t['path']} ({t['mapping']}, {t['parallel']}): "
+            f"{t['tensors']:,} stored tensors, {len(t['files']):,} files, {t['bytes']:,} bytes",
             f"{p['copies']:,} copies; every element of the target is written once, every element of the source is used or named here",
         ]
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
@@ -301,7 +336,7 @@ class Plan:
         budget = hf.parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         key = hashlib.sha256(f"{self.digest} {checksum} {self._stamps()}".encode()).hexdigest()
         reader = Reader(self.source.layout)
-        if check_replicas and (apart := reader.check_replicas()):
+        if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
             raise SourceError.of(f"{self.source.path}: ranks that should hold the same do not:", apart)
         dropped = reader.padding() if self.target.format == "hf" else []
         with self.destination.staging(key, resume) as staging:
@@ -345,6 +380,7 @@ def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = Fal
         name = unit_name(iteration)
         if iteration is None and source.unit is not None and is_unit_name(source.unit.name):
             name = source.unit.name
+    source.keep_padded = target.format != "hf"
     destination = Destination(Path(dst), name, source.unit.root if source.unit and is_unit_name(source.unit.name) else source.path,
                               overwrite=overwrite, update_tracker=update_tracker)  # fmt: skip
     if target.dtype is not None:
@@ -397,7 +433,9 @@ def _refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dic
     return dict(found)
 
 
-def _facts(source: Checkpoint, target: Target, file: MappingFile, inexact: Mapping[str, str], notes: list[str], **more: Any) -> dict[str, Any]:
+def _facts(
+    source: Checkpoint, target: Target, file: MappingFile, inexact: Mapping[str, str], notes: list[str], **more: Any
+) -> dict[str, Any]:
     """What decides the output: no time, no host, no path."""
     headers = hashlib.sha256()
     for s in source.layout.stored:
@@ -440,7 +478,9 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     impl = target.transformer_impl or source.chosen.get("transformer_impl") or "transformer_engine"
     grouped = target.grouped_experts
     if grouped is None:
-        grouped = source.chosen["experts"] == "grouped" if source.chosen and target.transformer_impl is None else impl == "transformer_engine"
+        grouped = (
+            source.chosen["experts"] == "grouped" if source.chosen and target.transformer_impl is None else impl == "transformer_engine"
+        )
     if grouped and impl == "local" and target.grouped_experts:
         raise UsageError("grouped experts need --transformer-impl transformer_engine: the local spec names no tensors for them")
     chosen = {
@@ -459,7 +499,12 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         common = new_common(args, iteration)
     else:
         mine = source.stored.common
-        kept = {**parallel.args(), "padded_vocab_size": padded, "transformer_impl": impl, "moe_grouped_gemm": written.get("moe_grouped_gemm")}
+        kept = {
+            **parallel.args(),
+            "padded_vocab_size": padded,
+            "transformer_impl": impl,
+            "moe_grouped_gemm": written.get("moe_grouped_gemm"),
+        }
         if left:
             kept.update(no_save_optim=True, no_save_rng=True)
         if target.dtype is not None:
@@ -472,7 +517,9 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         layout, outputs = torch.lay_out(dialect, dims, kinds, parallel, chosen, padded, common)
     else:
         layout, outputs = torch_dist.lay_out(dialect, dims, kinds, parallel, chosen, padded, common, target.common_as_object)
-    outputs.append(TargetFile.whole(megatron_args.SHELL, megatron_args.shell(said, "flags of pretrain_gpt.py for this checkpoint").encode()))
+    outputs.append(
+        TargetFile.whole(megatron_args.SHELL, megatron_args.shell(said, "flags of pretrain_gpt.py for this checkpoint").encode())
+    )
     outputs.append(TargetFile.whole(megatron_args.JSON, megatron_args.as_json(said).encode()))
     side = _side_of(source)
     destination.refuse_other_side(side)
@@ -489,7 +536,10 @@ def _python(args: dict[str, Any]) -> dict[str, Any]:
     """Args with dtypes as torch's own objects, the way Megatron keeps them."""
     from mckpt import safe_pickle
 
-    return {k: safe_pickle.torch_dtype(v.removeprefix("torch.")) if isinstance(v, str) and v.startswith("torch.") else v for k, v in args.items()}
+    return {
+        k: safe_pickle.torch_dtype(v.removeprefix("torch.")) if isinstance(v, str) and v.startswith("torch.") else v
+        for k, v in args.items()
+    }
 
 
 def _padded(source: Checkpoint, target: Target, vocab_size: int) -> int:
@@ -501,6 +551,10 @@ def _padded(source: Checkpoint, target: Target, vocab_size: int) -> int:
         rows = rows or held
         if rows and rows >= vocab_size and rows % target.parallel.tp == 0:
             return int(rows)
+        if rows == vocab_size and source.keep_padded and source.known.vocab_size is None:
+            raise UsageError(
+                f"{source.path}: {rows} padded rows of the vocabulary do not divide by tp {target.parallel.tp}; say --vocab-size N"
+            )
     return -(-vocab_size // multiple) * multiple
 
 
@@ -574,10 +628,14 @@ def _choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     best = [f for f in fit if f.canonical] or fit
     if len(best) == 1:
         others = [f.name for f in fit if f is not best[0]]
-        return best[0], f"family {best[0].name}" + (f", which computes the same as {', '.join(others)}" if others else ", the only one that fits the args")
+        return best[0], f"family {best[0].name}" + (
+            f", which computes the same as {', '.join(others)}" if others else ", the only one that fits the args"
+        )
     if best:
         raise UsageError(f"{source.path}: several families compute this: say --family with one of {', '.join(f.name for f in best)}")
-    raise MappingError.of(f"{source.path}: no family computes what its args describe:", reasons, "say --like HF_DIR, or --mapping FILE of your own family")
+    raise MappingError.of(
+        f"{source.path}: no family computes what its args describe:", reasons, "say --like HF_DIR, or --mapping FILE of your own family"
+    )
 
 
 __all__ = ["Checkpoint", "DestinationError", "Known", "Parallel", "Plan", "Target", "convert", "diff", "open", "plan"]

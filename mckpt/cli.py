@@ -41,7 +41,9 @@ _knowing = _apply(
     click.option("--allow-inexact", multiple=True, metavar="NAME", help="Accept what the target cannot compute exactly."),
 )
 _megatron_source = _apply(
-    click.option("--like", type=click.Path(file_okay=False, path_type=Path), help="A Hugging Face directory of the same model: its config is used."),
+    click.option(
+        "--like", type=click.Path(file_okay=False, path_type=Path), help="A Hugging Face directory of the same model: its config is used."
+    ),
     click.option("--vocab-size", type=int, help="True rows of the embedding, without padding."),
     click.option("--iteration", type=int, help="Which iteration to read; the tracker's otherwise."),
     click.option("--check-replicas", is_flag=True, help="Compare tensors that several ranks hold."),
@@ -60,7 +62,13 @@ _writing = _apply(
     _json,
     click.option("--max-memory", default="64MiB", show_default=True, help="Bytes in flight at once."),
     click.option("--threads", type=click.IntRange(0), default=0, help="0: as many as help on this machine."),
-    click.option("--checksum", type=click.Choice(["crc32", "sha256", "none"]), default="crc32", show_default=True, help="Of each file, in mckpt.json."),
+    click.option(
+        "--checksum",
+        type=click.Choice(["crc32", "sha256", "none"]),
+        default="crc32",
+        show_default=True,
+        help="Of each file, in mckpt.json.",
+    ),
     click.option("--allow-overflow", is_flag=True, help="Let values too large for fp16 become infinite."),
     click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is there, once the new one is complete."),
     click.option("--resume/--no-resume", default=True, show_default=True, help="Go on where an interrupted run of this command stopped."),
@@ -77,9 +85,13 @@ def _sizes(prefix: str, default: Any) -> Callable[[Command], Command]:
         size("vpp", "Virtual stages of each pipeline rank."),
         size("ep", "Expert-parallel size."),
         size("etp", "Tensor-parallel size of experts; as tp if not given."),
-        click.option("--decoder-first-pipeline-num-layers", "first_stage_layers", type=click.IntRange(1), help="Layers of the first stage."),
+        click.option(
+            "--decoder-first-pipeline-num-layers", "first_stage_layers", type=click.IntRange(1), help="Layers of the first stage."
+        ),
         click.option("--decoder-last-pipeline-num-layers", "last_stage_layers", type=click.IntRange(1), help="Layers of the last stage."),
-        click.option("--account-for-embedding-in-pipeline-split", "account_for_embedding", is_flag=True, help="Count the embedding as a layer."),
+        click.option(
+            "--account-for-embedding-in-pipeline-split", "account_for_embedding", is_flag=True, help="Count the embedding as a layer."
+        ),
         click.option("--account-for-loss-in-pipeline-split", "account_for_loss", is_flag=True, help="Count the loss as a layer."),
         click.option("--pipeline-model-parallel-layout", "layout", metavar="LAYOUT", help="Such as 'Ettt|(tt|)*6tL'."),
     )
@@ -117,7 +129,9 @@ def hf_to_megatron(form: str, **o: Any) -> None:
 @cli.command()
 @_source
 @_destination
-@click.option("--tokenizer", type=click.Path(file_okay=False, path_type=Path), help="A directory whose tokenizer and other side files are copied.")
+@click.option(
+    "--tokenizer", type=click.Path(file_okay=False, path_type=Path), help="A directory whose tokenizer and other side files are copied."
+)
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Largest safetensors file.")
 @click.option("--keep-padding", is_flag=True, help="Keep the padded rows of the vocabulary.")
 @_megatron_source
@@ -151,7 +165,9 @@ def reshard(form: str | None, **o: Any) -> None:
 @_source
 @_destination
 @_sizes("", None)
-@click.option("--to", "form", type=click.Choice(["hf", "torch", "torch_dist"]), help="Target format; torch_dist from Hugging Face, else hf.")
+@click.option(
+    "--to", "form", type=click.Choice(["hf", "torch", "torch_dist"]), help="Target format; torch_dist from Hugging Face, else hf."
+)
 @click.option("--tokenizer", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--max-shard-size", default="5GB", show_default=True)
 @click.option("--no-optimizer", is_flag=True)
@@ -211,7 +227,9 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> None:
         for change in found.changed:
             click.echo(str(change))
         verdict = "different" if found else "the same" + (" to the last bit" if atol is None else f" within {atol:g}")
-        click.echo(f"{verdict}: {found.same:,} tensors equal, {len(found.changed):,} differ, {len(found.missing):,} missing, {len(found.extra):,} extra")
+        click.echo(
+            f"{verdict}: {found.same:,} tensors equal, {len(found.changed):,} differ, {len(found.missing):,} missing, {len(found.extra):,} extra"
+        )
     if found:
         sys.exit(1)
 
@@ -254,7 +272,9 @@ def show(name: str) -> None:
 
 @mappings.command()
 @click.argument("file", type=click.Path(path_type=Path))
-@click.option("--config", type=click.Path(dir_okay=False, path_type=Path), help="A config.json: its model is planned with the file, on both sides.")
+@click.option(
+    "--config", type=click.Path(dir_okay=False, path_type=Path), help="A config.json: its model is planned with the file, on both sides."
+)
 def check(file: Path, config: Path | None) -> None:
     """Check a mapping file; with --config, that every tensor of that model has a place on the Megatron side."""
     from mckpt import inspection

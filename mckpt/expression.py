@@ -1,4 +1,4 @@
-"""Expressions in mapping files: arithmetic, comparisons, indexing and one-line comprehensions over named values. Parsed, never `eval`-ed."""
+"""Expressions in mapping files: arithmetic, comparisons, indexing and comprehensions over named values. Parsed, never `eval`-ed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "range": lambda *a: range(*a) if all(abs(x) <= 1_000_000 for x in a) else _refuse(a),
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
-_NODES = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Store, ast.BoolOp, ast.And, ast.Or, ast.IfExp, ast.Compare, ast.BinOp, ast.UnaryOp)
-_NODES += (ast.Call, ast.Subscript, ast.Attribute, ast.List, ast.ListComp, ast.comprehension, *_BINARY, *_COMPARE, *_UNARY)
+_LEAVES: tuple[type, ...] = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Store, ast.And, ast.Or, *_BINARY, *_COMPARE, *_UNARY)
+_BRANCHES: tuple[type, ...] = (ast.BoolOp, ast.IfExp, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Call, ast.Subscript, ast.Attribute, ast.List)
+_NODES = (*_LEAVES, *_BRANCHES, ast.ListComp, ast.comprehension)
 
 
 def _refuse(arguments: tuple[Any, ...]) -> range:
@@ -53,7 +54,8 @@ class Expression:
             self.tree = ast.parse(self.text.strip(), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
             raise ExpressionError(f"{self.text!r} is no expression: {e}") from None
-        bound = {g.target.id for n in ast.walk(self.tree) if isinstance(n, ast.ListComp) for g in n.generators if isinstance(g.target, ast.Name)}
+        loops = [g for n in ast.walk(self.tree) if isinstance(n, ast.ListComp) for g in n.generators]
+        bound = {g.target.id for g in loops if isinstance(g.target, ast.Name)}
         names = set()
         for node in ast.walk(self.tree):
             if not isinstance(node, _NODES):

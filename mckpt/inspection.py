@@ -32,7 +32,9 @@ def inspect(source: api.Checkpoint) -> dict[str, Any]:
         out["iteration"] = stored.common.fields.get("iteration")
         out["unit"] = str(stored.root)
         out["parallel"] = {k: v for k, v in stored.parallel().args().items() if v not in (None, False)}
-        out["model"] = {k: args[k] for k in ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "padded_vocab_size") if args.get(k)} or None
+        out["model"] = {
+            k: args[k] for k in ("num_layers", "hidden_size", "num_attention_heads", "num_experts", "padded_vocab_size") if args.get(k)
+        } or None
         if isinstance(stored, torch_dist.Checkpoint):
             out["files"] = len(stored.files)
             out["objects"] = len(stored.metadata.objects)
@@ -40,7 +42,7 @@ def inspect(source: api.Checkpoint) -> dict[str, Any]:
                 tensors[key] = {"shape": list(size), "dtype": dtype, "chunks": len(chunks)}
         elif isinstance(stored, torch.Checkpoint):
             out["files"] = len(stored.directories)
-            tensors = {k: {"shape": list(e.shape), "dtype": e.dtype} for k, (e,) in stored.first_rank_tensors().items()}
+            tensors = {k: {"shape": list(e.shape), "dtype": e.dtype} for k, e in stored.first_rank_tensors().items()}
             out["shown"] = f"tensors of {stored.directories[0]}, one of {len(stored.directories)} ranks"
     for t in tensors.values():
         t["bytes"] = math.prod(t["shape"]) * itemsize(t["dtype"])
@@ -87,7 +89,9 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
     chosen = {"container": "torch_dist", "transformer_impl": "transformer_engine", "experts": "grouped", "layers": "per_layer", "pp": 1}
     there = {n for b in dialect.bind(dialect.scope(dims, **chosen)) for n in b.rule.of}
-    problems = [f"{n}: Megatron has no place for it" for n in sorted(here - there)] + [f"{n}: Megatron wants it" for n in sorted(there - here)]
+    problems = [f"{n}: Megatron has no place for it" for n in sorted(here - there)] + [
+        f"{n}: Megatron wants it" for n in sorted(there - here)
+    ]
     problems += list(dialect.inexact(dims, api.GIVEN).values())
     if problems:
         raise api.MappingError.of(f"{file} with {config} does not fit Megatron:", problems)

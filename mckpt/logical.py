@@ -171,7 +171,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             fd = os.open(path, os.O_RDONLY)
             try:
                 got = 0
-                while got < nbytes and (n := os.preadv(fd, [memoryview(raw)[got:]], at + got)):
+                while got < nbytes and (n := os.preadv(fd, [raw[got:].data], at + got)):
                     got += n
             finally:
                 os.close(fd)

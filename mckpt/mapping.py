@@ -27,7 +27,7 @@ _HERE = Path(__file__).parent
 FOLDER = _HERE / "mappings" if (_HERE / "mappings").is_dir() else _HERE.parent / "mappings"  # a wheel has them inside
 Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices and what is derived of them
-_TYPES = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
+_TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
 _INDEX = re.compile(r"\{(\w+)\}")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
@@ -35,7 +35,7 @@ _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 # ---------------------------------------------------------------------------------------------------------------- YAML with lines
 
 
-class Node(dict):  # type: ignore[type-arg]
+class Node(dict):
     """A YAML mapping that knows the file and line of each key."""
 
     def __init__(self) -> None:
@@ -313,6 +313,8 @@ class MappingFile(NamedTuple):
             value = spec.read(ChainMap({"value": value}, scope))  # type: ignore[arg-type]
         if isinstance(value, float) and dim.type == "int" and value.is_integer():
             value = int(value)
+        if value is None and name in known:  # silence
+            return known[name]
         if name in known and not spec.free and not _equal(known[name], value):
             raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} was given")
         return value
@@ -360,7 +362,7 @@ class MappingFile(NamedTuple):
         return [k for k, v in config.items() if k not in read and k not in self.inert and v not in (None, False, [], {})]
 
 
-class _Lazy(dict):  # type: ignore[type-arg]
+class _Lazy(dict):
     """A scope that asks `resolve` for what it lacks."""
 
     def __init__(self, resolve: Callable[[str], Any], **known: Any) -> None:
@@ -390,7 +392,24 @@ def _equal(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- reading a file
 
 
-_TOP = ("architectures", "extends", "canonical", "requires", "choices", "derive", "dims", "also", "flags", "expect", "inexact", "inert", "ignore", "tensors", "blocks", "objects")
+_TOP = (
+    "architectures",
+    "extends",
+    "canonical",
+    "requires",
+    "choices",
+    "derive",
+    "dims",
+    "also",
+    "flags",
+    "expect",
+    "inexact",
+    "inert",
+    "ignore",
+    "tensors",
+    "blocks",
+    "objects",
+)
 _RULE = ("of", "pack", "tp", "stage", "when", "alias", "expert")
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
 
@@ -442,7 +461,9 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
     if not base.is_file():
         base = folder(kind) / f"{node['extends']}.yaml"
     if not base.is_file() or base in above:
-        raise MappingError(f"{node.lines['extends']}: there is no mapping {node['extends']!r} to extend" + " (it extends itself)" * (base in above))
+        raise MappingError(
+            f"{node.lines['extends']}: there is no mapping {node['extends']!r} to extend" + " (it extends itself)" * (base in above)
+        )
     root, base_digest = _inherit(base, kind, (*above, path))
     root.pop("architectures", None)
     return _merge(root, node), hashlib.sha256((base_digest + digest).encode()).hexdigest()[:16]
@@ -532,8 +553,10 @@ def _expand(key: str, spec: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, 
         yield key, dict(spec)
         return
     for i, word in enumerate(found[1].split(",")):
+
         def pick(text: str, i: int = i) -> str:
             return _BRACES.sub(lambda m: m[1].split(",")[i], text)
+
         of = spec.get("of", [])
         yield key[: found.start()] + word + key[found.end() :], {**spec, "of": pick(of) if isinstance(of, str) else [pick(o) for o in of]}
 

@@ -34,7 +34,10 @@ def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
 def shell(said: dict[str, Any], title: str) -> str:
     """A file to be sourced: `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
     lines = [f"# {title}", '# source this file, then: pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load DIR --no-load-optim --no-load-rng ...']
-    lines += ["# (later flags win: give your own --tokenizer-type, --seq-length, parallel sizes of a torch_dist checkpoint)", "MEGATRON_ARGS=("]
+    lines += [
+        "# (later flags win: give your own --tokenizer-type, --seq-length, parallel sizes of a torch_dist checkpoint)",
+        "MEGATRON_ARGS=(",
+    ]
     lines += [f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in said.items()]
     return "\n".join([*lines, ")", ""])
 

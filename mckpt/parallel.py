@@ -48,7 +48,9 @@ class Parallel:
         uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
         accounted = self.account_for_embedding or self.account_for_loss
         if uneven + accounted + (self.layout is not None) > 1:
-            raise UsageError("say one of: layers of the first and last stage, account-for-embedding/loss, or a pipeline layout; Megatron refuses two")
+            raise UsageError(
+                "say one of: layers of the first and last stage, account-for-embedding/loss, or a pipeline layout; Megatron refuses two"
+            )
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(f"vpp {self.vpp} needs pp > 1: virtual stages interleave pipeline stages")
 
@@ -73,7 +75,9 @@ class Parallel:
         if self.layout is not None:
             stages = _parse_layout(self.layout)
             if len(stages) != self.pp * self.vpp:
-                raise UsageError(f"the layout {self.layout!r} has {len(stages)} stages; pp {self.pp} x vpp {self.vpp} need {self.pp * self.vpp}")
+                raise UsageError(
+                    f"the layout {self.layout!r} has {len(stages)} stages; pp {self.pp} x vpp {self.vpp} need {self.pp * self.vpp}"
+                )
             flat = "".join(stages)
             if flat.count("E") != 1 or flat.count("L") != 1 or flat[0] != "E" or flat[-1] != "L" or flat.count("t") != num_layers:
                 raise UsageError(
@@ -85,7 +89,9 @@ class Parallel:
         left = num_layers - sum(given.values()) + self.account_for_embedding + self.account_for_loss
         ranks = self.pp - len(given)
         what = f"{num_layers} layers" + (f" less {sum(given.values())} of the first or last stage" if given else "")
-        what += f" and {self.account_for_embedding + self.account_for_loss} for embedding and loss" * (self.account_for_embedding or self.account_for_loss)
+        what += f" and {self.account_for_embedding + self.account_for_loss} for embedding and loss" * (
+            self.account_for_embedding or self.account_for_loss
+        )
         if left < 0 or (left % ranks if ranks else left):
             raise UsageError(f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); say another --pp, or place them unevenly")
         per_rank = [given.get(p, left // ranks if ranks else 0) for p in range(self.pp)]
@@ -108,7 +114,9 @@ class Parallel:
             return [(t, 0) for t in range(self.tp)]
         etp = self.expert_tp
         if self.tp % etp:
-            raise UsageError(f"etp {etp} does not divide tp {self.tp}: one file would hold two shards of an expert; use --format torch_dist")
+            raise UsageError(
+                f"etp {etp} does not divide tp {self.tp}: one file would hold two shards of an expert; use --format torch_dist"
+            )
         return sorted({(r % self.tp, (r // etp) % self.ep) for r in range(math.lcm(self.tp, etp * self.ep))})
 
     def check(self, num_experts: int) -> None:

@@ -52,7 +52,9 @@ def join(source: Layout, target: Layout) -> Joined:
     CoverError lists everything that makes this no exact cover: elements of the target that nothing or two pieces fill, elements of the
     source that are in no rule, logical tensors that only one side has.
     """
-    layers, experts = (1 + max((int(getattr(s, i).max()) for s in (*source.stored, *target.stored) if len(s)), default=0) for i in ("layer", "expert"))
+    layers, experts = (
+        1 + max((int(getattr(s, i).max()) for s in (*source.stored, *target.stored) if len(s)), default=0) for i in ("layer", "expert")
+    )
     problems = [f"source: {p}" for p in _prove(source, layers, experts)] + [f"target: {p}" for p in _prove(target, layers, experts)]
     problems += _compare(_present(source, layers, experts), _present(target, layers, experts), experts)
     if problems:
@@ -122,8 +124,8 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
             holders.setdefault(name, []).append((s, pieces))
     for name, held in holders.items():
         counts = np.zeros((len(held), layers * experts), "i4")
-        for row, (s, _) in zip(counts, held, strict=True):
-            np.add.at(row, _ids(s, experts), 1)
+        for count, (s, _) in zip(counts, held, strict=True):
+            np.add.at(count, _ids(s, experts), 1)
         if (counts > 1).any():
             row, at = (int(x) for x in np.argwhere(counts > 1)[0])
             problems.append(f"{held[row][0].key} is stored {counts[row, at]} times for layer {at // experts}, expert {at % experts}")

@@ -46,7 +46,9 @@ class Destination:
         if not occupied:
             return
         if not self.overwrite:
-            raise DestinationError(f"{self.path}: already holds {occupied[0]}{' and more' * (len(occupied) > 1)}; say --overwrite to replace it")
+            raise DestinationError(
+                f"{self.path}: already holds {occupied[0]}{' and more' * (len(occupied) > 1)}; say --overwrite to replace it"
+            )
         foreign = [name for name in occupied if not self._ours(name)]
         if foreign:
             raise DestinationError(
@@ -62,7 +64,16 @@ class Destination:
         if self.unit is None:
             known = {CONFIG, MANIFEST, "generation_config.json", *hf.INDEX.values()}
             return name in known or (name.endswith((".safetensors", ".bin"))) or (self.path / CONFIG).is_file()
-        parts = (".metadata", "metadata.json", "common.pt", MANIFEST, "megatron_args.sh", "megatron_args.json", "run_config.yaml", "train_state.pt")
+        parts = (
+            ".metadata",
+            "metadata.json",
+            "common.pt",
+            MANIFEST,
+            "megatron_args.sh",
+            "megatron_args.json",
+            "run_config.yaml",
+            "train_state.pt",
+        )
         return name in parts or name.startswith("mp_rank_") or name.endswith(".distcp")
 
     @contextmanager
@@ -105,7 +116,9 @@ class Destination:
             shutil.rmtree(staging)
             sync(self.root)
         except OSError as e:
-            raise StorageError(f"{self.path}: cannot be put in place: {e.strerror or e} ({e.filename}); the complete data is in {staging}") from e
+            raise StorageError(
+                f"{self.path}: cannot be put in place: {e.strerror or e} ({e.filename}); the complete data is in {staging}"
+            ) from e
 
     def _publish_unit(self, data: Path, staging: Path) -> None:
         if self.path.exists():
@@ -154,7 +167,9 @@ class Destination:
         config = self.root / "hf" / CONFIG
         mine = dict(side).get(CONFIG)
         if config.exists() and mine is not None and config.read_bytes() != mine:
-            raise DestinationError(f"{config}: describes another model; checkpoints of one save directory share DST/hf. Write to another directory")
+            raise DestinationError(
+                f"{config}: describes another model; checkpoints of one save directory share DST/hf. Write to another directory"
+            )
 
 
 def sync(path: Path) -> None:

@@ -5,9 +5,10 @@
 cases.json is a list. Every case is a dict with `kind`, optionally `name` (default case000 ...), and by kind:
 
     forward  checkpoint, tokens [[...]]; args: replaces entries of the checkpoint's own; format: must be so; strict; impl
-             -> NAME.npy: fp32 logits [batch, seq, vocab]; unread: model keys of the checkpoint that no rank asked for; forgiven: missing _extra_state
+             -> NAME.npy: fp32 logits [batch, seq, vocab]; unread: model keys of the checkpoint that no rank asked for;
+             forgiven: _extra_state that it lacks
     save     args, destination, format; seed, with_args, iteration (null: release), tokens
-             -> a randomly filled model saved by megatron-core in args.params_dtype, the same for every parallel size; NAME.npy as above
+             -> a randomly filled model saved by megatron-core in args.params_dtype, the same for every parallel size; NAME.npy
     keys     args -> torch_dist: {key: [global shape, dtype]} ([] and "object" for objects);
              torch: {mp_rank directory: [one {key: shape, null for an object} per virtual stage]}; any size: no processes needed
     grid     cp -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer]}; any size

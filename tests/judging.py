@@ -18,7 +18,9 @@ import numpy as np
 HERE = Path(__file__).parent
 
 
-def judge(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool = False, timeout: float = 600) -> dict[str, dict[str, Any]]:
+def judge(
+    cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool = False, timeout: float = 600
+) -> dict[str, dict[str, Any]]:
     """The result of every case by its name, with `logits` (an array) where the case gives them. A failed case has ok False and error.
 
     A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the log, and the cases after it get a launch
@@ -36,7 +38,11 @@ def judge(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te
             results[left[0]["name"]] = read_result(directory, left[0]["name"])
             left = left[1:]
         if left:
-            results[left[0]["name"]] = {"name": left[0]["name"], "ok": False, "error": {"launch": f"no verdict; the log ends:\n{log[-6000:]}"}}
+            results[left[0]["name"]] = {
+                "name": left[0]["name"],
+                "ok": False,
+                "error": {"launch": f"no verdict; the log ends:\n{log[-6000:]}"},
+            }
             left = left[1:]
     return results
 

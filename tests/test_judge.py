@@ -16,6 +16,7 @@ pytest.importorskip("megatron.core")
 pytest.importorskip("transformers")
 
 import torch
+
 from tests.judging import explain, judge
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, PADDED_VOCAB = 4, 96, 16, 8, 56, 150, 160
@@ -158,7 +159,9 @@ def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict
         for form in ("torch_dist", "torch"):
             others = [{}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}, *([{"ep": 4, "etp": 1}, {"tp": 2, "ep": 2}] if moe else [])]
             cases += saves(work / f"te-{family}-{form}", f"{family}-te-{form}", args, form, tp=2, pp=2, **moe)
-            cases += loads(work / f"te-{family}-{form}", f"{family}-te-{form}", others if form == "torch_dist" else [{"tp": 2, "pp": 2} | moe])
+            cases += loads(
+                work / f"te-{family}-{form}", f"{family}-te-{form}", others if form == "torch_dist" else [{"tp": 2, "pp": 2} | moe]
+            )
         for impl in (TE, {}):
             name = f"keys-{family}-{'te' if impl else 'local'}"
             cases.append({"name": name, "kind": "keys", "args": FAMILIES[family] | impl, "tp": 2, "pp": 2, "vpp": 2} | moe)
@@ -227,19 +230,28 @@ def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
 
     args = FAMILIES[family]
     config = {
-        "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
-        "head_dim": args["kv_channels"], "vocab_size": VOCAB, "max_position_embeddings": 128, "rms_norm_eps": args["layernorm_epsilon"],
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(args["rotary_base"])}, "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
-        "attn_implementation": "eager", "sliding_window": None, "num_experts_per_tok": TOPK,
+        "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN, "vocab_size": VOCAB, "max_position_embeddings": 128,
+        "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": args["kv_channels"], "num_experts_per_tok": TOPK,
+        "rms_norm_eps": args["layernorm_epsilon"], "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
+        "attn_implementation": "eager", "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": float(args["rotary_base"])},
     }  # fmt: skip
     if family == "llama3":
-        config["rope_parameters"] = {"rope_type": "llama3", "rope_theta": float(args["rotary_base"]), "factor": 32.0, "low_freq_factor": 1.0,
-                                     "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+        scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        config["rope_parameters"] |= {"rope_type": "llama3"} | scaling
     if family == "mixtral":
         config |= {"intermediate_size": MOE_FFN, "num_local_experts": EXPERTS}
     if family == "qwen3_moe":
         config |= {"moe_intermediate_size": MOE_FFN, "num_experts": EXPERTS, "norm_topk_prob": True}
-    name = {"llama": "Llama", "llama3": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}[family]
+    name = {
+        "llama": "Llama",
+        "llama3": "Llama",
+        "mistral": "Mistral",
+        "qwen2": "Qwen2",
+        "qwen3": "Qwen3",
+        "mixtral": "Mixtral",
+        "qwen3_moe": "Qwen3Moe",
+    }[family]
     hf = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config)).float().eval()
     weights = {
         "model.embed_tokens.weight": model["embedding.word_embeddings.weight"][:VOCAB],
@@ -247,7 +259,11 @@ def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
         "model.norm.weight": model["decoder.final_layernorm.weight"],
     }
     for layer in range(LAYERS):
-        megatron = {key.removeprefix(f"decoder.layers.{layer}."): value for key, value in model.items() if key.startswith(f"decoder.layers.{layer}.")}
+        megatron = {
+            key.removeprefix(f"decoder.layers.{layer}."): value
+            for key, value in model.items()
+            if key.startswith(f"decoder.layers.{layer}.")
+        }
         weights |= {f"model.layers.{layer}.{key}": value for key, value in transformers_layer(megatron, args["kv_channels"]).items()}
     result = hf.load_state_dict(weights, strict=True)
     assert not result.missing_keys

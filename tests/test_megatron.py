@@ -109,7 +109,9 @@ def megatron_args(source: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_transformers_computes_what_megatron_core_saved(case: str, work: Path, saved: dict[str, dict[str, Any]], sources: dict[str, Path]) -> None:
+def test_transformers_computes_what_megatron_core_saved(
+    case: str, work: Path, saved: dict[str, dict[str, Any]], sources: dict[str, Path]
+) -> None:
     for form in ("torch_dist", "torch"):
         result = saved[f"{case}-{form}"]
         assert result["ok"], explain(result)

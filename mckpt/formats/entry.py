@@ -97,7 +97,9 @@ def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: li
     for (dtype, strides), members in kinds.items():
         placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
         if any(p is None for p in placed):
-            problems.missing(f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can follow; save it as a dense tensor")
+            problems.missing(
+                f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can follow; save it as a dense tensor"
+            )
             continue
         layer, expert, file, at = (np.array(x) for x in zip(*((la, ex, e.file, e.at) for la, ex, e in members), strict=True))
         where = {"layer": layer.astype("i4"), "expert": expert.astype("i4"), "file": file.astype("i4"), "at": at.astype("i8")}
@@ -122,7 +124,9 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
             if out.setdefault(name, s.dtype) != s.dtype:
                 clash.setdefault(name, {out[name]}).add(s.dtype)
     if clash:
-        raise UsageError.of("tensors are stored in several dtypes; say one with --dtype:", [f"{k}: {', '.join(sorted(v))}" for k, v in clash.items()])
+        raise UsageError.of(
+            "tensors are stored in several dtypes; say one with --dtype:", [f"{k}: {', '.join(sorted(v))}" for k, v in clash.items()]
+        )
     return out
 
 
@@ -133,5 +137,3 @@ def shapes_of(bound: Iterable[Bound], scope: Scope) -> dict[str, tuple[int, ...]
 
 def whole_box(shape: tuple[int, ...]) -> Box:
     return Box((0,) * len(shape), shape)
-
-

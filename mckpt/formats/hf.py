@@ -115,7 +115,8 @@ class Checkpoint:
             problems.extend(f"{name}: a shard that {INDEX[kind]} does not name" for name in extra)
         else:
             names = [SINGLE[kind]]
-        files, entries = [], {}
+        files: list[str] = []
+        entries: dict[str, Entry] = {}
         for name in names:
             path = self.root / name
             if not path.is_file():
@@ -133,7 +134,9 @@ class Checkpoint:
                 entries[key] = entry
         if weight_map is not None:
             here = {Path(f).name for f in files}
-            problems.extend(f"{k}: {INDEX[kind]} says it is in {f}, and it is not" for k, f in weight_map.items() if k not in entries and f in here)
+            problems.extend(
+                f"{k}: {INDEX[kind]} says it is in {f}, and it is not" for k, f in weight_map.items() if k not in entries and f in here
+            )
         return files, entries, problems
 
     def _weight_map(self, path: Path, problems: list[str]) -> dict[str, str]:
@@ -181,7 +184,9 @@ def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
             first = f.read(8)
             length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
             if not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise SourceError(f"{path}: no safetensors: a header of {length:,} bytes in a file of {size:,}; truncated or another format")
+                raise SourceError(
+                    f"{path}: no safetensors: a header of {length:,} bytes in a file of {size:,}; truncated or another format"
+                )
             raw = f.read(length)
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
@@ -218,7 +223,9 @@ def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     at = 0
     for start, end, key, _ in rows:
         if start != at:
-            raise SourceError(f"{path}: {key} starts at byte {start:,} of the data, and the tensor before it ends at {at:,}: a hole or an overlap")
+            raise SourceError(
+                f"{path}: {key} starts at byte {start:,} of the data, and the tensor before it ends at {at:,}: a hole or an overlap"
+            )
         at = end
     if size != 8 + length + at:
         what = "truncated" if size < 8 + length + at else "padded"
@@ -258,7 +265,7 @@ def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], fil
 
 
 def parse_size(text: str) -> int:
-    """"5GB" or "512MiB" -> bytes."""
+    """ "5GB" or "512MiB" -> bytes."""
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not found or found[2].upper() not in units or (size := int(float(found[1]) * units[found[2].upper()])) < 1:
@@ -307,7 +314,9 @@ def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_s
         shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of)
         layers, experts = b.instances()
         index = np.array([place[r, i] for i in range(len(layers))])
-        stored.append(Stored(b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers, experts, np.array(file_of, "i4")[index], at[index]))
+        stored.append(
+            Stored(b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers, experts, np.array(file_of, "i4")[index], at[index])
+        )
     outputs = [TargetFile(n, len(h) + e, lambda crc_of, h=h: [(0, h)]) for n, h, e in zip(names, heads, ends, strict=True)]  # type: ignore[misc]
     if count > 1:
         weight_map = {row[1]: names[file_of[i]] for i, row in enumerate(rows)}

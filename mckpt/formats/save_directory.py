@@ -60,7 +60,9 @@ def find(path: Path, iteration: int | None = None) -> Unit | None:
     else:
         raise UsageError(f"{path}: {len(units)} checkpoints and no {TRACKER}; say --iteration N or the path of one of {', '.join(units)}")
     if name not in units:
-        raise SourceError(f"{path}: has no {name}" + (f", which {TRACKER} names" if iteration is None else "") + f"; it has {', '.join(units) or 'none'}")
+        raise SourceError(
+            f"{path}: has no {name}" + (f", which {TRACKER} names" if iteration is None else "") + f"; it has {', '.join(units) or 'none'}"
+        )
     return Unit(path / name, path, name)
 
 

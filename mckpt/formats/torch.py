@@ -74,7 +74,7 @@ class Checkpoint:
             words = set(self._rank(self.directories[0]).models[0]) & set().union(*last.models)
             everywhere = any("embedding" in k for k in words)
             return Parallel(tp=sizes[0], ep=sizes[1]) if everywhere else Parallel(tp=sizes[0], pp=sizes[1], vpp=self.vpp)
-        return Parallel(*sizes[:1]) if len(sizes) == 1 else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
+        return Parallel(tp=sizes[0]) if len(sizes) == 1 else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
 
     def beside(self) -> list[str]:
         """What it holds that is no weight: optimizer, random states."""
@@ -142,7 +142,9 @@ class Checkpoint:
                         else:
                             found.append((layer, expert, entry))
                 if found:
-                    stored += group(b.rule.key, held.shape, held.pieces, found, problems, replica=held.replica, padding=b.rule.tp == "vocab")
+                    stored += group(
+                        b.rule.key, held.shape, held.pieces, found, problems, replica=held.replica, padding=b.rule.tp == "vocab"
+                    )
         problems.extend(f"{d}: {k} is in no rule of {dialect.path.name}" for d, models in left.items() for m in models for k in m)
         problems.check()
         return Layout(self.files, stored, shapes_of(bound, scope), dict.fromkeys(self.beside(), "not weights"))

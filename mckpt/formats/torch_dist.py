@@ -52,7 +52,9 @@ class Checkpoint:
     def __init__(self, path: Path) -> None:
         self.root = path
         if not (path / MARKER).exists():
-            raise SourceError(f"{path}: has no {MARKER}: its save never finished, or it is a torch_dcp checkpoint, which mckpt does not read")
+            raise SourceError(
+                f"{path}: has no {MARKER}: its save never finished, or it is a torch_dcp checkpoint, which mckpt does not read"
+            )
         try:
             marker = json.loads(read_file(path / MARKER, 1 << 20))
             backend = marker["sharded_backend"]
@@ -136,7 +138,9 @@ class Checkpoint:
         problems.extend(f"{k} {list(self.metadata.tensors[k][1])} is in no rule of {dialect.path.name}" for k in left)
         problems.check()
         ignored = {k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)}
-        return Layout([str(self.root / f) for f in self.files], stored, shapes_of(bound, scope), {k: why for k, why in ignored.items() if why})
+        return Layout(
+            [str(self.root / f) for f in self.files], stored, shapes_of(bound, scope), {k: why for k, why in ignored.items() if why}
+        )
 
     def _chunk(self, b: Bound, key: str, layer: int, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], axes: int,
                found: dict[Box, list[tuple[int, int, Entry]]]) -> None:  # fmt: skip
@@ -185,7 +189,9 @@ def _ignored(key: str, dialect: MappingFile) -> str | None:
     if key == COMMON_OBJECT:
         return "common state"
     name = key.split("/")[0]
-    return next((why for word, why in dialect.ignore.items() if name == word or name.startswith(word + ".") or name.endswith("." + word)), None)
+    return next(
+        (why for word, why in dialect.ignore.items() if name == word or name.startswith(word + ".") or name.endswith("." + word)), None
+    )
 
 
 def _keys(b: Bound) -> list[tuple[str, int]]:

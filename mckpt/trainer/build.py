@@ -33,14 +33,22 @@ REQUIRED_MOE = (
 )  # fmt: skip
 
 # Models that this trainer does not build: (arg, the value that means "not used").
-UNSUPPORTED = (("spec", None), ("mtp_num_layers", None), ("heterogeneous_layers_config_path", None), ("experimental_attention_variant", None),
-               ("hybrid_layer_pattern", None), ("hybrid_override_pattern", None), ("is_hybrid_model", False))  # fmt: skip
+UNSUPPORTED = (
+    ("spec", None),
+    ("mtp_num_layers", None),
+    ("heterogeneous_layers_config_path", None),
+    ("experimental_attention_variant", None),
+    ("hybrid_layer_pattern", None),
+    ("hybrid_override_pattern", None),
+    ("is_hybrid_model", False),
+)
 
 # Fields that make a run faster or smaller and change no result: their kernels are absent on a CPU, and logits are compared
 # across machines, so they are off everywhere. Values of the run that made the checkpoint are not used for these.
 PLAIN = {
     "apply_rope_fusion": False, "bias_activation_fusion": False, "bias_dropout_fusion": False, "cross_entropy_loss_fusion": False,
-    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False, "memory_efficient_layer_norm": False, "persist_layer_norm": False,
+    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
+    "memory_efficient_layer_norm": False, "persist_layer_norm": False,
     "moe_permute_fusion": False, "moe_router_fusion": False, "moe_shared_expert_overlap": False, "moe_enable_deepep": False,
     "moe_token_dispatcher_type": "alltoall", "use_te_activation_func": False, "use_transformer_engine_op_fuser": False,
     "cpu_offloading": False, "cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope": [],
@@ -72,7 +80,13 @@ def namespace(args: Namespace | Mapping[str, Any]) -> Namespace:
 
 
 def at_sizes(
-    args: Namespace | Mapping[str, Any], tp: int = 1, pp: int = 1, vpp: int | None = None, ep: int = 1, etp: int | None = None, **others: Any
+    args: Namespace | Mapping[str, Any],
+    tp: int = 1,
+    pp: int = 1,
+    vpp: int | None = None,
+    ep: int = 1,
+    etp: int | None = None,
+    **others: Any,
 ) -> Namespace:
     """A copy of args at other parallel sizes; `others` replaces any other arg.
 
@@ -80,7 +94,9 @@ def at_sizes(
     `etp` None is tp, as in Megatron.
     """
     out = namespace(args)
-    same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (getattr(out, "virtual_pipeline_model_parallel_size", None) or 1) == (vpp or 1)
+    same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (getattr(out, "virtual_pipeline_model_parallel_size", None) or 1) == (
+        vpp or 1
+    )
     if not same:
         vars(out).update(PIPELINE_SPLIT)
     vars(out).update(others)
@@ -115,7 +131,9 @@ def check(args: Namespace) -> None:
     nullable = ("num_experts",)
     problems = [f"{name} is absent" for name in needed if not hasattr(args, name)]
     problems += [f"{name} is None" for name in needed if name not in nullable and hasattr(args, name) and getattr(args, name) is None]
-    problems += [f"{name} is {getattr(args, name)!r}: not built here" for name, off in UNSUPPORTED if getattr(args, name, off) not in (off, False)]
+    problems += [
+        f"{name} is {getattr(args, name)!r}: not built here" for name, off in UNSUPPORTED if getattr(args, name, off) not in (off, False)
+    ]
     if epsilon(args) is None:
         problems.append("layernorm_epsilon (norm_epsilon before Megatron-Core 0.16) is absent")
     tp = args.tensor_model_parallel_size
@@ -144,7 +162,7 @@ def initialize(args: Namespace, timeout_s: float = 1800) -> None:
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        distributed_timeout_minutes=timeout_s / 60,  # type: ignore[arg-type]  # goes to timedelta(minutes=)
+        distributed_timeout_minutes=timeout_s / 60,  # goes to timedelta(minutes=)
         create_gloo_process_groups=False,
     )
     if torch.cuda.is_available():
@@ -189,9 +207,13 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32) -> A
 
     uses_te = args.transformer_impl == "transformer_engine"
     if not uses_te:
-        config["moe_grouped_gemm"] = False  # the local spec's grouped experts need a CUDA extension; sequential ones load the same torch_dist
+        config["moe_grouped_gemm"] = (
+            False  # the local spec's grouped experts need a CUDA extension; sequential ones load the same torch_dist
+        )
     # A MoE at tp > 1 demands sequence parallelism to train; torch's norms, the local spec's, refuse it.
-    config["sequence_parallel"] = uses_te and args.tensor_model_parallel_size > 1 and bool(getattr(args, "sequence_parallel", False) or args.num_experts)
+    config["sequence_parallel"] = (
+        uses_te and args.tensor_model_parallel_size > 1 and bool(getattr(args, "sequence_parallel", False) or args.num_experts)
+    )
 
     config.update({name: value for name, value in PLAIN.items() if name in fields})
     if not args.num_experts:
@@ -219,7 +241,9 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     if args.num_experts:
         return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage)
     if uses_te:
-        return specs.get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention)
+        return specs.get_gpt_layer_with_transformer_engine_spec(
+            qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
+        )
     return specs.get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention, normalization=args.normalization
     )

@@ -1,6 +1,7 @@
 """What megatron-core asks of CUDA on its build, load, forward and save paths, answered on a machine without a GPU.
 
-One function, `install()`; where CUDA is available it mends only what lacks Transformer Engine. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
+One function, `install()`; where CUDA is available it mends only what lacks Transformer Engine.
+Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def install() -> None:
     """Patches torch.cuda and megatron-core in this process. Idempotent."""
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm") or moe_utils.te_general_gemm is not None and not torch.cuda.is_available():
+    if not hasattr(moe_utils, "te_general_gemm") or (moe_utils.te_general_gemm is not None and not torch.cuda.is_available()):
         # 0.16.1 reads it in every router, but binds it only if Transformer Engine imports; None is its own word for "use torch.mm"
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
@@ -55,7 +56,7 @@ def install() -> None:
     for name, shim in shims.items():
         setattr(torch.cuda, name, shim)
     # tied embeddings: LanguageModule moves the shared weight to the GPU before it all-reduces it over the embedding group
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer import utils

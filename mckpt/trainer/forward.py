@@ -33,27 +33,22 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
     mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]  # True: may not look
 
     first, last = ps.is_pipeline_first_stage(ignore_virtual=True), ps.is_pipeline_last_stage(ignore_virtual=True)
-    pipelined = config.pipeline_model_parallel_size > 1
-    out = None
+    hidden: Any = None
     for stage, chunk in enumerate(chunks):
-        if pipelined and not (first and stage == 0):
+        if not (first and stage == 0):
             hidden = torch.empty(length // rows, batch, config.hidden_size, dtype=config.params_dtype, device=device)
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(hidden)
-        out = chunk(tokens, positions, mask)
-        if pipelined and not (last and stage == len(chunks) - 1):
-            dist.send(out.contiguous(), ps.get_pipeline_model_parallel_next_rank())
+        hidden = chunk(tokens, positions, mask)
+        if not (last and stage == len(chunks) - 1):
+            dist.send(hidden.contiguous(), ps.get_pipeline_model_parallel_next_rank())
+
+    vocab = getattr(args, "vocab_size", None) or args.padded_vocab_size
+    out = torch.empty(batch, seq, vocab, dtype=torch.float32, device=device)
     if last:
-        vocab = getattr(args, "vocab_size", None) or args.padded_vocab_size
-        out = gather_from_tensor_model_parallel_region(out.float())[:, :seq, :vocab].contiguous()
-    if not pipelined:
-        return out
-    if last:
-        dist.send(out, ps.get_pipeline_model_parallel_first_rank())
-        return None
-    if first:
-        vocab = getattr(args, "vocab_size", None) or args.padded_vocab_size
-        out = torch.empty(batch, seq, vocab, dtype=torch.float32, device=device)
+        out.copy_(gather_from_tensor_model_parallel_region(hidden.float())[:, :seq, :vocab])
+        if not first:
+            dist.send(out, ps.get_pipeline_model_parallel_first_rank())
+    elif first:
         dist.recv(out, ps.get_pipeline_model_parallel_last_rank())
-        return out
-    return None
+    return out if first else None

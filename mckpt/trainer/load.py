@@ -119,7 +119,9 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
     keys = model_keys(chunks)
     present = [key for key in state if key == "model" or (key.startswith("model") and key[5:].isdigit())]
     if sorted(present) != sorted(keys):
-        raise SourceError(f"{path} holds {', '.join(sorted(present)) or 'no model'}, the model has {', '.join(keys)} (virtual stages in its args: {stored})")
+        raise SourceError(
+            f"{path} holds {', '.join(sorted(present)) or 'no model'}, the model has {', '.join(keys)}; its args say {stored} virtual stages"
+        )
     forgiven = []
     for key, chunk in zip(keys, chunks, strict=True):
         forgiven += load_into(chunk, state.pop(key), f"{path} ({key})")

@@ -1,4 +1,4 @@
-"""Saves the chunks as save_checkpoint of Megatron-LM does: `torch_dist` through dist_checkpointing, `torch` one file per model-parallel rank.
+"""Saves the chunks as Megatron-LM's save_checkpoint does: `torch_dist` by dist_checkpointing, `torch` one file per model-parallel rank.
 
 The order matters in both: weights, then a barrier, then the tracker file, so that a save that dies is not found by a loader.
 """
@@ -55,7 +55,7 @@ def writes_torch_file() -> bool:
     """Whether this rank writes its mp_rank file.
 
     Every (tp, pp, ep) has to be written once. Neither group alone sees to that when dense and expert ranks are laid out differently
-    (tp > etp * ep); the union does. Megatron-LM before 0.19 asked for the second only and left files out.
+    (tp > etp * ep); the union does. Megatron-LM core_r0.16.0 asks for the second only and leaves files out.
     """
     from megatron.core import parallel_state as ps
 
