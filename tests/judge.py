@@ -4,7 +4,8 @@
 
 cases.json is a list. Every case is a dict with `kind`, optionally `name` (default case000 ...), and by kind:
 
-    forward  checkpoint, tokens [[...]]; args: replaces entries of the checkpoint's own; format: must be so; strict; impl
+    forward  checkpoint, tokens [[...]]; args: replaces entries of the checkpoint's own; format: must be so; strict; impl: replaces
+             args.transformer_impl; training: build as for training (sequence parallelism)
              -> NAME.npy: fp32 logits [batch, seq, vocab]; unread: model keys of the checkpoint that no rank asked for;
              forgiven: _extra_state that it lacks
     save     args, destination, format; seed, with_args, iteration (null: release), tokens
@@ -146,7 +147,7 @@ def forward_case(case: dict[str, Any], store: dist.Store, rank: int, world: int,
     stored = load.read_common(case["checkpoint"]).get("args")
     args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
     start(case, args, store, rank, world)
-    chunks = build.build(args)
+    chunks = build.build(args, training=case.get("training", False))
     state = load.load(chunks, args, case["checkpoint"], case.get("strict", "raise_unexpected"))
     keep_logits(chunks, args, case, rank, out)
     return {"format": found, "unread": state["unread"], "forgiven": state["forgiven"], "iteration": state.get("iteration")}

@@ -171,7 +171,7 @@ def initialize(args: Namespace, timeout_s: float = 1800) -> None:
         model_parallel_cuda_manual_seed(getattr(args, "seed", None) or 1234)
 
 
-def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32) -> Any:
+def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> Any:
     """The TransformerConfig of these args, computing in `dtype`."""
     import torch.nn.functional as F
     from megatron.core.activations import squared_relu
@@ -210,10 +210,10 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32) -> A
         config["moe_grouped_gemm"] = (
             False  # the local spec's grouped experts need a CUDA extension; sequential ones load the same torch_dist
         )
-    # A MoE at tp > 1 demands sequence parallelism to train; torch's norms, the local spec's, refuse it.
-    config["sequence_parallel"] = (
-        uses_te and args.tensor_model_parallel_size > 1 and bool(getattr(args, "sequence_parallel", False) or args.num_experts)
-    )
+    # A MoE at tp > 1 demands sequence parallelism, but only to train; torch's norms, the local spec's, refuse it; gloo cannot gather the
+    # uneven pieces that it makes of the tokens of experts at etp > 1.
+    wanted = bool(getattr(args, "sequence_parallel", False) or args.num_experts)
+    config["sequence_parallel"] = training and wanted and uses_te and args.tensor_model_parallel_size > 1
 
     config.update({name: value for name, value in PLAIN.items() if name in fields})
     if not args.num_experts:
@@ -249,15 +249,16 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     )
 
 
-def build(args: Namespace, dtype: torch.dtype = torch.float32) -> list[Any]:
+def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> list[Any]:
     """This rank's GPTModel chunks, one per virtual stage, in eval mode and with parameters not yet set. Needs `initialize`.
 
     Parameters are in `dtype` whatever the checkpoint's: fp32 for comparing logits, args.params_dtype for training.
+    `training` says that the chunks will be trained: sequence parallelism is then on where args or megatron-core want it.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
 
-    config = transformer_config(args, dtype)
+    config = transformer_config(args, dtype, training)
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     rope = args.position_embedding_type == "rope"
     chunks = []
