@@ -1,0 +1,331 @@
+"""Geometry: literals that can be checked by eye, and laws that hold for any boxes, against plain numpy."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mckpt.box import Box, Move, Piece, coalesce, gaps, moves, overlap, restride, row_major, tiles
+from mckpt.packing import Packed, Placed, buffer, shard
+
+# ---------------------------------------------------------------------------------------------------------------- literals
+
+
+def test_row_major() -> None:
+    assert row_major((2, 3, 4)) == (12, 4, 1)
+    assert row_major((5,)) == (1,)
+    assert row_major(()) == ()
+
+
+def test_overlap() -> None:
+    assert overlap(Box((0, 0), (4, 4)), Box((2, 3), (4, 4))) == Box((2, 3), (2, 1))
+    assert overlap(Box((0, 0), (4, 4)), Box((1, 1), (2, 2))) == Box((1, 1), (2, 2))
+    assert overlap(Box((0, 0), (4, 4)), Box((4, 0), (1, 4))) is None  # they touch
+    assert overlap(Box((3,), (2,)), Box((0,), (3,))) is None
+    assert overlap(Box((), ()), Box((), ())) == Box((), ())  # a scalar
+
+
+def test_a_k_head_in_a_packed_qkv() -> None:
+    """k[8:12] of [16, 64] lies in rows 40..44 of the packed [64, 64]: one run."""
+    source = Piece("k", Box((0, 0), (16, 64)), 0, (64, 1))
+    target = Piece("k", Box((8, 0), (4, 64)), 40 * 64, (64, 1))
+    assert moves(source, target) == [Move(1, 4 * 64, 8 * 64, 0, 1, 40 * 64, 0, 1)]
+
+
+def test_columns_of_a_row_parallel_weight() -> None:
+    """Columns 3..6 of [4, 6], which rank 1 of 2 holds as [4, 3]: four rows of three."""
+    source = Piece("o", Box((0, 0), (4, 6)), 0, (6, 1))
+    target = Piece("o", Box((0, 3), (4, 3)), 0, (3, 1))
+    assert moves(source, target) == [Move(4, 3, 3, 6, 1, 0, 3, 1)]
+
+
+def test_a_transpose() -> None:
+    """[2, 3] row-major -> the same stored as [3, 2]: element (i, j) goes from 3i + j to i + 2j."""
+    source = Piece("w", Box((0, 0), (2, 3)), 0, (3, 1))
+    target = Piece("w", Box((0, 0), (2, 3)), 0, (1, 2))
+    assert moves(source, target) == [Move(2, 3, 0, 3, 1, 0, 1, 2)]
+
+
+def test_nothing_shared_nothing_moved() -> None:
+    assert moves(Piece("w", Box((0,), (4,)), 0, (1,)), Piece("w", Box((4,), (4,)), 0, (1,))) == []
+
+
+def test_coalesce() -> None:
+    def one(run: int, src: int, dst: int) -> Move:
+        return Move(1, run, src, 0, 1, dst, 0, 1)
+
+    assert coalesce([one(4, 4, 104), one(4, 0, 100)]) == [one(8, 0, 100)]  # they follow each other on both sides
+    assert coalesce([one(4, 0, 100), one(4, 10, 104), one(4, 20, 108)]) == [Move(3, 4, 0, 10, 1, 100, 4, 1)]
+    assert coalesce([one(4, 0, 0), one(3, 10, 4)]) == [one(4, 0, 0), one(3, 10, 4)]  # of different widths
+    stepped = [Move(1, 4, 0, 0, 2, 0, 0, 1), Move(1, 4, 8, 0, 2, 4, 0, 1)]
+    assert coalesce(stepped) == stepped
+
+
+def test_tiles_says_what_is_wrong() -> None:
+    left, right = Box((0, 0), (4, 3)), Box((0, 3), (4, 3))
+    assert tiles([left, right], (4, 6)) is None
+    assert tiles([left], (4, 6)) == "12 of 24 elements are covered"
+    assert tiles([left, right, Box((3, 5), (1, 1))], (4, 6)) == "boxes overlap: [4, 3] at [0, 3] and [1, 1] at [3, 5]"
+    assert tiles([left, Box((0, 3), (4, 4))], (4, 6)) == "the box [4, 4] at [0, 3] reaches outside [4, 6]"
+    assert tiles([left, Box((-1, 3), (4, 3))], (4, 6)) == "the box [4, 3] at [-1, 3] reaches outside [4, 6]"
+    assert tiles([], (4, 6)) == "0 of 24 elements are covered"
+
+
+def test_empty_boxes_hide_no_overlap() -> None:
+    """The two that overlap leave a hole of the same volume, so the sum of the volumes is right."""
+    empty = Box((0,), (0,))
+    assert tiles([Box((0,), (2,)), Box((1,), (2,)), empty, empty], (4,)) == "boxes overlap: [2] at [0] and [2] at [1]"
+
+
+def test_gaps_says_what_is_wrong() -> None:
+    first, last = Piece("a", Box((0,), (3,)), 0, (1,)), Piece("b", Box((0,), (4,)), 6, (1,))
+    free, wrong = gaps([first, last], 12)
+    assert wrong is None
+    assert free.tolist() == [[3, 3], [10, 2]]
+    assert gaps([first, last], 9)[1] == "a piece reaches outside the 9 elements of the buffer"
+    assert gaps([first, Piece("b", Box((0,), (4,)), 2, (1,))], 12)[1] == "two pieces share element 2 of the buffer"
+    odd, even = Piece("a", Box((0,), (4,)), 1, (2,)), Piece("b", Box((0,), (4,)), 0, (2,))
+    assert gaps([odd, even], 8)[0].tolist() == []
+    assert gaps([odd], 8)[0].tolist() == [[0, 1], [2, 1], [4, 1], [6, 1]]
+    assert gaps([], 5)[0].tolist() == [[0, 5]]
+
+
+def test_restride() -> None:
+    piece = Piece("w", Box((0, 0), (2, 3)), 4, (4, 1))  # columns 0..3 of rows 1 and 2 of a dense [3, 4]
+    assert restride(piece, (3, 4), (10, 2)) == piece._replace(start=10, strides=(10, 2))
+    across = Piece("w", Box((0,), (6,)), 0, (1,))  # six elements that run over the end of a row
+    assert restride(across, (3, 4), (10, 2)) is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- laws
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """A box that is not empty, inside the shape."""
+    offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
+    return Box(offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
+
+
+@st.composite
+def held(draw: st.DrawFn, box: Box) -> tuple[Piece, int]:
+    """The box somewhere in a flat buffer of so many elements: its axes in any order, with gaps between rows, and extra axes around."""
+    order = draw(st.permutations(range(len(box.shape))))
+    padded = [box.shape[a] + draw(st.integers(0, 2)) for a in order]
+    step = draw(st.integers(1, 3))
+    strides = [0] * len(order)
+    for axis, stride in zip(order, row_major(padded), strict=True):
+        strides[axis] = stride * step
+    start = draw(st.integers(0, 5))
+    return Piece("w", box, start, tuple(strides)), start + math.prod(padded) * step + draw(st.integers(0, 3))
+
+
+def view(flat: np.ndarray, piece: Piece) -> np.ndarray:
+    """The piece's box as numpy sees it in the buffer."""
+    return np.lib.stride_tricks.as_strided(flat[piece.start :], piece.box.shape, [s * flat.itemsize for s in piece.strides])
+
+
+def execute(listed: list[Move], source: np.ndarray, target: np.ndarray) -> None:
+    """Moves, element by element, as their names say."""
+    for m in listed:
+        for row in range(m.rows):
+            for i in range(m.run):
+                target[m.dst_start + row * m.dst_pitch + i * m.dst_step] = source[m.src_start + row * m.src_pitch + i * m.src_step]
+
+
+def elements(listed: list[Move]) -> list[tuple[int, int]]:
+    """(source element, target element) of all moves, sorted."""
+    return sorted(
+        (m.src_start + r * m.src_pitch + i * m.src_step, m.dst_start + r * m.dst_pitch + i * m.dst_step)
+        for m in listed
+        for r in range(m.rows)
+        for i in range(m.run)
+    )
+
+
+SHAPES = st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple)
+
+
+@given(st.data(), SHAPES)
+def test_overlap_commutes(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
+    assert overlap(a, b) == overlap(b, a)
+    assert overlap(a, a) == a
+    both = overlap(a, b)
+    inside = {
+        i for i in np.ndindex(*shape) if all(all(o <= x < o + n for o, x, n in zip(c.offset, i, c.shape, strict=True)) for c in (a, b))
+    }
+    assert len(inside) == (math.prod(both.shape) if both else 0)
+    if both:
+        assert overlap(both, a) == overlap(both, b) == both
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), SHAPES)
+def test_moves_are_numpy_slices(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Any box in any order of axes into any other: gaps, steps and transposes included; coalesced or not."""
+    a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
+    (source, size), (target, room) = data.draw(held(a)), data.draw(held(b))
+    flat = np.arange(1, size + 1)
+    wanted, found, joined = np.zeros(room, int), np.zeros(room, int), np.zeros(room, int)
+    both = overlap(a, b)
+    if both:
+        cut = [tuple(slice(o - p, o - p + n) for o, p, n in zip(both.offset, c.offset, both.shape, strict=True)) for c in (a, b)]
+        view(wanted, target)[cut[1]] = view(flat, source)[cut[0]]
+    listed = moves(source, target)
+    execute(listed, flat, found)
+    assert (found == wanted).all()
+    execute(coalesce(listed), flat, joined)
+    assert (joined == wanted).all()
+    assert sum(m.rows * m.run for m in listed) == (math.prod(both.shape) if both else 0)
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_coalesce_moves_the_same_elements(data: st.DataObject) -> None:
+    """Cut a copy of rows at any places, on a grid that makes neighbours likely, and shuffle: the same elements move, in no more moves."""
+    width = data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(1, 12))
+    sources = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
+    slots = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count, unique=True))
+    listed = [Move(1, width, s * width, 0, 1, d * width, 0, 1) for s, d in zip(sources, slots, strict=True)]
+    whole = Move(3, width, 0, 5 * width, 1, 20 * width, 2 * width, 1)
+    listed = data.draw(st.permutations([*listed, whole]))
+    assert elements(coalesce(listed)) == elements(list(listed))
+    assert len(coalesce(listed)) <= len(listed)
+
+
+def test_coalesce_makes_one_move_of_many() -> None:
+    """A q head taken out of every query group: 64 moves of one pitch are one."""
+    listed = [Move(1, 128, g * 640, 0, 1, g * 128, 0, 1) for g in range(64)]
+    assert len(coalesce(listed)) == 1
+    assert elements(coalesce(listed)) == elements(listed)
+
+
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+def test_a_restrided_piece_is_the_same_piece_of_a_view(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    """Where it can be said at all, element i of the box is the same element of the tensor; single-axis pieces can always be said."""
+    (viewed, size) = data.draw(held(Box((0,) * len(shape), shape)))
+    flat = np.arange(size)
+    tensor = view(flat, viewed)
+    if data.draw(st.booleans()):  # a box of it, axes in any order
+        box = data.draw(boxes(shape))
+        order = data.draw(st.permutations(range(len(shape))))
+        dense = row_major(shape)
+        start = sum(o * s for o, s in zip(box.offset, dense, strict=True))
+        piece = Piece("w", Box((0,) * len(shape), tuple(box.shape[a] for a in order)), start, tuple(dense[a] for a in order))
+        must = all(n > 1 or s == 1 for n, s in zip(shape, dense, strict=True)) and len(set(dense)) == len(dense)
+    else:  # of another rank: the flat tensor
+        run = data.draw(st.integers(1, math.prod(shape)))
+        piece, must = Piece("w", Box((0,), (run,)), 0, (1,)), run <= shape[-1] and shape[-1] > 1
+    found = restride(piece, shape, viewed.strides)
+    if found is None:
+        assert not must
+        return
+    base = viewed.start
+    for i in np.ndindex(*piece.box.shape):
+        at = piece.start + sum(x * s for x, s in zip(i, piece.strides, strict=True))
+        assert flat[base + found.start + sum(x * s for x, s in zip(i, found.strides, strict=True))] == tensor.ravel()[at]
+
+
+@st.composite
+def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
+    """Boxes that cover the shape exactly once, by cutting again and again."""
+    out = [Box((0,) * len(shape), shape)]
+    for _ in range(draw(st.integers(0, 6))):
+        box = out.pop(draw(st.integers(0, len(out) - 1)))
+        axis = draw(st.integers(0, len(shape) - 1))
+        if box.shape[axis] < 2:
+            out.append(box)
+            continue
+        at = draw(st.integers(1, box.shape[axis] - 1))
+        for low, n in ((0, at), (at, box.shape[axis] - at)):
+            offset, size = list(box.offset), list(box.shape)
+            offset[axis] += low
+            size[axis] = n
+            out.append(Box(tuple(offset), tuple(size)))
+    return draw(st.permutations(out))
+
+
+@settings(deadline=None)
+@given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
+def test_a_partition_tiles_and_a_faulty_one_does_not(data: st.DataObject, shape: tuple[int, ...]) -> None:
+    parts = data.draw(partitions(shape))
+    assert tiles(parts, shape) is None
+    one = data.draw(st.sampled_from(parts))
+    rest = [p for p in parts if p is not one]
+    left = math.prod(shape) - math.prod(one.shape)
+    assert tiles(rest, shape) == f"{left:,} of {math.prod(shape):,} elements are covered"
+    assert "boxes overlap" in str(tiles([*parts, one], shape))
+    if rest:
+        other = data.draw(st.sampled_from(rest))
+        assert tiles([*rest, other], shape) is not None  # the same volume perhaps, and still a hole and an overlap
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_gaps_are_what_numpy_does_not_mark(data: st.DataObject) -> None:
+    room = data.draw(st.integers(1, 60))
+    pieces, taken, clash, outside = [], np.zeros(200, int), False, False
+    for _ in range(data.draw(st.integers(0, 4))):
+        shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
+        piece, _ = data.draw(held(Box((0,) * len(shape), shape)))
+        piece = piece._replace(start=data.draw(st.integers(0, room - 1)))
+        flat = [piece.start + sum(x * s for x, s in zip(i, piece.strides, strict=True)) for i in np.ndindex(*shape)]
+        outside = outside or max(flat) >= room
+        if max(flat) < 200:
+            taken[flat] += 1
+        pieces.append(piece)
+    clash = bool((taken[:room] > 1).any())
+    free, wrong = gaps(pieces, room)
+    if outside or clash:
+        assert wrong is not None
+        return
+    assert wrong is None
+    marked = np.zeros(room, bool)
+    for start, length in free.tolist():
+        assert length > 0
+        marked[start : start + length] = True
+    assert (marked == (taken[:room] == 0)).all()
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from(["column", "row", "replicated"]),
+    st.integers(1, 4),
+    st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    st.integers(1, 3),
+)
+def test_shards_tile_once(kind: str, size: int, parts: list[int], columns: int) -> None:
+    """The shards of all ranks cover each member exactly once, and each buffer is full."""
+    shapes = [(n * size, columns * size) for n in parts]
+    placed, at = [], 0
+    for m, shape in enumerate(shapes):
+        placed.append(Placed(m, Box((0, 0), shape), (at, 0)))
+        at += shape[0]
+    packed = Packed((at, columns * size), tuple(placed), tuple(s[0] for s in shapes))
+    names = [f"m{i}" for i in range(len(parts))]
+    found: dict[str, list[Box]] = {}
+    for rank in range(1 if kind == "replicated" else size):
+        shape, pieces = buffer(packed, shard(packed, kind, rank, size), names)
+        assert gaps(pieces, math.prod(shape)) == (pytest.approx(np.empty((0, 2))), None)
+        for p in pieces:
+            found.setdefault(p.tensor, []).append(p.box)
+    for name, shape in zip(names, shapes, strict=True):
+        assert tiles(found[name], shape) is None
+
+
+def test_moves_across_ranks_of_different_size() -> None:
+    """An expert's weight into one slice of a stack [experts, rows, columns], and out of it again."""
+    rng = np.random.default_rng(0)
+    stack = rng.integers(0, 1000, (3, 4, 5))
+    expert = Piece("e", Box((0, 0), (4, 5)), 2 * 4 * 5, (5, 1))
+    alone: np.ndarray[Any, Any] = np.zeros((4, 5), int)
+    execute(moves(expert, Piece("e", Box((0, 0), (4, 5)), 0, (5, 1))), stack.ravel(), alone.reshape(-1))
+    assert (alone == stack[2]).all()

@@ -1,0 +1,284 @@
+"""Packings are *right*: against references written with reshape, concatenate and split, which know nothing of boxes.
+
+A round trip proves no packing: with k and v exchanged in `qkv`, every round trip passes. So the second half packs wrongly on purpose, and
+asserts that the comparison with the reference fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from mckpt import packing
+from mckpt.box import Box, Piece, gaps, tiles
+from mckpt.packing import PACKINGS, Packed, PackingError, Shape, buffer, padded, shard
+
+HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB = 12, 4, 6, 20, 24, 13  # no two alike; 3 q heads in each query group
+
+
+def tensor(seed: int, *shape: int) -> np.ndarray:
+    """Random values, no two alike."""
+    return np.random.RandomState(seed).permutation(math.prod(shape)).reshape(shape) + 1000 * seed
+
+
+Q, K, V = tensor(1, HEADS * HEAD_DIM, HIDDEN), tensor(2, GROUPS * HEAD_DIM, HIDDEN), tensor(3, GROUPS * HEAD_DIM, HIDDEN)
+Q_BIAS, K_BIAS, V_BIAS = tensor(4, HEADS * HEAD_DIM), tensor(5, GROUPS * HEAD_DIM), tensor(6, GROUPS * HEAD_DIM)
+GATE, UP, DOWN = tensor(7, FFN, HIDDEN), tensor(8, FFN, HIDDEN), tensor(9, HIDDEN, FFN)
+GATE_BIAS, UP_BIAS = tensor(10, FFN), tensor(11, FFN)
+EMBED, NORM = tensor(12, VOCAB, HIDDEN), tensor(13, HIDDEN)
+
+# ---------------------------------------------------------------------------------------------------------------- references
+
+
+def reference_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray, groups: int = GROUPS) -> np.ndarray:
+    """One query group after the other: its q heads, its k head, its v head (Megatron-Core, attention.py, get_query_key_value_tensors)."""
+    parts = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
+    return np.concatenate(parts, axis=1).reshape(-1, *q.shape[1:])
+
+
+def reference_gated(gate: np.ndarray, up: np.ndarray, ways: int) -> list[np.ndarray]:
+    """Every rank has its part of gate above its part of up, because SwiGLU chunks the local output in two (mlp.py, glu)."""
+    return [np.concatenate(both) for both in zip(np.split(gate, ways), np.split(up, ways), strict=True)]
+
+
+def reference_vocab(embed: np.ndarray, rows: int, ways: int) -> list[np.ndarray]:
+    """Zeros below the true rows, then equal ranges of rows (tensor_parallel/layers.py, VocabParallelEmbedding)."""
+    return np.split(np.concatenate([embed, np.zeros((rows - len(embed), embed.shape[1]), embed.dtype)]), ways)
+
+
+# ---------------------------------------------------------------------------------------------------------------- ours
+
+
+def store(shape: Shape, pieces: Sequence[Piece], members: Sequence[np.ndarray]) -> np.ndarray:
+    """The buffer that the pieces describe, filled from the members; zero where no piece is."""
+    out = np.zeros(math.prod(shape), int)
+    for p in pieces:
+        cut = tuple(slice(o, o + n) for o, n in zip(p.box.offset, p.box.shape, strict=True))
+        to = np.lib.stride_tricks.as_strided(out[p.start :], p.box.shape, [s * out.itemsize for s in p.strides])
+        to[...] = members[int(p.tensor)][cut]
+    return out.reshape(shape)
+
+
+def shards(
+    pack: str, members: Sequence[np.ndarray], kind: str, ways: int, *, groups: int = GROUPS, rows: int = 0, transposed: bool = False
+) -> list[np.ndarray]:
+    """What each tensor-parallel rank holds, as mckpt places it."""
+    whole = PACKINGS[pack]([m.shape for m in members], groups)
+    if rows:
+        whole = padded(whole, rows)
+    out, found = [], []
+    for rank in range(ways):
+        shape, pieces = buffer(whole, shard(whole, kind, rank, ways), [str(i) for i in range(len(members))], transposed)
+        out.append(store(shape, pieces, members))
+        found.append((shape, pieces))
+    if not rows:  # each rank's buffer is full, and together they hold each member once
+        assert all(gaps(pieces, math.prod(shape))[0].size == 0 for shape, pieces in found)
+    for i, m in enumerate(members):
+        held = [p.box for _, pieces in (found[:1] if kind == "replicated" else found) for p in pieces if p.tensor == str(i)]
+        assert tiles(held, m.shape) is None
+    return out
+
+
+def same(ours: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> None:
+    assert len(ours) == len(reference)
+    for rank, (a, b) in enumerate(zip(ours, reference, strict=True)):
+        assert a.shape == b.shape, f"rank {rank}: {a.shape} against {b.shape}"
+        assert np.array_equal(a, b), f"rank {rank}: {int((a != b).sum())} of {a.size} elements differ"
+
+
+def check_qkv(ways: int = 1) -> None:
+    same(shards("qkv", [Q, K, V], "column", ways), np.split(reference_qkv(Q, K, V), ways))
+
+
+def check_qkv_bias(ways: int = 1) -> None:
+    same(shards("qkv", [Q_BIAS, K_BIAS, V_BIAS], "column", ways), np.split(reference_qkv(Q_BIAS, K_BIAS, V_BIAS), ways))
+
+
+def check_gated(ways: int = 1) -> None:
+    same(shards("gated", [GATE, UP], "column", ways), reference_gated(GATE, UP, ways))
+
+
+def check_gated_bias(ways: int = 1) -> None:
+    same(shards("gated", [GATE_BIAS, UP_BIAS], "column", ways), reference_gated(GATE_BIAS, UP_BIAS, ways))
+
+
+def check_row(ways: int = 1) -> None:
+    same(shards("one", [DOWN], "row", ways), np.split(DOWN, ways, axis=1))
+
+
+def check_column(ways: int = 1) -> None:
+    same(shards("one", [GATE], "column", ways), np.split(GATE, ways))
+
+
+def check_concat(ways: int = 1) -> None:
+    same(shards("concat", [GATE, UP, EMBED[:8]], "column", ways), np.split(np.concatenate([GATE, UP, EMBED[:8]]), ways))
+
+
+def check_transposed(ways: int = 1) -> None:
+    """A square weight too: nothing but the values can tell."""
+    square = tensor(14, FFN, FFN)
+    same(shards("one", [square], "row", ways, transposed=True), [s.T for s in np.split(square, ways, axis=1)])
+    same(shards("gated", [GATE, UP], "column", ways, transposed=True), [s.T for s in reference_gated(GATE, UP, ways)])
+
+
+def check_vocab(ways: int = 1) -> None:
+    same(shards("one", [EMBED], "vocab", ways, rows=24), reference_vocab(EMBED, 24, ways))
+
+
+CHECKS: dict[str, Callable[[int], None]] = {
+    f.__name__: f
+    for f in (
+        check_qkv,
+        check_qkv_bias,
+        check_gated,
+        check_gated_bias,
+        check_row,
+        check_column,
+        check_concat,
+        check_transposed,
+        check_vocab,
+    )
+}
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", CHECKS)
+def test_against_the_reference(name: str, ways: int) -> None:
+    """tp 8 is more than the 4 query groups, and leaves ranks that hold only padding of the vocabulary."""
+    CHECKS[name](ways)
+
+
+@pytest.mark.parametrize(("groups", "heads"), [(1, 6), (6, 6), (2, 6)])
+@pytest.mark.parametrize("ways", [1, 2, 4])
+def test_multi_query_and_multi_head(groups: int, heads: int, ways: int) -> None:
+    q, k, v = tensor(1, heads * 4, 5), tensor(2, groups * 4, 5), tensor(3, groups * 4, 5)
+    same(shards("qkv", [q, k, v], "column", ways, groups=groups), np.split(reference_qkv(q, k, v, groups), ways))
+
+
+def test_replicated() -> None:
+    same(shards("one", [NORM], "replicated", 3), [NORM] * 3)
+    same(shards("one", [DOWN], "replicated", 2), [DOWN] * 2)
+
+
+def test_vocab_without_padding() -> None:
+    same(shards("one", [EMBED], "vocab", 1, rows=VOCAB), [EMBED])
+    ours = shards("one", [EMBED], "vocab", 4, rows=16)
+    assert (ours[3][1:] == 0).all()
+    assert (ours[3][0] == EMBED[12]).all()
+
+
+def test_literal() -> None:
+    """[ q0 q1 k0 v0 | q2 q3 k1 v1 ], one row each."""
+    q, k, v = np.array([[10], [11], [12], [13]]), np.array([[20], [21]]), np.array([[30], [31]])
+    (ours,) = shards("qkv", [q, k, v], "column", 1, groups=2)
+    assert ours.ravel().tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+
+
+def test_shapes_that_do_not_fit() -> None:
+    with pytest.raises(PackingError, match=r"k \[7, 5\] does not fall into 2 query groups"):
+        packing.qkv([(8, 5), (7, 5), (8, 5)], 2)
+    with pytest.raises(PackingError, match=r"v \[8, 6\]"):
+        packing.qkv([(8, 5), (8, 5), (8, 6)], 2)
+    with pytest.raises(PackingError, match=r"cannot be stacked along axis 0: \[4, 5\] and \[4, 6\]"):
+        packing.gated([(4, 5), (4, 6)], 1)
+    with pytest.raises(PackingError, match="10 rows do not divide by 4"):
+        shard(packing.one([(10, 6)], 1), "column", 0, 4)
+    with pytest.raises(PackingError, match="6 columns do not divide by 4"):
+        shard(packing.one([(8, 6)], 1), "row", 0, 4)
+    with pytest.raises(PackingError, match="5 rows do not divide by 2"):  # each part on its own: 10 rows would
+        shard(packing.gated([(5, 6), (5, 6)], 1), "column", 0, 2)
+
+
+# ---------------------------------------------------------------------------------------------------------------- the tests can fail
+
+Pack = Callable[[Sequence[Shape], int], Packed]
+
+
+def exchanged(original: Pack, a: int, b: int) -> Pack:
+    """Members a and b in each other's place."""
+
+    def mutant(shapes: Sequence[Shape], groups: int) -> Packed:
+        packed = original(shapes, groups)
+        number = {a: b, b: a}
+        return packed._replace(placed=tuple(p._replace(member=number.get(p.member, p.member)) for p in packed.placed))
+
+    return mutant
+
+
+def shifted(original: Pack, rows: int) -> Pack:
+    """Every q box taken from so many rows on, around the end: an interleave that is one head off."""
+
+    def mutant(shapes: Sequence[Shape], groups: int) -> Packed:
+        packed = original(shapes, groups)
+        q = shapes[0][0]
+        # heads one by one, so that none crosses the end
+        placed = []
+        for p in packed.placed:
+            if p.member:
+                placed.append(p)
+                continue
+            for head in range(0, p.box.shape[0], rows):
+                low = ((p.box.offset[0] + head + rows) % q, *p.box.offset[1:])
+                placed.append(p._replace(box=Box(low, (rows, *p.box.shape[1:])), at=(p.at[0] + head, *p.at[1:])))
+        return packed._replace(placed=tuple(placed))
+
+    return mutant
+
+
+def uninterleaved(shapes: Sequence[Shape], groups: int) -> Packed:
+    """[ q | k | v ], as Hugging Face fuses them."""
+    return packing.concat(shapes, groups)
+
+
+def cut_as_one(shapes: Sequence[Shape], groups: int) -> Packed:
+    """[ gate | up ] cut as a whole: rank 0 of 2 gets all of gate."""
+    return packing.concat(shapes, groups)
+
+
+MUTANTS: list[tuple[str, str, Pack, list[str], int]] = [
+    ("k and v", "qkv", exchanged(packing.qkv, 1, 2), ["check_qkv", "check_qkv_bias"], 1),
+    ("one head off", "qkv", shifted(packing.qkv, HEAD_DIM), ["check_qkv", "check_qkv_bias"], 1),
+    ("not interleaved", "qkv", uninterleaved, ["check_qkv", "check_qkv_bias"], 1),
+    ("gate and up", "gated", exchanged(packing.gated, 0, 1), ["check_gated", "check_gated_bias", "check_transposed"], 1),
+    ("gate|up cut as one", "gated", cut_as_one, ["check_gated", "check_gated_bias"], 2),
+    ("first and second", "concat", exchanged(packing.concat, 0, 1), ["check_concat"], 1),
+]
+
+
+@pytest.mark.parametrize(("what", "pack", "mutant", "names", "ways"), MUTANTS, ids=[m[0] for m in MUTANTS])
+def test_a_wrong_packing_is_seen(what: str, pack: str, mutant: Pack, names: list[str], ways: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`same` fails, and nothing else does: the mutant still covers everything exactly once."""
+    monkeypatch.setitem(PACKINGS, pack, mutant)
+    for name in names:
+        with pytest.raises(AssertionError, match=r"rank \d: \d+ of \d+ elements differ"):
+            CHECKS[name](ways)
+
+
+def test_a_transposed_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even of a square weight, where no shape can tell."""
+    whole = buffer
+
+    def mutant(packed: Packed, boxes: Sequence[Box], names: Sequence[str], transposed: bool = False) -> tuple[Shape, tuple[Piece, ...]]:
+        return whole(packed, boxes, names, not transposed)
+
+    monkeypatch.setitem(globals(), "buffer", mutant)
+    for name in ("check_transposed", "check_qkv", "check_row"):
+        with pytest.raises(AssertionError, match=r"rank 0: "):
+            CHECKS[name](1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("row", "check_row"), ("column", "check_qkv"), ("vocab", "check_vocab"), ("column", "check_gated")]
+)
+def test_shards_of_the_wrong_rank_are_seen(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = shard
+
+    def mutant(packed: Packed, kind: str, rank: int, size: int) -> list[Box]:
+        return right(packed, kind, size - 1 - rank, size)
+
+    monkeypatch.setitem(globals(), "shard", mutant)
+    with pytest.raises(AssertionError, match=r"rank 0: \d+ of \d+ elements differ"):
+        CHECKS[name](2)
