@@ -180,8 +180,8 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
         low = np.array([b.offset for b in boxes], "i8")
         high = low + np.array([b.shape for b in boxes], "i8")
         meet = (np.maximum(low[:, None], low[None]) < np.minimum(high[:, None], high[None])).all(2)
-        if meet.sum() > len(boxes):
-            i, j = (int(x) for x in np.argwhere(np.triu(meet, 1))[0])
+        if (pairs := np.argwhere(np.triu(meet, 1))).size:
+            i, j = (int(x) for x in pairs[0])
             return f"boxes overlap: {list(boxes[i].shape)} at {list(boxes[i].offset)} and {list(boxes[j].shape)} at {list(boxes[j].offset)}"
     if volume != math.prod(shape):
         return f"{volume:,} of {math.prod(shape):,} elements are covered"
