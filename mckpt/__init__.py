@@ -1,13 +1,29 @@
 """mckpt moves LLM checkpoints between Hugging Face and Megatron and proves the result.
 
-plan = mckpt.plan("Qwen3-30B-A3B", "out", parallel=mckpt.Parallel(tp=4, pp=2, ep=8))
-print(plan.summary())
-plan.run(max_memory="2GiB")
-mckpt.open("out")["layers.3.attn.q.weight"][:8].numpy()
+    plan = mckpt.plan("Qwen3-30B-A3B", "out", parallel=mckpt.Parallel(tp=4, pp=2, ep=8))
+    print(plan.summary())
+    plan.run(max_memory="2GiB")
+    mckpt.open("out")["layers.3.attn.q.weight"][:8].numpy()
 """
 
-from mckpt import errors
-from mckpt.api import Checkpoint, Known, Plan, Target, convert, diff, open, plan
-from mckpt.parallel import Parallel
+from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
+from mckpt import errors
+
+if TYPE_CHECKING:
+    from mckpt.api import Checkpoint, Known, Plan, Target, convert, diff, open, plan
+    from mckpt.parallel import Parallel
+
+__version__ = "0.1.0"
 __all__ = ["Checkpoint", "Known", "Parallel", "Plan", "Target", "convert", "diff", "errors", "open", "plan"]
+
+
+def __getattr__(name: str) -> Any:
+    """The names above, imported when they are used: `mckpt --help` needs none of them, nor numpy."""
+    if name not in __all__:
+        raise AttributeError(f"module 'mckpt' has no attribute {name!r}")
+    from mckpt import api
+
+    return getattr(api, name)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mckpt import comparison, dtypes, mapping, megatron_args
+from mckpt import __version__, comparison, dtypes, mapping, megatron_args
 from mckpt.box import Layout, gaps
 from mckpt.errors import DestinationError, MappingError, SourceError, UsageError
 from mckpt.formats import hf, torch, torch_dist
@@ -25,7 +25,6 @@ from mckpt.parallel import Parallel
 from mckpt.planning import Joined, join
 from mckpt.publishing import CONFIG, MANIFEST, Destination
 
-VERSION = "0.1.0"
 FORMATS = ("hf", "torch", "torch_dist")
 DIALECT = "mcore"
 RUN_CONFIG = "run_config.yaml"  # what Megatron-Bridge writes instead of args
@@ -443,7 +442,7 @@ def _facts(
             headers.update(np.ascontiguousarray(a).tobytes())
         headers.update(f"{s.key} {s.dtype} {s.shape}".encode())
     return {
-        "mckpt": VERSION,
+        "mckpt": __version__,
         "source": {
             "format": source.format, "layout": headers.hexdigest(), "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
             "files": [{"name": Path(f).name, "bytes": os.stat(f).st_size} for f in source.layout.files],

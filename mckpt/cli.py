@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from mckpt import __version__
 from mckpt.errors import MckptError, UsageError
 
 Command = Callable[..., Any]
@@ -104,7 +105,7 @@ _SIZES = ("tp", "pp", "vpp", "ep", "etp", "first_stage_layers", "last_stage_laye
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option("0.1.0", message="mckpt %(version)s")
+@click.version_option(__version__, message="mckpt %(version)s")
 def cli() -> None:
     """Move LLM checkpoints between Hugging Face and Megatron, and prove the result."""
 
