@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -392,24 +391,26 @@ def _equal(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- reading a file
 
 
-_TOP = (
-    "architectures",
-    "extends",
-    "canonical",
-    "requires",
-    "choices",
-    "derive",
-    "dims",
-    "also",
-    "flags",
-    "expect",
-    "inexact",
-    "inert",
-    "ignore",
-    "tensors",
-    "blocks",
-    "objects",
-)
+_TOP: dict[str, type] = {
+    "architectures": list,
+    "extends": str,
+    "canonical": bool,
+    "requires": str,
+    "choices": Node,
+    "derive": Node,
+    "dims": Node,
+    "also": Node,
+    "flags": Node,
+    "expect": Node,
+    "inexact": Node,
+    "inert": list,
+    "ignore": Node,
+    "tensors": Node,
+    "blocks": Node,
+    "objects": Node,
+}
+_INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}  # what each key of a section holds
+_KINDS: dict[type, str] = {Node: "keys and values", list: "a list", str: "text", bool: "true or false"}
 _RULE = ("of", "pack", "tp", "stage", "when", "alias", "expert")
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
 
@@ -455,6 +456,9 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
     for key in node:
         if key not in _TOP:
             raise MappingError(f"{node.lines[key]}: {key!r} is no section of a mapping file; known: {', '.join(_TOP)}")
+        _shaped(node, key, _TOP[key])
+        for inner in (node[key] or ()) if key in _INNER else ():
+            _shaped(node[key], inner, _INNER[key])
     if "extends" not in node:
         return node, digest
     base = path.parent / f"{node['extends']}.yaml"
@@ -467,6 +471,12 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
     root, base_digest = _inherit(base, kind, (*above, path))
     root.pop("architectures", None)
     return _merge(root, node), hashlib.sha256((base_digest + digest).encode()).hexdigest()[:16]
+
+
+def _shaped(node: Node, key: Any, wanted: type) -> None:
+    """MappingError unless the key holds what it should, or null."""
+    if node[key] is not None and not isinstance(node[key], wanted):
+        raise MappingError(f"{node.lines[key]}: {key} holds {_KINDS[wanted]}, not {node[key]!r}")
 
 
 def _checked(path: Path, root: Node, digest: str) -> MappingFile:
@@ -513,7 +523,8 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         {k: (e, v["why"]) for k, v in (root.get("inexact") or {}).items() if (e := expression(v["when"], path.name)) is not None},
-        frozenset(itertools.chain.from_iterable(root.get("inert", ()))), dict(root.get("ignore") or {}), tuple(rules), tuple(objects),
+        frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),
+        tuple(rules), tuple(objects),
     )  # fmt: skip
 
 
@@ -529,7 +540,12 @@ def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression
         for key, value in node.items():
             where = node.lines[key]
             for spec in value if isinstance(value, list) else [value]:
-                for stored, one in _expand(key, {"of": spec} if isinstance(spec, str) else (spec or {})):
+                try:
+                    expanded = list(_expand(key, spec))
+                except ValueError as e:
+                    problems.append(f"{where}: {prefix + key}: {e}")
+                    continue
+                for stored, one in expanded:
                     try:
                         rule = _rule(prefix + stored, one, logical, where, expression)
                     except (ValueError, TypeError) as e:
@@ -546,30 +562,39 @@ def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression
                     yield rule._replace(key=other_prefix + stored, when=Expression(both))
 
 
-def _expand(key: str, spec: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """`{q,k,v}` in the key and in `of`: one rule for each."""
+    spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
+    if not isinstance(spec, dict):
+        raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
+    of = spec.get("of", [])
+    of = [of] if isinstance(of, str) else of
+    if not isinstance(of, list) or not all(isinstance(o, str) for o in of):
+        raise ValueError(f"`of` names tensors, not {of!r}")
     found = _BRACES.search(key)
+    words = found[1].split(",") if found else []
+    for inside in _BRACES.findall(" ".join(of)):
+        if len(inside.split(",")) != len(words):
+            raise ValueError(f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}")
     if not found:
-        yield key, dict(spec)
+        yield key, {**spec, "of": of}
         return
-    for i, word in enumerate(found[1].split(",")):
+    for i, word in enumerate(words):
 
         def pick(text: str, i: int = i) -> str:
             return _BRACES.sub(lambda m: m[1].split(",")[i], text)
 
-        of = spec.get("of", [])
-        yield key[: found.start()] + word + key[found.end() :], {**spec, "of": pick(of) if isinstance(of, str) else [pick(o) for o in of]}
+        yield key[: found.start()] + word + key[found.end() :], {**spec, "of": [pick(o) for o in of]}
 
 
 def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression: Callable[[Any, str], Expression | None]) -> Rule:
     if spec.keys() - set(_RULE):
         raise ValueError(f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}")
-    of = spec.get("of", [])
-    of = tuple(prefix + o for o in ([of] if isinstance(of, str) else of))
+    of = tuple(prefix + o for o in spec["of"])
     for name in of:
         if name not in hub().tensors:
             raise ValueError(f"logical.yaml has no tensor {name!r}")
-    indices = tuple(i for i in ("layer", "expert") if any(f"{{{i}}}" in n for n in (*of, key)) or (i == "expert" and spec.get("expert")))
+    indices = tuple(i for i in ("layer", "expert") if any(f"{{{i}}}" in n for n in of or (key,)) or (i == "expert" and spec.get("expert")))
     if not of and "layer" not in indices and "{layer}" in prefix:
         indices = ("layer", *indices)
     for index in _INDEX.findall(key):
