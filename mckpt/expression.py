@@ -8,10 +8,12 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+MAX_LENGTH = 1_000_000  # of a list that an expression makes: a config can say any number of layers
+
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
+    ast.Mult: lambda a, b: a * b if _is_short(a, b) and _is_short(b, a) else _refuse("a repetition"),
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
     ast.Mod: operator.mod,
@@ -29,7 +31,7 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in (all, any, bool, float, int, len, max, min)},
-    "range": lambda *a: range(*a) if all(abs(x) <= 1_000_000 for x in a) else _refuse(a),
+    "range": lambda *a: range(*a) if all(abs(x) <= MAX_LENGTH for x in a) else _refuse(f"range{a}"),
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
 _LEAVES: tuple[type, ...] = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Store, ast.And, ast.Or, *_BINARY, *_COMPARE, *_UNARY)
@@ -37,8 +39,13 @@ _BRANCHES: tuple[type, ...] = (ast.BoolOp, ast.IfExp, ast.Compare, ast.BinOp, as
 _NODES = (*_LEAVES, *_BRANCHES, ast.ListComp, ast.comprehension)
 
 
-def _refuse(arguments: tuple[Any, ...]) -> range:
-    raise ValueError(f"range{arguments} is longer than a model can need")
+def _is_short(value: Any, times: Any) -> bool:
+    """Whether `value * times` is no list or text that fills the memory."""
+    return not isinstance(value, (list, tuple, str)) or len(value) * times <= MAX_LENGTH
+
+
+def _refuse(what: str) -> Any:
+    raise ValueError(f"{what} is longer than a model can need")
 
 
 class ExpressionError(ValueError):
@@ -60,6 +67,8 @@ class Expression:
         for node in ast.walk(self.tree):
             if not isinstance(node, _NODES):
                 raise ExpressionError(f"{self.text!r}: {type(node).__name__} is not allowed in a mapping")
+            if isinstance(node, ast.Constant) and not (node.value is None or isinstance(node.value, (bool, int, float, str))):
+                raise ExpressionError(f"{self.text!r}: {node.value!r} is not allowed in a mapping")
             if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords):
                 raise ExpressionError(f"{self.text!r}: only {', '.join(_FUNCTIONS)} can be called")
             if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
