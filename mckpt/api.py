@@ -270,7 +270,8 @@ class Plan:
     joined: Joined
     layout: Layout
     outputs: list[TargetFile]
-    side: list[tuple[str, bytes]]  # files of DST/hf
+    side: list[tuple[str, Path]]  # files of DST/hf, and where they are now
+    copied: list[Path]  # sources of outputs that are copied whole
     facts: dict[str, Any]  # what the manifest says
 
     @cached_property
@@ -354,7 +355,7 @@ class Plan:
 
     def _stamps(self) -> list[int]:
         """When the sources were last changed: a resumed run must not mix two states of them."""
-        return [os.stat(f).st_mtime_ns for f in self.source.layout.files]
+        return [Path(f).stat().st_mtime_ns for f in [*self.source.layout.files, *map(str, self.copied)]]
 
 
 def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -524,7 +525,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     destination.refuse_other_side(side)
     facts = _facts(source, target, dialect, inexact, [], parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
                    unit=destination.unit, common_as_object=target.common_as_object, args=said)  # fmt: skip
-    return Plan(source, destination, target, join(source.layout, layout), layout, outputs, side, facts)
+    return Plan(source, destination, target, join(source.layout, layout), layout, outputs, side, [], facts)
 
 
 def _beside(key: str, dialect: MappingFile) -> bool:
@@ -557,12 +558,12 @@ def _padded(source: Checkpoint, target: Target, vocab_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-def _side_of(source: Checkpoint) -> list[tuple[str, bytes]]:
+def _side_of(source: Checkpoint) -> list[tuple[str, Path]]:
     """The Hugging Face files beside the weights, to be kept in DST/hf."""
     root = source.path if source.format == "hf" else source.side_directory
     if root is None:
         return []
-    return [(name, read_file(root / name)) for name in [CONFIG, *hf.side_files(root)]]
+    return [(name, root / name) for name in [CONFIG, *hf.side_files(root)]]
 
 
 def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
@@ -594,19 +595,20 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
         changed = {**base, **({} if base.get(key) is None else {key: dtype}), "vocab_size": dims["vocab_size"]}
         text = read_file(described / CONFIG) if changed == base else (json.dumps(changed, indent=2) + "\n").encode()
     layout, outputs = hf.lay_out(family, dims, kinds, target.max_shard_size)
-    names = {o.path for o in outputs}
+    names, copied = {o.path for o in outputs}, list[Path]()
     roots = [Path(r) for r in (target.tokenizer, described) if r is not None]
     for root in roots:
         if not root.is_dir():
             raise UsageError(f"{root}: is no directory with tokenizer files")
         for name in hf.side_files(root):
             if name not in names:
-                outputs.append(TargetFile.whole(name, read_file(root / name)))
+                outputs.append(TargetFile.copy(name, root / name))
+                copied.append(root / name)
                 names.add(name)
     outputs.append(TargetFile.whole(CONFIG, text))
     facts = _facts(source, target, family, {}, notes[1:] if base is not None else notes, max_shard_size=target.max_shard_size,
                    side=[[o.path, o.size] for o in outputs])  # fmt: skip
-    return Plan(source, destination, target, join(source.layout, layout), layout, outputs, [], facts)
+    return Plan(source, destination, target, join(source.layout, layout), layout, outputs, [], copied, facts)
 
 
 def _choose_family(source: Checkpoint) -> tuple[MappingFile, str]:

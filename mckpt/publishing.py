@@ -100,7 +100,7 @@ class Destination:
         finally:
             os.close(lock)
 
-    def publish(self, staging: Path, side: Sequence[tuple[str, bytes]] = ()) -> None:
+    def publish(self, staging: Path, side: Sequence[tuple[str, Path]] = ()) -> None:
         """Staged data becomes the checkpoint. `side` are files of DST/hf, written before the checkpoint appears."""
         try:
             data = staging / "data"
@@ -139,15 +139,15 @@ class Destination:
         now = tracked(self.root)
         return now is not None and iteration is not None and iteration > now
 
-    def _publish_side(self, side: Sequence[tuple[str, bytes]], staging: Path) -> None:
+    def _publish_side(self, side: Sequence[tuple[str, Path]], staging: Path) -> None:
         final = self.root / "hf"
         if not side or final.exists():
             return
         folder = staging / "hf"
-        for name, content in side:
+        for name, source in side:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+            shutil.copyfile(source, path)
             sync(path)
         os.rename(folder, final)
 
@@ -162,11 +162,11 @@ class Destination:
                 continue
             sync(self.path)
 
-    def refuse_other_side(self, side: Sequence[tuple[str, bytes]]) -> None:
+    def refuse_other_side(self, side: Sequence[tuple[str, Path]]) -> None:
         """DestinationError if DST/hf is there and describes another model."""
         config = self.root / "hf" / CONFIG
         mine = dict(side).get(CONFIG)
-        if config.exists() and mine is not None and config.read_bytes() != mine:
+        if config.exists() and mine is not None and config.read_bytes() != mine.read_bytes():
             raise DestinationError(
                 f"{config}: describes another model; checkpoints of one save directory share DST/hf. Write to another directory"
             )

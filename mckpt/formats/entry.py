@@ -14,6 +14,8 @@ from mckpt.errors import CoverError, SourceError, StorageError, UsageError
 from mckpt.mapping import Bound, Rule, Scope, hub
 from mckpt.packing import PACKINGS, Packed, PackingError, padded
 
+BLOCK = 1 << 20  # bytes of a copied file in memory at once
+
 
 class Entry(NamedTuple):
     """One stored buffer: `shape` elements of `dtype` from byte `at` of file number `file`; strides in elements, None if dense."""
@@ -39,6 +41,20 @@ class TargetFile(NamedTuple):
     def whole(cls, path: str, data: bytes) -> TargetFile:
         """A small file whose every byte is known."""
         return cls(path, len(data), lambda crc_of: [(0, data)])
+
+    @classmethod
+    def copy(cls, path: str, source: Path) -> TargetFile:
+        """A file copied as it is, a block at a time."""
+
+        def blocks(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
+            with open(source, "rb") as f:
+                while block := f.read(BLOCK):
+                    yield f.tell() - len(block), block
+
+        try:
+            return cls(path, os.stat(source).st_size, blocks)
+        except OSError as e:
+            raise StorageError(f"{source}: cannot be read: {e.strerror or e}") from e
 
 
 class Problems(list[str]):
@@ -95,6 +111,10 @@ def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: li
         kinds.setdefault((one[2].dtype, one[2].strides), []).append(one)
     out = []
     for (dtype, strides), members in kinds.items():
+        if not dtype.startswith(("float", "bfloat")):
+            problems.missing(
+                f"{key} {list(shape)} holds {dtype}, and a weight is floating-point: a quantised model must be dequantised first"
+            )
         placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
         if any(p is None for p in placed):
             problems.missing(
