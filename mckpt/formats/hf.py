@@ -26,6 +26,7 @@ from mckpt.mapping import MappingFile, Scope
 from mckpt.packing import buffer
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
+LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
 ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
@@ -59,11 +60,17 @@ class Checkpoint:
 
     def layout(self, family: MappingFile, dims: Scope) -> Layout:
         """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+        if self.problems:  # alone: each tensor of a lost shard would be named as missing too
+            raise SourceError.of(
+                f"{self.root}: its weight files do not fit together:", self.problems, "If a download was interrupted, let it go on."
+            )
+        if dims["num_layers"] > len(self.entries):  # before a rule is bound to each of them
+            raise SourceError(
+                f"{self.root}: config.json says {dims['num_layers']:,} layers, and there are {len(self.entries):,} tensors in all"
+            )
         scope = family.scope(dims)
         bound = family.bind(scope)
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
-        problems.extend(self.problems)
-        problems.damaged = bool(problems)
         left = dict.fromkeys(self.entries)
         stored: list[Stored] = []
         for rule, layers, experts in bound:
@@ -98,6 +105,7 @@ class Checkpoint:
     def _index(self) -> tuple[list[str], dict[str, Entry], list[str]]:
         kind = next((k for k in INDEX if (self.root / INDEX[k]).exists() or (self.root / SINGLE[k]).exists()), None)
         problems: list[str] = []
+        named_by = "wanted"
         weight_map: dict[str, str] | None = None
         if kind is None:
             loose = sorted(p.name for p in self.root.glob("*.safetensors"))
@@ -108,8 +116,11 @@ class Checkpoint:
                 )
             kind, names = ".safetensors", loose
         elif (self.root / INDEX[kind]).exists():
-            weight_map = self._weight_map(self.root / INDEX[kind], problems)
+            weight_map = self._weight_map(self.root / INDEX[kind])
             names = sorted(set(weight_map.values()))
+            named_by = f"named by {INDEX[kind]}"
+            if SINGLE[kind] not in names and (self.root / SINGLE[kind]).exists():  # transformers would read this one, others the index
+                problems.append(f"both {SINGLE[kind]} and {INDEX[kind]} are there, and either may be meant: move one of them away")
             shards = re.compile(r".*-\d{5}-of-\d{5}" + re.escape(kind))
             extra = sorted(p.name for p in self.root.glob(f"*{kind}") if p.name not in names and shards.fullmatch(p.name))
             problems.extend(f"{name}: a shard that {INDEX[kind]} does not name" for name in extra)
@@ -120,7 +131,7 @@ class Checkpoint:
         for name in names:
             path = self.root / name
             if not path.is_file():
-                problems.append(f"{name}: named by {INDEX[kind]}, and not there")
+                problems.append(f"{name}: {named_by}, and {'no file' if path.exists() else 'not there'}")
                 continue
             files.append(str(path))
             header = read_safetensors if kind == ".safetensors" else read_bin
@@ -139,7 +150,7 @@ class Checkpoint:
             )
         return files, entries, problems
 
-    def _weight_map(self, path: Path, problems: list[str]) -> dict[str, str]:
+    def _weight_map(self, path: Path) -> dict[str, str]:
         try:
             found = json.loads(read_file(path))["weight_map"]
             assert isinstance(found, dict) and all(isinstance(v, str) for v in found.values())
@@ -153,9 +164,13 @@ class Checkpoint:
 
 def read_config(root: Path) -> dict[str, Any]:
     """A directory's config.json."""
-    path = root / "config.json"
-    if not path.is_file():
+    if not (root / "config.json").is_file():
         raise SourceError(f"{root}: has no config.json, without which its tensors mean nothing")
+    return parse_config(root / "config.json")
+
+
+def parse_config(path: Path) -> dict[str, Any]:
+    """A config.json wherever it lies."""
     try:
         config = json.loads(read_file(path, 1 << 24))
     except (ValueError, RecursionError) as e:
@@ -182,10 +197,14 @@ def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             first = f.read(8)
-            length = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+            if len(first) < 8:
+                raise SourceError(f"{path}: has {size} bytes, and a safetensors file at least 8: download or copy it again")
+            if first == LFS_POINTER[:8]:
+                raise SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+            length = struct.unpack("<Q", first)[0]
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise SourceError(
-                    f"{path}: no safetensors: a header of {length:,} bytes in a file of {size:,}; truncated or another format"
+                    f"{path}: says that its header has {length:,} bytes, and the file has {size:,}: truncated, or no safetensors file"
                 )
             raw = f.read(length)
     except OSError as e:
@@ -209,9 +228,9 @@ def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     for key, t in header.items():
         try:
             code, shape, (start, end) = t["dtype"], tuple(t["shape"]), t["data_offsets"]
-            assert all(type(n) is int and n >= 0 for n in (*shape, start, end))
+            assert type(code) is str and all(type(n) is int and n >= 0 for n in (*shape, start, end))
         except (TypeError, KeyError, ValueError, AssertionError):
-            raise SourceError(f"{path}: {key}: wants dtype, shape and data_offsets, and is {str(t)[:200]}") from None
+            raise SourceError(f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes: {str(t)[:200]}") from None
         if code not in dtypes.OF_SAFETENSORS:
             raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
         dtype = dtypes.OF_SAFETENSORS[code]
@@ -240,11 +259,13 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
     try:
+        if os.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
+            raise SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
         value, data = torch_file.read(fd, path)
     finally:
         os.close(fd)
     if not isinstance(value, dict):
-        raise SourceError(f"{path}: holds {type(value).__name__}, not a state dict")
+        raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a state dict")
     out = []
     for key, record in value.items():
         view = safe_pickle.as_tensor(record)
