@@ -574,6 +574,14 @@ class _Crew:
     def __init__(self, threads: int, memory: int) -> None:
         self.threads, self.memory = threads, memory
 
+    def _buffer(self) -> memoryview:
+        try:
+            return memoryview(mmap.mmap(-1, self.memory))  # unlike a bytearray it takes no memory before it is used
+        except (OSError, OverflowError, MemoryError):
+            raise UsageError(
+                f"{self.threads} buffers of {self.memory:,} bytes are more than this machine gives; say less --max-memory"
+            ) from None
+
     def each(
         self,
         items: Iterator[int],
@@ -606,8 +614,8 @@ class _Crew:
                 raise _Stopped
 
         def worker() -> None:
-            memory = memoryview(mmap.mmap(-1, self.memory))  # unlike a bytearray it takes no memory before it is used
             try:
+                memory = self._buffer()
                 while got := take():
                     work(got[0], memory, check)
                     with changed:
