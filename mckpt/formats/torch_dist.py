@@ -136,8 +136,9 @@ class Checkpoint:
                 shape, pieces = buffer(whole, [region], b.rule.of)
                 stored += group(b.rule.key, shape, pieces, entries, problems, replica=b.rule.alias, padding=b.rule.tp == "vocab")
         problems.extend(f"{k} {list(self.metadata.tensors[k][1])} is in no rule of {dialect.path.name}" for k in left)
-        problems.check()
         ignored = {k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)}
+        problems.extend(f"{k}: an object that {dialect.path.name} does not know" for k in self.metadata.objects if not ignored[k])
+        problems.check()
         return Layout(
             [str(self.root / f) for f in self.files], stored, shapes_of(bound, scope), {k: why for k, why in ignored.items() if why}
         )
@@ -188,10 +189,8 @@ def _ignored(key: str, dialect: MappingFile) -> str | None:
     """Why a key is not a weight, or None."""
     if key == COMMON_OBJECT:
         return "common state"
-    name = key.split("/")[0]
-    return next(
-        (why for word, why in dialect.ignore.items() if name == word or name.startswith(word + ".") or name.endswith("." + word)), None
-    )
+    parts = key.split("/")[0].split(".")
+    return next((why for word, why in dialect.ignore.items() if word in parts), None)
 
 
 def _keys(b: Bound) -> list[tuple[str, int]]:
