@@ -7,19 +7,33 @@ directory, which no loader takes for a checkpoint, and the same command goes on 
 from __future__ import annotations
 
 import fcntl
+import filecmp
+import fnmatch
+import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mckpt.errors import DestinationError, StorageError
-from mckpt.formats import hf
+from mckpt.formats.entry import read_file
 from mckpt.formats.save_directory import RELEASE, TRACKER, iteration_of, tracked
 
 STAGING = ".mckpt-"
 MANIFEST = "mckpt.json"
 CONFIG = "config.json"
+PUBLISHING = "publishing"  # in a staging directory: what stands in DST may be half of this run's output
+
+# What a checkpoint of each kind consists of, for --overwrite; whatever mckpt wrote is in its manifest besides.
+HF_PARTS = (
+    CONFIG, MANIFEST, "generation_config.json", "*.safetensors", "*.index.json", "pytorch_model*.bin", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "chat_template*",
+)  # fmt: skip
+UNIT_PARTS = (
+    MANIFEST, ".metadata", "metadata.json", "common.pt", "*.distcp", "megatron_args.sh", "megatron_args.json", "run_config.yaml", "train_state.pt",
+    "mp_rank_*/model_optim_rng.pt", "mp_rank_*/distrib_optim.pt",
+)  # fmt: skip
 
 
 class Destination:
@@ -49,32 +63,43 @@ class Destination:
             raise DestinationError(
                 f"{self.path}: already holds {occupied[0]}{' and more' * (len(occupied) > 1)}; say --overwrite to replace it"
             )
-        foreign = [name for name in occupied if not self._ours(name)]
+        foreign = self._foreign()
         if foreign:
             raise DestinationError(
-                f"{self.path}: holds {foreign[0]}, which is no part of a checkpoint; --overwrite replaces a directory that holds one checkpoint only"
+                f"{self.path}: holds {foreign[0]}{f' and {len(foreign) - 1} more' * (len(foreign) > 1)}, which is no part of a checkpoint; "
+                "--overwrite replaces a directory that holds one checkpoint and nothing else: move it away, or write to another directory"
             )
 
     def _occupants(self) -> list[str]:
+        """What is in the way. Half of an output that a killed run was putting in place is not: the same command replaces it."""
         if not self.path.is_dir():
-            return [self.path.name] if self.path.exists() else []
-        return sorted(p.name for p in self.path.iterdir() if not p.name.startswith(STAGING))
+            return [self.path.name] if os.path.lexists(self.path) else []
+        half: set[str] = set()
+        for mark in self.root.glob(f"{STAGING}*/{PUBLISHING}"):
+            half.update(json.loads(mark.read_text() or "[]"))
+        if self.unit is not None:
+            return [] if self.unit in half else sorted(p.name for p in self.path.iterdir())
+        return sorted(p.name for p in self.path.iterdir() if not p.name.startswith(STAGING) and p.name not in half)
 
-    def _ours(self, name: str) -> bool:
-        if self.unit is None:
-            known = {CONFIG, MANIFEST, "generation_config.json", *hf.INDEX.values()}
-            return name in known or (name.endswith((".safetensors", ".bin"))) or (self.path / CONFIG).is_file()
-        parts = (
-            ".metadata",
-            "metadata.json",
-            "common.pt",
-            MANIFEST,
-            "megatron_args.sh",
-            "megatron_args.json",
-            "run_config.yaml",
-            "train_state.pt",
-        )
-        return name in parts or name.startswith("mp_rank_") or name.endswith(".distcp")
+    def _foreign(self) -> list[str]:
+        """Files, and links to directories, that no checkpoint of this kind has and that its manifest does not name."""
+        if not self.path.is_dir():
+            return [self.path.name]
+        written: set[str] = set()
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            written.update(json.loads((self.path / MANIFEST).read_bytes())["files"])
+        parts = HF_PARTS if self.unit is None else UNIT_PARTS
+        out = []
+        for folder, inner, names in os.walk(self.path):
+            here = Path(folder).relative_to(self.path)
+            if self.unit is None and here == Path():
+                inner[:] = [d for d in inner if not d.startswith(STAGING)]
+            links = [d for d in inner if (Path(folder) / d).is_symlink()]
+            for name in (*names, *links):
+                path = (here / name).as_posix()
+                if path not in written and not any(p.count("/") == path.count("/") and fnmatch.fnmatchcase(path, p) for p in parts):
+                    out.append(path)
+        return sorted(out)
 
     @contextmanager
     def staging(self, plan: str, resume: bool = True) -> Iterator[Path]:
@@ -92,7 +117,7 @@ class Destination:
             except OSError:
                 raise DestinationError(f"{folder}: another mckpt is writing here") from None
             if not resume:
-                for inner in (p for p in folder.iterdir() if p.name != "lock"):
+                for inner in (p for p in folder.iterdir() if p.is_dir()):
                     shutil.rmtree(inner)
             for p in made:
                 sync(p.parent)
@@ -108,21 +133,45 @@ class Destination:
                 for name in names:
                     sync(Path(folder) / name)
                 sync(Path(folder))
-            if self.unit is None:
-                self._publish_hf(data, staging)
-            else:
-                self._publish_side(side, staging)
-                self._publish_unit(data, staging)
-            shutil.rmtree(staging)
-            sync(self.root)
+            with self._alone():
+                self._refuse_occupied()  # it may have been filled since it was looked at
+                self.refuse_other_side(side)
+                mark = staging / PUBLISHING
+                mark.write_text(json.dumps([self.unit] if self.unit else sorted(p.name for p in data.iterdir())))
+                sync(mark)
+                sync(staging)
+                if self.unit is None:
+                    self._publish_hf(data, staging)
+                else:
+                    self._publish_side(side, staging)
+                    self._publish_unit(data, staging)
+                shutil.rmtree(staging)
+                sync(self.root)
         except OSError as e:
             raise StorageError(
                 f"{self.path}: cannot be put in place: {e.strerror or e} ({e.filename}); the complete data is in {staging}"
             ) from e
 
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """While other runs of mckpt wait to put their output into the same directory."""
+        fd = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    @staticmethod
+    def _put_aside(path: Path, staging: Path) -> None:
+        """Move what is replaced into the staging directory, which goes when all is done."""
+        aside = staging / "replaced"
+        aside.mkdir(exist_ok=True)
+        os.rename(path, aside / str(len(list(aside.iterdir()))))  # a killed run may have left some there
+
     def _publish_unit(self, data: Path, staging: Path) -> None:
-        if self.path.exists():
-            os.rename(self.path, staging / "replaced")
+        if os.path.lexists(self.path):
+            self._put_aside(self.path, staging)
         os.rename(data, self.path)
         sync(self.root)
         assert self.unit is not None
@@ -144,6 +193,7 @@ class Destination:
         if not side or final.exists():
             return
         folder = staging / "hf"
+        shutil.rmtree(folder, ignore_errors=True)
         for name, source in side:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,9 +202,9 @@ class Destination:
         os.rename(folder, final)
 
     def _publish_hf(self, data: Path, staging: Path) -> None:
-        old = self._occupants()
+        old = [p.name for p in self.path.iterdir() if not p.name.startswith(STAGING)]
         for name in sorted(old, key=lambda n: n != CONFIG):  # without config.json first, so that no mixture of old and new can be loaded
-            os.rename(self.path / name, staging / f"replaced-{name}")
+            self._put_aside(self.path / name, staging)
         names = sorted(p.name for p in data.iterdir())
         for name in sorted(names, key=lambda n: (n == CONFIG, n)):
             os.rename(data / name, self.path / name)
@@ -163,13 +213,24 @@ class Destination:
             sync(self.path)
 
     def refuse_other_side(self, side: Sequence[tuple[str, Path]]) -> None:
-        """DestinationError if DST/hf is there and describes another model."""
-        config = self.root / "hf" / CONFIG
-        mine = dict(side).get(CONFIG)
-        if config.exists() and mine is not None and config.read_bytes() != mine.read_bytes():
-            raise DestinationError(
-                f"{config}: describes another model; checkpoints of one save directory share DST/hf. Write to another directory"
-            )
+        """DestinationError if DST/hf is there and is not the `side` of this checkpoint to the byte: it would be read with the wrong one."""
+        final = self.root / "hf"
+        if not side or not os.path.lexists(final):
+            return
+        for name, source in side:
+            path = final / name
+            if not path.is_file() or not filecmp.cmp(source, path, shallow=False):
+                what = "describes another model" if name == CONFIG and path.is_file() else "is not the source's"
+                raise DestinationError(f"{path}: {what}; all checkpoints of one save directory share its hf. Write to another directory")
+
+    def tracker_note(self) -> str | None:
+        """What to say when the tracker will go on naming another checkpoint than this one; None if it will name this one."""
+        if self.unit is None or self._moves_tracker(iteration_of(self.unit)):
+            return None
+        now = read_file(self.root / TRACKER, 4096).decode("utf-8", "replace").strip()
+        if now == (self.unit if self.unit == RELEASE else str(iteration_of(self.unit))):
+            return None
+        return f"{self.root / TRACKER} says {now[:40]!r}, and goes on naming that checkpoint and not {self.unit}; say --update-tracker to change it"
 
 
 def sync(path: Path) -> None:
