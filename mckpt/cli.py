@@ -45,8 +45,8 @@ _megatron_source = _apply(
     click.option(
         "--like", type=click.Path(file_okay=False, path_type=Path), help="A Hugging Face directory of the same model: its config is used."
     ),
-    click.option("--vocab-size", type=int, help="True rows of the embedding, without padding."),
-    click.option("--iteration", type=int, help="Which iteration to read; the tracker's otherwise."),
+    click.option("--vocab-size", type=click.IntRange(1), help="True rows of the embedding, without padding."),
+    click.option("--iteration", type=click.IntRange(0), help="Which iteration to read; the tracker's otherwise."),
     click.option("--check-replicas", is_flag=True, help="Compare tensors that several ranks hold."),
 )
 _megatron_target = _apply(
@@ -124,7 +124,10 @@ def hf_to_megatron(form: str, **o: Any) -> None:
     from mckpt.parallel import Parallel
 
     sizes = {k: o.pop(k) for k in _SIZES}
-    _run(form, Parallel(**{k: v for k, v in sizes.items() if v is not None}), **o)
+    source = _open(o)
+    if source.format != "hf":
+        raise UsageError(f"{o['src']}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its sizes or format")
+    _run(form, Parallel(**{k: v for k, v in sizes.items() if v is not None}), source=source, **o)
 
 
 @cli.command()
@@ -187,7 +190,7 @@ def plan(form: str | None, **o: Any) -> None:
 
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path))
-@click.option("--iteration", type=int, help="Which iteration; the tracker's otherwise.")
+@click.option("--iteration", type=click.IntRange(0), help="Which iteration; the tracker's otherwise.")
 @click.option("--megatron-args", "flags", is_flag=True, help="Print the flags of pretrain_gpt.py for it.")
 @_knowing
 @_json
@@ -209,9 +212,9 @@ def inspect(path: Path, iteration: int | None, flags: bool, as_json: bool, **o: 
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option("--atol", type=float, help="Largest difference allowed; without it every bit counts.")
 @click.option("--like", type=click.Path(file_okay=False, path_type=Path), help="A Hugging Face directory that describes the model.")
-@click.option("--vocab-size", type=int)
+@click.option("--vocab-size", type=click.IntRange(1))
 @_json
-def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> None:
+def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
     """Compare two checkpoints of any formats and sizes tensor by tensor. Exit 0: the same; 1: different."""
     from mckpt import api
 
@@ -231,8 +234,7 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> None:
         click.echo(
             f"{verdict}: {found.same:,} tensors equal, {len(found.changed):,} differ, {len(found.missing):,} missing, {len(found.extra):,} extra"
         )
-    if found:
-        sys.exit(1)
+    return 1 if found else 0
 
 
 @cli.group()
@@ -315,12 +317,15 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
     if dry_run:
         click.echo(json.dumps(planned.json()) if as_json else planned.summary())
         return
+    budget = parse_size(o["max_memory"])
     if not as_json:
         click.echo(planned.summary(), err=True)
+    if note := planned.destination.tracker_note():
+        click.echo(note, err=True)
     start = time.perf_counter()
     with _progress("writing") as progress:
         manifest = planned.run(
-            max_memory=o["max_memory"], threads=o["threads"], checksum=o["checksum"], allow_overflow=o["allow_overflow"], resume=o["resume"],
+            max_memory=budget, threads=o["threads"], checksum=o["checksum"], allow_overflow=o["allow_overflow"], resume=o["resume"],
             check_replicas=o.get("check_replicas", False), progress=progress,
         )  # fmt: skip
     seconds = time.perf_counter() - start
@@ -350,7 +355,8 @@ def main() -> None:
     """Run `mckpt`; owns the exit codes (README, Exit codes)."""
     try:
         code = cli(standalone_mode=False)
-    except click.exceptions.Abort:
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        click.echo("mckpt: interrupted; the same command goes on where it stopped", err=True)
         code = 130
     except click.ClickException as e:
         e.show()
@@ -358,10 +364,7 @@ def main() -> None:
     except MckptError as e:
         click.echo(f"mckpt: {e}", err=True)
         code = e.exit_code
-    except KeyboardInterrupt:
-        click.echo("mckpt: interrupted; the same command goes on where it stopped", err=True)
-        code = 130
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # click makes this exit of it, with the 1 that means a difference
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, and the interpreter would complain again
         code = 7
     except OSError as e:
