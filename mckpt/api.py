@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def _open(self) -> hf.Checkpoint | torch.Checkpoint | torch_dist.Checkpoint:
         self.unit: Unit | None = None
         if hf.detect(self.path):
+            if self.known.iteration is not None:
+                raise UsageError(f"{self.path}: is a Hugging Face directory, which has no iterations; --iteration has no meaning there")
             return hf.Checkpoint(self.path)
         unit = find(self.path, self.known.iteration)
         assert unit is not None
@@ -334,7 +337,8 @@ class Plan:
         from mckpt.execute import Output, Overflow, execute
 
         budget = hf.parse_size(max_memory) if isinstance(max_memory, str) else max_memory
-        key = hashlib.sha256(f"{self.digest} {checksum} {self._stamps()}".encode()).hexdigest()
+        stamps = self._stamps()
+        key = hashlib.sha256(f"{self.digest} {checksum} {stamps}".encode()).hexdigest()
         reader = Reader(self.source.layout)
         if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
             raise SourceError.of(f"{self.source.path}: ranks that should hold the same do not:", apart)
@@ -347,6 +351,8 @@ class Plan:
                 )  # fmt: skip
             except Overflow as e:
                 raise UsageError(f"{self.joined.name(e.tensor)}: {e}") from e
+            if self._stamps() != stamps:
+                raise SourceError(f"{self.source.path}: was changed while it was read; run the command again when nothing writes there")
             files = {o.path: {"bytes": o.size, "checksum": s} for o, s in zip(self.outputs, sums, strict=True)}
             manifest = {**self.facts, "plan": self.digest, "dropped": dropped, "files": files}
             (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
@@ -397,6 +403,8 @@ def convert(src: str | Path, dst: str | Path, *, max_memory: int | str = "64MiB"
 def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, *, atol: float | None = None, known: Known | None = None,
          progress: Progress | None = None) -> comparison.Difference:  # fmt: skip
     """Compare two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
+    if atol is not None and not 0 <= atol < math.inf:
+        raise UsageError(f"atol {atol} is no largest difference: say a number from 0 on")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
     return comparison.diff(left, right, atol, progress)
 
@@ -474,6 +482,10 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         raise UsageError(
             f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved; say --no-optimizer to leave the rest behind"
         )
+    if dims["num_heads"] % parallel.tp:
+        raise UsageError(f"{dims['num_heads']} attention heads do not divide by tp {parallel.tp}")
+    if dims["num_query_groups"] % parallel.tp and parallel.tp % dims["num_query_groups"]:
+        raise UsageError(f"{dims['num_query_groups']} query groups (k and v heads) neither divide by tp {parallel.tp} nor divide it")
     kinds, dtype = _kinds(source, target)
     impl = target.transformer_impl or source.chosen.get("transformer_impl") or "transformer_engine"
     grouped = target.grouped_experts
@@ -509,7 +521,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
             kept.update(no_save_optim=True, no_save_rng=True)
         if target.dtype is not None:
             kept.update({k: args[k] for k in ("params_dtype", "bf16", "fp16")})
-        common = {k: v for k, v in mine.changed(kept).items() if not _beside(k, dialect) and not k.startswith("model")}
+        common = {k: v for k, v in mine.changed(kept).items() if not (_beside(k, dialect) or k in left or k.startswith("model"))}
         common["iteration"] = iteration
         written = {**(mine.args or {}), **kept}
     said = megatron_args.flags(dialect, written)

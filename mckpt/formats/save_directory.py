@@ -47,6 +47,8 @@ def find(path: Path, iteration: int | None = None) -> Unit | None:
     tracker = path / TRACKER
     units = sorted(p.name for p in path.iterdir() if p.is_dir() and is_unit_name(p.name)) if path.is_dir() else []
     if not tracker.exists() and not units:
+        if iteration is not None and path.name != unit_name(iteration):
+            raise UsageError(f"{path}: is no save directory with iterations, so --iteration {iteration} has no meaning there")
         return Unit(path, path.parent, path.name)
     if iteration is not None:
         name = unit_name(iteration)
@@ -86,6 +88,26 @@ class Common:
         record = self.fields.get("args")
         merged = {**(safe_pickle.fields(record) if record is not None else {}), **args}
         return {**self.fields, "args": safe_pickle.namespace(**merged)}
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there is a tensor anywhere in what a pickle held; such a value cannot be written again without its data."""
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        v = left.pop()
+        if isinstance(v, safe_pickle.Storage):
+            return True
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if isinstance(v, safe_pickle.Record):
+            left += [v.args, v.state, v.items, v.entries]
+        elif isinstance(v, dict):
+            left += [*v.keys(), *v.values()]
+        elif isinstance(v, (list, tuple, set, frozenset)):
+            left += v
+    return False
 
 
 def new_common(args: dict[str, Any], iteration: int) -> dict[str, Any]:

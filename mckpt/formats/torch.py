@@ -21,7 +21,7 @@ from mckpt.box import Layout, Piece, Stored
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, shapes_of
 from mckpt.formats.hf import entry_of
-from mckpt.formats.save_directory import Common
+from mckpt.formats.save_directory import Common, has_tensors
 from mckpt.mapping import Bound, MappingFile, Scope
 from mckpt.packing import Packed, PackingError, buffer, shard
 from mckpt.parallel import Parallel
@@ -77,8 +77,13 @@ class Checkpoint:
         return Parallel(tp=sizes[0]) if len(sizes) == 1 else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
 
     def beside(self) -> list[str]:
-        """What it holds that is no weight: optimizer, random states."""
-        out = [k for k in self._ranks[self.directories[0]].beside if k in BESIDE_MODEL and self.common.fields[k] not in (None, [], {})]
+        """What it holds that is no weight: optimizer, random states, and whatever else is made of tensors (averaged weights)."""
+        fields = self.common.fields
+        out = [
+            k
+            for k in self._ranks[self.directories[0]].beside
+            if (k in BESIDE_MODEL and fields[k] not in (None, [], {})) or has_tensors(fields[k])
+        ]
         return out + ["distrib_optim.pt"] * (self.root / self.directories[0] / "distrib_optim.pt").exists()
 
     def first_rank_tensors(self) -> dict[str, Entry]:

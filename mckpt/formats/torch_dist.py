@@ -27,7 +27,7 @@ from mckpt.dcp_metadata import emit_metadata, read_metadata
 from mckpt.dtypes import itemsize
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of, whole_box
-from mckpt.formats.save_directory import Common
+from mckpt.formats.save_directory import Common, has_tensors
 from mckpt.mapping import Bound, MappingFile, Scope
 from mckpt.packing import PackingError, buffer, shard
 from mckpt.parallel import Parallel
@@ -93,7 +93,7 @@ class Checkpoint:
         """Keys of what is no weight (optimizer, random states), cut at their first dot or slash."""
         names = [k for k in (*self.metadata.tensors, *self.metadata.objects) if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {k.replace("/", ".").split(".")[0] for k in names if "_extra_state" not in k}
-        return sorted(found | {k for k in self.common.fields if k in dialect.ignore})
+        return sorted(found | {k for k, v in self.common.fields.items() if k in dialect.ignore or has_tensors(v)})
 
     def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel) -> dict[str, Any]:
         """How the dialect's choices were made here: those whose keys fit best."""
