@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def judge(
-    cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool = False, timeout: float = 600
+    cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool = False, timeout: float = 1200
 ) -> dict[str, dict[str, Any]]:
     """The result of every case by its name, with `logits` (an array) where the case gives them. A failed case has ok False and error.
 
