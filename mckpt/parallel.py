@@ -10,6 +10,7 @@ from typing import Any
 from mckpt.errors import UsageError
 
 MAX_STAGES = 4096  # bounds what a layout string such as (t|)*1000000000 may unroll to
+MAX_SIZE = 65536  # of any parallel size, and of their products: args can say any number, and ranks are listed
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,17 @@ class Parallel:
     layout: str | None = None
 
     def __post_init__(self) -> None:
-        if self.layout is not None and self.vpp == 1 and self.pp >= 1:
+        for name in ("tp", "pp", "vpp", "ep", "etp"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or not 1 <= value <= MAX_SIZE):
+                raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 to {MAX_SIZE}")
+        if self.layout is not None and self.vpp == 1:
             stages = len(_parse_layout(self.layout))
             if stages % self.pp:
                 raise UsageError(f"the layout {self.layout!r} has {stages} stages, which do not divide by pp {self.pp}")
             object.__setattr__(self, "vpp", stages // self.pp)
-        for name in ("tp", "pp", "vpp", "ep", "etp"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")
+        if self.pp * self.vpp > MAX_SIZE or math.lcm(self.tp, self.expert_tp * self.ep) > MAX_SIZE:
+            raise UsageError(f"{self}: more than {MAX_SIZE} ranks or stages")
         for name in ("first_stage_layers", "last_stage_layers"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -84,6 +87,8 @@ class Parallel:
                     f"the layout {self.layout!r} places {flat.count('t')} layers between {flat[:1]!r} and {flat[-1:]!r}; "
                     f"the model has {num_layers}, and wants E first and L last, once each"
                 )
+            if "m" in flat:
+                raise UsageError(f"the layout {self.layout!r} places MTP layers (m), which the model does not have")
             return [[stages[v * self.pp + p].count("t") for v in range(self.vpp)] for p in range(self.pp)]
         given = {p: n for p, n in ((0, self.first_stage_layers), (self.pp - 1, self.last_stage_layers)) if n is not None}
         left = num_layers - sum(given.values()) + self.account_for_embedding + self.account_for_loss
@@ -94,6 +99,12 @@ class Parallel:
         )
         if left < 0 or (left % ranks if ranks else left):
             raise UsageError(f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); say another --pp, or place them unevenly")
+        if given and ranks and not left:
+            raise UsageError(f"{what}: nothing is left for {ranks} of the pipeline stages, which Megatron refuses")
+        if given and not ranks and self.vpp > 1:
+            raise UsageError(
+                "layers of the first and last stage at pp 2 with virtual stages: Megatron divides by zero; say --pipeline-model-parallel-layout"
+            )
         per_rank = [given.get(p, left // ranks if ranks else 0) for p in range(self.pp)]
         if any(n % self.vpp for n in per_rank):
             raise UsageError(f"{per_rank} layers of the pipeline ranks do not divide by vpp {self.vpp}")
@@ -143,7 +154,7 @@ class Parallel:
         return cls(
             tp=tp,
             pp=pp,
-            vpp=(args.get("virtual_pipeline_model_parallel_size") or 1) if pp > 1 else 1,
+            vpp=1 if pp == 1 else args.get("virtual_pipeline_model_parallel_size") or 1,
             ep=args.get("expert_model_parallel_size") or 1,
             etp=None if args.get("expert_tensor_parallel_size") == tp else args.get("expert_tensor_parallel_size"),
             first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
@@ -184,12 +195,22 @@ class Parallel:
 
 def _parse_layout(text: str) -> list[str]:
     """The stages of a layout string, E embedding, t decoder layer, m MTP layer, L loss: "Et*3|(tt|)*2L" -> ["Ettt", "tt", "tt", "L"]."""
-    out = text.replace(",", "").replace(" ", "")
-    for pattern in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
-        out = re.sub(pattern, lambda m: m[1] * int(m[2]), out)
-        if len(out) > 64 * MAX_STAGES:
-            raise UsageError(f"the layout {text[:60]!r} unrolls to {len(out):,} characters")
+    if not isinstance(text, str) or len(text) > MAX_STAGES:
+        raise UsageError(f"the layout {str(text)[:60]!r} is no text of at most {MAX_STAGES:,} characters")
+    out, left = text.replace(",", ""), 64 * MAX_STAGES
+
+    def unrolled(m: re.Match[str]) -> str:
+        nonlocal left
+        left -= len(m[1]) * int(m[2])
+        if left < 0:
+            raise UsageError(f"the layout {text[:60]!r} unrolls to more than {64 * MAX_STAGES:,} characters")
+        return m[1] * int(m[2])
+
+    for pattern in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):  # as Megatron reads it: groups first, blanks are no part of it
+        out = re.sub(pattern, unrolled, out)
     stages = out.split("|")
+    if len(stages) > MAX_STAGES:
+        raise UsageError(f"the layout {text[:60]!r} has {len(stages):,} stages, and at most {MAX_STAGES:,} are read")
     for stage in stages:
         if set(stage) - set("EtmL"):
             raise UsageError(f"the layout {text!r}: {stage!r} may hold E, t, m and L")
