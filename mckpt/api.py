@@ -159,14 +159,30 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def chosen(self) -> dict[str, Any]:
         """The dialect's choices as this checkpoint made them."""
-        return {} if isinstance(self.stored, hf.Checkpoint) else self.stored.choices(self.mapping, self.dims, self.parallel)
+        if isinstance(self.stored, hf.Checkpoint):
+            return {}
+        self._check_layers()
+        return self.stored.choices(self.mapping, self.dims, self.parallel)
 
     @cached_property
     def layout(self) -> Layout:
         """What is stored where."""
         if isinstance(self.stored, hf.Checkpoint):
+            self._check_layers()
             return self.stored.layout(self.mapping, self.dims)
         return self.stored.layout(self.mapping, self.dims, self.parallel, self.chosen)
+
+    def _check_layers(self) -> None:
+        """SourceError if its layers cannot be those of the tensors there are, before each rule is bound to a million of them."""
+        said, most = self.dims["num_layers"], self.stored.most_layers()
+        if said > most:
+            raise SourceError(f"{self.path}: {said:,} layers are said, and there are tensors for {most:,} at most")
+        if self.format == "torch":
+            try:
+                self.parallel.check(self.dims["num_experts"])
+                self.parallel.stages(said)
+            except UsageError as e:
+                raise SourceError(f"{self.path}: its sizes ({self.parallel}) do not fit its model: {e}") from None
 
     def left_behind(self) -> list[str]:
         """What it holds that is no weight: optimizer, random states, schedules."""
@@ -391,6 +407,7 @@ def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = Fal
                               overwrite=overwrite, update_tracker=update_tracker)  # fmt: skip
     if target.dtype is not None:
         dtypes.parse(target.dtype)
+    _ = source.layout  # what is damaged is said before what does not fit, and before dims of any size are computed with
     return (_plan_hf if target.format == "hf" else _plan_megatron)(source, destination, target)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from mckpt import api, mapping, megatron_args
 from mckpt.dtypes import itemsize
 from mckpt.formats import hf, torch, torch_dist
-from mckpt.formats.entry import read_file
 from mckpt.mapping import hub
 
 SHOWN = 40  # lines of tensors in the text form; --json has all
@@ -68,7 +66,7 @@ def flags(source: api.Checkpoint) -> dict[str, Any]:
     if isinstance(source.stored, hf.Checkpoint):
         args = {**dialect.write(source.dims, api.given(source)), **source.parallel.args()}
     else:
-        args = source.stored.common.args or {}
+        args = source.stored.common.args or {**dialect.write(source.dims, api.given(source)), **source.parallel.args()}
     return megatron_args.flags(dialect, args)
 
 
@@ -84,7 +82,7 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
     lines.append(f"logical tensors it has no rule for: {', '.join(unused) or 'none'}")
     if config is None:
         return lines
-    dims = family.read(json.loads(read_file(config)), source=str(config))
+    dims = family.read(hf.parse_config(config), source=str(config))
     dialect = mapping.load("megatron", api.DIALECT)
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
     chosen = {"container": "torch_dist", "transformer_impl": "transformer_engine", "experts": "grouped", "layers": "per_layer", "pp": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -38,10 +39,12 @@ class LogicalTensor:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> LogicalTensor:
-        """A box of it: integers, slices of step 1, and `...` at the end."""
+        """A box of it: integers, slices of step 1, and `...` once."""
         index = index if isinstance(index, tuple) else (index,)
-        index = tuple(i for i in index if i is not Ellipsis)
         axes = [a for a in range(len(self.whole)) if a not in self._dropped]
+        if any(i is Ellipsis for i in index):
+            at = next(n for n, i in enumerate(index) if i is Ellipsis)
+            index = (*index[:at], *(slice(None),) * (len(axes) - len(index) + 1), *index[at + 1 :])
         if len(index) > len(axes):
             raise IndexError(f"{self.name} has {len(axes)} axes, and {len(index)} indices were given")
         offset, shape, dropped = list(self._box.offset), list(self._box.shape), list(self._dropped)
@@ -52,6 +55,7 @@ class LogicalTensor:
                     raise IndexError(f"{self.name}: slices have step 1 here, not {step}")
                 offset[axis], shape[axis] = offset[axis] + start, max(0, stop - start)
             else:
+                i = operator.index(i)
                 at = i + shape[axis] if i < 0 else i
                 if not 0 <= at < shape[axis]:
                     raise IndexError(f"{self.name}: index {i} is outside the {shape[axis]} of axis {axis}")

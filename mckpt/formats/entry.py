@@ -138,15 +138,16 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]
 def dtypes_of(layout: Layout) -> dict[str, str]:
     """The dtype of each logical tensor, by template. UsageError where it differs between layers or experts."""
     out: dict[str, str] = {}
-    clash: dict[str, set[str]] = {}
+    where: dict[str, dict[str, str]] = {}  # template -> dtype -> one place that holds it
     for s in layout.stored:
-        for name in {p.tensor for p in s.pieces} if not s.replica else ():
-            if out.setdefault(name, s.dtype) != s.dtype:
-                clash.setdefault(name, {out[name]}).add(s.dtype)
+        for name in {p.tensor for p in s.pieces} if not s.replica and len(s) else ():
+            out.setdefault(name, s.dtype)
+            where.setdefault(name, {}).setdefault(
+                s.dtype, f"{name.format(layer=int(s.layer[0]), expert=int(s.expert[0]))} in {layout.files[int(s.file[0])]}"
+            )
+    clash = [f"{d}: {place}" for held in where.values() if len(held) > 1 for d, place in sorted(held.items())]
     if clash:
-        raise UsageError.of(
-            "tensors are stored in several dtypes; say one with --dtype:", [f"{k}: {', '.join(sorted(v))}" for k, v in clash.items()]
-        )
+        raise UsageError.of("tensors of one kind are stored in several dtypes; say one with --dtype:", clash)
     return out
 
 

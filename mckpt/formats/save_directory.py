@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt import safe_pickle
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import PickleError, SourceError, UsageError
 from mckpt.formats.entry import read_file
+from mckpt.parallel import Parallel
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -81,7 +82,17 @@ class Common:
     def __init__(self, fields: dict[str, Any], where: str) -> None:
         self.fields, self.where = fields, where
         record = fields.get("args")
-        self.args: dict[str, Any] | None = None if record is None else safe_pickle.plain(safe_pickle.fields(record))
+        try:
+            self.args: dict[str, Any] | None = None if record is None else safe_pickle.plain(safe_pickle.fields(record))
+        except PickleError as e:
+            raise SourceError(f"{where}: its args are no Namespace: {e}") from None
+
+    def parallel(self) -> Parallel:
+        """The sizes that its args say."""
+        try:
+            return Parallel.of_args(self.args or {})
+        except (UsageError, TypeError) as e:
+            raise SourceError(f"{self.where}: its args say no parallel sizes: {e}") from None
 
     def changed(self, args: dict[str, Any]) -> dict[str, Any]:
         """The same fields with some args replaced, all else as it was read, unknown classes included."""

@@ -65,7 +65,7 @@ class Checkpoint:
         """The sizes it was saved with: from its args, else from the names of its directories."""
         args = self.common.args
         if args and args.get("tensor_model_parallel_size"):
-            return Parallel.of_args(args)
+            return self.common.parallel()
         found = [_RANK.fullmatch(d) for d in self.directories]
         ranks = [[int(x) for x in m.groups() if x is not None] for m in found if m]
         sizes = [1 + max(axis) for axis in itertools.zip_longest(*ranks, fillvalue=0)]
@@ -75,6 +75,10 @@ class Checkpoint:
             everywhere = any("embedding" in k for k in words)
             return Parallel(tp=sizes[0], ep=sizes[1]) if everywhere else Parallel(tp=sizes[0], pp=sizes[1], vpp=self.vpp)
         return Parallel(tp=sizes[0]) if len(sizes) == 1 else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
+
+    def most_layers(self) -> int:
+        """A bound of its layers, from what is there and not from args."""
+        return len(self.directories) * len(self.first_rank_tensors())
 
     def beside(self) -> list[str]:
         """What it holds that is no weight: optimizer, random states, and whatever else is made of tensors (averaged weights)."""
@@ -164,7 +168,10 @@ class Checkpoint:
     def _read(self, directory: str) -> dict[str, Any]:
         path = str(self.root / directory / FILE)
         if not os.path.exists(path):
-            raise SourceError(f"{self.root / directory}: has no {FILE}")
+            missing = (
+                f"has no {FILE}" if os.path.isdir(self.root / directory) else f"is missing; there are {', '.join(self.directories[:20])}"
+            )
+            raise SourceError(f"{self.root / directory}: {missing}")
         try:
             fd = os.open(path, os.O_RDONLY)
         except OSError as e:

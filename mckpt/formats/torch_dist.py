@@ -77,21 +77,32 @@ class Checkpoint:
         path = self.root / COMMON
         if path.exists():
             value, _ = self._read(str(path), 0, None)
-            return Common(value if isinstance(value, dict) else {}, str(path))
+            return Common(self._dict(value, str(path)), str(path))
         if COMMON_OBJECT in self.metadata.objects:
             file, offset, length = self.metadata.items[COMMON_OBJECT, None]
             value, _ = self._read(str(self.root / file), offset, length)
             inner = value[0] if isinstance(value, list) and value else value
-            return Common(inner if isinstance(inner, dict) else {}, COMMON_OBJECT)
+            return Common(self._dict(inner, f"{self.root / file}: {COMMON_OBJECT}"), COMMON_OBJECT)
         return Common({}, str(path))
+
+    @staticmethod
+    def _dict(value: Any, where: str) -> dict[str, Any]:
+        if not isinstance(value, dict):
+            raise SourceError(f"{where}: holds {safe_pickle.short(value)}, not a dict of args and the like")
+        return value
 
     def parallel(self) -> Parallel:
         """The sizes of the run that saved it, as its args say; they do not matter for reading."""
-        return Parallel.of_args(self.common.args or {})
+        return self.common.parallel()
+
+    def most_layers(self) -> int:
+        """A bound of its layers, from what is there and not from args."""
+        return max([len(self.metadata.tensors), *(size[0] for _, size, _ in self.metadata.tensors.values() if size)])
 
     def beside(self, dialect: MappingFile) -> list[str]:
         """Keys of what is no weight (optimizer, random states), cut at their first dot or slash."""
-        names = [k for k in (*self.metadata.tensors, *self.metadata.objects) if _ignored(k, dialect) and not k.endswith("_extra_state")]
+        held = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
+        names = [k for k in held if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {k.replace("/", ".").split(".")[0] for k in names if "_extra_state" not in k}
         return sorted(found | {k for k, v in self.common.fields.items() if k in dialect.ignore or has_tensors(v)})
 
