@@ -357,7 +357,7 @@ class Plan:
         key = hashlib.sha256(f"{self.digest} {checksum} {stamps}".encode()).hexdigest()
         reader = Reader(self.source.layout)
         if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
-            raise SourceError.of(f"{self.source.path}: ranks that should hold the same do not:", apart)
+            raise SourceError.of(f"{self.source.path}: holds copies of one tensor that differ, and it is not known which is meant:", apart)
         dropped = reader.padding() if self.target.format == "hf" else []
         with self.destination.staging(key, resume) as staging:
             try:
@@ -366,7 +366,7 @@ class Plan:
                     max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, progress=progress,
                 )  # fmt: skip
             except Overflow as e:
-                raise UsageError(f"{self.joined.name(e.tensor)}: {e}") from e
+                raise UsageError(f"{self.joined.name(e.tensor)}: {e.where}") from e
             if self._stamps() != stamps:
                 raise SourceError(f"{self.source.path}: was changed while it was read; run the command again when nothing writes there")
             files = {o.path: {"bytes": o.size, "checksum": s} for o, s in zip(self.outputs, sums, strict=True)}

@@ -373,11 +373,13 @@ class _Lazy(dict):
 
 
 def lookup(config: Mapping[str, Any], path: str) -> Any:
-    """config["a"]["b"] for "a.b"; None where it has no such key."""
+    """config["a"]["b"] for "a.b"; None where it has no such key. ValueError if "a" holds no object."""
     value: Any = config
     for part in path.split("."):
-        if not isinstance(value, Mapping):
+        if value is None:
             return None
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path.rpartition('.')[0]} is {value!r}, and must be an object")
         value = value.get(part)
     return value
 

@@ -116,7 +116,8 @@ def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: li
                 f"{key} {list(shape)} holds {dtype}, and a weight is floating-point: a quantised model must be dequantised first"
             )
         placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
-        if any(p is None for p in placed):
+        repeated = strides is not None and any(step == 0 and n > 1 for n, step in zip(shape, strides, strict=True))  # expand()
+        if repeated or any(p is None for p in placed):
             problems.missing(
                 f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can follow; save it as a dense tensor"
             )
