@@ -53,9 +53,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def __init__(self, path: str | Path, known: Known | None = None) -> None:
         self.path, self.known = Path(path), known or Known()
-        self.keep_padded = (
-            False  # take the padded vocabulary for the true one where nothing says it: of no matter from Megatron to Megatron
-        )
+        # take the padded vocabulary for the true one where nothing says it: of no matter from Megatron to Megatron
+        self.keep_padded, self.took_padded = False, False
         if not self.path.exists():
             raise SourceError(f"{self.path}: does not exist")
         if not self.path.is_dir():
@@ -139,6 +138,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if args.get("vocab_size") is None and "vocab_size" not in known:
             padded = args.get("padded_vocab_size")
             if self.keep_padded and padded:
+                self.took_padded = True
                 return self.mapping.read(args, {**known, "vocab_size": padded}, f"args of {self.stored.root}")
             raise UsageError(
                 f"{self.stored.root}: its args say no true vocab_size" + (f", only the padded {padded}" if padded else "")
@@ -575,16 +575,24 @@ def _padded(source: Checkpoint, target: Target, vocab_size: int) -> int:
     """Rows of the padded vocabulary: as Megatron computes it, or those of a Megatron source where they divide (vocab_utils.py)."""
     multiple = target.divisible_by * target.parallel.tp
     if source.unit is not None:
-        held = max((s.shape[0] for s in source.layout.stored if s.padding), default=0)
-        rows = (source.stored.common.args or {}).get("padded_vocab_size") if not isinstance(source.stored, hf.Checkpoint) else None
-        rows = rows or held
+        args = {} if isinstance(source.stored, hf.Checkpoint) else source.stored.common.args or {}
+        rows = args.get("padded_vocab_size") or _rows_held(source.layout)
         if rows and rows >= vocab_size and rows % target.parallel.tp == 0:
             return int(rows)
-        if rows == vocab_size and source.keep_padded and source.known.vocab_size is None:
+        if source.took_padded:
             raise UsageError(
                 f"{source.path}: {rows} padded rows of the vocabulary do not divide by tp {target.parallel.tp}; say --vocab-size N"
             )
     return -(-vocab_size // multiple) * multiple
+
+
+def _rows_held(layout: Layout) -> int:
+    """Rows of the padded vocabulary, those of ranks that hold nothing else included; 0 where it is not stored by rows."""
+    rows: dict[str, int] = {}
+    for s in layout.stored:
+        if s.padding and not s.replica and len(s.shape) == 2:
+            rows[s.key] = rows.get(s.key, 0) + s.shape[0]
+    return max(rows.values(), default=0)
 
 
 def _side_of(source: Checkpoint) -> list[tuple[str, Path]]:
@@ -599,8 +607,7 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
     if source.format == "hf":
         raise UsageError(f"{source.path}: is a Hugging Face directory already")
     if target.keep_padding:
-        rows = max((sum(s.shape[0] for s in source.layout.stored if s.padding and not s.replica and p in {x.tensor for x in s.pieces})
-                    for p in source.layout.shapes), default=0)  # fmt: skip
+        rows = _rows_held(source.layout) or source.dims["vocab_size"]
         source = Checkpoint(source.path, source.known)
         source.dims = {**source.dims, "vocab_size": rows}
     dims, notes = source.dims, []
