@@ -183,7 +183,8 @@ class Parallel:
         """The same with other sizes; None keeps what is here. Another pp or layout takes the uneven split of the old one away."""
         given = {k: v for k, v in sizes.items() if v not in (None, False)}
         base = self
-        if given.keys() & {"pp", "vpp", "first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout"}:
+        uneven = ("pp", "vpp", "first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout")
+        if any(k in given and given[k] != getattr(self, k) for k in uneven):
             base = Parallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp)
             given.setdefault("vpp", self.vpp if given.get("pp", self.pp) == self.pp and "layout" not in given else 1)
         return replace(base, **given)

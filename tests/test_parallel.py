@@ -243,9 +243,11 @@ def test_with() -> None:
     assert uneven.with_(tp=4) == Parallel(tp=4, pp=3, first_stage_layers=1)
     assert uneven.with_(pp=2) == Parallel(tp=2, pp=2)
     assert uneven.with_(last_stage_layers=2) == Parallel(tp=2, pp=3, last_stage_layers=2)
+    assert uneven.with_(tp=2, pp=3) == uneven  # said again, not another
     laid = Parallel(tp=2, pp=2, layout="Et|t|t|tL")
     assert laid.with_(tp=1) == Parallel(pp=2, layout="Et|t|t|tL")
     assert laid.with_(pp=4) == Parallel(tp=2, pp=4)
+    assert laid.with_(pp=4, layout="Et|t|t|tL") == Parallel(tp=2, pp=4, layout="Et|t|t|tL")
     assert laid.with_(layout="Ett|ttL") == Parallel(tp=2, pp=2, layout="Ett|ttL")
     with pytest.raises(UsageError, match="say one of"):
         even.with_(first_stage_layers=1, account_for_loss=True)
