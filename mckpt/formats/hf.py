@@ -55,7 +55,11 @@ class Checkpoint:
         return read_config(self.root)
 
     def most_layers(self) -> int:
-        """A bound of its layers, from what is there and not from config.json."""
+        """A bound of its layers, from what is there and not from config.json. SourceError if its files do not fit together."""
+        if self.problems:  # alone: each tensor of a lost shard would be named as missing too
+            raise SourceError.of(
+                f"{self.root}: its weight files do not fit together:", self.problems, "If a download was interrupted, let it go on."
+            )
         return len(self.entries)
 
     def side_files(self) -> list[str]:
@@ -64,10 +68,6 @@ class Checkpoint:
 
     def layout(self, family: MappingFile, dims: Scope) -> Layout:
         """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
-        if self.problems:  # alone: each tensor of a lost shard would be named as missing too
-            raise SourceError.of(
-                f"{self.root}: its weight files do not fit together:", self.problems, "If a download was interrupted, let it go on."
-            )
         scope = family.scope(dims)
         bound = family.bind(scope)
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")

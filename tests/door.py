@@ -1,0 +1,135 @@
+"""What a user meets: `mckpt` run in this process, checkpoints damaged on purpose, and what a run left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+from mckpt import cli, safe_pickle, torch_file
+from tests.tiny import tiny_random
+
+Arrays = dict[str, Any]
+
+
+class Said(NamedTuple):
+    """How one run of mckpt ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def mckpt(*args: Any) -> Said:
+    """Run `mckpt` with these arguments, without a process of its own."""
+    out, err = io.StringIO(), io.StringIO()
+    with mock.patch.object(sys, "argv", ["mckpt", *map(str, args)]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as e:
+            code = e.code or 0
+    return Said(code, out.getvalue(), err.getvalue())
+
+
+def good(*args: Any) -> Said:
+    """The same, and it must end well."""
+    said = mckpt(*args)
+    assert said.code == 0, f"mckpt {' '.join(map(str, args))} ended with {said.code}:\n{said.err}"
+    return said
+
+
+def refused(code: int, *words: str, args: tuple[Any, ...], untouched: Path | None = None) -> str:
+    """mckpt must exit with `code`, say one error that has these words, no traceback, and leave `untouched` as it was."""
+    before = None if untouched is None else tree(untouched)
+    said = mckpt(*args)
+    assert said.code == code, f"wanted exit {code}, got {said.code}:\n{said.out}{said.err}"
+    assert "Traceback" not in said.err and "internal error" not in said.err, said.err
+    assert said.out == "", said.out
+    missing = [w for w in words if w not in said.err]
+    assert not missing, f"the error does not say {missing}:\n{said.err}"
+    assert said.err.count("mckpt: ") + said.err.count("Error: ") == 1, f"one error is wanted:\n{said.err}"
+    if untouched is not None:
+        assert tree(untouched) == before, f"{untouched} was changed"
+    return said.err
+
+
+def tree(path: Path) -> dict[str, bytes | None]:
+    """Every file below a directory, hidden ones too, with its bytes; directories as None. Empty where there is nothing."""
+    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else None for p in sorted(path.rglob("*"))} if path.exists() else {}
+
+
+def hf(path: Path, case: str = "qwen3", **how: Any) -> Path:
+    return tiny_random(case, path, **how)
+
+
+def shard(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a .safetensors file."""
+    raw = path.read_bytes()
+    n = int.from_bytes(raw[:8], "little")
+    return json.loads(raw[8 : 8 + n]), raw[8 + n :]
+
+
+def write_shard(path: Path, header: Any, data: bytes) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+
+
+class Pt:
+    """A torch.save file taken apart, without torch: `value` may be changed (tensors are records), `data` holds the storages."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self.value, ranges = torch_file.read(fd, str(path))
+            self.data = {k: os.pread(fd, n, at) for k, (at, n) in ranges.items()}
+        finally:
+            os.close(fd)
+
+    def put(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
+        """The record of a new tensor."""
+        key = str(len(self.data) + 1000)
+        self.data[key] = data
+        return safe_pickle.tensor(dtype, shape, key)
+
+    def save(self, path: Path | None = None) -> None:
+        save_pt(path or self.path, self.value, self.data)
+
+
+def save_pt(path: Path, value: Any, data: dict[str, bytes]) -> None:
+    """Write a torch.save file of records and storages."""
+    laid = torch_file.lay_out(value, path.stem)
+    raw = bytearray(laid.size)
+    for key, (at, n) in laid.data.items():
+        raw[at : at + n] = data[key][:n]
+    for at, piece in laid.fixed():
+        raw[at : at + len(piece)] = piece
+    path.write_bytes(raw)
+
+
+def hostile_pickle(mark: Path) -> bytes:
+    """A pickle that would run `touch mark` if anything it names were called."""
+    return f"cos\nsystem\n(S'touch {mark}'\ntR.".encode()
+
+
+def save_hostile(path: Path, mark: Path) -> None:
+    """A torch.save file with such a pickle."""
+    made = torch_file.TorchFile(path.stem, hostile_pickle(mark), {})
+    path.write_bytes(b"".join(piece for _, piece in made.fixed()))
