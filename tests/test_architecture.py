@@ -1,0 +1,299 @@
+"""The shape of the code: imports point one way, nothing heavy is imported to convert, and no model is named in Python."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "mckpt"
+MODULES = {
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removeprefix("mckpt.").removesuffix(".__init__"): p
+    for p in sorted(PACKAGE.rglob("*.py"))
+}
+HEAVY = ("torch", "transformers", "megatron", "safetensors", "transformer_engine", "accelerate")
+
+# what a module may import of mckpt; `formats` stands for all of that folder
+MAY: dict[str, set[str]] = {
+    "errors": set(),
+    "box": set(),
+    "expression": set(),
+    "dtypes": {"errors"},
+    "parallel": {"errors"},
+    "packing": {"box"},
+    "mapping": {"errors", "expression", "packing"},
+    "planning": {"box", "dtypes", "errors"},
+    "clusters": {"dtypes", "errors", "planning"},
+    "execute": {"clusters", "dtypes", "errors", "planning"},
+    "safe_pickle": {"dtypes", "errors"},
+    "torch_file": {"dtypes", "errors", "safe_pickle"},
+    "dcp_metadata": {"dtypes", "errors", "safe_pickle"},
+    "logical": {"box", "dtypes", "errors"},
+    "comparison": {"dtypes", "errors", "logical"},
+    "formats": {"box", "dcp_metadata", "dtypes", "errors", "formats", "mapping", "packing", "parallel", "safe_pickle", "torch_file"},
+}
+FAR: dict[str, set[str]] = {  # never, not even through others
+    "box": set(MODULES) - {"box"},
+    "planning": {"api", "formats", "mapping", "packing", "parallel", "execute"},
+    "execute": {"api", "formats", "mapping", "packing", "parallel"},
+    "formats": {"api", "cli", "clusters", "execute", "planning", "publishing"},
+    "mapping": {"api", "formats", "parallel", "planning"},
+}
+
+
+@functools.cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+def folder(module: str) -> str:
+    return "formats" if module.split(".")[0] == "formats" else module
+
+
+def statements(node: ast.AST, top: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """The imports below a node, those for type checkers left out; with `top` only those that run when the module is imported."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
+            continue
+        if top and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child
+        yield from statements(child, top)
+
+
+def imported(module: str, top: bool = False) -> set[str]:
+    """Full dotted names of all that a module imports."""
+    out = set()
+    for node in statements(tree(module), top):
+        if isinstance(node, ast.Import):
+            out |= {a.name for a in node.names}
+        else:
+            assert node.level == 0, f"{module}: a relative import"
+            out |= {f"{node.module}.{a.name}" for a in node.names}
+    return out
+
+
+@functools.cache
+def ours(module: str) -> set[str]:
+    """The modules of mckpt that a module imports, at any depth of its code."""
+    out = set()
+    for name in imported(module):
+        if name.split(".")[0] == "mckpt":
+            rest = name.removeprefix("mckpt").lstrip(".")
+            out.add(next((m for m in (rest, rest.rpartition(".")[0]) if m in MODULES and m != "mckpt"), "mckpt"))
+    return out - {"mckpt"}
+
+
+@functools.cache
+def reach(module: str) -> set[str]:
+    """Everything a module imports, through others too."""
+    out: set[str] = set()
+    todo = [module]
+    while todo:
+        for m in ours(todo.pop()) - out:
+            out.add(m)
+            todo.append(m)
+    return out
+
+
+def test_the_imports_are_seen() -> None:
+    """The test can fail."""
+    assert {"box", "errors", "formats.entry", "mapping", "packing"} <= ours("formats.torch")
+    assert "box" in reach("api") and "execute" in reach("cli")
+    assert len(MODULES) > 25
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if folder(m) in MAY])
+def test_arrows_point_one_way(module: str) -> None:
+    assert {folder(m) for m in ours(module)} <= MAY[folder(module)]
+
+
+@pytest.mark.parametrize("module", [m for m in MODULES if folder(m) in FAR])
+def test_what_is_never_reached(module: str) -> None:
+    assert not {folder(m) for m in reach(module)} & FAR[folder(module)]
+
+
+def test_no_cycles() -> None:
+    assert [m for m in MODULES if m != "mckpt" and m in reach(m)] == []
+
+
+def test_nothing_imports_the_trainer() -> None:
+    """But for the commands that run it, when they run it."""
+    for module in MODULES:
+        if not module.startswith("trainer"):
+            assert not any("trainer" in name for name in imported(module, top=True)), module
+            if module not in ("cli", "verification"):
+                assert not any(name.startswith("mckpt.trainer") for name in imported(module)), module
+
+
+@pytest.mark.parametrize("module", ["box", "packing", "planning", "expression", "parallel"])
+def test_the_core_touches_no_files(module: str) -> None:
+    found = {name.split(".")[0] for name in imported(module)}
+    assert not found & {"os", "io", "pathlib", "mmap", "shutil", "tempfile", "subprocess", "yaml"}
+    calls = {n.func.id for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    assert not calls & {"open", "print", "input", "eval", "exec", "compile", "__import__"}
+
+
+def test_who_prints_and_who_has_threads() -> None:
+    for module in MODULES:
+        if module.split(".")[0] == "trainer":
+            continue
+        calls = {n.func.id for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        assert not calls & {"print", "eval", "exec", "compile", "__import__"}, module
+        roots = {name.split(".")[0] for name in imported(module)}
+        assert module == "execute" or not roots & {"threading", "concurrent", "multiprocessing"}, module
+        assert module == "cli" or not roots & {"click", "rich"}, module
+
+
+def test_no_pickle_is_loaded_by_pickle() -> None:
+    """`safe_pickle` alone unpickles, over inert classes."""
+    for module in MODULES:
+        roots = {name.split(".")[0] for name in imported(module)}
+        assert module == "safe_pickle" or not roots & {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}, module
+
+
+def test_nothing_heavy_is_imported_by_a_module() -> None:
+    """At the top of a module outside the trainer; `LogicalTensor.torch()` imports torch when it is called."""
+    for module in MODULES:
+        if module.split(".")[0] != "trainer":
+            assert not {name.split(".")[0] for name in imported(module, top=True)} & set(HEAVY), module
+
+
+# ---------------------------------------------------------------------------------------------------------------- models are data
+
+
+FAMILY = re.compile(r"llama|qwen|mistral|mixtral|gemma|deepseek|gpt.?oss|\bphi\d?\b", re.IGNORECASE)
+
+
+def spoken(module: ast.Module) -> set[int]:
+    """Strings that only people read: docstrings, messages of errors, help of options."""
+    out = set()
+    for node in ast.walk(module):
+        parts: list[ast.AST] = []
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+            parts = [node.body[0]]
+        elif isinstance(node, ast.Raise) or (isinstance(node, ast.keyword) and node.arg in ("help", "metavar", "epilog")):
+            parts = [node]
+        out |= {id(n) for part in parts for n in ast.walk(part)}
+    return out
+
+
+def model_names(module: ast.Module) -> list[str]:
+    """Names of model families in what the code computes with."""
+    quiet = spoken(module)
+    found = []
+    for node in ast.walk(module):
+        texts = [v for f in ("value", "id", "attr", "name", "arg", "module") if isinstance(v := getattr(node, f, None), str)]
+        if id(node) not in quiet:
+            found += [f"line {getattr(node, 'lineno', '?')}: {t}" for t in texts if FAMILY.search(t)]
+    return found
+
+
+def test_no_model_is_named_in_code() -> None:
+    wrong = {m: names for m in MODULES if (names := model_names(tree(m)))}
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    "code", ["x = model_type == 'llama'", "{'qwen3': 1}", "def convert_mixtral(): pass", "match x:\n case 'MistralForCausalLM': pass"]
+)
+def test_a_named_model_is_seen(code: str) -> None:
+    assert model_names(ast.parse(code))
+
+
+@pytest.mark.parametrize("code", ['"""As Llama has it."""', "raise ValueError('such as llama')", "option(help='extends llama')", "# llama"])
+def test_messages_may_name_models(code: str) -> None:
+    assert not model_names(ast.parse(code))
+
+
+# ---------------------------------------------------------------------------------------------------------------- imports that are paid for
+
+
+def python(code: str, *arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *arguments], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_mckpt_imports_little() -> None:
+    loaded = set(json.loads(python("import sys, json, mckpt; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))")))
+    assert not loaded & {*HEAVY, "numpy", "yaml", "click", "rich"}
+    assert "mckpt" in loaded
+
+
+def test_help_imports_little() -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "mckpt", "--help"], cwd=ROOT, text=True, capture_output=True, check=True
+    )
+    loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "hf-to-megatron" in done.stdout
+    assert "click" in loaded
+    assert not loaded & {*HEAVY, "numpy"}
+
+
+COMMANDS = """
+import json, os, sys
+sys.stdout = open(os.devnull, "w")
+import mckpt.cli
+heavy = {heavy!r}
+for line in json.loads(sys.argv[1]):
+    sys.argv = ["mckpt", *line]
+    try:
+        mckpt.cli.main()
+        code = 0
+    except SystemExit as e:
+        code = e.code or 0
+    assert code == 0, (line, code)
+    found = sorted({{n.split(".")[0] for n in sys.modules}} & set(heavy))
+    assert not found, f"{{line}} imports {{found}}"
+"""
+
+
+def test_conversions_import_nothing_heavy(tmp_path: Path) -> None:
+    """Every command that moves or looks at tensors, one after the other in one process that has never seen torch."""
+    source = str(tiny.tiny_random("qwen3-moe", tmp_path / "hf"))
+    a, b, c, back = (str(tmp_path / x) for x in ("a", "b", "c", "back"))
+    lines = [
+        ["inspect", source],
+        ["plan", source, a, "--tp", "2"],
+        ["hf-to-megatron", source, a, "--tp", "2", "--pp", "2", "--ep", "2", "--format", "torch"],
+        ["inspect", a, "--json"],
+        ["reshard", a, b, "--target-tp", "4", "--target-format", "torch_dist"],
+        ["hf-to-megatron", source, c, "--common-state", "object", "--checksum", "sha256"],
+        ["megatron-to-hf", b, back, "--check-replicas"],
+        ["megatron-to-hf", c, back + "16", "--dtype", "fp16"],
+        ["diff", source, back],
+        ["diff", a, b, "--atol", "0"],
+        ["inspect", b, "--megatron-args"],
+        ["mappings", "list"],
+        ["mappings", "show", "llama"],
+    ]
+    python(COMMANDS.format(heavy=HEAVY), json.dumps(lines))
+
+
+def test_the_api_imports_nothing_heavy(tmp_path: Path) -> None:
+    source = str(tiny.tiny_random("llama", tmp_path / "hf"))
+    python(
+        f"""
+        import sys, mckpt
+        mckpt.convert(sys.argv[1], sys.argv[2] + "/a", format="torch", parallel=mckpt.Parallel(tp=2))
+        mckpt.plan(sys.argv[2] + "/a", sys.argv[2] + "/b", format="hf").run()
+        assert not mckpt.diff(sys.argv[1], sys.argv[2] + "/b")
+        assert mckpt.open(sys.argv[2] + "/a")["layers.3.attn.q.weight"][:8].numpy().shape == (8, 64)
+        assert not {{n.split(".")[0] for n in sys.modules}} & set({HEAVY!r})
+        """,
+        source,
+        str(tmp_path),
+    )
