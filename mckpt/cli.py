@@ -305,7 +305,7 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
     from mckpt import api
     from mckpt.formats.hf import parse_size
 
-    source = source or _open(o)
+    source = _open(o) if source is None else source  # not `or`: its truth is the number of its tensors
     target = api.Target(
         format=form, parallel=parallel or api.Parallel(), dtype=o.get("dtype"), transformer_impl=o.get("transformer_impl"),
         grouped_experts=o.get("grouped_experts"), divisible_by=o.get("divisible_by") or api.DIVISIBLE_BY,
@@ -354,7 +354,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
 def main() -> None:
     """Run `mckpt`; owns the exit codes (README, Exit codes)."""
     try:
-        code = cli(standalone_mode=False)
+        code = cli(prog_name="mckpt", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
         click.echo("mckpt: interrupted; the same command goes on where it stopped", err=True)
         code = 130

@@ -69,11 +69,11 @@ def _parse(path: Path) -> tuple[Node, str]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise MappingError(f"{path}: cannot be read: {e}") from None
-    loader = _Loader(text)
-    loader.where = path.name
     try:
+        loader = _Loader(text)
+        loader.where = path.name
         node = loader.get_single_data()
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, RecursionError) as e:
         raise MappingError(f"{path}: no YAML: {e}") from None
     if not isinstance(node, Node):
         raise MappingError(f"{path}: a mapping file holds keys and values, not {type(node).__name__}")
