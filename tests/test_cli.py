@@ -1,0 +1,449 @@
+"""The door: every command, its options, what it prints and how it ends; and the same from Python."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mckpt as package
+from mckpt import cli, safe_pickle
+from tests import tiny
+from tests.door import Pt, edit_json, good, hf, mckpt, refused, tree
+
+PT = "model_optim_rng.pt"
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory):
+    return hf(tmp_path_factory.mktemp("src") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def torch_dir(tmp_path_factory, src):
+    root = tmp_path_factory.mktemp("torch") / "ckpt"
+    good("hf-to-megatron", src, root, "--format", "torch", "--tp", 2, "--pp", 2)
+    return root
+
+
+@pytest.fixture(scope="module")
+def dist_dir(tmp_path_factory, src):
+    root = tmp_path_factory.mktemp("dist") / "ckpt"
+    good("hf-to-megatron", src, root)
+    return root
+
+
+def alone(root: Path, to: Path) -> Path:
+    """A copy without the Hugging Face files and the manifest: args are all it has."""
+    shutil.copytree(root, to)
+    shutil.rmtree(to / "hf")
+    (to / "release" / "mckpt.json").unlink()
+    return to
+
+
+# ---- help and usage
+
+
+def commands(group: click.Group, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    out = [prefix]
+    for name, command in group.commands.items():
+        out += commands(command, (*prefix, name)) if isinstance(command, click.Group) else [(*prefix, name)]
+    return out
+
+
+@pytest.mark.parametrize("command", commands(cli.cli), ids=" ".join)
+def test_every_command_has_help(command):
+    said = good(*command, "--help")
+    assert said.out.startswith("Usage: mckpt") and len(said.out.splitlines()) > 4
+    assert good(*command, "-h").out == said.out
+
+
+def test_usage_errors(src, tmp_path):
+    for args in (
+        (),
+        ("frobnicate",),
+        ("diff",),
+        ("diff", src),
+        ("inspect", src, "--frobnicate"),
+        ("hf-to-megatron", src, "d", "--format", "x"),
+    ):
+        said = mckpt(*args)
+        assert said.code == 2 and "Traceback" not in said.err, args
+    assert good("--version").out.startswith("mckpt ")
+
+
+def test_wrong_direction(src, torch_dir, tmp_path):
+    dst = tmp_path / "d"
+    refused(2, "mckpt reshard", args=("hf-to-megatron", torch_dir, dst), untouched=tmp_path)
+    refused(2, "mckpt hf-to-megatron", args=("reshard", src, dst), untouched=tmp_path)
+    refused(2, "is a Hugging Face directory already", args=("megatron-to-hf", src, dst), untouched=tmp_path)
+    refused(2, "--iteration", args=("inspect", src, "--iteration", 3), untouched=tmp_path)
+
+
+def test_a_closed_pipe_is_no_difference(src):
+    """`mckpt inspect | head` must not end with the 1 that means different."""
+    read, write = os.pipe()
+    os.close(read)
+    process = subprocess.run(
+        [sys.executable, "-m", "mckpt", "inspect", str(src), "--json"], stdout=write, stderr=subprocess.PIPE, check=False
+    )
+    os.close(write)
+    assert process.returncode == 7 and b"Traceback" not in process.stderr, process.stderr
+
+
+def test_internal_errors_say_so(monkeypatch, src):
+    monkeypatch.setattr("mckpt.inspection.inspect", lambda source: 1 // 0)
+    said = mckpt("inspect", src)
+    assert said.code == 70 and "ZeroDivisionError" in said.err and "internal error" in said.err
+
+
+# ---- inspect, plan, mappings
+
+
+def test_inspect(src, torch_dir, dist_dir):
+    for path, form, files in ((src, "hf", 1), (torch_dir, "torch", 4), (dist_dir, "torch_dist", 1)):
+        found = good("inspect", path, "--json").json
+        assert (found["format"], found["files"]) == (form, files)
+        assert found["bytes"] == sum(t["bytes"] for t in found["tensors"].values()) and found["num_tensors"] == len(found["tensors"])
+        text = good("inspect", path).out
+        assert f"format: {form}" in text and next(iter(found["tensors"])) in text
+    assert good("inspect", torch_dir, "--json").json["parallel"]["tensor_model_parallel_size"] == 2
+    assert good("inspect", torch_dir / "release", "--json").json["format"] == "torch"
+
+
+def test_inspect_tells_problems_of_the_files(tmp_path):
+    src = hf(tmp_path / "src", max_shard_size=120_000)
+    sorted(src.glob("model-*"))[1].unlink()
+    assert any("model-00002" in p for p in good("inspect", src, "--json").json["problems"])
+    assert "problem: model-00002" in good("inspect", src).out
+
+
+def test_inspect_megatron_args(src, torch_dir, dist_dir, tmp_path):
+    flags = good("inspect", torch_dir, "--megatron-args", "--json").json
+    assert (flags["--num-layers"], flags["--hidden-size"], flags["--tensor-model-parallel-size"]) == (4, 48, 2)
+    text = good("inspect", torch_dir, "--megatron-args").out
+    assert text == (torch_dir / "release" / "megatron_args.sh").read_text()
+    process = subprocess.run(["bash", "-c", text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'], capture_output=True, text=True, check=True)
+    assert "--num-layers\n4\n" in process.stdout
+    same = ("--num-layers", "--ffn-hidden-size", "--rotary-base", "--norm-epsilon")
+    assert [good("inspect", src, "--megatron-args", "--json").json[f] for f in same] == [flags[f] for f in same]
+    shutil.copytree(torch_dir, tmp_path / "noargs")
+    for path in (tmp_path / "noargs" / "release").glob(f"mp_rank_*/{PT}"):
+        pt = Pt(path)
+        pt.value.pop("args")
+        pt.save()
+    assert good("inspect", tmp_path / "noargs", "--megatron-args", "--json").json["--num-layers"] == 4
+
+
+def test_plan(src, torch_dir, tmp_path):
+    plan = good("plan", src, tmp_path / "d", "--tp", 2, "--pp", 2, "--to", "torch", "--json").json
+    assert plan["target"]["format"] == "torch" and plan["source"]["tensors"] == 47
+    assert plan["target"]["bytes"] == sum(f["bytes"] for f in plan["target"]["files"])
+    assert sum((torch_dir / "release" / f["path"]).stat().st_size for f in plan["target"]["files"]) == plan["target"]["bytes"]
+    assert good("plan", src, tmp_path / "d", "--dtype", "fp32", "--json").json["casts"] == {"bfloat16 -> float32": 277200}
+    assert "47 logical tensors" in good("plan", torch_dir, tmp_path / "d").out
+    assert tree(tmp_path) == {}
+
+
+def test_mappings(src, tmp_path):
+    families = good("mappings", "list", "--json").json
+    assert families["hf"]["qwen3"] == ["Qwen3ForCausalLM"] and "mcore" in families["megatron"]
+    assert "hf/qwen3  Qwen3ForCausalLM" in good("mappings", "list").out
+    for name in (*families["hf"], *families["megatron"]):
+        assert f"{name}, digest" in good("mappings", "show", name).out
+    assert "self_attn.q_proj.weight" in good("mappings", "show", "qwen3").out
+    refused(4, "'nope'", "qwen3", args=("mappings", "show", "nope"))
+
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("architectures: [MineForCausalLM]\nextends: qwen3\n")
+    said = good("mappings", "check", mine, "--config", src / "config.json")
+    assert "MineForCausalLM" in said.out and "all of which Megatron has a place for" in said.out
+    refused(3, "JSON", args=("mappings", "check", mine, "--config", src / "model.safetensors"))
+    broken = {"architectures: [": "YAML", "extends: nope": "nope", "tensors: {a.weight: no.such}": "no.such", "- 1": "1.yaml", "\0": "YAML"}
+    for i, (text, word) in enumerate(broken.items()):
+        (tmp_path / f"{i}{word[:1]}1.yaml").write_text(text + "\n")
+        refused(4, word, f"{i}{word[:1]}1.yaml", args=("mappings", "check", tmp_path / f"{i}{word[:1]}1.yaml"))
+    refused(4, "gone.yaml", args=("mappings", "check", tmp_path / "gone.yaml"))
+
+
+def test_own_mapping_and_family(src, tmp_path):
+    strange = hf(tmp_path / "strange")
+    edit_json(strange / "config.json", lambda c: c.update(architectures=["MineForCausalLM"]))
+    refused(4, "MineForCausalLM", args=("hf-to-megatron", strange, tmp_path / "d"), untouched=tmp_path)
+    (tmp_path / "mine.yaml").write_text("architectures: [MineForCausalLM]\nextends: qwen3\n")
+    good("hf-to-megatron", strange, tmp_path / "mapped", "--mapping", tmp_path / "mine.yaml")
+    good("hf-to-megatron", strange, tmp_path / "named", "--family", "qwen3")
+    assert tree(tmp_path / "mapped" / "release").keys() == tree(tmp_path / "named" / "release").keys()
+    assert mckpt("diff", src, tmp_path / "named", "--like", src).code == 0
+
+
+# ---- diff
+
+
+def changed(src: Path, to: Path, change: Any) -> Path:
+    shutil.copytree(src, to)
+    found = tiny.tensors(tiny.config("qwen3"))
+    change(found)
+    tiny.write_weights(to, found)
+    return to
+
+
+def test_diff_exit_codes(src, torch_dir, dist_dir, tmp_path):
+    assert good("diff", src, torch_dir).out.startswith("the same to the last bit: 47 tensors")
+    assert good("diff", torch_dir, dist_dir, "--json").json["same"] is True
+    name = "model.layers.2.mlp.up_proj.weight"
+    other = changed(src, tmp_path / "other", lambda a: a[name].__setitem__((5, 7), 3))
+    said = mckpt("diff", torch_dir, other)
+    assert said.code == 1 and "layers.2.mlp.up.weight: 1 elements differ, first at [5, 7]" in said.out and "different:" in said.out
+    said = mckpt("diff", src, other, "--json")
+    assert said.code == 1 and said.json["same"] is False and said.json["changed"][0]["first"] == [5, 7]
+    refused(2, "Missing argument", args=("diff", src))
+    refused(3, "does not exist", args=("diff", src, tmp_path / "nope"))
+    for atol in ("nan", "inf", "-1"):
+        refused(2, "atol", args=("diff", src, src, "--atol", atol))
+
+
+def test_diff_counts_bits_unless_told_otherwise(src, tmp_path):
+    name = "model.norm.weight"
+
+    def payload(bits: int) -> Any:
+        return lambda a: a[name].view("u2").__setitem__(3, bits)
+
+    one, two = changed(src, tmp_path / "1", payload(0x7FC0)), changed(src, tmp_path / "2", payload(0x7FC1))
+    said = mckpt("diff", one, two)
+    assert said.code == 1 and "nan 0x7fc0 against nan 0x7fc1" in said.out
+    assert mckpt("diff", one, two, "--atol", 0).code == 0
+    assert mckpt("diff", src, one, "--atol", 1000).code == 1  # a NaN is at no distance from a number
+
+    zero, minus = changed(src, tmp_path / "3", payload(0)), changed(src, tmp_path / "4", payload(0x8000))
+    assert mckpt("diff", zero, minus).code == 1 and mckpt("diff", zero, minus, "--atol", 0).code == 0
+
+    near = changed(src, tmp_path / "5", lambda a: a[name].__setitem__(3, float(a[name][3]) + 0.25))
+    assert mckpt("diff", src, near, "--atol", 0.5).code == 0 and mckpt("diff", src, near, "--atol", 0.125).code == 1
+
+
+def test_diff_of_other_models_and_dtypes(src, tmp_path):
+    deeper = hf(tmp_path / "tied", "qwen3-tied")
+    said = mckpt("diff", src, deeper)
+    assert said.code == 1 and "only in" in said.out
+    wide = hf(tmp_path / "wide", dtype="float32")
+    said = mckpt("diff", src, wide)
+    assert said.code == 1 and "dtype bfloat16 against float32" in said.out
+    assert mckpt("diff", src, wide, "--atol", 0.01).code == 0
+
+
+# ---- converting
+
+
+def test_json_of_a_conversion_is_the_manifest(src, tmp_path):
+    said = good("hf-to-megatron", src, tmp_path / "d", "--json")
+    assert said.json == json.loads((tmp_path / "d" / "release" / "mckpt.json").read_text())
+    assert good("hf-to-megatron", src, tmp_path / "e", "--json", "--dry-run").json["plan"] == said.json["plan"]
+    assert not (tmp_path / "e").exists()
+    assert str(tmp_path) not in json.dumps(said.json)
+
+
+@pytest.mark.parametrize("algorithm", ["crc32", "sha256", "none"])
+def test_checksums(src, tmp_path, algorithm):
+    import hashlib
+    import zlib
+
+    manifest = good("hf-to-megatron", src, tmp_path / "d", "--json", "--checksum", algorithm).json
+    for name, file in manifest["files"].items():
+        data = (tmp_path / "d" / "release" / name).read_bytes()
+        known = {"crc32": f"crc32:{zlib.crc32(data):08x}", "sha256": f"sha256:{hashlib.sha256(data).hexdigest()}", "none": ""}
+        assert file["bytes"] == len(data) and (file["checksum"] or "") in (known[algorithm], "none"), name
+
+
+def test_dtype_and_back(src, tmp_path):
+    good("hf-to-megatron", src, tmp_path / "wide", "--dtype", "fp32")
+    assert package.open(tmp_path / "wide")["layers.0.attn.q.weight"].dtype == "float32"
+    good("megatron-to-hf", tmp_path / "wide", tmp_path / "back", "--dtype", "bf16")
+    assert mckpt("diff", src, tmp_path / "back").code == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_max_shard_size(torch_dir, src, tmp_path):
+    good("megatron-to-hf", torch_dir, tmp_path / "d", "--max-shard-size", "100KB")
+    shards = sorted((tmp_path / "d").glob("model-*.safetensors"))
+    index = json.loads((tmp_path / "d" / "model.safetensors.index.json").read_text())
+    assert len(shards) > 4 and set(index["weight_map"].values()) == {s.name for s in shards}
+    assert index["metadata"]["total_size"] == 554_400
+    assert all(s.stat().st_size < 110_000 for s in shards)
+    assert mckpt("diff", src, tmp_path / "d").code == 0
+    refused(2, "'huge'", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--max-shard-size", "huge"))
+    refused(2, "'0'", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--max-shard-size", "0"))
+
+
+def test_tokenizer_files_are_copied_to_the_byte(torch_dir, tmp_path):
+    given = tmp_path / "tokenizer"
+    (given / "sub" / "deep").mkdir(parents=True)
+    files = {
+        "tokenizer.json": b'{"mine": 1}\r\n', "chat_template.jinja": "{{ 'ä' }}".encode(), "sub/deep/merges.txt": b"\xff\x00\n", "tokenizer.model": b"\0\1",
+    }  # fmt: skip
+    for name, data in files.items():
+        (given / name).write_bytes(data)
+    for not_copied in ("model.safetensors", "config.json", ".hidden"):
+        (given / not_copied).write_bytes(b"{}")
+    good("megatron-to-hf", torch_dir, tmp_path / "d", "--tokenizer", given)
+    written = tree(tmp_path / "d")
+    assert {k: written[k] for k in files} == files
+    assert ".hidden" not in written and written["model.safetensors"] != b"{}" and written["config.json"] != b"{}"
+    assert written["tokenizer_config.json"] == (torch_dir / "hf" / "tokenizer_config.json").read_bytes()
+    refused(2, "gone", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--tokenizer", tmp_path / "gone"), untouched=tmp_path)
+
+
+def test_side_files_survive_the_way_there_and_back(torch_dir, src, tmp_path):
+    good("megatron-to-hf", torch_dir, tmp_path / "d")
+    written = tree(tmp_path / "d")
+    assert {k: v for k, v in tree(src).items() if k != "model.safetensors"}.items() <= written.items()
+
+
+def test_like_and_set(torch_dir, src, tmp_path):
+    lone = alone(torch_dir, tmp_path / "lone")
+    good("megatron-to-hf", lone, tmp_path / "like", "--like", src)
+    assert (tmp_path / "like" / "config.json").read_bytes() == (src / "config.json").read_bytes()
+    other = hf(tmp_path / "other")
+    edit_json(other / "config.json", lambda c: c.update(intermediate_size=80))
+    refused(4, "ffn_size", "64", "80", args=("megatron-to-hf", lone, tmp_path / "d", "--like", other), untouched=tmp_path)
+    refused(3, "config.json", args=("megatron-to-hf", lone, tmp_path / "d", "--like", tmp_path / "gone"), untouched=tmp_path)
+    refused(4, "ffn_size", "64", "80", args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=80"), untouched=tmp_path)
+    refused(2, "ffn_size", "'x'", args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=x"), untouched=tmp_path)
+    good("megatron-to-hf", lone, tmp_path / "args")  # its args say all
+    assert mckpt("diff", src, tmp_path / "args").code == 0
+
+
+def edit_ranks(root: Path, change: Any) -> None:
+    for path in sorted((root / "release").glob(f"mp_rank_*/{PT}")):
+        pt = Pt(path)
+        change(pt)
+        pt.save()
+
+
+def test_rows_beyond_the_vocabulary(torch_dir, src, tmp_path):
+    lone = tmp_path / "lone"
+    shutil.copytree(torch_dir, lone)
+    last = Pt(lone / "release" / "mp_rank_01_000" / PT)
+    storage = safe_pickle.as_tensor(last.value["model"]["embedding.word_embeddings.weight"]).storage
+    rows = np.frombuffer(last.data[storage], "u2").reshape(128, 48).copy()
+    rows[100:103] = 0x3F80  # rows 228 to 230 of both ranks' 256: beyond 193
+    last.data[storage] = rows.tobytes()
+    last.save()
+    said = good("megatron-to-hf", lone, tmp_path / "d")
+    assert "3 rows beyond" in said.err
+    assert any("3 rows beyond" in line for line in json.loads((tmp_path / "d" / "mckpt.json").read_text())["dropped"])
+    assert mckpt("diff", src, tmp_path / "d").code == 0
+    good("megatron-to-hf", alone(lone, tmp_path / "bare"), tmp_path / "kept", "--keep-padding")
+    kept = package.open(tmp_path / "kept")
+    assert kept["embed.weight"].shape == (256, 48) and (kept["embed.weight"][228:231].numpy() == 1).all()
+    assert json.loads((tmp_path / "kept" / "config.json").read_text())["vocab_size"] == 256
+
+
+def test_vocab_size_is_asked_for_and_checked(torch_dir, src, tmp_path):
+    lone = alone(torch_dir, tmp_path / "lone")
+    edit_ranks(lone, lambda pt: pt.value["args"].state.update(vocab_size=None))
+    refused(2, "256", "--vocab-size", args=("megatron-to-hf", lone, tmp_path / "d"), untouched=tmp_path)
+    refused(3, "256", "300", args=("megatron-to-hf", lone, tmp_path / "d", "--vocab-size", 300), untouched=tmp_path)
+    good("megatron-to-hf", lone, tmp_path / "d", "--vocab-size", 193)
+    assert mckpt("diff", src, tmp_path / "d").code == 0
+    good("reshard", lone, tmp_path / "r", "--target-tp", 4)  # of no matter between Megatron checkpoints
+
+
+def test_reshard_keeps_what_it_does_not_know(torch_dir, src, tmp_path):
+    lone = tmp_path / "lone"
+    shutil.copytree(torch_dir, lone)
+    odd = safe_pickle.glob("somebody.plugin", "Policy")(3, "x")
+    edit_ranks(lone, lambda pt: pt.value["args"].state.update(policy=odd, note="keep", seed=1234))
+    good("reshard", lone, tmp_path / "d", "--target-tp", 1, "--target-pp", 4, "--target-format", "torch_dist")
+    args = Pt(tmp_path / "d" / "release" / "common.pt").value["args"].state
+    assert (args["note"], args["seed"], args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == ("keep", 1234, 1, 4)
+    kept = args["policy"]
+    assert (type(kept).module, type(kept).name, kept.args) == ("somebody.plugin", "Policy", (3, "x"))
+    assert mckpt("diff", src, tmp_path / "d").code == 0
+
+
+def test_reshard_formats_there_and_back(torch_dir, src, tmp_path):
+    good("reshard", torch_dir, tmp_path / "a", "--target-format", "torch_dist", "--target-tp", 4)
+    good("reshard", tmp_path / "a", tmp_path / "b", "--target-format", "torch", "--target-tp", 2, "--target-pp", 2)
+    here, there = ({k: v for k, v in tree(d / "release").items() if "mp_rank" in k and v} for d in (torch_dir, tmp_path / "b"))
+    assert here.keys() == there.keys() and mckpt("diff", torch_dir, tmp_path / "b").code == 0
+
+
+# ---- from Python
+
+
+def test_open(src, torch_dir, dist_dir):
+    arrays = tiny.tensors(tiny.config("qwen3"))
+    q = arrays["model.layers.3.self_attn.q_proj.weight"]
+    for path in (src, torch_dir, dist_dir):
+        ckpt = package.open(path)
+        tensor = ckpt["layers.3.attn.q.weight"]
+        assert (tensor.shape, tensor.dtype, tensor.nbytes, len(tensor)) == ((384, 48), "bfloat16", 384 * 48 * 2, 384)
+        assert tensor.numpy().dtype == ml_dtypes.bfloat16 and np.array_equal(tensor.numpy().view("u2"), q.view("u2"))
+        for index in (np.s_[:8], np.s_[-3:], np.s_[5], np.s_[-1], np.s_[7:7], np.s_[3:9, 40:], np.s_[2, 3], np.s_[..., :4], np.s_[..., 3],
+                      np.s_[2, ...], np.s_[...], np.s_[np.int64(4)], np.s_[100:1000]):  # fmt: skip
+            assert tensor[index].shape == q[index].shape, index
+            assert np.array_equal(tensor[index].numpy().astype("f4"), q[index].astype("f4")), index
+        assert np.array_equal(tensor[4:8][1:3].numpy().astype("f4"), q[5:7].astype("f4"))
+        for index in (384, -385, np.s_[::2], np.s_[0, 0, 0]):
+            with pytest.raises(IndexError, match=r"layers\.3\.attn\.q\.weight"):
+                tensor[index]
+        assert len(ckpt) == 47 and "nope" not in ckpt and "layers.3.attn.q.weight" in ckpt
+        for name in ("nope", "layers.4.attn.q.weight", "layers.{layer}.attn.q.weight", "model.norm.weight"):
+            with pytest.raises(KeyError, match=re.escape(name)):
+                ckpt[name]
+        assert (ckpt.format, ckpt.dims["num_layers"]) == (ckpt.stored.format, 4)
+
+
+def test_open_pickled_and_threaded(torch_dir):
+    ckpt = package.open(torch_dir)
+    again = pickle.loads(pickle.dumps(ckpt))
+    piece = pickle.loads(pickle.dumps(ckpt["embed.weight"][3:5]))
+    assert np.array_equal(piece.numpy().view("u2"), again["embed.weight"][3:5].numpy().view("u2"))
+    fresh = package.open(torch_dir)
+    with ThreadPoolExecutor(8) as pool:
+        read = dict(zip(ckpt, pool.map(lambda name: fresh[name].numpy().tobytes(), ckpt), strict=True))
+    assert read == {name: tensor.numpy().tobytes() for name, tensor in again.items()}
+
+
+def test_open_reads_nothing_until_asked(tmp_path):
+    src = hf(tmp_path / "src")
+    ckpt = package.open(src)
+    tensor = ckpt["embed.weight"][:2]
+    (src / "model.safetensors").unlink()
+    with pytest.raises(package.errors.StorageError, match=r"model\.safetensors"):
+        tensor.numpy()
+
+
+def test_torch_tensors(dist_dir):
+    torch = pytest.importorskip("torch")
+    found = package.open(dist_dir)["layers.0.mlp.up.weight"][:3].torch()
+    wanted = tiny.tensors(tiny.config("qwen3"))["model.layers.0.mlp.up_proj.weight"][:3]
+    assert found.dtype == torch.bfloat16 and np.array_equal(found.float().numpy(), wanted.astype("f4"))
+
+
+def test_plan_and_convert_from_python(src, torch_dir, tmp_path):
+    plan = package.plan(src, tmp_path / "d", format="torch", parallel=package.Parallel(tp=2, pp=2))
+    assert "47 logical tensors" in plan.summary() and not (tmp_path / "d").exists()
+    assert plan.run(max_memory="1MiB", threads=2)["plan"] == plan.digest
+    assert tree(tmp_path / "d") == tree(torch_dir)
+    package.convert(tmp_path / "d", tmp_path / "hf", format="hf")
+    assert not package.diff(src, tmp_path / "hf")
+    with pytest.raises(package.errors.UsageError, match="no format 'gguf'"):
+        package.plan(src, tmp_path / "e", format="gguf")
+    with pytest.raises(package.errors.UsageError, match="unknown dtype 'int4'"):
+        package.plan(src, tmp_path / "e", dtype="int4")
+    with pytest.raises(package.errors.DestinationError, match="--overwrite"):
+        package.plan(torch_dir, tmp_path / "hf", format="hf")

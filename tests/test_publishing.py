@@ -1,0 +1,371 @@
+"""Nothing is valid until it is complete; what is not ours stays; the same command gives the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mckpt as package
+from mckpt import errors, publishing
+from tests.door import edit_json, good, hf, mckpt, refused, tree
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+@pytest.fixture(scope="module")
+def src(tmp_path_factory):
+    return hf(tmp_path_factory.mktemp("src") / "qwen3")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, src):
+    """A save directory whose checkpoint is an iteration."""
+    root = tmp_path_factory.mktemp("trained") / "ckpt"
+    good("hf-to-megatron", src, root, "--iteration", 7, "--format", "torch")
+    return root
+
+
+def loadable(dst: Path) -> bool:
+    """Whether anything there looks complete to transformers, dist_checkpointing, Megatron's tracker, or mckpt."""
+    units = [dst, *(p for p in dst.glob("*") if not p.name.startswith("."))] if dst.exists() else []
+    if any((p / n).exists() for p in units for n in ("config.json", "metadata.json", ".metadata", TRACKER)):
+        return True
+    if any(p.name.startswith("mp_rank") for p in dst.rglob("*") if not p.relative_to(dst).parts[0].startswith(".mckpt-")):
+        return True
+    return mckpt("inspect", dst).code == 0
+
+
+# ---- refusals
+
+
+def test_near_the_source(tmp_path):
+    src = hf(tmp_path / "deep" / "src")
+    (tmp_path / "link").symlink_to(src)
+    (tmp_path / "above").symlink_to(tmp_path / "deep")
+    for dst, word in (
+        (src, "is the source itself"), (src / "x", "inside the source"), (tmp_path / "deep", "above the source"),
+        (tmp_path / "link", "is the source itself"), (tmp_path / "link" / "x", "inside the source"), (tmp_path / "above", "above the source"),
+        (src / ".." / "src", "is the source itself"),
+    ):  # fmt: skip
+        refused(6, word, args=("hf-to-megatron", src, dst), untouched=tmp_path)
+    refused(6, "is the source itself", args=("hf-to-megatron", tmp_path / "link", src), untouched=tmp_path)
+
+
+def test_a_save_directory_is_a_source_as_a_whole(tmp_path, trained):
+    shutil.copytree(trained, tmp_path / "ckpt")
+    refused(6, "source", args=("reshard", tmp_path / "ckpt" / "iter_0000007", tmp_path / "ckpt", "--overwrite"), untouched=tmp_path)
+
+
+def test_destination_that_cannot_be(tmp_path, src):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at" / "all")
+    refused(6, "is a file", args=("hf-to-megatron", src, tmp_path / "file"), untouched=tmp_path)
+    said = mckpt("hf-to-megatron", src, tmp_path / "file" / "below")
+    assert said.code == 7 and "cannot be made" in said.err and "Traceback" not in said.err
+    said = mckpt("hf-to-megatron", src, tmp_path / "dangling")
+    assert said.code == 7 and "Traceback" not in said.err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_read_only_destination(tmp_path, src):
+    (tmp_path / "dst").mkdir(mode=0o555)
+    said = mckpt("hf-to-megatron", src, tmp_path / "dst")
+    assert said.code == 7 and "Permission denied" in said.err
+
+
+def test_dry_run_writes_nothing(tmp_path, src):
+    good("hf-to-megatron", src, tmp_path / "dst", "--dry-run")
+    good("plan", src, tmp_path / "dst")
+    assert tree(tmp_path) == {}
+
+
+# ---- what is there already
+
+
+def test_existing_output_needs_overwrite(tmp_path, src, trained):
+    for args, there in (
+        (("hf-to-megatron", src, tmp_path / "m"), "release"), (("megatron-to-hf", trained, tmp_path / "h"), "config.json"),
+    ):  # fmt: skip
+        good(*args)
+        before = tree(tmp_path)
+        refused(6, there, "--overwrite", args=args, untouched=tmp_path)
+        good(*args, "--overwrite")
+        assert tree(tmp_path) == before
+
+
+def test_overwrite_replaces_one_unit_and_nothing_else(tmp_path, src):
+    dst = tmp_path / "dst"
+    good("hf-to-megatron", src, dst, "--iteration", 5)
+    good("hf-to-megatron", src, dst, "--iteration", 6)
+    (dst / "notes.txt").write_text("mine")
+    (dst / "tensorboard").mkdir()
+    (dst / "tensorboard" / "events").write_text("mine")
+    before = tree(dst)
+    good("hf-to-megatron", src, dst, "--iteration", 5, "--tp", 2, "--overwrite")
+    after = tree(dst)
+    changed = {k for k in before.keys() | after.keys() if before.get(k) != after.get(k)}
+    assert changed and all(k.startswith("iter_0000005/") for k in changed), changed
+    good("hf-to-megatron", src, dst, "--iteration", 5, "--overwrite")
+    assert tree(dst) == before
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "checkpoint-100/optimizer.pt", ".git/HEAD", "sub/config.json"])
+def test_overwrite_never_takes_foreign_files(tmp_path, trained, name):
+    dst = tmp_path / "dst"
+    good("megatron-to-hf", trained, dst)
+    (dst / name).parent.mkdir(exist_ok=True)
+    (dst / name).write_text("mine")
+    refused(6, name, "no part of a checkpoint", args=("megatron-to-hf", trained, dst, "--overwrite"), untouched=tmp_path)
+
+
+def test_overwrite_never_takes_foreign_files_of_a_unit(tmp_path, src):
+    dst = tmp_path / "dst"
+    good("hf-to-megatron", src, dst)
+    (dst / "release" / "wandb").mkdir()
+    (dst / "release" / "wandb" / "run").write_text("mine")
+    refused(6, "wandb/run", args=("hf-to-megatron", src, dst, "--overwrite"), untouched=tmp_path)
+
+
+def test_overwrite_of_what_mckpt_wrote_with_its_side_files(tmp_path, src, trained):
+    tokenizer = tmp_path / "tokenizer"
+    (tokenizer / "nested").mkdir(parents=True)
+    (tokenizer / "nested" / "odd.bpe").write_bytes(b"\0\1")
+    good("megatron-to-hf", trained, tmp_path / "dst", "--tokenizer", tokenizer)
+    good("megatron-to-hf", trained, tmp_path / "dst", "--overwrite")
+    assert "nested/odd.bpe" not in tree(tmp_path / "dst")
+
+
+def test_a_link_in_place_of_a_unit_loses_the_link_alone(tmp_path, src):
+    good("hf-to-megatron", src, tmp_path / "real")
+    (tmp_path / "dst").mkdir()
+    (tmp_path / "dst" / "release").symlink_to(tmp_path / "real" / "release")
+    before = tree(tmp_path / "real")
+    good("hf-to-megatron", src, tmp_path / "dst", "--overwrite")
+    assert tree(tmp_path / "real") == before and not (tmp_path / "dst" / "release").is_symlink()
+
+
+# ---- the tracker, and DST/hf
+
+
+def test_tracker_moves_forward_only(tmp_path, src):
+    dst = tmp_path / "dst"
+
+    def tracker() -> str:
+        return (dst / TRACKER).read_text()
+
+    good("hf-to-megatron", src, dst, "--iteration", 6)
+    said = good("hf-to-megatron", src, dst, "--iteration", 5)
+    assert tracker() == "6" and "--update-tracker" in said.err and "iter_0000005" in said.err
+    said = good("hf-to-megatron", src, dst, "--iteration", 8)
+    assert tracker() == "8" and "--update-tracker" not in said.err
+    said = good("hf-to-megatron", src, dst)
+    assert tracker() == "8" and "release" in said.err
+    good("hf-to-megatron", src, dst, "--iteration", 5, "--overwrite", "--update-tracker")
+    assert tracker() == "5"
+    assert good("inspect", dst, "--json").json["iteration"] == 5
+    assert good("inspect", dst, "--iteration", 8, "--json").json["iteration"] == 8
+    refused(3, "iter_0000009", "iter_0000005", args=("inspect", dst, "--iteration", 9), untouched=tmp_path)
+
+
+def test_units_without_a_tracker(tmp_path, src):
+    dst = tmp_path / "dst"
+    good("hf-to-megatron", src, dst, "--iteration", 5)
+    (dst / TRACKER).unlink()
+    good("inspect", dst)  # there is but one
+    good("hf-to-megatron", src, dst, "--iteration", 6)
+    (dst / TRACKER).unlink()
+    refused(2, "iter_0000005", "iter_0000006", "--iteration", args=("inspect", dst), untouched=tmp_path)
+
+
+def test_side_files_of_another_model(tmp_path, src):
+    dst, other = tmp_path / "dst", hf(tmp_path / "other")
+    good("hf-to-megatron", src, dst)
+    edit_json(other / "config.json", lambda c: c.update(rope_theta=5))
+    before = tree(dst)
+    refused(6, "config.json", "another model", args=("hf-to-megatron", other, dst, "--iteration", 3), untouched=dst)
+    edit_json(other / "config.json", lambda c: c.update(rope_theta=80000))
+    shutil.copy(src / "config.json", other)
+    (other / "tokenizer.json").write_text("{}")
+    refused(6, "tokenizer.json", args=("hf-to-megatron", other, dst, "--iteration", 3), untouched=dst)
+    assert tree(dst) == before
+    good("hf-to-megatron", src, dst, "--iteration", 3)
+
+
+# ---- failures midway
+
+
+def test_full_disk(tmp_path, src, monkeypatch):
+    real, wrote = os.pwrite, []
+
+    def full(fd: int, data: Any, at: int) -> int:
+        wrote.append(len(data))
+        if len(wrote) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "copy_file_range", lambda *a: 0)
+    monkeypatch.setattr(os, "pwrite", full)
+    said = mckpt("hf-to-megatron", src, tmp_path / "dst", "--threads", 1)
+    assert said.code == 7 and "No space left" in said.err and "run the same command again" in said.err and "Traceback" not in said.err
+    assert not loadable(tmp_path / "dst")
+    monkeypatch.undo()
+    good("hf-to-megatron", src, tmp_path / "dst")
+    good("hf-to-megatron", src, tmp_path / "whole")
+    assert tree(tmp_path / "dst") == tree(tmp_path / "whole")
+
+
+def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
+    """mckpt in a process of its own; `before` is Python that runs first."""
+    code = f"import sys, os, signal\nfrom mckpt import cli, publishing\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_file_size_limit(tmp_path, src):
+    dst = tmp_path / "dst"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    assert resource.RLIMIT_FSIZE is not None
+    process = run("hf-to-megatron", src, dst, before=limit)
+    _, err = process.communicate()
+    assert process.returncode == 7 and b"Traceback" not in err and b"File too large" in err, err
+    assert not loadable(dst)
+
+
+# where to die: after so many calls of this function. The commit of an hf directory has a rename for each name, of a unit three
+DEATHS = [("fsync", 1), ("fsync", 9), ("rename", 1), ("rename", 2), ("rename", 3), ("rename", 4), ("rename", 6), ("rmtree", 1)]
+
+
+@pytest.mark.parametrize("kind", ["unit", "hf", "hf over another"])
+def test_killed_at_any_point(tmp_path, src, trained, kind, monkeypatch):
+    """The process is taken away (here: an exception that nothing may catch); what is left is no checkpoint; the same command ends it."""
+
+    class Killed(BaseException):
+        pass
+
+    args = ("hf-to-megatron", src) if kind == "unit" else ("megatron-to-hf", trained)
+    more = ("--overwrite",) if "over" in kind else ()
+    good(*args, tmp_path / "whole")
+    died = 0
+    for name, count in DEATHS:
+        dst = tmp_path / f"{name}{count}"
+        if more:
+            good(*args, dst, "--max-shard-size", "100KB")
+        calls = []
+        module = shutil if name == "rmtree" else os
+        real = getattr(module, name)
+
+        def dying(*a: Any, real: Any = real, calls: list[int] = calls, count: int = count, **k: Any) -> Any:
+            calls.append(1)
+            if len(calls) >= count:
+                raise Killed
+            return real(*a, **k)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, dying)
+            try:
+                mckpt(*args, dst, *more)
+                continue  # it has fewer such calls
+            except Killed:
+                died += 1
+        if not more and name != "rmtree":
+            assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (name, count)
+        if more and (dst / "config.json").exists():
+            assert mckpt("diff", dst, src).code == 0, (name, count)  # the old one or the new one, and no mixture
+        good(*args, dst, *more)
+        assert tree(dst) == tree(tmp_path / "whole"), (name, count)
+    assert died >= 5
+
+
+def test_sigkill_leaves_nothing_and_the_same_command_goes_on(tmp_path, src):
+    dst = tmp_path / "dst"
+    stop = "publishing.Destination.publish = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
+    process = run("hf-to-megatron", src, dst, before=stop)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert any(dst.iterdir()) and not loadable(dst)
+    good("hf-to-megatron", src, dst)
+    good("hf-to-megatron", src, tmp_path / "whole")
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+def test_ctrl_c(tmp_path, src):
+    dst = tmp_path / "dst"
+    wait = "import time; publishing.Destination.publish = lambda *a, **k: (print('here', flush=True), time.sleep(60))"
+    process = run("hf-to-megatron", src, dst, before=wait)
+    assert process.stdout is not None and process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and b"interrupted" in err and b"Traceback" not in err, err
+    assert not loadable(dst)
+    good("hf-to-megatron", src, dst)
+
+
+def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
+    dst = tmp_path / "dst"
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing.Destination, "publish", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken", "x")))
+        assert mckpt("hf-to-megatron", src, dst).code == 7
+    for path in dst.rglob("__0_0.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))  # what a bad disk may have made of it
+    good("hf-to-megatron", src, dst, "--no-resume")
+    assert mckpt("diff", src, dst).code == 0
+
+
+# ---- two at once
+
+
+def test_the_same_command_twice_at_once(tmp_path, src):
+    planned, again = package.plan(src, tmp_path / "dst"), package.plan(src, tmp_path / "dst")
+    inside, go = threading.Event(), threading.Event()
+    real = planned.destination.publish
+
+    def wait(*a: Any, **k: Any) -> None:
+        inside.set()
+        assert go.wait(20)
+        real(*a, **k)
+
+    planned.destination.publish = wait  # type: ignore[method-assign]
+    first = threading.Thread(target=planned.run)
+    first.start()
+    assert inside.wait(20)
+    try:
+        with pytest.raises(errors.DestinationError, match="another mckpt is writing here"):
+            again.run()
+    finally:
+        go.set()
+        first.join()
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+def test_two_plans_of_one_unit(tmp_path, src):
+    one, two = package.plan(src, tmp_path / "dst"), package.plan(src, tmp_path / "dst", parallel=package.Parallel(tp=2))
+    one.run()
+    before = tree(tmp_path / "dst")
+    with pytest.raises(errors.DestinationError, match="already holds"):
+        two.run()
+    after = {k: v for k, v in tree(tmp_path / "dst").items() if not k.startswith(".mckpt-")}
+    assert after == before
+
+
+# ---- the same bytes
+
+
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_same_command_same_bytes(tmp_path, form):
+    src = hf(tmp_path / "src", "qwen3-moe")
+    trees = []
+    for threads in (1, 4, 1):
+        dst = tmp_path / f"{len(trees)}"
+        good("hf-to-megatron", src, dst, "--format", form, "--tp", 2, "--ep", 2, "--threads", threads, "--max-memory", "1MiB")
+        good("megatron-to-hf", dst, tmp_path / f"hf{len(trees)}", "--threads", threads)
+        trees.append((tree(dst), tree(tmp_path / f"hf{len(trees)}")))
+    assert "release/mckpt.json" in trees[0][0] and trees[0] == trees[1] == trees[2]
