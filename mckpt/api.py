@@ -552,9 +552,21 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     outputs.append(TargetFile.whole(megatron_args.JSON, megatron_args.as_json(said).encode()))
     side = _side_of(source)
     destination.refuse_other_side(side)
+    if not side and (destination.root / "hf" / CONFIG).is_file():
+        _refuse_side_of_other(source, destination.root / "hf")
     facts = _facts(source, target, dialect, inexact, [], parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
                    unit=destination.unit, common_as_object=target.common_as_object, args=said)  # fmt: skip
     return Plan(source, destination, target, join(source.layout, layout), layout, outputs, side, [], facts)
+
+
+def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
+    """DestinationError if a DST/hf that is there describes another model: it would be read as this one's."""
+    config = hf.read_config(side)
+    dims = {k: v for k, v in source.dims.items() if k != "vocab_size" or not source.took_padded}
+    try:
+        _family(config, Known(), str(side / CONFIG)).read(config, dims, str(side / CONFIG))
+    except MappingError as e:
+        raise DestinationError(f"{side}: describes another model; all checkpoints of one save directory share its hf. {e}") from None
 
 
 def _beside(key: str, dialect: MappingFile) -> bool:

@@ -76,7 +76,8 @@ class Destination:
             return [self.path.name] if os.path.lexists(self.path) else []
         half: set[str] = set()
         for mark in self.root.glob(f"{STAGING}*/{PUBLISHING}"):
-            half.update(json.loads(mark.read_text() or "[]"))
+            with suppress(ValueError):  # cut short: then nothing had been moved
+                half.update(json.loads(mark.read_text()))
         if self.unit is not None:
             return [] if self.unit in half else sorted(p.name for p in self.path.iterdir())
         return sorted(p.name for p in self.path.iterdir() if not p.name.startswith(STAGING) and p.name not in half)

@@ -201,6 +201,16 @@ def test_side_files_of_another_model(tmp_path, src):
     good("hf-to-megatron", src, dst, "--iteration", 3)
 
 
+def test_side_files_of_another_model_where_the_source_has_none(tmp_path, src, trained):
+    dst, lone, other = tmp_path / "dst", tmp_path / "lone", hf(tmp_path / "other", "qwen3-tied")
+    shutil.copytree(trained, lone)
+    shutil.rmtree(lone / "hf")
+    good("hf-to-megatron", other, dst)
+    refused(6, "another model", "tied", args=("reshard", lone, dst), untouched=dst)
+    good("hf-to-megatron", src, tmp_path / "same")
+    good("reshard", lone, tmp_path / "same")
+
+
 # ---- failures midway
 
 
