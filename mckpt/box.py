@@ -192,8 +192,9 @@ def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
     """[(start, length)] of the elements of a flat buffer that no piece covers; and what is wrong if two pieces share one or one lies outside."""
     starts, lengths = [], []
     for row in (m for p in pieces for m in moves(p, p)):
-        rows, run = np.arange(row.rows, dtype="i8")[:, None] * row.src_pitch, np.arange(row.run, dtype="i8") * row.src_step
-        flat = (row.src_start + (rows if row.src_step == 1 else rows + run)).ravel()
+        flat = row.src_start + np.arange(row.rows, dtype="i8") * row.src_pitch
+        if row.src_step != 1:  # element by element; a run of neighbours is one interval, however long
+            flat = (flat[:, None] + np.arange(row.run, dtype="i8") * row.src_step).ravel()
         starts.append(flat)
         lengths.append(np.full(len(flat), row.run if row.src_step == 1 else 1, "i8"))
     start, length = (np.concatenate(x) if x else np.empty(0, "i8") for x in (starts, lengths))
