@@ -329,3 +329,11 @@ def test_moves_across_ranks_of_different_size() -> None:
     alone: np.ndarray[Any, Any] = np.zeros((4, 5), int)
     execute(moves(expert, Piece("e", Box((0, 0), (4, 5)), 0, (5, 1))), stack.ravel(), alone.reshape(-1))
     assert (alone == stack[2]).all()
+
+
+def test_gaps_cost_nothing_for_long_runs() -> None:
+    rows, columns = 2**22, 2**20  # eight terabytes if every element were listed
+    piece = Piece("t", Box((0, 0), (rows, columns)), 0, (columns, 1))
+    free, wrong = gaps([piece], (rows + 2) * columns)
+    assert wrong is None
+    assert free.tolist() == [[rows * columns, 2 * columns]]
