@@ -200,7 +200,9 @@ def inspect(path: Path, iteration: int | None, flags: bool, as_json: bool, **o: 
 
     source = _open({"src": path, "iteration": iteration, **o})
     if flags:
-        said = inspection.flags(source)
+        from mckpt import api
+
+        said = api.flags(source)
         click.echo(json.dumps(said, indent=2) if as_json else inspection.shell(said), nl=as_json)
         return
     found = inspection.inspect(source)
@@ -212,13 +214,16 @@ def inspect(path: Path, iteration: int | None, flags: bool, as_json: bool, **o: 
 @click.argument("b", type=click.Path(path_type=Path))
 @click.option("--atol", type=float, help="Largest difference allowed; without it every bit counts.")
 @click.option("--like", type=click.Path(file_okay=False, path_type=Path), help="A Hugging Face directory that describes the model.")
-@click.option("--vocab-size", type=click.IntRange(1))
+@click.option("--vocab-size", type=click.IntRange(1), help="True rows of the embedding, without padding.")
+@click.option("--family", help="The model's family, where nothing says it.")
+@click.option("--mapping", "mapping_file", type=click.Path(dir_okay=False), help="Your own family file (YAML).")
+@click.option("--set", "settings", multiple=True, metavar="DIM=VALUE", help="A dim that neither says.")
 @_json
 def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
     """Compare two checkpoints of any formats and sizes tensor by tensor. Exit 0: the same; 1: different."""
     from mckpt import api
 
-    left, right = (api.Checkpoint(p, api.Known(like=o["like"], vocab_size=o["vocab_size"])) for p in (a, b))
+    left, right = (_open({**o, "src": p}) for p in (a, b))
     with _progress("comparing") as progress:
         found = api.diff(left, right, atol=atol, progress=progress)
     if as_json:

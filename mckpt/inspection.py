@@ -60,16 +60,6 @@ def text(found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def flags(source: api.Checkpoint) -> dict[str, Any]:
-    """The flags of pretrain_gpt.py for any checkpoint: from its own args, or from what its dims would be written as."""
-    dialect = mapping.load("megatron", api.DIALECT)
-    if isinstance(source.stored, hf.Checkpoint):
-        args = {**dialect.write(source.dims, api.given(source)), **source.parallel.args()}
-    else:
-        args = source.stored.common.args or {**dialect.write(source.dims, api.given(source)), **source.parallel.args()}
-    return megatron_args.flags(dialect, args)
-
-
 def shell(said: dict[str, Any]) -> str:
     return megatron_args.shell(said, "flags of pretrain_gpt.py for this checkpoint")
 

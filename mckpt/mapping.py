@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import math
 import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -105,6 +106,8 @@ class LogicalDim(NamedTuple):
     optional: bool
     neutral: Expression | None
     about: str
+    low: float  # values outside the bounds can only be damage
+    high: float
 
 
 class LogicalTensor(NamedTuple):
@@ -131,8 +134,8 @@ class Hub(NamedTuple):
         wanted = _TYPES[dim.type]
         if not isinstance(value, wanted) or (isinstance(value, bool) and dim.type in ("int", "float")):
             raise ValueError(f"{name} is {value!r}, and must be of type {dim.type}")
-        if dim.type == "int" and value < 0:
-            raise ValueError(f"{name} is {value}, and cannot be negative")
+        if dim.type in ("int", "float") and not dim.low <= value <= dim.high:
+            raise ValueError(f"{name} is {value}, and must be from {dim.low} to {dim.high}")
         return value
 
 
@@ -140,7 +143,14 @@ class Hub(NamedTuple):
 def hub() -> Hub:
     node, digest = _parse(FOLDER / "logical.yaml")
     dims = {
-        k: LogicalDim(v["type"], v.get("optional", False), Expression(v["neutral"]) if "neutral" in v else None, v["about"])
+        k: LogicalDim(
+            v["type"],
+            v.get("optional", False),
+            Expression(v["neutral"]) if "neutral" in v else None,
+            v["about"],
+            v.get("min", 0),
+            v.get("max", math.inf),
+        )
         for k, v in node["dims"].items()
     }
     tensors = {k: LogicalTensor(tuple(Expression(e) for e in v["shape"]), v["about"]) for k, v in node["tensors"].items()}
@@ -210,6 +220,7 @@ class MappingFile(NamedTuple):
     dims: dict[str, Dim]
     also: dict[str, Expression]
     flags: dict[str, Any]
+    said: dict[str, Expression]  # choice -> what the args say of it
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
     warned: dict[str, tuple[Expression, str]]  # name -> (when, why) what can be said is computed differently
     inert: frozenset[str]
@@ -244,14 +255,25 @@ class MappingFile(NamedTuple):
                 out.append(Bound(rule, np.array(layers, "i4"), experts.astype("i4")))
         return out
 
+    def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """What args say of the choices; a choice of which they say nothing is left out."""
+        return {name: value for name, e in self.said.items() if (value := e({"config": dict(args)})) is not None}
+
+    @property
+    def vocabulary(self) -> Rule:
+        """The rule of the embedding, whose rows are padded."""
+        return next(rule for rule in self.rules if rule.tp == "vocab" and rule.stage == "first" and not rule.alias)
+
     # ---- dims
 
-    def read(self, config: Mapping[str, Any], known: Mapping[str, Any] | None = None, source: str = "config.json") -> Dims:
-        """All dims of a model, from its config; `known` ones fill what the config does not say and must agree with what it does.
+    def read(self, config: Mapping[str, Any], known: Mapping[str, Any] | None = None, source: str = "config.json",
+             override: Mapping[str, Any] | None = None) -> Dims:  # fmt: skip
+        """All dims of a model, from its config; `known` ones fill what the config does not say and must agree with what it does;
+        `override` ones are the user's own word, and win.
 
         MappingError lists everything that is missing, of a wrong type, or outside what this file knows.
         """
-        known = dict(known or {})
+        known, override = dict(known or {}), dict(override or {})
         dims: Dims = {}
         problems: list[str] = []
         pending: list[str] = []
@@ -261,7 +283,7 @@ class MappingFile(NamedTuple):
                 raise KeyError(name)
             pending.append(name)
             try:
-                dims[name] = scope[name] = hub().check(name, self._read_dim(name, config, known, scope))
+                dims[name] = scope[name] = hub().check(name, self._read_dim(name, config, known, override, scope))
             except (ExpressionError, ValueError, TypeError) as e:
                 problems.append(f"{source}: {e}")
                 raise ExpressionError(f"{name} could not be read") from None
@@ -282,7 +304,9 @@ class MappingFile(NamedTuple):
             raise MappingError.of(f"{source} does not describe a model that {self.path.name} knows:", dict.fromkeys(problems))
         return dims
 
-    def _read_dim(self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], scope: Mapping[str, Any]) -> Any:
+    def _read_dim(
+        self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], override: Mapping[str, Any], scope: Mapping[str, Any]
+    ) -> Any:
         spec, dim = self.dims.get(name), hub().dims[name]
         if spec is None and name in known:  # beyond what this file can say
             return known[name]
@@ -290,16 +314,19 @@ class MappingFile(NamedTuple):
             if dim.neutral is None:
                 raise ValueError(f"{self.path.name} says nothing of {name}")
             return dim.neutral(scope)
+        if name in override:
+            return override[name]
         said = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
         key, raw = said[0] if said else ("default", None)
         if any(not _equal(raw, v) for _, v in said):
             raise ValueError(f"says two things of {name}: {', '.join(f'{k} {v!r}' for k, v in said)}")
         if raw is None and spec.keys:
-            if name in known:
+            null = dim.optional and any(lookup(config, k, _ABSENT) is None for k in spec.keys)  # null says none, absence says nothing
+            if name in known and not null:
                 return known[name]
             if spec.default is None:
                 raise ValueError(f"{' or '.join(spec.keys)} is missing ({dim.about})")
-            raw = spec.default(scope)
+            raw = None if null else spec.default(scope)
         if spec.has_const:
             value = spec.const
         elif spec.values is None:
@@ -353,7 +380,11 @@ class MappingFile(NamedTuple):
             for name in dims
             if not _equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
         }
-        return {**out, **{name: f"{name} is {dims[name]!r}: {why}" for name, (when, why) in self.warned.items() if when(dims)}}
+        return {**out, **self.warnings(dims)}
+
+    def warnings(self, dims: Mapping[str, Any]) -> dict[str, str]:
+        """What the file can say, and the stock program that reads it computes differently: dim -> why."""
+        return {name: f"{name} is {dims[name]!r}: {why}" for name, (when, why) in self.warned.items() if when(dims)}
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of a config that no dim reads and that are not listed as inert; those that say nothing (null, false) left out."""
@@ -372,15 +403,20 @@ class _Lazy(dict):
         return self.resolve(name)
 
 
-def lookup(config: Mapping[str, Any], path: str) -> Any:
-    """config["a"]["b"] for "a.b"; None where it has no such key. ValueError if "a" holds no object."""
+_ABSENT = object()
+
+
+def lookup(config: Mapping[str, Any], path: str, absent: Any = None) -> Any:
+    """config["a"]["b"] for "a.b"; `absent` where it has no such key. ValueError if "a" holds no object."""
     value: Any = config
     for part in path.split("."):
         if value is None:
-            return None
+            return absent
         if not isinstance(value, Mapping):
             raise ValueError(f"{path.rpartition('.')[0]} is {value!r}, and must be an object")
-        value = value.get(part)
+        if part not in value:
+            return absent
+        value = value[part]
     return value
 
 
@@ -403,6 +439,7 @@ _TOP: dict[str, type] = {
     "dims": Node,
     "also": Node,
     "flags": Node,
+    "said": Node,
     "expect": Node,
     "inexact": Node,
     "inert": list,
@@ -523,6 +560,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),
         {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
+        expressions("said"),
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         {k: (e, v["why"]) for k, v in (root.get("inexact") or {}).items() if (e := expression(v["when"], path.name)) is not None},
         frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),

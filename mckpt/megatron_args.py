@@ -20,6 +20,11 @@ def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, spec in dialect.flags.items():
         value = args.get(name)
+        join = None
+        if isinstance(spec, dict) and "flag" in spec:
+            if args.get(spec.get("unless", "")):
+                continue
+            spec, join = spec["flag"], spec.get("join")
         if isinstance(spec, dict):
             if said := spec.get(value):
                 out[said] = True
@@ -27,7 +32,9 @@ def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
         flag = spec if isinstance(spec, str) else "--" + name.replace("_", "-")
         if value is None or value is False:
             continue
-        out[flag] = value if not isinstance(value, (list, tuple)) else str(list(value)).replace(" ", "")
+        if isinstance(value, (list, tuple)):
+            value = join.join(map(str, value)) if join else str(list(value)).replace(" ", "")
+        out[flag] = value
     return out
 
 
@@ -40,6 +47,11 @@ def shell(said: dict[str, Any], title: str) -> str:
     ]
     lines += [f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in said.items()]
     return "\n".join([*lines, ")", ""])
+
+
+def files(said: dict[str, Any]) -> dict[str, str]:
+    """File name -> text of what lies beside a Megatron checkpoint."""
+    return {SHELL: shell(said, "flags of pretrain_gpt.py for this checkpoint"), JSON: as_json(said)}
 
 
 def as_json(said: dict[str, Any]) -> str:

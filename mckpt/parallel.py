@@ -115,11 +115,12 @@ class Parallel:
             raise UsageError(f"{what}: no room for embedding or loss in a stage of {per_rank[0] // self.vpp} layers")
         return counts
 
-    def files(self, experts: bool) -> list[tuple[int, int]]:
-        """(tp rank, ep rank) of the files of one pipeline stage of a `torch` checkpoint, in order.
+    def files(self, experts: bool, saved: bool = False) -> list[tuple[int, int]]:
+        """(tp rank, ep rank) of the files that the ranks of one pipeline stage read from a `torch` checkpoint, in order.
 
-        {(r % TP, (r // ETP) % EP)} over the ranks r of one stage: with ETP != TP these are not all of TP x EP
-        (Megatron-LM, checkpointing.py get_checkpoint_name; Megatron-Core, RankGenerator).
+        {(r % TP, (r // ETP) % EP)} over the ranks r of one stage: with ETP != TP these are not all of TP x EP. `saved`: only those that
+        Megatron-LM itself writes, by ranks that are first in a data-parallel group, dense or of experts; where TP and ETP x EP do not divide
+        each other these are fewer than its ranks ask for (checkpointing.py get_checkpoint_name, save_checkpoint; Megatron-Core, RankGenerator).
         """
         if not experts:
             return [(t, 0) for t in range(self.tp)]
@@ -128,7 +129,8 @@ class Parallel:
             raise UsageError(
                 f"etp {etp} does not divide tp {self.tp}: one file would hold two shards of an expert; use --format torch_dist"
             )
-        return sorted({(r % self.tp, (r // etp) % self.ep) for r in range(math.lcm(self.tp, etp * self.ep))})
+        ranks = max(self.tp, etp * self.ep) if saved else math.lcm(self.tp, etp * self.ep)
+        return sorted({(r % self.tp, (r // etp) % self.ep) for r in range(ranks)})
 
     def check(self, num_experts: int) -> None:
         """UsageError if the sizes do not fit a model with that many experts (0: dense)."""

@@ -12,7 +12,7 @@ cases.json is a list. Every case is a dict with `kind`, optionally `name` (defau
              -> a randomly filled model saved by megatron-core in args.params_dtype, the same for every parallel size; NAME.npy
     keys     args -> torch_dist: {key: [global shape, dtype]} ([] and "object" for objects);
              torch: {mp_rank directory: [one {key: shape, null for an object} per virtual stage]}; any size: no processes needed
-    grid     cp -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer]}; any size
+    grid     cp -> files, reads: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer, of every reader]}; any size
 
 Sizes, in all kinds: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the fewest ranks). A case runs on the first
 `world` of the W ranks in process groups of its own, so one that fails cannot harm the next. timeout: seconds for one collective (60);
@@ -225,7 +225,7 @@ def keys_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
 
 
 def grid_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
-    """Which rank writes which legacy file, by megatron-core's own RankGenerator."""
+    """Which rank reads and which writes which legacy file, by megatron-core's own RankGenerator."""
     from megatron.core.parallel_state import RankGenerator
 
     tp, pp, cp, ep = (case.get(name) or 1 for name in ("tp", "pp", "cp", "ep"))
@@ -238,14 +238,16 @@ def grid_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
     def position(generator: Any, token: str, played: int) -> int:
         return next(group.index(played) for group in generator.get_ranks(token) if played in group)
 
+    reads: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for played in range(world):
         t, p, e = position(dense, "tp", played), position(dense, "pp", played), position(expert, "ep", played)
+        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        reads.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
         if position(dense, "dp", played) and position(expert, "dp", played):
             continue  # neither is 0: does not write
-        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
         files.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
-    return {"files": files}
+    return {"files": files, "reads": reads}
 
 
 def death_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:

@@ -116,7 +116,7 @@ def test_transformers_computes_what_megatron_core_saved(
         result = saved[f"{case}-{form}"]
         assert result["ok"], explain(result)
         out = work / "exported" / f"{case}-{form}"
-        planned = mckpt.plan(work / "saved" / f"{case}-{form}", out, format="hf")
+        planned = mckpt.plan(work / "saved" / f"{case}-{form}", out, format="hf", allow_inexact=INEXACT)
         planned.run(check_replicas=True)
         apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - result["logits"]).max()
         print(f"{case:18} from megatron-core's {form:10} max logit difference {apart:.1e}; {'; '.join(planned.facts['notes'])}")
@@ -172,8 +172,12 @@ def test_keys_and_shapes_are_those_of_the_model(case: str, impl: str, size: dict
     assert isinstance(stored, torch_format.Checkpoint)
     assert set(stored.directories) == set(real["torch"])
     for directory, models in real["torch"].items():
-        held = stored._rank(directory).models
-        assert [{k: None if e is None else list(e.shape) for k, e in m.items()} for m in held] == models
+        for held, model in zip(stored._rank(directory).models, models, strict=True):
+            # of what is no weight only the key counts; the final norm is Transformer Engine's in either spec where that is installed
+            wanted = {k: None if k.endswith("_extra_state") else shape for k, shape in model.items()}
+            if impl == "local":
+                wanted.pop("decoder.final_layernorm._extra_state", None)
+            assert {k: None if e is None else list(e.shape) for k, e in held.items()} == wanted
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep", "etp"), GRID)
@@ -181,8 +185,9 @@ def test_the_files_are_those_of_rank_generator(tp: int, pp: int, ep: int, etp: i
     real = names[f"grid-{tp}-{pp}-{ep}-{etp}"]
     assert real["ok"], explain(real)
     sizes = Parallel(tp=tp, pp=pp, ep=ep, etp=etp)
-    ours = {sizes.directory(t, p, e): (t, p, e) for p in range(pp) for t, e in sizes.files(True)}
-    assert set(ours) == set(real["files"])
-    for directory, writers in real["files"].items():
-        t, p, e = ours[directory]
-        assert {(w[1], w[2], w[3], w[4]) for w in writers} == {(t, p, e, t % etp)}
+    for ranks, saved in (("reads", False), ("files", True)):
+        ours = {sizes.directory(t, p, e): (t, p, e) for p in range(pp) for t, e in sizes.files(True, saved)}
+        assert set(ours) == set(real[ranks])
+        for directory, users in real[ranks].items():
+            t, p, e = ours[directory]
+            assert {(u[1], u[2], u[3], u[4]) for u in users} == {(t, p, e, t % etp)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mckpt import dtypes, safe_pickle
 from mckpt.box import Box, Layout, Piece, Stored, restride
 from mckpt.errors import CoverError, SourceError, StorageError, UsageError
 from mckpt.mapping import Bound, Rule, Scope, hub
 from mckpt.packing import PACKINGS, Packed, PackingError, padded
 
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")  # 8-bit floats are nothing without their scales
 BLOCK = 1 << 20  # bytes of a copied file in memory at once
 
 
@@ -25,6 +28,13 @@ class Entry(NamedTuple):
     file: int
     at: int
     strides: tuple[int, ...] | None = None
+
+
+def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], file: int) -> Entry:
+    """A tensor of a torch.save file as an entry."""
+    dense = view.strides == safe_pickle.contiguous(view.shape) or math.prod(view.shape) <= 1
+    at = data[view.storage][0] + view.offset * dtypes.itemsize(view.dtype)
+    return Entry(view.dtype, view.shape, file, at, None if dense else view.strides)
 
 
 class TargetFile(NamedTuple):
@@ -111,9 +121,9 @@ def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: li
         kinds.setdefault((one[2].dtype, one[2].strides), []).append(one)
     out = []
     for (dtype, strides), members in kinds.items():
-        if not dtype.startswith(("float", "bfloat")):
+        if dtype not in WEIGHT_DTYPES:
             problems.missing(
-                f"{key} {list(shape)} holds {dtype}, and a weight is floating-point: a quantised model must be dequantised first"
+                f"{key} {list(shape)} holds {dtype}, and weights are {', '.join(WEIGHT_DTYPES)}: a quantised model must be dequantised first"
             )
         placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
         repeated = strides is not None and any(step == 0 and n > 1 for n, step in zip(shape, strides, strict=True))  # expand()

@@ -21,9 +21,10 @@ import numpy as np
 from mckpt import dtypes, mapping, safe_pickle, torch_file
 from mckpt.box import Layout, Stored
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of, whole_box
+from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, entry_of, group, packed, read_file, shapes_of, whole_box
 from mckpt.mapping import MappingFile, Scope
 from mckpt.packing import buffer
+from mckpt.parallel import Parallel
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
@@ -44,6 +45,7 @@ class Checkpoint:
     """An opened Hugging Face directory. Only headers are read."""
 
     format = "hf"
+    common = None  # Megatron's args and the like
 
     def __init__(self, path: str | Path) -> None:
         self.root = Path(path)
@@ -54,20 +56,28 @@ class Checkpoint:
         """config.json; SourceError if there is none."""
         return read_config(self.root)
 
-    def most_layers(self) -> int:
-        """A bound of its layers, from what is there and not from config.json. SourceError if its files do not fit together."""
-        if self.problems:  # alone: each tensor of a lost shard would be named as missing too
-            raise SourceError.of(
-                f"{self.root}: its weight files do not fit together:", self.problems, "If a download was interrupted, let it go on."
-            )
-        return len(self.entries)
+    def parallel(self) -> Parallel:
+        """One of everything: nothing is sharded."""
+        return Parallel()
+
+    def choices(self, family: MappingFile, dims: Scope, parallel: Parallel, said: Scope) -> dict[str, Any]:
+        """None: there is one way to write a Hugging Face directory."""
+        return {}
+
+    def beside(self, family: MappingFile) -> list[str]:
+        """Nothing but weights."""
+        return []
 
     def side_files(self) -> list[str]:
         """Every file that is neither weights, nor config.json, nor hidden, relative to the directory: tokenizer, templates, modeling code."""
         return side_files(self.root)
 
-    def layout(self, family: MappingFile, dims: Scope) -> Layout:
+    def layout(self, family: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
         """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+        if self.problems:  # alone: each tensor of a lost shard would be named as missing too
+            raise SourceError.of(
+                f"{self.root}: its weight files do not fit together:", self.problems, "If a download was interrupted, let it go on."
+            )
         scope = family.scope(dims)
         bound = family.bind(scope)
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
@@ -273,13 +283,6 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
             raise SourceError(f"{path}: {key!r} is no tensor but {safe_pickle.short(record)}")
         out.append((key, entry_of(view, data, file)))
     return iter(out)
-
-
-def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], file: int) -> Entry:
-    """A tensor of a torch.save file as an entry."""
-    dense = view.strides == safe_pickle.contiguous(view.shape) or math.prod(view.shape) <= 1
-    at = data[view.storage][0] + view.offset * dtypes.itemsize(view.dtype)
-    return Entry(view.dtype, view.shape, file, at, None if dense else view.strides)
 
 
 # ---------------------------------------------------------------------------------------------------------------- writing

@@ -19,8 +19,7 @@ import numpy as np
 from mckpt import safe_pickle, torch_file
 from mckpt.box import Layout, Piece, Stored
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, shapes_of
-from mckpt.formats.hf import entry_of
+from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, entry_of, group, packed, shapes_of
 from mckpt.formats.save_directory import Common, has_tensors
 from mckpt.mapping import Bound, MappingFile, Scope
 from mckpt.packing import Packed, PackingError, buffer, shard
@@ -29,7 +28,6 @@ from mckpt.parallel import Parallel
 FILE = "model_optim_rng.pt"
 STEM = "model_optim_rng"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-BESIDE_MODEL = ("optimizer", "opt_param_scheduler", "lr_scheduler", "rng_state")
 
 
 def detect(path: Path) -> bool:
@@ -58,7 +56,7 @@ class Checkpoint:
         self._ranks: dict[str, Rank] = {}
         first = self.directories[0]
         fields = self._read(first)
-        self.common = Common(fields, self.files[0])
+        self.common = Common({k: fields[k] for k in self._ranks[first].beside}, self.files[0])
         self.vpp = len(self._ranks[first].models)
 
     def parallel(self) -> Parallel:
@@ -76,18 +74,19 @@ class Checkpoint:
             return Parallel(tp=sizes[0], ep=sizes[1]) if everywhere else Parallel(tp=sizes[0], pp=sizes[1], vpp=self.vpp)
         return Parallel(tp=sizes[0]) if len(sizes) == 1 else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
 
-    def most_layers(self) -> int:
-        """A bound of its layers, from what is there and not from args."""
-        return len(self.directories) * len(self.first_rank_tensors())
+    def padded_vocab(self, dialect: MappingFile, parallel: Parallel) -> int | None:
+        """Rows of the embedding over all ranks, padding included."""
+        entry = self._rank(self.directories[0]).models[0].get(dialect.vocabulary.key)
+        return None if entry is None else entry.shape[0] * parallel.tp
 
-    def beside(self) -> list[str]:
+    def beside(self, dialect: MappingFile) -> list[str]:
         """What it holds that is no weight: optimizer, random states, and whatever else is made of tensors (averaged weights)."""
         fields = self.common.fields
-        out = [
-            k
+        named = {
+            k: fields[k] not in (None, [], {}) and (k in dialect.ignore or has_tensors(fields[k]))
             for k in self._ranks[self.directories[0]].beside
-            if (k in BESIDE_MODEL and fields[k] not in (None, [], {})) or has_tensors(fields[k])
-        ]
+        }
+        out = [k for k, counts in named.items() if counts]
         return out + ["distrib_optim.pt"] * (self.root / self.directories[0] / "distrib_optim.pt").exists()
 
     def first_rank_tensors(self) -> dict[str, Entry]:
@@ -96,24 +95,38 @@ class Checkpoint:
         several = len(models) > 1
         return {f"model{v}/{k}" if several else k: e for v, m in enumerate(models) for k, e in m.items() if e is not None}
 
-    def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel) -> dict[str, Any]:
-        """How the dialect's choices were made here: those whose keys fit rank 0 best."""
-        keys = [k for k, e in self._rank(parallel.directory(0, 0, 0)).models[0].items() if e is not None]
-        best: tuple[int, dict[str, Any]] | None = None
+    def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel, said: Scope) -> dict[str, Any]:
+        """How the dialect's choices were made here: those whose keys fit one rank of each stage best, of these the ones that args say."""
+        held = {
+            (p, v, key)
+            for p in range(parallel.pp)
+            if parallel.directory(0, p, 0) in self.directories
+            for v, model in enumerate(self._rank(parallel.directory(0, p, 0)).models)
+            for key, entry in model.items()
+            if entry is not None
+        }
+        best: tuple[tuple[int, int], dict[str, Any]] | None = None
         for picked in itertools.product(*dialect.choices.values()):
             chosen = {**dict(zip(dialect.choices, picked, strict=True)), "container": "torch", "pp": parallel.pp}
-            wanted = _keys(dialect.bind(dialect.scope(dims, **chosen)), parallel, dims, 0, 0)
-            wrong = len(wanted.keys() ^ set(keys))
-            if best is None or wrong < best[0]:
-                best = (wrong, chosen)
+            bound = dialect.bind(dialect.scope(dims, **chosen))
+            wanted = {(p, v, key) for p in range(parallel.pp) for v, key in _keys(bound, parallel, dims, p)}
+            score = (len(wanted ^ held), sum(chosen[k] != value for k, value in said.items()))
+            if best is None or score < best[0]:
+                best = (score, chosen)
         assert best is not None
         return best[1]
 
     def layout(self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
         """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
         problems = Problems(f"{self.root} is not the model that its args describe ({parallel}):")
-        grid = parallel.files(bool(dims["num_experts"]))
-        wanted = [parallel.directory(t, p, e) for p in range(parallel.pp) for t, e in grid]
+        for saved in (False, True):
+            grid = parallel.files(bool(dims["num_experts"]), saved)
+            wanted = [parallel.directory(t, p, e) for p in range(parallel.pp) for t, e in grid]
+            if set(wanted) == set(self.directories):
+                break
+        else:
+            grid = parallel.files(bool(dims["num_experts"]))
+            wanted = [parallel.directory(t, p, e) for p in range(parallel.pp) for t, e in grid]
         for name in wanted:
             if name not in self.directories:
                 problems.missing(f"{name} is missing")
@@ -123,11 +136,9 @@ class Checkpoint:
 
         scope = dialect.scope(dims, **chosen)
         bound = dialect.bind(scope)
-        vocab = next((b.rule for b in bound if b.rule.tp == "vocab" and not b.rule.alias), None)
-        rows = self._rank(wanted[0]).models[0].get(vocab.key) if vocab else None
-        padded = rows.shape[0] * parallel.tp if rows else None
+        padded = self.padded_vocab(dialect, parallel)
         if padded is not None and padded < dims["vocab_size"]:
-            problems.missing(f"{vocab.key if vocab else ''}: {padded} rows over all ranks, fewer than vocab_size {dims['vocab_size']}")
+            problems.missing(f"{dialect.vocabulary.key}: {padded} rows over all ranks, fewer than vocab_size {dims['vocab_size']}")
         stages = parallel.stages(dims["num_layers"])
         left = {d: [dict.fromkeys(k for k, e in m.items() if e is not None) for m in self._rank(d).models] for d in wanted}
         stored: list[Stored] = []
@@ -147,7 +158,7 @@ class Checkpoint:
                             if not b.rule.alias:
                                 problems.missing(f"{directory}: {key} is missing; it should be {list(held.shape)}")
                         elif entry.shape != held.shape:
-                            problems.missing(f"{directory}: {key} is {list(entry.shape)}, and should be {list(held.shape)} by the args")
+                            problems.missing(f"{directory}: {key} is {list(entry.shape)}, and should be {list(held.shape)} by its dims")
                         else:
                             found.append((layer, expert, entry))
                 if found:
@@ -156,7 +167,7 @@ class Checkpoint:
                     )
         problems.extend(f"{d}: {k} is in no rule of {dialect.path.name}" for d, models in left.items() for m in models for k in m)
         problems.check()
-        return Layout(self.files, stored, shapes_of(bound, scope), dict.fromkeys(self.beside(), "not weights"))
+        return Layout(self.files, stored, shapes_of(bound, scope), dict.fromkeys(self.beside(dialect), "not weights"))
 
     # ---- files
 
@@ -252,9 +263,10 @@ def _instances(b: Bound, stage: list[list[int]], p: int, parallel: Parallel, dim
     return out
 
 
-def _keys(bound: list[Bound], parallel: Parallel, dims: Scope, p: int, v: int) -> dict[str, None]:
+def _keys(bound: list[Bound], parallel: Parallel, dims: Scope, p: int) -> list[tuple[int, str]]:
+    """(virtual stage, key) of every tensor of a pipeline rank."""
     stage = parallel.stages(dims["num_layers"])[p]
-    return {key: None for b in bound for at, _, _, key in _instances(b, stage, p, parallel, dims, 0) if at == v}
+    return [(v, key) for b in bound for v, _, _, key in _instances(b, stage, p, parallel, dims, 0)]
 
 
 # ---------------------------------------------------------------------------------------------------------------- writing

@@ -95,9 +95,10 @@ class Checkpoint:
         """The sizes of the run that saved it, as its args say; they do not matter for reading."""
         return self.common.parallel()
 
-    def most_layers(self) -> int:
-        """A bound of its layers, from what is there and not from args."""
-        return max([len(self.metadata.tensors), *(size[0] for _, size, _ in self.metadata.tensors.values() if size)])
+    def padded_vocab(self, dialect: MappingFile, parallel: Parallel) -> int | None:
+        """Rows of the embedding, padding included."""
+        found = self.metadata.tensors.get(dialect.vocabulary.key)
+        return found[1][0] if found and found[1] else None
 
     def beside(self, dialect: MappingFile) -> list[str]:
         """Keys of what is no weight (optimizer, random states), cut at their first dot or slash."""
@@ -106,15 +107,16 @@ class Checkpoint:
         found = {k.replace("/", ".").split(".")[0] for k in names if "_extra_state" not in k}
         return sorted(found | {k for k, v in self.common.fields.items() if k in dialect.ignore or has_tensors(v)})
 
-    def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel) -> dict[str, Any]:
-        """How the dialect's choices were made here: those whose keys fit best."""
+    def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel, said: Scope) -> dict[str, Any]:
+        """How the dialect's choices were made here: those whose keys fit best, of these the ones that the args say."""
         keys = {k for k in self.metadata.tensors if not _ignored(k, dialect)}
-        best: tuple[int, dict[str, Any]] | None = None
+        best: tuple[tuple[int, int], dict[str, Any]] | None = None
         for picked in itertools.product(*dialect.choices.values()):
             chosen = {**dict(zip(dialect.choices, picked, strict=True)), "container": "torch_dist", "pp": parallel.pp}
             wanted = {key for b in dialect.bind(dialect.scope(dims, **chosen)) for key, _ in _keys(b)}
-            if best is None or len(wanted ^ keys) < best[0]:
-                best = (len(wanted ^ keys), chosen)
+            score = (len(wanted ^ keys), sum(chosen[k] != value for k, value in said.items()))
+            if best is None or score < best[0]:
+                best = (score, chosen)
         assert best is not None
         return best[1]
 
@@ -139,7 +141,7 @@ class Checkpoint:
                 if b.rule.tp == "vocab" and len(size) > len(axes) and size[len(axes)] >= whole.shape[0]:
                     whole = packed(b.rule, scope, size[len(axes)])
                 if size != (*axes, *whole.shape):
-                    problems.missing(f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by the args")
+                    problems.missing(f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its dims")
                     continue
                 for offsets, sizes in chunks:
                     self._chunk(b, key, layer, dtype, offsets, sizes, len(axes), found)

@@ -1,0 +1,265 @@
+"""A checkpoint understood: which format, which names, which dims, and so which logical tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mckpt import mapping
+from mckpt.box import Layout
+from mckpt.errors import MappingError, SourceError, UsageError
+from mckpt.formats import hf, torch, torch_dist
+from mckpt.formats.entry import read_file
+from mckpt.formats.save_directory import Unit, find, is_unit_name
+from mckpt.logical import LogicalTensor, Reader
+from mckpt.mapping import Dims, MappingFile
+from mckpt.parallel import Parallel
+
+CONFIG = "config.json"
+MANIFEST = "mckpt.json"
+RUN_CONFIG = "run_config.yaml"  # what Megatron-Bridge writes instead of args
+DIALECT = "mcore"
+BRIDGE = "bridge"
+Stored = hf.Checkpoint | torch.Checkpoint | torch_dist.Checkpoint
+
+
+class VocabSizeUnknown(UsageError):
+    """Nothing says the true rows of the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the user says about a checkpoint that may not say it itself. Of a Megatron checkpoint `vocab_size` and `settings` win over its args."""
+
+    like: str | Path | None = None  # a Hugging Face directory whose config.json describes the model
+    family: str | None = None
+    mapping: str | None = None  # the user's own family file
+    vocab_size: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
+    iteration: int | None = None
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """The dims that the user says."""
+        return {**self.settings, **({} if self.vocab_size is None else {"vocab_size": self.vocab_size})}
+
+
+class Checkpoint(Mapping[str, LogicalTensor]):
+    """A checkpoint of any format as its logical tensors: `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else."""
+
+    def __init__(self, path: str | Path, known: Known | None = None) -> None:
+        self.path, self.known = Path(path), known or Known()
+        if not self.path.exists():
+            raise SourceError(f"{self.path}: does not exist")
+        if not self.path.is_dir():
+            raise SourceError(f"{self.path}: is a file; the directory of a checkpoint is wanted")
+        self.unit: Unit | None = None  # of a Megatron save directory
+        self.stored = self._open()
+
+    def _open(self) -> Stored:
+        if hf.detect(self.path):
+            if self.known.iteration is not None:
+                raise UsageError(f"{self.path}: is a Hugging Face directory, which has no iterations; --iteration has no meaning there")
+            return hf.Checkpoint(self.path)
+        unit = find(self.path, self.known.iteration)
+        assert unit is not None
+        self.unit = unit
+        if torch_dist.detect(unit.path):
+            return torch_dist.Checkpoint(unit.path)
+        if torch.detect(unit.path):
+            return torch.Checkpoint(unit.path)
+        raise SourceError(
+            f"{unit.path}: no checkpoint that mckpt knows: neither safetensors or pytorch_model*.bin, nor mp_rank_*, nor .metadata with metadata.json"
+        )
+
+    @property
+    def format(self) -> str:
+        return self.stored.format
+
+    @property
+    def root(self) -> Path:
+        """The directory that a destination must keep away from: the save directory, or the checkpoint's own."""
+        return self.unit.root if self.unit and is_unit_name(self.unit.name) else self.path
+
+    @cached_property
+    def side_directory(self) -> Path | None:
+        """Where a Megatron save directory keeps the Hugging Face files of its model, if it does."""
+        if self.unit is None:
+            return None
+        side = self.unit.root / "hf"
+        return side if is_unit_name(self.unit.name) and (side / CONFIG).is_file() else None
+
+    @cached_property
+    def manifest(self) -> dict[str, Any]:
+        """mckpt.json, if mckpt wrote this checkpoint."""
+        path = (self.unit.path if self.unit else self.path) / MANIFEST
+        if not path.exists():
+            return {}
+        try:
+            found = json.loads(read_file(path, 1 << 28))
+        except ValueError as e:
+            raise SourceError(f"{path}: no JSON: {e}") from None
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def args(self) -> dict[str, Any] | None:
+        """Megatron's args, as plain values; None where there are none."""
+        return self.stored.common.args if self.stored.common else None
+
+    @cached_property
+    def mapping(self) -> MappingFile:
+        """The family (hf) or dialect (Megatron) whose names its keys are."""
+        if isinstance(self.stored, hf.Checkpoint):
+            return family_of(self.stored.config, self.known, str(self.path / CONFIG))
+        return mapping.load("megatron", DIALECT)
+
+    @cached_property
+    def dims(self) -> Dims:
+        """Sizes and hyperparameters, from every source that says them; sources that disagree are an error, but the user's word wins."""
+        if isinstance(self.stored, hf.Checkpoint):
+            return self.mapping.read(self.stored.config, self.known.dims, str(self.path / CONFIG))
+        return self._megatron_dims(self.known.dims)
+
+    def _megatron_dims(self, said: Mapping[str, Any]) -> Dims:
+        root = self.stored.root
+        known: dict[str, Any] = {}
+        if (described := self.described_by) is not None:
+            config = hf.read_config(described)
+            where = str(described / CONFIG)
+            known = family_of(config, self.known, where).read(config, {}, where, said)
+        recorded = self.manifest.get("dims")
+        if isinstance(recorded, dict):
+            known = {**recorded, **known}
+        if self.args is not None:
+            if all(v is None for v in (self.args.get("vocab_size"), known.get("vocab_size"), said.get("vocab_size"))):
+                padded = self.args.get("padded_vocab_size")
+                raise VocabSizeUnknown(
+                    f"{root}: its args say no true vocab_size" + (f", only the padded {padded}" if padded else "")
+                    + "; say --vocab-size N (the tokenizer may be shorter than the model's), or --like HF_DIR"
+                )  # fmt: skip
+            return self.mapping.read(self.args, known, f"args of {root}", said)
+        bridge = root / RUN_CONFIG
+        if bridge.exists():
+            return mapping.load("megatron", BRIDGE).read(_run_config(bridge), known, str(bridge), said)
+        known.update(said)
+        missing = [n for n, dim in mapping.hub().dims.items() if n not in known and dim.neutral is None]
+        if missing:
+            raise UsageError(
+                f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like HF_DIR, a directory whose config.json does"
+            )
+        neutral = {n: dim.neutral(known) for n, dim in mapping.hub().dims.items() if n not in known and dim.neutral is not None}
+        return {**known, **neutral}
+
+    def padded(self) -> Checkpoint | None:
+        """The same with the vocabulary's padding as part of it: what moves from Megatron to Megatron. None where it is not stored by rows."""
+        assert not isinstance(self.stored, hf.Checkpoint)
+        rows = self.stored.padded_vocab(self.mapping, self.parallel)
+        if rows is None:
+            return None
+        try:
+            dims = self.dims
+        except VocabSizeUnknown:
+            dims = self._megatron_dims({**self.known.dims, "vocab_size": rows})
+        if rows < dims["vocab_size"]:
+            raise SourceError(f"{self.path}: holds {rows:,} rows of the vocabulary, and vocab_size is {dims['vocab_size']:,}")
+        return self.with_dims({**dims, "vocab_size": rows})
+
+    def with_dims(self, dims: Dims) -> Checkpoint:
+        """The same files, read with these dims."""
+        other = object.__new__(Checkpoint)
+        other.__dict__.update(path=self.path, known=self.known, unit=self.unit, stored=self.stored, dims=dims)
+        return other
+
+    @property
+    def described_by(self) -> Path | None:
+        """The Hugging Face directory that describes the model of a Megatron checkpoint: --like, else DST/hf."""
+        return Path(self.known.like) if self.known.like else self.side_directory
+
+    @cached_property
+    def parallel(self) -> Parallel:
+        """The sizes it was saved with."""
+        return self.stored.parallel()
+
+    @cached_property
+    def chosen(self) -> dict[str, Any]:
+        """The dialect's choices as this checkpoint made them."""
+        self._check_sizes()
+        return self.stored.choices(self.mapping, self.dims, self.parallel, self.mapping.say_choices(self.args or {}))
+
+    @cached_property
+    def layout(self) -> Layout:
+        """What is stored where."""
+        return self.stored.layout(self.mapping, self.dims, self.parallel, self.chosen)
+
+    def _check_sizes(self) -> None:
+        if self.format == "torch":
+            try:
+                self.parallel.check(self.dims["num_experts"])
+                self.parallel.stages(self.dims["num_layers"])
+            except UsageError as e:
+                raise SourceError(f"{self.path}: its sizes ({self.parallel}) do not fit its model: {e}") from None
+
+    def left_behind(self) -> list[str]:
+        """What it holds that is no weight: optimizer, random states, schedules."""
+        return self.stored.beside(self.mapping)
+
+    @cached_property
+    def reader(self) -> Reader:
+        return Reader(self.layout)
+
+    def __getitem__(self, name: str) -> LogicalTensor:
+        return self.reader[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.reader)
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"path": self.path, "known": self.known}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["path"], state["known"])  # type: ignore[misc]
+
+
+def _run_config(path: Path) -> dict[str, Any]:
+    """The model section of a run_config.yaml; its tags of Python objects are read as plain values."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    def plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        return loader.construct_sequence(node, deep=True) if isinstance(node, yaml.SequenceNode) else getattr(node, "value", None)
+
+    Loader.add_multi_constructor("", plain)
+    try:
+        found = yaml.load(read_file(path, 1 << 24), Loader)  # a SafeLoader: nothing is imported
+    except yaml.YAMLError as e:
+        raise SourceError(f"{path}: no YAML: {e}") from None
+    model = found.get("model") if isinstance(found, dict) else None
+    if not isinstance(model, dict):
+        raise SourceError(f"{path}: has no `model` section")
+    return model
+
+
+def family_of(config: Mapping[str, Any], known: Known, where: str) -> MappingFile:
+    """The family that the user names, or that the config's architectures do."""
+    if known.mapping:
+        return mapping.load("hf", known.mapping)
+    if known.family:
+        return mapping.load("hf", known.family)
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise MappingError(f"{where}: names no architectures; say --family with one of {', '.join(mapping.names('hf'))}")
+    try:
+        return mapping.load("hf", mapping.family_of(str(architectures[0])))
+    except MappingError as e:
+        raise MappingError(f"{where}: {e}") from None
