@@ -1,0 +1,204 @@
+"""Megatron's args: what a checkpoint says of itself, what is kept of it, and the launch line that comes of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mckpt
+from mckpt import mapping, safe_pickle
+from mckpt.errors import MappingError, UsageError
+from mckpt.parallel import Parallel
+from tests import tiny
+from tests.door import Pt
+
+FILE = "model_optim_rng.pt"
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("args")
+    for case in ("llama", "llama-rope-scaled", "qwen3", "qwen3-moe", "mistral"):
+        tiny.tiny_random(case, root / case)
+    return root
+
+
+def trained(source: Path, out: Path, change: Callable[[dict[str, Any]], Any] = lambda args: None, **wanted: Any) -> Path:
+    """A `torch` checkpoint as a run would leave it: changed args, and nothing of mckpt's beside it."""
+    mckpt.plan(source, out, format="torch", **wanted).run()
+    for path in (out / "release").glob(f"mp_rank_*/{FILE}"):
+        file = Pt(path)
+        args = dict(safe_pickle.fields(file.value["args"]))
+        change(args)
+        file.value["args"] = safe_pickle.namespace(**args)
+        file.save()
+    for stray in (out / "release" / "mckpt.json", *(out / "hf").glob("*")):
+        stray.unlink()
+    (out / "hf").rmdir()
+    return out
+
+
+def args_of(path: Path) -> dict[str, Any]:
+    args = mckpt.open(path).args
+    assert args is not None
+    return args
+
+
+def test_padding_keeps_its_values_from_megatron_to_megatron(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3", tmp_path / "run", parallel=Parallel(tp=2))
+    last = Pt(run / "release" / "mp_rank_01" / FILE)
+    storage = safe_pickle.as_tensor(last.value["model"]["output_layer.weight"])
+    assert storage is not None
+    last.data[storage.storage] = bytes(np.full(128 * 48, 0x3F80, "<u2"))  # ones, in the padding too
+    last.save()
+    for form in ("torch_dist", "torch"):
+        manifest = mckpt.plan(run, tmp_path / form, format=form, parallel=Parallel(tp=4)).run()
+        assert manifest["dropped"] == []
+        whole = mckpt.open(tmp_path / form).padded()
+        assert whole is not None
+        assert (whole["lm_head.weight"][193:].numpy() == 1).all()
+    dropped = mckpt.plan(tmp_path / "torch", tmp_path / "hf-out", format="hf").run()["dropped"]
+    assert any("63 rows" in text for text in dropped), dropped
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(impl: str, sources: Path, tmp_path: Path) -> None:
+    mckpt.plan(sources / "qwen3-moe", tmp_path / "a", transformer_impl=impl, grouped_experts=False).run()
+    mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
+    kept = args_of(tmp_path / "b")
+    assert (kept["transformer_impl"], kept["moe_grouped_gemm"]) == (impl, False)
+    keys = mckpt.open(tmp_path / "b").stored.first_rank_tensors()
+    assert "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight" in keys
+    assert ("decoder.layers.0.input_layernorm.weight" in keys) == (impl == "local")
+
+
+def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]))
+    mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
+    assert "decoder.layers.3.mlp.router.weight" in mckpt.open(tmp_path / "dist").stored.metadata.tensors
+    assert not mckpt.diff(sources / "qwen3-moe", tmp_path / "dist")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("no_rope_freq", 4), ("qk_l2_norm", True), ("window_attn_skip_freq", 2), ("softmax_scale", 0.5), ("spec", ["a", "b"]),
+     ("moe_router_score_function", "sigmoid"), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True)],
+)  # fmt: skip
+def test_args_that_change_the_model_are_not_overlooked(name: str, value: Any, sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3", tmp_path / "run", lambda args: args.update({name: value}))
+    with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+def test_a_window_is_read_and_refused_where_it_cannot_be_said(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(window_size=(31, 0)))
+    out = tmp_path / "hf"
+    planned = mckpt.plan(run, out, format="hf")
+    planned.run()
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", 32)
+    mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
+    assert "--window-size 31,0" in (tmp_path / "dist" / "release" / "megatron_args.sh").read_text()
+
+
+def test_the_launch_line_says_what_older_args_call_otherwise(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "llama", tmp_path / "run", lambda args: args.pop("layernorm_epsilon"))
+    mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
+    assert "--norm-epsilon 0.003" in (tmp_path / "dist" / "release" / "megatron_args.sh").read_text()
+
+
+def test_every_dim_of_a_model_is_in_its_launch_line(sources: Path, tmp_path: Path) -> None:
+    dialect = mapping.load("megatron", "mcore")
+    for case in ("llama", "qwen3", "qwen3-moe", "llama-rope-scaled"):
+        said = mckpt.plan(sources / case, tmp_path / case, allow_inexact=["rope_factor"]).facts["args"]
+        ckpt = mckpt.open(sources / case)
+        for name, spec in dialect.dims.items():
+            if spec.keys and (spec.when is None or spec.when(ckpt.dims)):
+                flag = dialect.flags.get(spec.keys[0], "none")
+                assert flag != "none", f"{name}: no flag says {spec.keys[0]}"
+        assert said["--num-layers"] == ckpt.dims["num_layers"]
+
+
+def test_a_layout_and_virtual_stages_are_not_both_said(sources: Path, tmp_path: Path) -> None:
+    said = mckpt.plan(sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, layout="Et|t|t|tL")).facts["args"]
+    assert said["--pipeline-model-parallel-layout"] == "Et|t|t|tL"
+    assert "--num-virtual-stages-per-pipeline-rank" not in said
+    said = mckpt.plan(sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, vpp=2)).facts["args"]
+    assert said["--num-virtual-stages-per-pipeline-rank"] == 2
+
+
+def test_what_is_asked_for_one_plan_does_not_answer_the_next(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(vocab_size=None))
+    ckpt = mckpt.open(run)
+    mckpt.plan(ckpt, tmp_path / "a", format="torch_dist")
+    with pytest.raises(UsageError, match="--vocab-size"):
+        mckpt.plan(ckpt, tmp_path / "b", format="hf")
+    mckpt.plan(run, tmp_path / "c", format="hf", known=mckpt.Known(vocab_size=131)).run()
+    assert not mckpt.diff(sources / "llama", tmp_path / "c")
+
+
+def test_a_rope_factor_that_the_trainer_ignores_is_asked_about(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "llama-rope-scaled", tmp_path / "run", allow_inexact=["rope_factor"])
+    with pytest.raises(MappingError, match="rope_factor"):
+        mckpt.plan(run, tmp_path / "a", format="hf")
+    mckpt.plan(run, tmp_path / "b", format="hf", known=mckpt.Known(settings={"rope_factor": 8.0})).run()
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["rope_scaling"]["factor"] == 8.0
+
+
+def test_a_setting_wins_over_the_args(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(max_position_embeddings=32))
+    mckpt.plan(run, tmp_path / "a", format="hf", known=mckpt.Known(settings={"max_positions": 112})).run()
+    assert json.loads((tmp_path / "a" / "config.json").read_text())["max_position_embeddings"] == 112
+
+
+def test_an_empty_first_stage_reads_back(sources: Path, tmp_path: Path) -> None:
+    for case, impl in (("llama", "local"), ("qwen3-moe", "local")):
+        out = tmp_path / case
+        mckpt.plan(sources / case, out, format="torch", parallel=Parallel(pp=3, layout="E|tt|ttL"), transformer_impl=impl).run()
+        assert not mckpt.diff(sources / case, out)
+
+
+def test_a_renamed_checkpoint_keeps_its_iteration(sources: Path, tmp_path: Path) -> None:
+    mckpt.plan(sources / "llama", tmp_path / "run", iteration=500).run()
+    (tmp_path / "run" / "iter_0000500").rename(tmp_path / "best")
+    planned = mckpt.plan(tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2))
+    assert planned.destination.unit == "iter_0000500"
+
+
+def test_files_that_no_rank_saved_are_not_asked_for(sources: Path, tmp_path: Path) -> None:
+    """tp 3 and ep 2: Megatron-LM writes three files of the six that its ranks ask for, and all weights are in them."""
+    root = tmp_path / "moe"
+    config = {**tiny.config("qwen3-moe"), "num_attention_heads": 12, "num_key_value_heads": 6, "moe_intermediate_size": 64}
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(config))
+    tiny.write_weights(root, tiny.tensors(config))
+    sizes = Parallel(tp=3, ep=2, etp=1)
+    mckpt.plan(root, tmp_path / "run", format="torch", parallel=sizes).run()
+    kept = {sizes.directory(t, 0, e) for t, e in sizes.files(True, saved=True)}
+    for directory in (tmp_path / "run" / "release").glob("mp_rank_*"):
+        if directory.name not in kept:
+            (directory / FILE).unlink()
+            directory.rmdir()
+    assert len(kept) == 3
+    assert not mckpt.diff(root, tmp_path / "run")
+
+
+def test_eight_bit_floats_are_no_weights(tmp_path: Path) -> None:
+    root = tiny.tiny_random("llama", tmp_path / "hf")
+    path = root / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    name = max((k for k in header if k != "__metadata__"), key=lambda k: header[k]["data_offsets"])
+    start, end = header[name]["data_offsets"]
+    header[name].update(dtype="F8_E4M3", data_offsets=[start, start + (end - start) // 2])
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length : 8 + length + start + (end - start) // 2])
+    with pytest.raises(mckpt.errors.MckptError, match=f"{re.escape(name)}.*float8_e4m3fn"):
+        mckpt.plan(root, tmp_path / "out")
