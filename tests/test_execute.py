@@ -375,7 +375,8 @@ def test_more_files_than_descriptors(tmp_path, monkeypatch):
 
 CHILD = textwrap.dedent(
     """
-    import os, re, sys, time
+    import os, re, signal, sys, time
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it for all
     from pathlib import Path
     import numpy as np
     from mckpt import clusters, execute as ex
@@ -435,7 +436,7 @@ def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
     process.send_signal(how)
     code = process.wait()
     assert code == {signal.SIGKILL: -9, signal.SIGINT: 130}[how]
-    assert time.monotonic() - start < 1
+    assert time.monotonic() - start < 3  # a second, where the machine does nothing else
     before = {p.name: p.read_bytes() for p in tmp_path.glob("staging/done/*[0-9]")}
     assert 5 <= len(before) < 20
 

@@ -235,8 +235,8 @@ def test_full_disk(tmp_path, src, monkeypatch):
 
 
 def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
-    """mckpt in a process of its own; `before` is Python that runs first."""
-    code = f"import sys, os, signal\nfrom mckpt import cli, publishing\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
+    """mckpt in a process of its own; `before` is Python that runs first. A shell that runs the tests in the background ignores SIGINT for all."""
+    code = f"import sys, os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom mckpt import cli, publishing\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
