@@ -191,3 +191,56 @@ def test_the_files_are_those_of_rank_generator(tp: int, pp: int, ep: int, etp: i
         for directory, users in real[ranks].items():
             t, p, e = ours[directory]
             assert {(u[1], u[2], u[3], u[4]) for u in users} == {(t, p, e, t % etp)}
+
+
+# Fields of TransformerConfig that change how fast, on what, or with what training a model runs, or that the args above imply; not what it computes.
+INERT = frozenset(
+    """
+    tensor_model_parallel_size pipeline_model_parallel_comm_backend pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+    context_parallel_size hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel expert_model_parallel_size
+    expert_tensor_parallel_size moe_extended_tp perform_initialization use_cpu_initialization timers finalize_model_grads_func grad_scale_func
+    no_sync_func grad_sync_func param_sync_func deterministic_mode enable_autocast autocast_dtype
+    num_microbatches_with_partial_activation_checkpoints async_tensor_model_parallel_allreduce use_te_rng_tracker tp_comm_overlap
+    tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag
+    tp_comm_split_rs tp_comm_atomic_rs cross_entropy_loss_fusion cross_entropy_fusion_impl tp_comm_overlap_disable_qkv
+    tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend overlap_moe_expert_parallel_comm delay_wgrad_compute
+    ep_overlap_early_attn_memory_release pipeline_dtype variable_seq_lengths overlap_p2p_comm batch_p2p_comm batch_p2p_sync
+    use_ring_exchange_p2p deallocate_pipeline_outputs defer_embedding_wgrad_compute wgrad_deferral_limit overlap_p2p_comm_warmup_flush
+    microbatch_group_size_per_vp_stage mtp_standalone cpu_offloading cpu_offloading_num_layers _cpu_offloading_context
+    cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering barrier_with_L1_time mtp_loss_scaling_factor
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage pipeline_model_parallel_layout
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split attention_backend fp32_residual_connection
+    activation_func_fp8_input_store window_size qk_clip qk_clip_alpha qk_clip_threshold log_max_attention_logit test_mode
+    calculate_per_token_loss dsa_indexer_n_heads dsa_indexer_head_dim dsa_indexer_topk dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
+    linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads init_method
+    output_layer_init_method init_method_std embedding_init_method embedding_init_method_std init_model_with_meta_device
+    disable_bf16_reduced_precision_matmul bias_activation_fusion masked_softmax_fusion persist_layer_norm memory_efficient_layer_norm
+    bias_dropout_fusion use_fused_weighted_squared_relu fused_single_qkv_rope recompute_granularity recompute_method recompute_num_layers
+    distribute_saved_activations recompute_modules fp8 fp8_recipe fp8_param fp8_quantizer_factory fp8_margin fp8_interval
+    fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention tp_only_amax_red
+    first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention
+    kitchen_attention_backend fp4 fp4_recipe fp4_param fp4_quantizer_factory moe_shared_expert_overlap moe_enable_routing_replay
+    moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_dtype moe_router_bias_update_rate
+    moe_router_force_load_balancing moe_use_legacy_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
+    moe_enable_deepep moe_flex_dispatcher_backend moe_per_layer_logging moe_pad_expert_input_to_capacity moe_token_drop_policy
+    moe_layer_recompute moe_permute_fusion moe_router_fusion moe_deepep_num_sms moe_hybridep_num_sms cp_comm_type enable_cuda_graph
+    cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps external_cuda_graph cuda_graph_impl
+    cuda_graph_scope clone_scatter_output_in_embedding disable_parameter_transpose_cache config_logger_dir flash_decode
+    batch_invariant_mode use_te_activation_func inference_rng_tracker inference_sampling_seed symmetric_ar_type
+    use_inference_optimized_layers inference_fuse_tp_communication mrope_section mamba_state_dim mamba_head_dim mamba_num_groups
+    mamba_num_heads use_mamba_mem_eff_path mlp_chunks_for_prefill heterogeneous_block_specs hetereogenous_dist_checkpoint quant_recipe
+    fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_func gated_linear_unit num_moe_experts
+    """.split()  # noqa: SIM905
+)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_field_of_megatron_core_is_spoken_of() -> None:
+    """A field that a new megatron-core adds must be a dim, be expected at its neutral value, or be known to change nothing."""
+    import dataclasses
+
+    from megatron.core.transformer import TransformerConfig
+
+    dialect = mapping.load("megatron", "mcore")
+    known = {key for dim in dialect.dims.values() for key in dim.keys} | set(dialect.also) | set(dialect.expect) | INERT
+    assert {field.name for field in dataclasses.fields(TransformerConfig)} <= known
