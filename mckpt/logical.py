@@ -17,6 +17,8 @@ from mckpt.errors import SourceError, StorageError
 if TYPE_CHECKING:
     import torch
 
+BLOCK_BYTES = 8 << 20  # of either side that is in memory at once when tensors are looked through
+
 
 class LogicalTensor:
     """One logical tensor, or a box of it. `numpy()` and `torch()` read; slicing does not."""
@@ -143,14 +145,21 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 continue
             size = itemsize(s.dtype)
             for row, (layer, expert) in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
-                raw = self._pread(int(s.file[row]), int(s.at[row]), s.numel * size).view(f"u{size}")
                 for p in s.pieces:
-                    mine = np.lib.stride_tricks.as_strided(raw[p.start :], p.box.shape, tuple(n * size for n in p.strides))
                     name = p.tensor.format(layer=layer, expert=expert)
-                    if self.dtype(name) != s.dtype or not np.array_equal(mine.ravel(), self.read(name, p.box)):
+                    blocks = _blocks(p, max(1, BLOCK_BYTES // size))
+                    if self.dtype(name) != s.dtype or not all(self._same(s, row, part, name) for part in blocks):
                         file = self._layout.files[int(s.file[row])]
                         out.append(f"{name}: its copy in {file} ({s.key}) differs from the one that is read")
         return out
+
+    def _same(self, s: Stored, row: int, p: Piece, name: str) -> bool:
+        """Whether a box of a stored tensor holds what is read for it."""
+        size = itemsize(s.dtype)
+        span = 1 + sum((n - 1) * step for n, step in zip(p.box.shape, p.strides, strict=True))
+        raw = self._pread(int(s.file[row]), int(s.at[row]) + p.start * size, span * size).view(f"u{size}")
+        mine = np.lib.stride_tricks.as_strided(raw, p.box.shape, tuple(n * size for n in p.strides))
+        return np.array_equal(mine, self.read(name, p.box).reshape(p.box.shape))
 
     def padding(self) -> list[str]:
         """Padding that is not zero: how many rows of which stored tensor hold values that no logical tensor has."""
@@ -159,10 +168,13 @@ class Reader(Mapping[str, "LogicalTensor"]):
             if not s.padding or s.replica:
                 continue
             size, width = itemsize(s.dtype), max(1, s.numel // s.shape[0])
+            most = max(1, BLOCK_BYTES // size // width) * width
+            free = gaps(s.pieces, s.numel)[0].tolist()
+            blocks = [(at, min(most, start + length - at)) for start, length in free for at in range(start, start + length, most)]
             for row in range(len(s)):
                 filled = 0
-                for start, length in gaps(s.pieces, s.numel)[0].tolist():
-                    raw = self._pread(int(s.file[row]), int(s.at[row]) + start * size, length * size).view(f"u{size}")
+                for at, length in blocks:
+                    raw = self._pread(int(s.file[row]), int(s.at[row]) + at * size, length * size).view(f"u{size}")
                     filled += int(raw.reshape(-1, width).any(1).sum()) if length % width == 0 else int(raw.any())
                 if filled:
                     out.append(f"{s.key}: {filled:,} rows beyond the true vocabulary are not zero, and are dropped")
@@ -184,3 +196,18 @@ class Reader(Mapping[str, "LogicalTensor"]):
         if got < nbytes:
             raise SourceError(f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated since its header was read")
         return raw
+
+
+def _blocks(piece: Piece, most: int) -> Iterator[Piece]:
+    """The piece in parts of at most `most` elements, cut across its outermost axes, so that each is read in one short span."""
+    shape, numel = piece.box.shape, math.prod(piece.box.shape)
+    if numel <= most:
+        yield piece
+        return
+    axis = max((a for a, n in enumerate(shape) if n > 1), key=lambda a: piece.strides[a])
+    step = max(1, most * shape[axis] // numel)
+    for at in range(0, shape[axis], step):
+        offset, size = list(piece.box.offset), list(shape)
+        offset[axis], size[axis] = offset[axis] + at, min(step, shape[axis] - at)
+        part = piece._replace(box=Box(tuple(offset), tuple(size)), start=piece.start + at * piece.strides[axis])
+        yield from _blocks(part, most)
