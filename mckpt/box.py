@@ -66,6 +66,7 @@ class Stored:
     at: np.ndarray
     replica: bool = False  # a further copy of boxes that another stored tensor holds: written, but not read
     padding: bool = False  # elements that no piece covers are padding, and zero
+    view: bool = False  # the buffer is all that a strided view reaches over; of its other elements nothing is said
 
     def __len__(self) -> int:
         return len(self.file)

@@ -165,7 +165,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """Padding that is not zero: how many rows of which stored tensor hold values that no logical tensor has."""
         out = []
         for s in self._layout.stored:
-            if not s.padding or s.replica:
+            if not s.padding or s.view or s.replica:
                 continue
             size, width = itemsize(s.dtype), max(1, s.numel // s.shape[0])
             most = max(1, BLOCK_BYTES // size // width) * width

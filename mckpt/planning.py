@@ -118,7 +118,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
         free = int(holes[:, 1].sum())
         if wrong:
             problems.append(f"{s.key} {list(s.shape)}: {wrong}")
-        elif free and not s.padding:
+        elif free and not (s.padding or s.view):
             problems.append(f"{s.key} {list(s.shape)}: {free:,} of {s.numel:,} elements hold nothing that the mapping names")
         for name, pieces in _by_name(s).items() if not s.replica else ():
             holders.setdefault(name, []).append((s, pieces))

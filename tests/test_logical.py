@@ -11,6 +11,7 @@ import pytest
 
 from mckpt import logical
 from mckpt.box import Box, Layout, Piece, Stored
+from mckpt.formats.entry import Entry, Problems, group
 from mckpt.logical import Reader
 
 ROWS, WIDTH = 24_000, 1024  # 94 MiB of float32
@@ -80,3 +81,15 @@ def test_padding_is_read_in_blocks(tmp_path, monkeypatch):
     assert reader.padding() == ["key: 4 rows beyond the true vocabulary are not zero, and are dropped"]
     monkeypatch.setattr(logical, "BLOCK_BYTES", 3 * WIDTH * 4)
     assert reader.padding() == ["key: 4 rows beyond the true vocabulary are not zero, and are dropped"]
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_what_lies_between_the_elements_of_a_view_is_no_padding(tmp_path, padding):
+    np.full(100, 7, "f4").tofile(tmp_path / "file")
+    box = Box((0, 0), (4, 3))
+    held = group(
+        "key", (4, 3), (Piece("w", box, 0, (3, 1)),), [(0, 0, Entry("float32", (4, 3), 0, 8, (20, 2)))], Problems("x"), padding=padding
+    )
+    assert [(s.view, s.padding) for s in held] == [(True, padding)]
+    reader = Reader(Layout([str(tmp_path / "file")], held, {"w": (4, 3)}))
+    assert reader.padding() == [] and (reader["w"].numpy() == 7).all()

@@ -315,6 +315,7 @@ def test_a_hole() -> None:
 def test_padding_only_where_it_is_allowed() -> None:
     text = refused(plain().layout(), changed(fused(2), "embed of rank 1", padding=False))
     assert "embed of rank 1 [8, 6]: 36 of 48 elements hold nothing that the mapping names" in text
+    join(changed(fused(2), "embed of rank 1", padding=False, view=True), plain().layout())  # nothing is said of what a view leaves out
 
 
 def test_a_tensor_of_another_size() -> None:

@@ -135,10 +135,8 @@ def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: li
         layer, expert, file, at = (np.array(x) for x in zip(*((la, ex, e.file, e.at) for la, ex, e in members), strict=True))
         where = {"layer": layer.astype("i4"), "expert": expert.astype("i4"), "file": file.astype("i4"), "at": at.astype("i8")}
         numel_known = tuple(p for p in placed if p is not None)
-        if strides is not None:  # the buffer is the view's whole extent; only its own elements are spoken of
-            out.append(Stored(key, dtype, _extent(shape, strides), numel_known, **where, replica=replica, padding=True))
-        else:
-            out.append(Stored(key, dtype, shape, numel_known, **where, replica=replica, padding=padding))
+        held = shape if strides is None else _extent(shape, strides)
+        out.append(Stored(key, dtype, held, numel_known, **where, replica=replica, padding=padding, view=strides is not None))
     return out
 
 
