@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mckpt as package
 from mckpt.dcp_metadata import emit_metadata, read_metadata
+from mckpt.formats import torch_dist
 from tests import tiny
 from tests.door import Pt, edit_json, good, hf, hostile_pickle, mckpt, refused, save_hostile, save_pt, shard, tree, write_shard
 
@@ -525,6 +529,25 @@ def item(change: Any) -> Any:
 
 
 WORDS = "embedding.word_embeddings.weight"
+
+
+def test_more_files_than_may_be_open(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_dist, "FILE_BYTES", 1000)
+    good("hf-to-megatron", made / "one", tmp_path / "dst")
+    assert len(list(tmp_path.glob("dst/release/*.distcp"))) > 35
+    checkpoint = package.open(tmp_path / "dst")
+    assert checkpoint.chosen
+    was, before = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(torch_dist, "MAX_OPEN", 8)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 15, was[1]))
+    try:
+        assert checkpoint.layout.files
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, was)
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert mckpt("diff", made / "one", tmp_path / "dst").code == 0
+
+
 DIST = {
     "no metadata.json": (lambda src: (src / "release/metadata.json").unlink(), 3, ("metadata.json",)),
     "metadata.json garbage": (lambda src: (src / "release/metadata.json").write_text("{"), 3, ("metadata.json",)),

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
@@ -38,6 +39,7 @@ MARKER_LONG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "c
 SPLIT_ABOVE = 64 << 20  # bytes: larger chunks are cut by the target's tp, since a loader reads whole chunks
 FILE_BYTES = 256 << 20  # bytes of data for each .distcp file: enough files for many writers, few enough to list
 MAX_FILES = 128
+MAX_OPEN = 32  # .distcp files open at once while a layout is read; a save has one or two for each rank
 
 
 def detect(path: Path) -> bool:
@@ -122,6 +124,10 @@ class Checkpoint:
 
     def layout(self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
         """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+        with _Files(self.root) as files:
+            return self._layout(dialect, dims, chosen, files)
+
+    def _layout(self, dialect: MappingFile, dims: Scope, chosen: Scope, files: _Files) -> Layout:
         scope = dialect.scope(dims, **chosen)
         bound = dialect.bind(scope)
         problems = Problems(f"{self.root} is not the model that its args describe:")
@@ -143,8 +149,8 @@ class Checkpoint:
                 if size != (*axes, *whole.shape):
                     problems.missing(f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its dims")
                     continue
-                for offsets, sizes in chunks:
-                    self._chunk(b, key, layer, dtype, offsets, sizes, len(axes), found)
+                for _, offsets, sizes in sorted((self.metadata.items[key, offsets], offsets, sizes) for offsets, sizes in chunks):
+                    self._chunk(b, key, layer, dtype, offsets, sizes, len(axes), found, files)
             for region, entries in found.items():
                 shape, pieces = buffer(whole, [region], b.rule.of)
                 stored += group(b.rule.key, shape, pieces, entries, problems, replica=b.rule.alias, padding=b.rule.tp == "vocab")
@@ -157,34 +163,18 @@ class Checkpoint:
         )
 
     def _chunk(self, b: Bound, key: str, layer: int, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], axes: int,
-               found: dict[Box, list[tuple[int, int, Entry]]]) -> None:  # fmt: skip
+               found: dict[Box, list[tuple[int, int, Entry]]], files: _Files) -> None:  # fmt: skip
         """One chunk as entries of single layers and experts: the leading axes are outermost, so each is a dense part of the chunk."""
         file, base, length = self.metadata.items[key, offsets]
         path = str(self.root / file)
         nbytes = math.prod(sizes) * itemsize(dtype)
-        at = torch_file.item_data_offset(self._fd(file), base, length, nbytes, f"{path}: {key} at {list(offsets)}", dtype, sizes)
+        at = torch_file.item_data_offset(files.fd(file), base, length, nbytes, f"{path}: {key} at {list(offsets)}", dtype, sizes)
         region = Box(tuple(offsets[axes:]), tuple(sizes[axes:]))
         inner = math.prod(region.shape) * itemsize(dtype)
         for i, index in enumerate(itertools.product(*(range(o, o + n) for o, n in zip(offsets[:axes], sizes[:axes], strict=True)))):
             named = dict(zip(b.rule.stacked(), index, strict=True))
             entry = Entry(dtype, region.shape, self._number[file], at + i * inner)
             found.setdefault(region, []).append((named.get("layer", layer), named.get("expert", 0), entry))
-
-    @cached_property
-    def _open(self) -> dict[str, int]:
-        return {}
-
-    def _fd(self, file: str) -> int:
-        if file not in self._open:
-            try:
-                self._open[file] = os.open(self.root / file, os.O_RDONLY)
-            except OSError as e:
-                raise StorageError(f"{self.root / file}: cannot be read: {e.strerror or e}") from e
-        return self._open[file]
-
-    def __del__(self) -> None:
-        for fd in self.__dict__.get("_open", {}).values():
-            os.close(fd)
 
     @staticmethod
     def _read(path: str, base: int, length: int | None) -> tuple[Any, Any]:
@@ -195,6 +185,33 @@ class Checkpoint:
         try:
             return torch_file.read(fd, path, base, length)
         finally:
+            os.close(fd)
+
+
+class _Files:
+    """Some files of a directory, open for reading: those asked for last."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.fds: OrderedDict[str, int] = OrderedDict()
+
+    def fd(self, file: str) -> int:
+        """A descriptor, good until another file is asked for."""
+        if file not in self.fds:
+            if len(self.fds) == MAX_OPEN:
+                os.close(self.fds.popitem(last=False)[1])
+            try:
+                self.fds[file] = os.open(self.root / file, os.O_RDONLY)
+            except OSError as e:
+                raise StorageError(f"{self.root / file}: cannot be read: {e.strerror or e}") from e
+        self.fds.move_to_end(file)
+        return self.fds[file]
+
+    def __enter__(self) -> _Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for fd in self.fds.values():
             os.close(fd)
 
 
