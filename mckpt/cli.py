@@ -328,11 +328,15 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
     if note := planned.destination.tracker_note():
         click.echo(note, err=True)
     start = time.perf_counter()
-    with _progress("writing") as progress:
-        manifest = planned.run(
-            max_memory=budget, threads=o["threads"], checksum=o["checksum"], allow_overflow=o["allow_overflow"], resume=o["resume"],
-            check_replicas=o.get("check_replicas", False), progress=progress,
-        )  # fmt: skip
+    try:
+        with _progress("writing") as progress:
+            manifest = planned.run(
+                max_memory=budget, threads=o["threads"], checksum=o["checksum"], allow_overflow=o["allow_overflow"], resume=o["resume"],
+                check_replicas=o.get("check_replicas", False), progress=progress,
+            )  # fmt: skip
+    finally:
+        for folder, nbytes in planned.destination.left_over():
+            click.echo(f"left by an interrupted run of another plan: {folder}, {nbytes:,} bytes; remove it if it is not wanted", err=True)
     seconds = time.perf_counter() - start
     if as_json:
         click.echo(json.dumps(manifest))

@@ -12,18 +12,20 @@ import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from mckpt.errors import DestinationError, StorageError
-from mckpt.formats.entry import read_file
+from mckpt.errors import DestinationError, SourceError, StorageError
+from mckpt.formats.entry import read_file, stamp
 from mckpt.formats.save_directory import RELEASE, TRACKER, iteration_of, tracked
 
 STAGING = ".mckpt-"
 MANIFEST = "mckpt.json"
 CONFIG = "config.json"
-PUBLISHING = "publishing"  # in a staging directory: what stands in DST may be half of this run's output
+LOCK = "lock"  # in a staging directory: locked while a run works there
+PUBLISHING = "publishing"  # in a staging directory: {name: [identity]} of its output, some of which may stand in DST already
+REPLACED = "replaced"  # in a staging directory: what stood in DST, until the new output is complete
 
 # What a checkpoint of each kind consists of, for --overwrite; whatever mckpt wrote is in its manifest besides.
 HF_PARTS = (
@@ -42,6 +44,8 @@ class Destination:
     def __init__(self, root: Path, unit: str | None, source: Path, *, overwrite: bool = False, update_tracker: bool = False) -> None:
         self.root, self.unit, self.overwrite, self.update_tracker = Path(os.path.abspath(root)), unit, overwrite, update_tracker
         self.path = self.root / unit if unit else self.root
+        self._staging: Path | None = None  # of the plan that runs
+        self._side: dict[Path, tuple[int, int]] = {}  # bytes and mtime of the side files when they were planned
         self._refuse_near(source)
         if self.root.exists() and not self.root.is_dir():
             raise DestinationError(f"{self.root}: is a file; a directory is wanted")
@@ -55,8 +59,9 @@ class Destination:
             where = "above" if here in there.parents else "inside"
             raise DestinationError(f"{self.root}: lies {where} the source {source}; write to a directory apart from it")
 
-    def _refuse_occupied(self) -> None:
-        occupied = self._occupants()
+    def _refuse_occupied(self, staging: Path | None = None) -> None:
+        """DestinationError if something is in the way of the plan of `staging`. Before that is known, any interrupted run might be it."""
+        occupied = self._occupants(staging)
         if not occupied:
             return
         if not self.overwrite:
@@ -70,17 +75,19 @@ class Destination:
                 "--overwrite replaces a directory that holds one checkpoint and nothing else: move it away, or write to another directory"
             )
 
-    def _occupants(self) -> list[str]:
-        """What is in the way. Half of an output that a killed run was putting in place is not: the same command replaces it."""
+    def _occupants(self, staging: Path | None) -> list[str]:
+        """What is in the way. What a killed run of the same plan had put in place is not: the same command replaces it."""
         if not self.path.is_dir():
             return [self.path.name] if os.path.lexists(self.path) else []
-        half: set[str] = set()
-        for mark in self.root.glob(f"{STAGING}*/{PUBLISHING}"):
-            with suppress(ValueError):  # cut short: then nothing had been moved
-                half.update(json.loads(mark.read_text()))
+        half: dict[str, set[str]] = {}
+        for folder in self.root.glob(f"{STAGING}*") if staging is None else [staging]:
+            for name, identities in _marked(folder).items():
+                half.setdefault(name, set()).update(identities)
         if self.unit is not None:
-            return [] if self.unit in half else sorted(p.name for p in self.path.iterdir())
-        return sorted(p.name for p in self.path.iterdir() if not p.name.startswith(STAGING) and p.name not in half)
+            ours = self.unit in half and _identity(self.path) in half[self.unit]
+            return [] if ours else sorted(p.name for p in self.path.iterdir())
+        there = sorted(p for p in self.path.iterdir() if not p.name.startswith(STAGING))
+        return [p.name for p in there if p.name not in half or _identity(p) not in half[p.name]]
 
     def _foreign(self) -> list[str]:
         """Files, and links to directories, that no checkpoint of this kind has and that its manifest does not name."""
@@ -106,10 +113,12 @@ class Destination:
     def staging(self, plan: str, resume: bool = True) -> Iterator[Path]:
         """The staging directory of a plan, locked; what it holds stays there if the body raises, and is used again with `resume`."""
         made = [p for p in (self.root, *self.root.parents) if not p.exists()]
-        folder = self.root / f"{STAGING}{plan[:16]}"
+        folder = self._staging = self.root / f"{STAGING}{plan[:16]}"
+        self._refuse_occupied(folder)
+        self._check_side(self._side)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as e:
             raise StorageError(f"{folder}: cannot be made: {e.strerror or e}") from e
         try:
@@ -118,13 +127,25 @@ class Destination:
             except OSError:
                 raise DestinationError(f"{folder}: another mckpt is writing here") from None
             if not resume:
-                for inner in (p for p in folder.iterdir() if p.is_dir()):
+                for inner in (p for p in folder.iterdir() if p.is_dir() and p.name != REPLACED):
                     shutil.rmtree(inner)
             for p in made:
                 sync(p.parent)
             yield folder
         finally:
             os.close(lock)
+            with suppress(OSError):  # NFS keeps the name of an open file: only now can its directory go
+                os.rmdir(folder)
+
+    def left_over(self) -> list[tuple[Path, int]]:
+        """Staging directories here that neither this plan nor any running mckpt has, and what each takes on the disk, in bytes."""
+        out = []
+        for folder in sorted(self.root.glob(f"{STAGING}*")):
+            with suppress(OSError):
+                if folder != self._staging and folder.is_dir() and not _locked(folder / LOCK):
+                    paths = [Path(inner) / name for inner, _, names in os.walk(folder) for name in names]
+                    out.append((folder, sum(os.lstat(p).st_blocks * 512 for p in paths)))
+        return out
 
     def publish(self, staging: Path, side: Sequence[tuple[str, Path]] = ()) -> None:
         """Staged data becomes the checkpoint. `side` are files of DST/hf, written before the checkpoint appears."""
@@ -135,19 +156,16 @@ class Destination:
                     sync(Path(folder) / name)
                 sync(Path(folder))
             with self._alone():
-                self._refuse_occupied()  # it may have been filled since it was looked at
+                self._refuse_occupied(staging)  # it may have been filled since it was looked at
                 self.refuse_other_side(side)
-                mark = staging / PUBLISHING
-                mark.write_text(json.dumps([self.unit] if self.unit else sorted(p.name for p in data.iterdir())))
-                sync(mark)
-                sync(staging)
+                self._publish_side(side, staging)
+                mark = self._mark({self.unit: data} if self.unit else {p.name: p for p in data.iterdir()}, staging)
                 if self.unit is None:
                     self._publish_hf(data, staging)
                 else:
-                    self._publish_side(side, staging)
                     self._publish_unit(data, staging)
-                shutil.rmtree(staging)
-                sync(self.root)
+                os.unlink(mark)
+                shutil.rmtree(staging, ignore_errors=True)  # without its mark it is of no harm
         except OSError as e:
             raise StorageError(
                 f"{self.path}: cannot be put in place: {e.strerror or e} ({e.filename}); the complete data is in {staging}"
@@ -164,9 +182,22 @@ class Destination:
             os.close(fd)
 
     @staticmethod
+    def _mark(output: dict[str, Path], staging: Path) -> Path:
+        """Writes down what is about to be put in place, beside what runs killed before had put there."""
+        marked = _marked(staging)
+        for name, path in output.items():
+            marked.setdefault(name, set()).add(_identity(path))
+        mark, beside = staging / PUBLISHING, staging / f"{PUBLISHING}.new"
+        beside.write_text(json.dumps({name: sorted(identities) for name, identities in marked.items()}))
+        sync(beside)
+        os.replace(beside, mark)
+        sync(staging)
+        return mark
+
+    @staticmethod
     def _put_aside(path: Path, staging: Path) -> None:
         """Move what is replaced into the staging directory, which goes when all is done."""
-        aside = staging / "replaced"
+        aside = staging / REPLACED
         aside.mkdir(exist_ok=True)
         os.rename(path, aside / str(len(list(aside.iterdir()))))  # a killed run may have left some there
 
@@ -182,6 +213,7 @@ class Destination:
             beside.write_text(text)
             sync(beside)
             os.rename(beside, self.root / TRACKER)
+            sync(self.root)
 
     def _moves_tracker(self, iteration: int | None) -> bool:
         if self.update_tracker or not (self.root / TRACKER).exists():
@@ -200,21 +232,26 @@ class Destination:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
             sync(path)
+        self._check_side(source for _, source in side)  # while it was copied, too
         os.rename(folder, final)
 
     def _publish_hf(self, data: Path, staging: Path) -> None:
         old = [p.name for p in self.path.iterdir() if not p.name.startswith(STAGING)]
         for name in sorted(old, key=lambda n: n != CONFIG):  # without config.json first, so that no mixture of old and new can be loaded
             self._put_aside(self.path / name, staging)
-        names = sorted(p.name for p in data.iterdir())
-        for name in sorted(names, key=lambda n: (n == CONFIG, n)):
+        names = sorted(p.name for p in data.iterdir() if p.name != CONFIG)
+        for name in names:
             os.rename(data / name, self.path / name)
-            if name != CONFIG:
-                continue
-            sync(self.path)
+        sync(self.path)  # config.json makes it a checkpoint: after a power cut it must not be there without the rest
+        os.rename(data / CONFIG, self.path / CONFIG)
+        sync(self.path)
 
     def refuse_other_side(self, side: Sequence[tuple[str, Path]]) -> None:
-        """DestinationError if DST/hf is there and is not the `side` of this checkpoint to the byte: it would be read with the wrong one."""
+        """DestinationError if DST/hf is there and is not the `side` of this checkpoint to the byte: it would be read with the wrong one.
+
+        SourceError if a file of `side` cannot be read, or is not the one that it was when this was asked first.
+        """
+        self._check_side(source for _, source in side)
         final = self.root / "hf"
         if not side or not os.path.lexists(final):
             return
@@ -223,6 +260,12 @@ class Destination:
             if not path.is_file() or not filecmp.cmp(source, path, shallow=False):
                 what = "describes another model" if name == CONFIG and path.is_file() else "is not the source's"
                 raise DestinationError(f"{path}: {what}; all checkpoints of one save directory share its hf. Write to another directory")
+
+    def _check_side(self, sources: Iterable[Path]) -> None:
+        for source in sources:
+            now = stamp(source)
+            if self._side.setdefault(source, now) != now:
+                raise SourceError(f"{source}: was changed since the plan was made; run the command again when nothing writes there")
 
     def tracker_note(self) -> str | None:
         """What to say when the tracker will go on naming another checkpoint than this one; None if it will name this one."""
@@ -241,3 +284,32 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _marked(staging: Path) -> dict[str, set[str]]:
+    """What runs with this staging directory were putting in place when they were killed: the identities of each name."""
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # there is none, mostly
+        return {name: set(identities) for name, identities in json.loads((staging / PUBLISHING).read_text()).items()}
+    return {}
+
+
+def _identity(path: Path) -> str:
+    """Tells a file from all others that may have its name; a rename leaves it. Of a directory: that of the first file below."""
+    if path.is_dir() and not path.is_symlink():
+        path = min((p for p in path.rglob("*") if not p.is_dir()), default=path)
+    found = os.lstat(path)
+    return f"{found.st_ino} {found.st_mtime_ns}"
+
+
+def _locked(path: Path) -> bool:
+    """Whether another process holds a lock of this file."""
+    if not path.exists():
+        return False
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(fd)
+    return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import shutil
@@ -12,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -236,7 +238,8 @@ def test_full_disk(tmp_path, src, monkeypatch):
 
 def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
     """mckpt in a process of its own; `before` is Python that runs first. A shell that runs the tests in the background ignores SIGINT for all."""
-    code = f"import sys, os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom mckpt import cli, publishing\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
+    start = "import sys, os, signal\nfrom mckpt import cli, publishing\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{start}\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -250,17 +253,45 @@ def test_file_size_limit(tmp_path, src):
     assert not loadable(dst)
 
 
-# where to die: after so many calls of this function. The commit of an hf directory has a rename for each name, of a unit three
-DEATHS = [("fsync", 1), ("fsync", 9), ("rename", 1), ("rename", 2), ("rename", 3), ("rename", 4), ("rename", 6), ("rmtree", 1)]
+# where to die: at so many calls of this function. The commit of an hf directory has a rename for each name, of a unit three; then its mark
+# is unlinked, and its staging directory goes
+DEATHS = [
+    ("fsync", 1), ("fsync", 9), ("rename", 1), ("rename", 2), ("rename", 3), ("rename", 4), ("rename", 6), ("rmtree", 1), ("unlink", 1),
+]  # fmt: skip
+
+
+ENDS = {"unlink": "publishing", "rmtree": ".mckpt-"}  # these are called in other places too, with other names
+
+
+class Killed(BaseException):
+    """The process is taken away; nothing may catch it."""
+
+
+def dying(name: str, count: int, *args: Any) -> bool:
+    """Run mckpt, and kill it at the so-maniest call of a function of os or shutil; False if it has fewer such calls."""
+    calls: list[int] = []
+    module = shutil if name == "rmtree" else os
+    real = getattr(module, name)
+
+    def one(*a: Any, **k: Any) -> Any:
+        counts = name not in ENDS or Path(a[0]).name.startswith(ENDS[name])
+        counts = counts and not str(a[0]).endswith(".tmp")  # the journal's
+        calls.extend([1] * counts)
+        if counts and len(calls) == count:
+            raise Killed
+        return real(*a, **k)
+
+    with mock.patch.object(module, name, one):
+        try:
+            good(*args)
+        except Killed:
+            return True
+    return False
 
 
 @pytest.mark.parametrize("kind", ["unit", "hf", "hf over another"])
-def test_killed_at_any_point(tmp_path, src, trained, kind, monkeypatch):
-    """The process is taken away (here: an exception that nothing may catch); what is left is no checkpoint; the same command ends it."""
-
-    class Killed(BaseException):
-        pass
-
+def test_killed_at_any_point(tmp_path, src, trained, kind):
+    """What is left is no checkpoint; the same command ends it."""
     args = ("hf-to-megatron", src) if kind == "unit" else ("megatron-to-hf", trained)
     more = ("--overwrite",) if "over" in kind else ()
     good(*args, tmp_path / "whole")
@@ -269,30 +300,159 @@ def test_killed_at_any_point(tmp_path, src, trained, kind, monkeypatch):
         dst = tmp_path / f"{name}{count}"
         if more:
             good(*args, dst, "--max-shard-size", "100KB")
-        calls = []
-        module = shutil if name == "rmtree" else os
-        real = getattr(module, name)
-
-        def dying(*a: Any, real: Any = real, calls: list[int] = calls, count: int = count, **k: Any) -> Any:
-            calls.append(1)
-            if len(calls) >= count:
-                raise Killed
-            return real(*a, **k)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, dying)
-            try:
-                mckpt(*args, dst, *more)
-                continue  # it has fewer such calls
-            except Killed:
-                died += 1
-        if not more and name != "rmtree":
+        if not dying(name, count, *args, dst, *more):
+            continue
+        died += 1
+        if not more and name not in ("rmtree", "unlink"):
             assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (name, count)
         if more and (dst / "config.json").exists():
             assert mckpt("diff", dst, src).code == 0, (name, count)  # the old one or the new one, and no mixture
-        good(*args, dst, *more)
+        good(*args, dst, *(more or ["--overwrite"] * (name == "rmtree")))  # then all is there
         assert tree(dst) == tree(tmp_path / "whole"), (name, count)
     assert died >= 5
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory, trained):
+    """A save directory of another model."""
+    root = tmp_path_factory.mktemp("another") / "ckpt"
+    good("hf-to-megatron", hf(tmp_path_factory.mktemp("other") / "moe", "qwen3-moe"), root, "--iteration", 7)
+    return root
+
+
+@pytest.mark.parametrize("name, count", [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("rmtree", 1)])
+@pytest.mark.parametrize("over", [False, True])
+def test_what_a_killed_run_left_lets_nobody_else_replace(tmp_path, trained, another, name, count, over):
+    """Its own half is all that the same command may replace unasked; a checkpoint of another plan never is."""
+    dst = tmp_path / "dst"
+    if over:
+        good("megatron-to-hf", another, dst)
+    assert dying(name, count, "megatron-to-hf", trained, dst, *["--overwrite"] * over)
+    standing = [p for p in dst.iterdir() if not p.name.startswith(".mckpt-")]
+    if standing:
+        refused(6, "--overwrite", args=("megatron-to-hf", another, dst, "--max-shard-size", "100KB"), untouched=dst)
+    good("megatron-to-hf", another, dst, "--overwrite")
+    refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)  # though its mark may be there still
+
+
+def test_killed_again_and_again(tmp_path, trained):
+    good("megatron-to-hf", trained, tmp_path / "whole")
+    args = ("megatron-to-hf", trained, tmp_path / "dst")
+    for name, count in (("rename", 3), ("rename", 1), ("rename", 2), ("replace", 1), ("unlink", 1), ("rename", 1)):
+        assert dying(name, count, *args)
+    good(*args)
+    assert tree(tmp_path / "dst") == tree(tmp_path / "whole")
+
+
+def test_a_mark_names_files_and_not_names(tmp_path, trained, another):
+    dst = tmp_path / "dst"
+    assert dying("unlink", 1, "megatron-to-hf", trained, dst)
+    for path in [p for p in dst.iterdir() if p.is_file()]:
+        path.unlink()
+    good("megatron-to-hf", another, tmp_path / "fresh")
+    shutil.copytree(tmp_path / "fresh", dst, dirs_exist_ok=True)
+    refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)
+
+
+def test_no_resume_keeps_what_was_replaced_until_the_end(tmp_path, trained, another):
+    dst = tmp_path / "dst"
+    good("megatron-to-hf", another, dst)
+    assert dying("rename", 4, "megatron-to-hf", trained, dst, "--overwrite")
+    assert any(p.name == "replaced" for p in dst.glob(".mckpt-*/*"))
+    assert dying("fsync", 1, "megatron-to-hf", trained, dst, "--overwrite", "--no-resume")
+    assert any(p.name == "replaced" for p in dst.glob(".mckpt-*/*"))
+
+
+def test_config_json_comes_after_the_rest_is_on_the_disk(tmp_path, trained, monkeypatch):
+    done: list[str] = []
+    rename, sync = os.rename, publishing.sync
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append(Path(b).name), rename(a, b)))
+    monkeypatch.setattr(publishing, "sync", lambda path: (done.append(f"sync {Path(path).name}"), sync(path)))
+    good("megatron-to-hf", trained, tmp_path / "dst", "--max-shard-size", "100KB")
+    at = done.index("config.json")
+    assert done[at - 1] == done[at + 1] == "sync dst" and any(n.endswith(".safetensors") for n in done[:at])
+    assert not any(n.endswith(".safetensors") for n in done[at:])
+
+
+def test_a_staging_directory_that_will_not_go(tmp_path, src, monkeypatch):
+    """NFS keeps the open lock file under another name, and its directory with it."""
+    real = os.rmdir
+
+    def stuck(path: Any, *a: Any, **k: Any) -> None:
+        if ".mckpt-" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        real(path, *a, **k)
+
+    monkeypatch.setattr(os, "rmdir", stuck)
+    good("hf-to-megatron", src, tmp_path / "dst")
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("dst/.mckpt-*/publishing"))
+    refused(6, "already holds", args=("hf-to-megatron", src, tmp_path / "dst"), untouched=tmp_path)
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+def test_what_other_plans_left_is_named(tmp_path, src):
+    dst = tmp_path / "dst"
+    assert dying("rename", 1, "hf-to-megatron", src, dst, "--tp", 2)
+    (left,) = dst.glob(".mckpt-*")
+    (left / "data" / "more").write_bytes(bytes(100_000))
+    said = good("hf-to-megatron", src, dst, "--iteration", 3)
+    (line,) = [line for line in said.err.splitlines() if str(left) in line]
+    assert "another plan" in line and int(line.split(" bytes")[0].split()[-1].replace(",", "")) >= 100_000
+    assert (left / "data" / "more").exists()
+    lock = os.open(left / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one that runs
+        assert str(left) not in good("hf-to-megatron", src, dst, "--iteration", 4).err
+    finally:
+        os.close(lock)
+    assert "another plan" not in good("hf-to-megatron", src, dst, "--tp", 2).err
+
+
+# ---- files that are copied whole
+
+
+def test_side_files_are_looked_at_before_anything_is_written(tmp_path, trained):
+    source = hf(tmp_path / "src")
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").symlink_to(tmp_path / "blobs" / "1234")
+    args = ("hf-to-megatron", source, tmp_path / "dst")
+    refused(3, "tokenizer.json", "blobs/1234", "remove the link", args=args, untouched=tmp_path)
+    refused(3, "tokenizer.json", "blobs/1234", args=("megatron-to-hf", trained, tmp_path / "h", "--tokenizer", source), untouched=tmp_path)
+    (source / "tokenizer.json").unlink()
+    os.mkfifo(source / "tokenizer.json")
+    refused(3, "tokenizer.json", "no file", args=args, untouched=tmp_path)
+    (source / "tokenizer.json").unlink()
+    (source / "tokenizer.json").write_text("{}")
+    good(*args)
+
+
+@pytest.mark.parametrize("when", ["before the run", "in the run"])
+def test_side_files_that_change(tmp_path, when, monkeypatch):
+    source = hf(tmp_path / "src")
+    (source / "tokenizer.json").write_text("{}")
+    planned = package.plan(source, tmp_path / "dst")
+    if when == "before the run":
+        (source / "tokenizer.json").write_text("{ }")
+    else:
+        real = shutil.copyfile
+        monkeypatch.setattr(shutil, "copyfile", lambda a, b: (real(a, b), (source / "config.json").write_text("{}")))
+    with pytest.raises(errors.SourceError, match="was changed since the plan was made"):
+        planned.run()
+    assert not (tmp_path / "dst" / "release").exists() and not (tmp_path / "dst" / "hf").exists()
+    assert (tmp_path / "dst").exists() == (when == "in the run")
+
+
+@pytest.mark.parametrize("size", [1, 3_000_000])
+def test_a_copied_file_that_grows_or_shrinks(tmp_path, trained, size):
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_bytes(bytes(2_000_000))
+    planned = package.plan(trained, tmp_path / "dst", format="hf", tokenizer=tokenizer)
+    (tokenizer / "tokenizer.json").write_bytes(bytes(size))
+    with pytest.raises(errors.SourceError, match=f"tokenizer.json: had 2,000,000 bytes .* has {size:,} now"):
+        planned.run()
+    assert not (tmp_path / "dst" / "config.json").exists()
 
 
 def test_sigkill_leaves_nothing_and_the_same_command_goes_on(tmp_path, src):

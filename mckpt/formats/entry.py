@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -54,17 +55,39 @@ class TargetFile(NamedTuple):
 
     @classmethod
     def copy(cls, path: str, source: Path) -> TargetFile:
-        """A file copied as it is, a block at a time."""
+        """A file copied as it is, a block at a time. SourceError, now or then, if it cannot be read or is of another size then."""
+        size, _ = stamp(source)
 
         def blocks(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
-            with open(source, "rb") as f:
-                while block := f.read(BLOCK):
-                    yield f.tell() - len(block), block
+            at = 0
+            try:
+                with open(source, "rb") as f:
+                    while (block := f.read(BLOCK)) and at + len(block) <= size:
+                        yield at, block
+                        at += len(block)
+                    now = os.fstat(f.fileno()).st_size
+            except OSError as e:
+                raise StorageError(f"{source}: cannot be read: {e.strerror or e}") from e
+            if block or at != size:
+                raise SourceError(f"{source}: had {size:,} bytes when the plan was made, and has {now:,} now; run the command again")
 
-        try:
-            return cls(path, os.stat(source).st_size, blocks)
-        except OSError as e:
-            raise StorageError(f"{source}: cannot be read: {e.strerror or e}") from e
+        return cls(path, size, blocks)
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """Bytes and mtime, in ns, of a file that is to be copied whole. SourceError if it cannot be read."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait
+            raise SourceError(f"{path}: is no file that could be copied; remove it")
+        with open(path, "rb") as f:
+            found = os.fstat(f.fileno())
+    except OSError as e:
+        if path.is_symlink() and not path.exists():
+            raise SourceError(
+                f"{path}: is a link to {os.readlink(path)}, which is not there; restore that file or remove the link"
+            ) from None
+        raise SourceError(f"{path}: cannot be read: {e.strerror or e}; make it readable or remove it") from e
+    return found.st_size, found.st_mtime_ns
 
 
 class Problems(list[str]):
