@@ -9,8 +9,11 @@ Classes as pickled by torch 2.1 to 2.13 and by Megatron-Core 0.6 to main (MCoreM
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,6 +48,50 @@ class Metadata(NamedTuple):
 
 # ------------------------------------------------------------------------------------------------ reading
 
+# What there are 10**5 of, as small as they can be: each holds one tuple, which is what is kept. A state is emptied when it is read:
+# the memo of the unpickler holds all of them to the end. It is no other object's: Python pickles an object's own __dict__.
+
+
+class _Chunk:
+    """ChunkStorageMetadata."""
+
+    __slots__ = ("held",)
+    held: Chunk
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.held = state["offsets"], state["sizes"]
+        state.clear()
+
+
+class _Index:
+    """MetadataIndex."""
+
+    __slots__ = ("held",)
+    held: tuple[str, Index | None]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.held = state["fqn"], state.get("offset")
+        state.clear()
+
+
+class _Info:
+    """_StorageInfo; `transformed`: its bytes are not those of a plain item."""
+
+    __slots__ = ("held", "transformed")
+    held: Item
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.held = state["relative_path"], state["offset"], state["length"]
+        self.transformed = bool(state.get("transform_descriptors"))
+        state.clear()
+
+
+_CLASSES = {
+    (_DCP, "ChunkStorageMetadata"): _Chunk,
+    (_DCP, "MetadataIndex"): _Index,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Info,
+}
+
 
 def read_metadata(source: bytes | Path | str, where: str = "") -> Metadata:
     """The contents of a `.metadata`: its bytes or its path.
@@ -70,10 +117,14 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
     if cut > 0:
         try:
             # the frame that the cut is in must still be as long as it says
-            return safe_pickle.fields(safe_pickle.loads(data[:cut] + b"ub." + data[cut + 3 : cut + (1 << 20)], where, True, MAX_BYTES))
+            return _fields(data[:cut] + b"ub." + data[cut + 3 : cut + (1 << 20)], where)
         except PickleError:
             pass  # that text stood elsewhere
-    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES))
+    return _fields(data, where)
+
+
+def _fields(data: bytes, where: str) -> dict[str, Any]:
+    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES, classes=_CLASSES))
 
 
 def _checked(md: dict[str, Any], where: str) -> Metadata:
@@ -113,38 +164,50 @@ def _tensor(value: Any) -> Tensor:
     dtype = properties["dtype"] if type(properties) is dict else properties[0]
     if not isinstance(dtype, Global) or type(state["size"]) is not tuple or type(state["chunks"]) is not list:
         raise TypeError
-    chunks = []
-    for c in state["chunks"]:
-        fields = c.state
-        offsets, sizes = fields["offsets"], fields["sizes"]
-        if type(offsets) is not tuple or type(sizes) is not tuple:
-            raise TypeError
-        chunks.append((offsets, sizes))
+    chunks = [c.held for c in state["chunks"]]
+    if not set(map(type, itertools.chain.from_iterable(chunks))) <= {tuple}:
+        raise TypeError
     return dtype.name, state["size"], chunks
 
 
 def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index | None], Item]:
+    with contextlib.suppress(AttributeError, TypeError):
+        infos = list(stored.values())
+        items = dict(zip(map(attrgetter("held"), stored), map(attrgetter("held"), infos), strict=True))
+        keys, offsets = (set(map(type, map(itemgetter(i), items))) for i in range(2))
+        files, ats, lengths = (list(map(itemgetter(i), items.values())) for i in range(3))
+        sound = len(items) == len(stored) and keys <= {str} and offsets <= {tuple, type(None)} and set(map(type, files)) <= {str}
+        sound = sound and all(set(map(type, column)) <= {int} and min(column, default=0) >= 0 for column in (ats, lengths))
+        if sound and all(map(_is_plain, set(files))) and not any(map(attrgetter("transformed"), infos)):
+            return items
+    return _listed(stored, problems)
+
+
+def _is_plain(file: str) -> bool:
+    """Whether it names a file inside a directory, and nothing else."""
+    return file not in ("", ".", "..") and not set("/\\\0") & set(file) and len(file) < 256
+
+
+def _listed(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index | None], Item]:
+    """The same one by one, for what is wrong with each."""
     items: dict[tuple[str, Index | None], Item] = {}
-    plain: dict[str, bool] = {}
+    told: set[str] = set()
     for index, info in stored.items():
         try:
-            a, b = index.state, info.state
-            key, offsets, file, at, length = a["fqn"], a.get("offset"), b["relative_path"], b["offset"], b["length"]
-            transformed = b.get("transform_descriptors")
-        except (KeyError, TypeError, AttributeError):
+            (key, offsets), (file, at, length), transformed = index.held, info.held, info.transformed
+        except AttributeError:
             problems.append(f"an entry of storage_data is none: {safe_pickle.short(index)} -> {safe_pickle.short(info)}")
             continue
         if type(key) is not str or type(file) is not str or type(at) is not int or type(length) is not int or at < 0 or length < 0:
             problems.append(f"an item of {safe_pickle.short(key)}: file {safe_pickle.short(file)}, offset {safe_pickle.short(at)}, "
                             f"length {safe_pickle.short(length)}")  # fmt: skip
             continue
-        if file not in plain:
-            plain[file] = file not in ("", ".", "..") and not set("/\\\0") & set(file) and len(file) < 256
-            if not plain[file]:
-                problems.append(f"{key[:200]}: file {file[:200]!r} is no plain name inside the directory")
+        if not _is_plain(file) and file not in told:
+            told.add(file)
+            problems.append(f"{key[:200]}: file {file[:200]!r} is no plain name inside the directory")
         if transformed:
             problems.append(f"{key[:200]}: its item is compressed or otherwise transformed, which mckpt does not read")
-        if offsets is not None and type(offsets) is not tuple:
+        if offsets is not None and (type(offsets) is not tuple or not all(type(n) is int for n in offsets)):
             problems.append(f"{key[:200]}: an item at {safe_pickle.short(offsets)}")
             continue
         if (key, offsets) in items:
@@ -160,13 +223,11 @@ def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:
     rank = len(shape)
     if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or math.prod(shape) >= 1 << 60:
         return [f"its shape is none, of rank {rank}"]
-    flat: list[int] = []
-    for offsets, sizes in chunks:
-        if len(offsets) != rank or len(sizes) != rank:
-            return [f"a chunk of rank {len(offsets)} and {len(sizes)} in a tensor {list(shape)}"]
-        flat += offsets
-        flat += sizes
-    if not all(type(n) is int for n in flat):
+    if set(map(len, itertools.chain.from_iterable(chunks))) - {rank}:
+        offsets, sizes = next(c for c in chunks if (len(c[0]), len(c[1])) != (rank, rank))
+        return [f"a chunk of rank {len(offsets)} and {len(sizes)} in a tensor {list(shape)}"]
+    flat = list(itertools.chain.from_iterable(itertools.chain.from_iterable(chunks)))
+    if set(map(type, flat)) - {int}:
         return ["a chunk whose offsets or sizes are no whole numbers"]
     try:
         boxes = np.array(flat, np.int64).reshape(len(chunks), 2, rank)

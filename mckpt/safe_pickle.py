@@ -32,8 +32,9 @@ import pickle
 import re
 import struct
 import weakref
+from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -162,29 +163,56 @@ def glob(module: str, name: str) -> Global:
 _ARGUMENT = {0x80: 1, 0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4}  # bytes after PROTO K M J G h j q r
 _SIZED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x96: 8, 0x55: 1, 0x54: 4, 0x8A: 1, 0x8B: 4}  # width of their length
 _POPS = {0x61: 1, 0x73: 2, 0x62: 1}  # APPEND SETITEM BUILD: take that many, and fill what is below
-_PATIENCE = 1 << 20  # bytes, or 65,536 memo entries, that are followed one opcode at a time before _sentences is asked
+_PUTS = b"qr\x94"  # BINPUT LONG_BINPUT MEMOIZE
+_HEAVY = 0xFFFF  # the most that the memo says of a weight: far more than MAX_NESTED
+_ENDS = b"bseuaR\x85\x86\x87t"  # something is finished: behind it (and its put) a repetition may begin
+_PUT_BYTES = (b"q", b"r", b"\x94")
+_ALIKE = bytes.maketrans(b"MJ\x8aj", b"KKKh")  # numbers, memo indices
+_NUMBER = b"(?:K.|M..|J....|\\x8a(?:%b))" % b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(9))
+_GET = b"(?:h.|j....)"
+_SMALL = 1 << 14  # bytes; below, a scan takes 3 ms at most
+_PERIOD = 16  # ends in a unit: an item of .metadata has 7, a tensor in a state dict 6
+_MAX_UNIT = 1 << 10  # bytes: an item has 110 to 200
+_MAX_UNITS = 32  # what a regular expression tries is bounded by these two
 
 
 def _refuse(where: str, at: int, what: str) -> PickleError:
     return PickleError(f"{where}: byte {at} of the pickle: {what}. No checkpoint is written so; nothing in it was run")
 
 
-def scan(data: bytes, where: str) -> None:
-    """Proves that the C unpickler can take `data` without harm; reads each opcode once, runs none.
+def scan(data: bytes, where: str) -> int:
+    """Proves that the C unpickler can take `data` without harm; reads each opcode once, runs none. How many it followed one by one.
 
-    Raises PickleError with the offset and the opcode. 1 MB costs 0.1 s when followed one opcode at a time, which is what the first 65,536
-    memo entries (or the first MiB) get; from there on whole sentences are matched by a regular expression, 1 MB in 0.015 s.
+    Raises PickleError with the offset and the opcode. 1 MB costs 0.1 to 0.2 s one opcode at a time. Where a pickle repeats itself, and
+    only there can it be large, `_Repeats` takes what repeats as a whole: 1 MB in 0.005 to 0.02 s.
     """
     bound = len(data) // 4 + 256  # a memo put follows a push: 1 + 5 bytes, or 1 + 2 for the first 256
     stack: list[int] = []  # weight of each element: 1, or for a tuple the number of leaves that hashing it visits
     marks: list[int] = []
-    memo: dict[int, int] = {}
-    at, size, tries = 0, len(data), 16
+    memo = array("H")  # the same, at most _HEAVY; 0: not set
+    num_set = 0
+    at, size, steps = 0, len(data), 0
+    repeats = _Repeats(data, stack, memo) if size >= _SMALL else None
+
+    def put(index: int) -> None:
+        nonlocal num_set, repeats
+        weight = min(stack[-1], _HEAVY)
+        if index == len(memo):
+            memo.append(weight)
+            num_set += 1
+            return
+        repeats = None  # no pickler does that
+        if index > len(memo):
+            memo.frombytes(bytes(2 * (index + 1 - len(memo))))
+        num_set += memo[index] == 0
+        memo[index] = weight
+
     try:
         while True:
             op = data[at]
             here = at
             at += 1
+            steps += 1
             if op in _ARGUMENT:
                 width = _ARGUMENT[op]
                 arg = int.from_bytes(data[at : at + width], "little")
@@ -192,17 +220,17 @@ def scan(data: bytes, where: str) -> None:
                 if at > size:
                     raise IndexError
                 if op in (0x68, 0x6A):  # BINGET LONG_BINGET
-                    if arg not in memo:
+                    if arg >= len(memo) or not memo[arg]:
                         raise _refuse(where, here, f"reads memo {arg}, which nothing has set")
                     stack.append(memo[arg])
                 elif op in (0x71, 0x72):  # BINPUT LONG_BINPUT
                     if arg > bound:
                         raise _refuse(where, here, f"opcode LONG_BINPUT sets memo {arg}, but {size} bytes of pickle have room for {bound}")
-                    memo[arg] = stack[-1]
+                    put(arg)
                 elif op != 0x80:
                     stack.append(1)
             elif op == 0x94:  # MEMOIZE
-                memo[len(memo)] = stack[-1]
+                put(num_set)
             elif op in _SIZED:
                 at = _sized(data, at, _SIZED[op], where)
                 stack.append(1)
@@ -252,15 +280,17 @@ def scan(data: bytes, where: str) -> None:
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
                     raise IndexError
-                return
+                return steps
             else:
                 name = _NAMES.get(op)
                 raise _refuse(where, here, f"opcode {name} is refused" if name else f"{op:#04x} is no opcode")
-            # where something is finished, a sentence may begin
-            if tries and op in b"Rbu" and len(memo) >= 256 and (at > _PATIENCE or len(memo) >= 1 << 16):
-                if _sentences(data, at, memo, where):
-                    return
-                tries -= 1
+            if marks and marks[-1] > len(stack):  # the C unpickler refuses it too
+                raise IndexError
+            if repeats is not None:
+                repeats.shape.append(op)
+                if op in _ENDS or op in _PUTS:
+                    at = repeats.ended(op, at)
+                    num_set = len(memo)
     except (IndexError, ValueError):
         if at >= size:
             raise PickleError(f"{where}: the pickle of {size} bytes ends before its STOP opcode: the file is cut short") from None
@@ -282,80 +312,249 @@ def _sized(data: bytes, at: int, width: int, where: str) -> int:
     return at + width + length
 
 
-def _sentences(data: bytes, at: int, memo: dict[int, int], where: str) -> bool:
-    """Whether the rest of the pickle, from `at` on, is made of sentences that are harmless whatever the stack holds.
+class _Unit(NamedTuple):
+    """Some opcodes in a row, and what they do to stack and memo wherever they stand."""
 
-    A tuple must be written in one sentence, out of atoms: numbers, strings, and early memo indices, which are set already, may not be set
-    again, and hold no large tuple. So no tuple made here is part of another one, but for the arguments of a REDUCE and the shape and
-    strides in a tensor's record, both written out in the sentence. That is all that torch and Megatron write, 10**5 times over.
+    one: re.Pattern[bytes]
+    text: bytes  # of the pattern
+    pushes: list[int]  # weights left on the stack
+    puts: array[int]  # weights put into the memo, at the next indices
+    width: int  # bytes of the index that each put names; 0: they name none
+    named: list[int]  # the groups of the pattern that are such indices
+    checked: list[tuple[int, int]]  # (group, weight) of memo indices that must have that weight
+    base: bool  # fills what is on the stack below it
+
+
+class _Repeats:
+    """Finds what repeats in a pickle, and takes the repetitions at a regular expression's speed, with the same effect on stack and memo.
+
+    A unit is learned from opcodes that were followed one by one: a pattern that leaves open only what has no effect. Those are the values
+    of numbers, the text of strings, and memo indices read by opcodes that drop them again; an index whose weight goes into a tuple, into
+    the memo or to the stack stays as it was. A unit takes nothing from the stack that it did not push and closes its own marks, so its
+    effect is the same everywhere: it pushes these weights and puts those into the memo. That holds as long as no memo index is set twice
+    or left out; where one is, `scan` drops this whole object. Where a pattern does not match, nothing has happened.
+
+    What is taken for a repetition (`ended`) is a guess that costs time only; failures are counted, so that they cannot cost much.
     """
-    if max(memo.values()) > MAX_NESTED:
+
+    def __init__(self, data: bytes, stack: list[int], memo: array[int]) -> None:
+        self.data, self.stack, self.memo = data, stack, memo
+        self.shape = bytearray()  # opcodes since the last end
+        self.ends = [0] * (2 * _PERIOD + 1)
+        self.history = bytearray(range(2 * _PERIOD))  # a number for the shape of what lies between two ends
+        self.shapes: dict[bytes, int] = {}
+        self.tried: set[bytes] = set()
+        self.learned: dict[bytes, dict[int, bytes]] = {}
+        self.units: list[_Unit] = []  # the last used first
+        self.taken = 0  # up to here not every opcode was followed
+        self.credit = 4000
+
+    def ended(self, op: int, at: int) -> int:
+        """An opcode that may end a unit was followed: the offset behind all that can be taken at once."""
+        shape, data = self.shape, self.data
+        if data[at : at + 1] in _PUT_BYTES or self.credit <= 0 or (op in _PUTS and (len(shape) < 2 or shape[-2] not in _ENDS)):
+            return at
+        self.history.append(self.shapes.setdefault(bytes(shape.translate(_ALIKE)), len(self.shapes) + 2 * _PERIOD & 255))
+        self.ends.append(at)
+        shape.clear()
+        if len(self.ends) > 1 << 12:
+            del self.ends[: -2 * _PERIOD - 1], self.history[: -2 * _PERIOD]
+            if len(self.shapes) > 1 << 12:
+                self.shapes.clear()
+        after = self._take(at) if self.units else at
+        if after == at:
+            self.credit -= bool(self.units)
+            if self._learn(at):
+                after = self._take(at)
+        if after != at:
+            self.ends[-1] = self.taken = after
+        return after
+
+    def _learn(self, at: int) -> bool:
+        history = self.history
+        for period in range(1, _PERIOD + 1):
+            last = bytes(history[-period:])
+            if history[-2 * period : -period] == last:
+                begin = self.ends[-1 - period]
+                key = last + self.data[begin : begin + 1]
+                if self.taken <= begin and at - begin <= _MAX_UNIT and key not in self.tried and len(self.learned) < 1 << 8:
+                    self.credit -= 5
+                    if unit := _unit(self.data, begin, at, self.memo, self.learned.setdefault(key, {})):
+                        if all(unit.text != known.text for known in self.units):
+                            self.units.insert(0, unit)
+                            del self.units[_MAX_UNITS:]
+                            self.credit -= 50
+                            return True
+                    elif len(self.tried) < 1 << 10:
+                        self.tried.add(key)
         return False
-    early = min(1 << len(memo).bit_length() - 9, 256)  # in units of 256 indices; powers of two, to compile few patterns
-    sentence, size = _sentence_pattern(min((len(data) // 4 >> 16) + 1, 255), early), len(data)
-    while at < size:
-        found = sentence.match(data, at)
-        if found:
+
+    def _take(self, at: int) -> int:
+        more = True
+        while more:
+            more = False
+            for i, unit in enumerate(self.units):
+                if (not unit.base or self.stack) and (after := self._all(unit, at)) != at:
+                    at, more = after, True
+                    self.credit = min(self.credit + 8, 4000)
+                    if i:
+                        self.units.insert(0, self.units.pop(i))
+                    break
+        return at
+
+    def _all(self, unit: _Unit, at: int) -> int:
+        """The offset behind all repetitions of `unit` at `at`."""
+        data, memo, count, match = self.data, self.memo, 0, unit.one.match
+        single = bool(unit.width or unit.checked)
+        while found := match(data, at):
+            if single:
+                if not self._as_learned(unit, found):
+                    break
+                memo.extend(unit.puts)
             at = found.end()
-            if data[at - 1 : at] == b"." and found.lastgroup == "stop":
-                return True
-        elif data[at] in _SIZED:
-            at = _sized(data, at + 1, _SIZED[data[at]], where)
-        elif data[at] == 0x95:
-            _sized(data, at + 1, 8, where)
-            at += 9
-        else:
+            count += 1
+            if count >= 16 and not single:
+                many = re.compile(b"(?s)(?:%b){64}" % unit.text).match
+                while found := many(data, at):
+                    at = found.end()
+                    count += 64
+        self.stack.extend(unit.pushes * count)
+        if not single:
+            memo.extend(unit.puts * count)
+        return at
+
+    def _as_learned(self, unit: _Unit, found: re.Match[bytes]) -> bool:
+        """Whether the memo indices that a match names are the next ones, where it sets them, and weigh the same, where it reads them."""
+        memo, num = self.memo, len(unit.puts)
+        for group, weight in unit.checked:
+            index = int.from_bytes(found[group][1:], "little")
+            if index >= len(memo) or memo[index] != weight:
+                return False
+        if not unit.width:
+            return True
+        if len(memo) + num > 1 << 8 * unit.width:
             return False
-    raise PickleError(f"{where}: the pickle of {size} bytes ends before its STOP opcode: the file is cut short")
+        indices = range(len(memo), len(memo) + num)
+        return b"".join([found[group] for group in unit.named]) == (
+            bytes(indices) if unit.width == 1 else struct.pack(f"<{num}I", *indices)
+        )
 
 
-@functools.lru_cache(maxsize=8)
-def _sentence_pattern(high: int, early_pages: int) -> re.Pattern[bytes]:
-    """Up to 1000 sentences. The third byte of a memo index that may be set is at most `high`; indices below 256 * `early_pages` are early.
+def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, bytes]) -> _Unit | None:
+    """The opcodes from `at` to `end`, which `scan` has followed, as a unit; None if their effect depends on what is around them.
 
-    Bounded repeats, so that the memory to back-track in is bounded; where a match ends early, it ends between two opcodes.
+    `before`: the memo indices whose weight mattered when it was learned before; of those that changed, the weight is checked each time.
     """
+    text: list[bytes] = []
+    stack: list[tuple[int, tuple[int, ...]]] = []  # weight, and the places in `text` of the memo indices that it comes from
+    marks: list[int] = []
+    puts = array("H")
+    fixed: dict[int, bytes] = {}  # place in `text` -> the bytes it must be
+    got: dict[int, bytes] = {}
+    explicit: set[int] = set()
+    base = False
 
-    def counted(behind: bytes) -> bytes:  # a string whose length is one byte, then `behind`; 16 x 16 branches are tried faster than 256
-        def sixteen(first: int) -> bytes:
-            return b"|".join(re.escape(bytes([n])) + behind + b".{%d}" % n for n in range(first, first + 16))
+    def fix(elements: list[tuple[int, tuple[int, ...]]]) -> None:
+        for _, places in elements:
+            fixed.update((place, got[place]) for place in places)
 
-        return b"(?:%b)" % b"|".join(b"(?=[\\x%02x-\\x%02x])(?:%b)" % (n, n + 15, sixteen(n)) for n in range(0, 256, 16))
+    while at < end:
+        op, begin = data[at], at
+        at += 1
+        if op in (0x4B, 0x4D, 0x4A) or (op == 0x8A and data[at] <= 8):
+            at += _ARGUMENT.get(op) or 1 + data[at]
+            text.append(_NUMBER)
+            stack.append((1, ()))
+        elif op in (0x68, 0x6A):
+            at += _ARGUMENT[op]
+            got[len(text)] = data[begin:at]
+            stack.append((memo[int.from_bytes(data[begin + 1 : at], "little")], (len(text),)))
+            text.append(_GET)
+        elif op in (0x8C, 0x58):
+            width = _SIZED[op]
+            length = int.from_bytes(data[at : at + width], "little")
+            at += width + length
+            if length > 255:
+                return None
+            text.append(_string(op, length >> 4))
+            stack.append((1, ()))
+        elif op in _PUTS:
+            if not stack:
+                return None
+            at += _ARGUMENT.get(op, 0)
+            fix(stack[-1:])
+            puts.append(min(stack[-1][0], _HEAVY))
+            explicit.add(_ARGUMENT.get(op, 0))
+            text.append({0: b"\\x94", 1: b"q(.)", 4: b"r(....)"}[_ARGUMENT.get(op, 0)])
+        else:
+            text.append(re.escape(data[begin:at]))
+            if op in (0x85, 0x86, 0x87, 0x74):
+                if op == 0x74 and not marks:
+                    return None
+                start = marks.pop() if op == 0x74 else len(stack) - (op - 0x84)
+                parts = stack[start:]
+                weight = sum(w for w, _ in parts) + 1
+                if start < (marks[-1] if marks else 0) or weight > MAX_NESTED:
+                    return None
+                fix(parts)
+                stack[start:] = [(weight if parts else 1, ())]
+            elif op == 0x28:
+                marks.append(len(stack))
+            elif op in b")]}N\x88\x89":
+                stack.append((1, ()))
+            elif op == 0x47:
+                at += 8
+                text[-1] = b"G.{8}"
+                stack.append((1, ()))
+            elif op in _POPS or (op == 0x30 and not (marks and marks[-1] == len(stack))):
+                num = _POPS.get(op, 1)
+                if len(stack) - num < (marks[-1] if marks else 0):
+                    return None
+                del stack[len(stack) - num :]
+                base = base or (op != 0x30 and not stack)
+            elif op in b"eu":
+                if not marks:
+                    return None
+                del stack[marks.pop() :]
+                base = base or not stack
+            elif op in (0x52, 0x81, 0x93):
+                if len(stack) - 2 < (marks[-1] if marks else 0):
+                    return None
+                args = stack.pop()
+                stack[-1] = args if op == 0x52 else (1, ())
+            elif op == 0x51 and stack:
+                stack[-1] = (1, ())
+            elif op == 0x63:
+                at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+                text[-1] = re.escape(data[begin:at])
+                stack.append((1, ()))
+            else:
+                return None
+    if at != end or marks or len(explicit) > 1:
+        return None
+    fix(stack)
+    named: list[int] = []
+    checked: list[tuple[int, int]] = []
+    for place, piece in enumerate(text):
+        if place in fixed:
+            if before.setdefault(place, fixed[place]) != fixed[place]:
+                before[place] = b""  # from now on
+                text[place] = b"(h.|j....)"
+                checked.append((len(named) + len(checked) + 1, memo[int.from_bytes(fixed[place][1:], "little")]))
+            else:
+                text[place] = re.escape(fixed[place])
+        elif piece in (b"q(.)", b"r(....)"):
+            named.append(len(named) + len(checked) + 1)
+    whole = b"".join(text)
+    return _Unit(re.compile(b"(?s)" + whole), whole, [w for w, _ in stack], puts, max(explicit, default=0), named, checked, base)
 
-    string = b"(?:\\x8c%b|X%b)" % (counted(b""), counted(b"\\x00\\x00\\x00"))
-    put = b"(?:\\x94|r..[\\x01-\\x%02x]\\x00" % high
-    put += b"|r.[\\x%02x-\\xff]\\x00\\x00)" % early_pages if early_pages < 256 else b")"
-    frame = b"(?:\\x95...\\x00\\x00\\x00\\x00\\x00)"  # below 16 MiB; may stand between any two values
-    number = b"(?:K.|M..|J....|\\x8a(?:\\x05.{5}|\\x06.{6}|\\x07.{7}|\\x08.{8}))"
-    get = b"(?:h.|j....)"
-    early = b"(?:h.|j.[\\x00-\\x%02x]\\x00\\x00)" % (early_pages - 1)
-    name = b"c[^\\n]{1,200}\\n[^\\n]{1,200}\\n"
-    atom = b"(?:%b|%b|[N\\x88\\x89]|%b%b?)%b?" % (number, early, string, put, frame)
-    flat = b"(?:%b(?:\\x85|%b(?:\\x86|%b\\x87))|\\((?:%b){0,64}t)%b?%b?" % (atom, atom, atom, atom, put, frame)
-    get_or_name = b"(?:%b|%b%b?)" % (get, name, put)
-    storage = b"\\((?:%b|%b){0,8}t%b?Q" % (atom, get_or_name, put)  # sound: Storage refuses a pid that is not flat
-    # the arguments of torch's _rebuild_tensor: storage, offset, shape, stride, requires_grad, an empty OrderedDict
-    tensor = b"\\(%b%b(?:%b|\\)){2}[\\x88\\x89]%b\\)R%b?t%b?R" % (storage, number, flat, get_or_name, put, put)
-    # an object of a .metadata whole, because one long branch is matched eight times as fast as thirty short ones
-    numbers = b"(?:%b(?:\\x85|%b(?:\\x86|%b\\x87))|\\((?:%b){4,8}t)" % (number, number, number, number)
-    field = b"(?:%b|%b(?:%b%b?\\x85%b?R%b?)?|%b%b?|N)" % (number, get, numbers, put, put, put, string, put)
-    thing = b"%b\\)\\x81%b?\\}%b?\\((?:(?:%b|%b%b)%b){1,8}ub" % (get, put, put, get, string, put, field)
-    sentences = (
-        thing,
-        b"[)\\]}sueabR\\x81\\x93N\\x88\\x890]",
-        put,
-        get + b"(?![\\x85-\\x87\\x95])",
-        get + frame + b"(?![\\x85-\\x87])",
-        b"%b(?:\\x85%b?%b?R)?" % (flat, put, frame),
-        number,
-        string,
-        frame,
-        tensor,
-        b"\\(",
-        b"G.{8}",
-        name,
-    )
-    return re.compile(b"(?s)(?:%b){1,1000}|(?P<stop>\\.)" % b"|".join(sentences))
+
+@functools.lru_cache(maxsize=64)
+def _string(op: int, sixteenth: int) -> bytes:
+    """A pattern for the strings of 16 * `sixteenth` up to 16 * `sixteenth` + 15 bytes."""
+    zeros = bytes(_SIZED[op] - 1)
+    lengths = range(16 * sixteenth, 16 * sixteenth + 16)
+    return re.escape(bytes([op])) + b"(?:%b)" % b"|".join(re.escape(bytes([n]) + zeros) + b".{%d}" % n for n in lengths)
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -364,7 +563,7 @@ def _sentence_pattern(high: int, early_pages: int) -> re.Pattern[bytes]:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, file: Any, known: dict[tuple[str, str], Any], storages: list[Storage] | None) -> None:
         super().__init__(file)
-        self.known, self.storages = dict(known), storages
+        self.known, self.storages = known, storages
 
     def find_class(self, module: str, name: str) -> Any:
         found = self.known.get((module, name))
@@ -397,11 +596,20 @@ def no_gc() -> Iterator[None]:
             gc.enable()
 
 
-def loads(data: bytes, where: str, compact: bool = False, max_bytes: int = MAX_BYTES, storages: list[Storage] | None = None) -> Any:
+def loads(
+    data: bytes,
+    where: str,
+    compact: bool = False,
+    max_bytes: int = MAX_BYTES,
+    storages: list[Storage] | None = None,
+    classes: Mapping[tuple[str, str], type] | None = None,
+) -> Any:
     """The value of a pickle; `where` names it in errors.
 
     `compact`: torch.Size becomes a plain tuple, which saves 40% of the memory of a .metadata, but cannot be written again as it was.
     `storages` collects each storage that the pickle names, as often as it does.
+    `classes`, (module, name) -> class, replaces inert classes by smaller ones: without a base, with `__slots__` and a `__setstate__` that
+    only stores, so that a pickle can do no more with them.
     Raises PickleError when the pickle is hostile, damaged, or longer than `max_bytes`.
     """
     if len(data) > max_bytes:
@@ -410,7 +618,7 @@ def loads(data: bytes, where: str, compact: bool = False, max_bytes: int = MAX_B
         scan(data, where)
         try:
             file = io.BufferedReader(io.BytesIO(data), 1 << 18)
-            return _Unpickler(file, _COMPACT if compact else {}, storages).load()
+            return _Unpickler(file, {**(_COMPACT if compact else {}), **(classes or {})}, storages).load()
         except Exception as e:  # what is left to find ends in a dozen kinds of error
             cause = str(e).split("\n", 1)[0][:200]
             raise PickleError(f"{where}: not a pickle of a checkpoint: {type(e).__name__}: {cause}") from None

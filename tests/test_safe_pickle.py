@@ -236,27 +236,71 @@ def test_flips_raise_nothing_else():
             pass
 
 
-def test_large_pickles_take_the_fast_scan(monkeypatch):
-    """Past 65,536 memo entries whole sentences are matched; a bomb behind them is found all the same."""
-    taken = []
-    original = sp._sentences
-    monkeypatch.setattr(sp, "_sentences", lambda *a: taken.append(original(*a)) or taken[-1])
-    value = {f"k{i}": [i, (i, i + 1), "s" * (i % 300), 1.5] for i in range(30000)}
-    for protocol in (2, 4):
-        taken.clear()
-        value["o"] = [pickle.PickleBuffer] * 3
-        data = pickle.dumps({"first": [Evil(str, i) for i in range(40000)], **value}, protocol)
-        got = sp.loads(data, "x")
-        assert taken and taken[-1] and got["k29999"] == value["k29999"]
-        end = data.rindex(b"k29999") + 6
-        bad = data[:end] + b"]r" + u32(1 << 31) + b"0" + data[end:]
-        with pytest.raises(PickleError):
-            sp.loads(bad, "x")
-        with pytest.raises(PickleError):
-            sp.loads(data[: len(data) // 2], "x")
+def repetitive(protocol):
+    """Pickles as checkpoints have them, each of many values alike."""
+    value = {f"k{i}": [i, (i, i + 1), "s" * (i % 100), 1.5, ("a", ("b", i))] for i in range(3000)}
+    records = [Evil(str, i) for i in range(3000)]
+    return pickle.dumps({"records": records, **value, "again": [records[i % 99] for i in range(3000)]}, protocol)
 
 
-def test_early_indices_cannot_be_set_again_by_sentences():
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_repetitions_are_taken_whole(protocol):
+    """Nearly no opcode is followed alone; a bomb behind them is found all the same."""
+    data = repetitive(protocol)
+    assert sp.scan(data, "x") < len(data) // 20
+    got = sp.loads(data, "x")
+    assert got["k2999"] == [2999, (2999, 3000), "s" * 99, 1.5, ("a", ("b", 2999))] and got["records"][2999].args == (2999,)
+    end = data.rindex(b"k2999") + 5
+    with pytest.raises(PickleError, match="LONG_BINPUT"):
+        sp.loads(data[:end] + b"]r" + u32(1 << 31) + b"0" + data[end:], "x")
+    with pytest.raises(PickleError):
+        sp.loads(data[: len(data) // 2], "x")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_repetitions_have_the_effect_of_their_opcodes(monkeypatch, seed):
+    """Damaged anyhow, a pickle is refused for the same reason at the same byte as when each opcode is followed.
+
+    Only a memo index that nothing has set may be left to the unpickler, which refuses it.
+    """
+    import argparse
+
+    rng = random.Random(seed)
+    tensors = OrderedDict((f"layers.{i}.w", sp.tensor("bfloat16", (i + 1, 300), str(i))) for i in range(40))
+    value = {f"k{i}": [i, (i, i + 1), "s" * (i % 30), (i, ("a", i))] for i in range(40)}
+    shared = ("p", "q")
+    spaces = [argparse.Namespace(key=f"k{i % 3}", at=(i, 0, 1, i), n=i) for i in range(40)]
+    seeds = [sp.dumps(tensors), *(pickle.dumps(v, p) for p in (2, 4) for v in (value, [(shared, i, shared) for i in range(40)], spaces))]
+
+    def verdict(data, small):
+        monkeypatch.setattr(sp, "_SMALL", small)
+        try:
+            sp.scan(data, "x")
+            return None
+        except PickleError as e:
+            return str(e)
+
+    for _ in range(1500):
+        data = bytearray(rng.choice(seeds))
+        for _ in range(rng.randint(0, 3)):
+            at, copied = rng.randrange(len(data)), rng.randrange(len(data))
+            match rng.randrange(4):
+                case 0:
+                    data[at] = rng.randrange(256)
+                case 1:
+                    data[at:at] = bytes([rng.choice(b"hjqr\x94()]}NeubsatR\x81\x85\x86\x87K0.Q")])
+                case 2:
+                    del data[at : at + rng.randrange(1, 60)]
+                case 3:
+                    data[at:at] = data[copied : copied + rng.randrange(1, 400)]
+        slow, fast = verdict(bytes(data), 1 << 40), verdict(bytes(data), 0)
+        if slow != fast:
+            assert slow and "which nothing has set" in slow
+            with pytest.raises(PickleError):
+                sp.loads(bytes(data), "x")
+
+
+def test_repetitions_do_not_hide_a_nest():
     """Else a tuple could hold the one before it, and hashing the last would take 2**60 steps."""
     head = b"\x80\x02](" + b"".join(b"Nr" + u32(i) + b"0" for i in range(70000)) + b"cos\nsystem\n)R"
     chain = b"".join(b"j" + u32(i) + b"j" + u32(i) + b"\x86r" + u32(i + 1) + b"0" for i in range(100, 160))

@@ -10,6 +10,7 @@ import os
 import pickle
 import random
 import struct
+import time
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -314,6 +315,28 @@ def test_uneven_chunks_tile():
     tensors = {"a": ("float32", (4, 4), chunks)}
     items = [("a", o, "f", 0, 1) for o, _ in chunks]
     assert dcp_metadata.read_metadata(dcp_metadata.emit_metadata(tensors, items)).tensors == tensors
+
+
+def test_many_chunks_are_cheap():
+    """The scan takes chunks and items whole, whoever wrote them: 20,000 cost 0.3 s, one opcode at a time 2 s."""
+    from torch.distributed.checkpoint import metadata as of_torch
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    chunks = [((i, j, 0), (1, 1, 300)) for i in range(100) for j in range(200)]
+    items = [("a", o, f"__{o[0] % 7}_0.distcp", n * 1000, 1000) for n, (o, _) in enumerate(chunks)]
+    ours = dcp_metadata.emit_metadata({"a": ("float32", (100, 200, 300), chunks)}, items)
+    size, kinds = torch.Size, of_torch
+    described = kinds.TensorStorageMetadata(
+        kinds.TensorProperties(torch.float32), size((100, 200, 300)), [kinds.ChunkStorageMetadata(size(o), size(s)) for o, s in chunks]
+    )
+    stored = {kinds.MetadataIndex(key, size(o)): _StorageInfo(file, at, n) for key, o, file, at, n in items}
+    theirs = pickle.dumps(kinds.Metadata({"a": described}, {"a": ("a",)}, stored))
+    for data in (ours, theirs):
+        assert sp.scan(data, "x") < 40_000  # of 900,000 opcodes
+        began = time.process_time()
+        found = dcp_metadata.read_metadata(data)
+        assert time.process_time() - began < 2
+        assert found.tensors == {"a": ("float32", (100, 200, 300), chunks)} and [(*k, *v) for k, v in found.items.items()] == items
 
 
 def test_flips_in_metadata_raise_nothing_else(tmp_path):
