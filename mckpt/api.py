@@ -49,6 +49,7 @@ class Target:
     transformer_impl: str | None = None
     grouped_experts: bool | None = None
     divisible_by: int = DIVISIBLE_BY
+    layer_keys: str | None = None  # of torch_dist: stacked or per_layer; None: what the model's args imply
     common_as_object: bool = False
     iteration: int | None = None
     allow_inexact: Sequence[str] = ()
@@ -304,7 +305,11 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     written = {**dialect.write({**dims, "vocab_size": _true_vocab(source)}, given), **parallel.args()}
     own = source.args or {}
     said = dialect.say_choices({**written, **own})  # a dense model's args say nothing of its layers: they are alike
-    chosen["layers"] = moved.chosen["layers"] if source.format == target.format else said.get("layers", "stacked")
+    fields = source.stored.common.fields if source.stored.common else {}
+    if (fields.get("content_metadata") or {}).get("non_homogeneous_layers"):  # where Megatron-Core looks first (transformer_block.py)
+        said["layers"] = "per_layer"
+    implied = moved.chosen["layers"] if source.format == target.format else said.get("layers", "stacked")
+    chosen["layers"] = target.layer_keys or implied
     iteration = 0 if destination.unit == "release" else int(str(destination.unit).removeprefix("iter_"))
     if source.args is None or source.stored.common is None:
         common = new_common(_python(written), iteration)
@@ -315,6 +320,11 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         common = {k: v for k, v in source.stored.common.changed(_python(kept)).items() if not (k in dialect.ignore or k in left)}
         common["iteration"] = iteration
         written = {**written, **{k: v for k, v in own.items() if v is not None}, **kept}
+    if target.layer_keys is not None and target.format == "torch_dist":
+        if target.layer_keys == "stacked" and dialect.say_choices({**written, **own}).get("layers") == "per_layer":
+            raise UsageError("the layers differ, or moe_layer_freq is a list: Megatron asks for per-layer keys then")
+        marked = {**common.get("content_metadata", {}), "non_homogeneous_layers": target.layer_keys == "per_layer"}
+        common["content_metadata"] = marked
     launch = megatron_args.flags(dialect, written)
     if target.format == "torch":
         layout, outputs = torch.lay_out(dialect, dims, kinds, parallel, chosen, padded, common)

@@ -55,6 +55,8 @@ _megatron_target = _apply(
     click.option("--make-vocab-size-divisible-by", "divisible_by", type=click.IntRange(1), default=128, show_default=True),
     click.option("--common-state", type=click.Choice(["file", "object"]), default="file", show_default=True,
                  help="torch_dist: common.pt, or the object that megatron-core from 0.19 on writes."),
+    click.option("--layer-keys", type=click.Choice(["stacked", "per_layer"]), help="torch_dist: one key for all layers, or one for each; "
+                 "as the model's args imply if not given."),
     click.option("--update-tracker", is_flag=True, help="Let the tracker name this checkpoint, even if that is a step back."),
 )  # fmt: skip
 _writing = _apply(
@@ -314,6 +316,7 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
     target = api.Target(
         format=form, parallel=parallel or api.Parallel(), dtype=o.get("dtype"), transformer_impl=o.get("transformer_impl"),
         grouped_experts=o.get("grouped_experts"), divisible_by=o.get("divisible_by") or api.DIVISIBLE_BY,
+        layer_keys=o.get("layer_keys"),
         common_as_object=o.get("common_state") == "object", iteration=o.get("target_iteration"), allow_inexact=o["allow_inexact"],
         no_optimizer=o.get("no_optimizer", False), tokenizer=o.get("tokenizer"), max_shard_size=parse_size(o.get("max_shard_size") or "5GB"),
         keep_padding=o.get("keep_padding", False),

@@ -202,3 +202,24 @@ def test_eight_bit_floats_are_no_weights(tmp_path: Path) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length : 8 + length + start + (end - start) // 2])
     with pytest.raises(mckpt.errors.MckptError, match=f"{re.escape(name)}.*float8_e4m3fn"):
         mckpt.plan(root, tmp_path / "out")
+
+
+def test_per_layer_keys_stay_so_until_asked(sources: Path, tmp_path: Path) -> None:
+    mckpt.plan(sources / "qwen3", tmp_path / "a", layer_keys="per_layer").run()
+    mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
+    mckpt.plan(tmp_path / "b", tmp_path / "c", format="torch_dist").run()
+    mckpt.plan(tmp_path / "c", tmp_path / "d", format="torch_dist", layer_keys="stacked").run()
+    per_layer = "decoder.layers.3.mlp.linear_fc2.weight"
+    assert [per_layer in mckpt.open(tmp_path / d).stored.metadata.tensors for d in "acd"] == [True, True, False]
+    assert [fields(tmp_path / d)["non_homogeneous_layers"] for d in "acd"] == [True, True, False]
+    assert not mckpt.diff(sources / "qwen3", tmp_path / "d")
+    mckpt.plan(sources / "qwen3-moe", tmp_path / "e").run()
+    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]))
+    with pytest.raises(UsageError, match="per-layer"):
+        mckpt.plan(run, tmp_path / "f", format="torch_dist", layer_keys="stacked")
+
+
+def fields(path: Path) -> dict[str, Any]:
+    common = mckpt.open(path).stored.common
+    assert common is not None
+    return dict(common.fields["content_metadata"])

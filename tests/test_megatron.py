@@ -68,6 +68,12 @@ def forward(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
                     mckpt.plan(source, out, format=form, parallel=written, transformer_impl="local", allow_inexact=INEXACT).run()
                 cases.append({"name": named(case, form, size), "kind": "forward", "checkpoint": str(out), "format": form, "tokens": tokens, **size,
                               "args": {**written.args(), **parallel(size).args()}})  # fmt: skip
+    for case in ("qwen3", "mixtral"):  # a key for each layer, though all are alike
+        out = work / "per_layer" / case
+        mckpt.plan(sources[case], out, transformer_impl="local", layer_keys="per_layer").run()
+        cases.append(
+            {"name": f"{case}-per_layer", "kind": "forward", "checkpoint": str(out), "tokens": tiny.tokens(case).tolist(), "tp": 2, "pp": 2}
+        )
     return judge(cases, WORLD, work / "forward", timeout=900)
 
 
@@ -82,6 +88,14 @@ def test_megatron_core_computes_what_transformers_does(case: str, sources: dict[
             apart = np.abs(result["logits"] - reference).max()
             print(f"{case:18} {form:10} {parallel(size)!s:24} max logit difference {apart:.1e} of {np.abs(reference).max():.1f}")
             assert apart < LOGITS_ATOL
+
+
+@pytest.mark.parametrize("case", ["qwen3", "mixtral"])
+def test_megatron_core_finds_per_layer_keys(case: str, sources: dict[str, Path], forward: dict[str, dict[str, Any]]) -> None:
+    result = forward[f"{case}-per_layer"]
+    assert result["ok"], explain(result)
+    assert result["unread"] == []
+    assert np.abs(result["logits"] - tiny.hf_logits(sources[case], tiny.tokens(case))).max() < LOGITS_ATOL
 
 
 @pytest.fixture(scope="module")
