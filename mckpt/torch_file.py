@@ -16,6 +16,7 @@ import math
 import os
 import struct
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,6 +30,7 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR = struct.Struct("<IIQI")
+_MAX_KNOWN = 2  # pickles that a Reader keeps: files come stage by stage, and a value takes 10 times its pickle
 _SERIALIZATION_ID = b"0" * 40  # torch writes a hash of record names and crcs and only ever logs it
 
 Ranges = dict[str, tuple[int, int]]  # storage key -> (offset, bytes)
@@ -151,6 +153,41 @@ def read(fd: int, where: str, base: int = 0, length: int | None = None, max_byte
     No tensor data is read. Raises SourceError when the container is damaged or not one that torch writes, PickleError when its pickle
     (or directory) is hostile, damaged, or longer than `max_bytes`.
     """
+    return _read(fd, where, base, length, max_bytes, _loaded)
+
+
+class Reader:
+    """`read` for many files: one whose pickle is that of a file read shortly before is not parsed again.
+
+    The ranks of one pipeline stage have equal pickles, unless their args name the rank. Pickles are compared whole, not by a hash.
+    Files with equal pickles get the same value: it is for reading only.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, tuple[Any, list[Storage]]] = OrderedDict()
+
+    def read(self, fd: int, where: str) -> tuple[Any, Ranges]:
+        """As the function `read`."""
+        return _read(fd, where, 0, None, MAX_BYTES, self._loaded)
+
+    def _loaded(self, data: bytes, where: str, max_bytes: int) -> tuple[Any, list[Storage]]:
+        found = self._known.pop(data, None) or _loaded(data, where, max_bytes)
+        self._known[data] = found
+        if len(self._known) > _MAX_KNOWN:
+            self._known.popitem(last=False)
+        return found
+
+
+def _loaded(data: bytes, where: str, max_bytes: int) -> tuple[Any, list[Storage]]:
+    """The value of a pickle and the storages that it names, each once."""
+    storages: list[Storage] = []
+    value = loads(data, where, max_bytes=max_bytes, storages=storages)
+    return value, list({(storage.key, storage.nbytes): storage for storage in storages}.values())
+
+
+def _read(
+    fd: int, where: str, base: int, length: int | None, max_bytes: int, load: Callable[[bytes, str, int], tuple[Any, list[Storage]]]
+) -> tuple[Any, Ranges]:
     room = os.fstat(fd).st_size - base
     length = room if length is None else length
     if base < 0 or length < 0 or length > room:
@@ -166,8 +203,7 @@ def read(fd: int, where: str, base: int = 0, length: int | None = None, max_byte
     start, size = records["data.pkl"]
     if size > max_bytes:
         raise SourceError(f"{where}: its data.pkl has {size} bytes; {max_bytes} is the most read here")
-    storages: list[Storage] = []
-    value = loads(_pread(fd, size, start, where), where, max_bytes=max_bytes, storages=storages)
+    value, storages = load(_pread(fd, size, start, where), where, max_bytes)
     ranges = {name[5:]: at for name, at in records.items() if name.startswith("data/")}
     problems = {}
     for storage in storages:

@@ -188,6 +188,31 @@ def test_many_records_are_cheap(tmp_path):
     assert len(torch.load(tmp_path / "m.pt", weights_only=True, mmap=True)) == 20_000
 
 
+def test_equal_pickles_are_parsed_once(tmp_path, monkeypatch):
+    parsed = []
+    original = torch_file.loads
+    monkeypatch.setattr(torch_file, "loads", lambda *a, **k: parsed.append(a[1]) or original(*a, **k))
+    values = [{"args": stage, "w": sp.tensor("bfloat16", (2, 3), "0")} for stage in range(3)]
+    reader = torch_file.Reader()
+    for stage in (0, 0, 1, 1, 1, 0, 2, 2, 1):  # 1 was dropped for 2
+        laid = torch_file.lay_out(values[stage], "m")
+        path = tmp_path / "m.pt"
+        path.write_bytes(b"")
+        with open(path, "rb+") as f:
+            for at, piece in laid.fixed():
+                os.pwrite(f.fileno(), piece, at)
+            value, ranges = reader.read(f.fileno(), str(stage))
+            assert value["args"] == stage and ranges == laid.data == torch_file.read(f.fileno(), "read")[1]
+    assert [p for p in parsed if p != "read"] == ["0", "1", "2", "1"]
+    # what a pickle names is looked for in each file
+    body = torch_file.TorchFile("m", sp.dumps(values[0]), {})
+    path.write_bytes(b"".join(piece for _, piece in body.fixed()))
+    with open(path, "rb") as f:
+        for _ in range(2):
+            with pytest.raises(SourceError, match="there is no record of it"):
+                reader.read(f.fileno(), "m")
+
+
 def test_items_are_found_by_their_heads(tmp_path, monkeypatch):
     torch_file._HEADS.clear()
     path = tmp_path / "__0_0.distcp"
