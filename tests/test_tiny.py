@@ -350,3 +350,34 @@ def test_shipped_model(tmp_path: Path) -> None:
 
     found = hf_logits(shipped, np.array([ids]))
     assert np.isfinite(found).all() and 0.5 < found.std() < 5
+
+
+@pytest.mark.parametrize(
+    ("family", "config_class"),
+    [("llama", "LlamaConfig"), ("mistral", "MistralConfig"), ("qwen2", "Qwen2Config"), ("qwen3", "Qwen3Config"), ("mixtral", "MixtralConfig"),
+     ("qwen3_moe", "Qwen3MoeConfig")],
+)  # fmt: skip
+def test_a_key_that_is_absent_means_what_transformers_takes_it_for(family: str, config_class: str) -> None:
+    """The defaults of a family file against those of the config class: a published config.json leaves keys out."""
+    import transformers
+
+    from mckpt import mapping
+
+    needed = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    known = getattr(transformers, config_class)()
+    dims = mapping.load("hf", family).read({key: getattr(known, key) for key in needed})
+    rope = known.rope_parameters
+    said = {
+        "num_query_groups": known.num_key_value_heads,
+        "max_positions": known.max_position_embeddings,
+        "norm_eps": known.rms_norm_eps,
+        "rope_theta": rope["rope_theta"],
+        "tied": known.tie_word_embeddings,
+        "sliding_window": known.sliding_window if getattr(known, "use_sliding_window", True) and hasattr(known, "sliding_window") else None,
+        "head_dim": getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads,
+    }
+    if family in ("mixtral", "qwen3_moe"):
+        said |= {"experts_per_token": known.num_experts_per_tok}
+    if family == "qwen3_moe":
+        said |= {"expert_ffn_size": known.moe_intermediate_size, "normalize_topk": known.norm_topk_prob}
+    assert {name: dims[name] for name in said} == said
