@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import tracemalloc
 import zlib
 from pathlib import Path
 
@@ -260,6 +261,28 @@ def test_fixed_bytes_and_checksums(tmp_path, checksum):
     assert sums == [want[checksum]]
     crcs = [zlib.crc32(body), zlib.crc32(body[:150000]), zlib.crc32(body[6:16])]
     assert asked == [crcs if checksum == "crc32" else None]
+
+
+def test_many_copies_are_cut_cheaply():
+    """Half a million copies are what a large model has: 0.2 s and 8 MB for 50,000, in chains of any length."""
+    num = 50_000
+    plan = np.zeros(num, COPY)
+    i = np.arange(num)
+    plan["rows"], plan["run"], plan["src_step"], plan["dst_step"] = 1024, 512, 2, 2
+    plan["src_pitch"], plan["src_at"] = 1024, i << 20
+    plan["dst_file"], plan["dst_at"], plan["dst_pitch"] = i // 4000, (i // 4 % 1000 << 22) + i % 4 * 1024, 4096
+    tracemalloc.start()
+    began = time.process_time()
+    work = clusters.Work.of(plan, SAME)
+    took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(work.bounds) - 1 == num // 4 and int(work.slabs["bytes"].sum()) == num << 20
+    assert peak < 220 * num and took < 2
+    chain = np.random.default_rng(0).permutation(num).astype("i4")
+    pairs = np.arange(0, num, 2), np.concatenate([[0], np.arange(1, num, 2)])
+    began = time.process_time()
+    assert not clusters._components([(chain, starts) for starts in pairs], num).any()
+    assert time.process_time() - began < 2
 
 
 def test_no_copies(tmp_path):
