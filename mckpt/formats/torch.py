@@ -54,6 +54,7 @@ class Checkpoint:
             raise SourceError(f"{path}: has no mp_rank_* directories")
         self.files: list[str] = []
         self._ranks: dict[str, Rank] = {}
+        self._pickles = torch_file.Reader()  # ranks of one stage mostly have the same pickle
         first = self.directories[0]
         fields = self._read(first)
         self.common = Common({k: fields[k] for k in self._ranks[first].beside}, self.files[0])
@@ -188,7 +189,7 @@ class Checkpoint:
         except OSError as e:
             raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
         try:
-            value, data = torch_file.read(fd, path)
+            value, data = self._pickles.read(fd, path)
         finally:
             os.close(fd)
         if not isinstance(value, dict):
