@@ -297,14 +297,15 @@ def check(file: Path, config: Path | None) -> None:
 
 
 def _open(o: dict[str, Any]) -> Any:
-    from mckpt import api, mapping
+    from mckpt import mapping
+    from mckpt.checkpoint import Checkpoint, Known
 
     settings = dict(mapping.parse_setting(text) for text in o.get("settings", ()))
-    known = api.Known(
+    known = Known(
         like=o.get("like"), family=o.get("family"), mapping=o.get("mapping_file"), vocab_size=o.get("vocab_size"), settings=settings,
         iteration=o.get("iteration"),
     )  # fmt: skip
-    return api.Checkpoint(o["src"], known)
+    return Checkpoint(o["src"], known)
 
 
 def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False, as_json: bool = False, **o: Any) -> None:

@@ -6,15 +6,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mckpt import api, mapping, megatron_args
+from mckpt import mapping, megatron_args
+from mckpt.checkpoint import DIALECT, Checkpoint
 from mckpt.dtypes import itemsize
+from mckpt.errors import MappingError
 from mckpt.formats import hf, torch, torch_dist
 from mckpt.mapping import hub
 
 SHOWN = 40  # lines of tensors in the text form; --json has all
 
 
-def inspect(source: api.Checkpoint) -> dict[str, Any]:
+def inspect(source: Checkpoint) -> dict[str, Any]:
     """Format, model, sizes, iteration and every stored tensor, from headers alone."""
     stored = source.stored
     out: dict[str, Any] = {"path": str(source.path), "format": stored.format}
@@ -73,14 +75,16 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
     if config is None:
         return lines
     dims = family.read(hf.parse_config(config), source=str(config))
-    dialect = mapping.load("megatron", api.DIALECT)
+    dialect = mapping.load("megatron", DIALECT)
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
     chosen = {"container": "torch_dist", "transformer_impl": "transformer_engine", "experts": "grouped", "layers": "per_layer", "pp": 1}
     there = {n for b in dialect.bind(dialect.scope(dims, **chosen)) for n in b.rule.of}
     problems = [f"{n}: Megatron has no place for it" for n in sorted(here - there)] + [
         f"{n}: Megatron wants it" for n in sorted(there - here)
     ]
-    problems += list(dialect.inexact(dims, api.GIVEN).values())
+    from mckpt.api import GIVEN  # inspecting needs none of it
+
+    problems += list(dialect.inexact(dims, GIVEN).values())
     if problems:
-        raise api.MappingError.of(f"{file} with {config} does not fit Megatron:", problems)
+        raise MappingError.of(f"{file} with {config} does not fit Megatron:", problems)
     return [*lines, f"{config}: {len(here)} logical tensors, all of which Megatron has a place for"]
