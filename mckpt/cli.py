@@ -366,6 +366,7 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
 
 def main() -> None:
     """Run `mckpt`; owns the exit codes (README, Exit codes)."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts a thread for each core when imported, and none is used here
     try:
         code = cli(prog_name="mckpt", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):

@@ -14,14 +14,16 @@ import re
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from mckpt.errors import MappingError, UsageError
 from mckpt.expression import Expression, ExpressionError
 from mckpt.packing import PACKINGS, TP_KINDS
+
+if TYPE_CHECKING:
+    import yaml
 
 _HERE = Path(__file__).parent
 FOLDER = _HERE / "mappings" if (_HERE / "mappings").is_dir() else _HERE.parent / "mappings"  # a wheel has them inside
@@ -43,15 +45,11 @@ class Node(dict):
         self.lines: dict[Any, str] = {}
 
 
-class _Loader(yaml.SafeLoader):
-    where = ""
-
-
-def _construct(loader: _Loader, node: yaml.MappingNode) -> Node:
+def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
     out = Node()
     for key_node, value_node in node.value:
         key = loader.construct_object(key_node, deep=True)
-        line = f"{loader.where}:{key_node.start_mark.line + 1}"
+        line = f"{loader.name}:{key_node.start_mark.line + 1}"
         if not isinstance(key, (str, bool, int)):
             raise MappingError(f"{line}: the key {key!r} must be a name")
         if key in out:
@@ -61,18 +59,28 @@ def _construct(loader: _Loader, node: yaml.MappingNode) -> Node:
     return out
 
 
-_Loader.add_constructor("tag:yaml.org,2002:map", _construct)
+@functools.cache
+def _loader() -> type[yaml.SafeLoader]:
+    import yaml  # 30 ms, and inspecting reads no mapping
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    Loader.add_constructor("tag:yaml.org,2002:map", _construct)
+    return Loader
 
 
 def _parse(path: Path) -> tuple[Node, str]:
     """The file's root node and its digest."""
+    import yaml
+
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise MappingError(f"{path}: cannot be read: {e}") from None
     try:
-        loader = _Loader(text)
-        loader.where = path.name
+        loader = _loader()(text)
+        loader.name = path.name
         node = loader.get_single_data()
     except (yaml.YAMLError, RecursionError) as e:
         raise MappingError(f"{path}: no YAML: {e}") from None
@@ -655,6 +663,8 @@ def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression
 
 def parse_setting(text: str) -> tuple[str, Any]:
     """`name=value` of --set -> (dim, value)."""
+    import yaml
+
     name, equals, value = text.partition("=")
     if not equals or name not in hub().dims:
         raise UsageError(f"--set {text!r}: say NAME=VALUE with one of {', '.join(hub().dims)}")
