@@ -646,3 +646,4 @@ class _Crew:
                     thread.join(max(0, until - time.monotonic()))
         if errors:
             raise errors[0]
+        tick()  # the end is told even where the crew was done before anybody looked
