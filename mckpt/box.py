@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
+from mckpt.lazy import numpy as np
 
 
 class Box(NamedTuple):

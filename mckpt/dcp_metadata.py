@@ -17,10 +17,9 @@ from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mckpt import dtypes, safe_pickle
 from mckpt.errors import PickleError, SourceError, StorageError
+from mckpt.lazy import numpy as np
 from mckpt.safe_pickle import Emitter, Global, Record, emit_int, glob
 
 MAX_BYTES = 1 << 30  # of a .metadata: 356,352 chunks are 76 MB, with all_local_plans 106 MB

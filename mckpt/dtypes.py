@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-
 from mckpt.errors import SourceError, UsageError
+from mckpt.lazy import numpy as np
 
 
 class DType(NamedTuple):

@@ -8,11 +8,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mckpt.box import Box, Layout, Piece, Stored, gaps, moves, row_major
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import SourceError, StorageError
+from mckpt.lazy import numpy as np
 
 if TYPE_CHECKING:
     import torch

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
 from mckpt.errors import MappingError, UsageError
 from mckpt.expression import Expression, ExpressionError
+from mckpt.lazy import numpy as np
 from mckpt.packing import PACKINGS, TP_KINDS
 
 if TYPE_CHECKING:

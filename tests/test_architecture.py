@@ -93,7 +93,7 @@ def ours(module: str) -> set[str]:
         if name.split(".")[0] == "mckpt":
             rest = name.removeprefix("mckpt").lstrip(".")
             out.add(next((m for m in (rest, rest.rpartition(".")[0]) if m in MODULES and m != "mckpt"), "mckpt"))
-    return out - {"mckpt"}
+    return out - {"mckpt", "lazy"}  # lazy is numpy under another name
 
 
 @functools.cache

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
 from mckpt import dtypes, safe_pickle
 from mckpt.box import Box, Layout, Piece, Stored, restride
 from mckpt.errors import CoverError, SourceError, StorageError, UsageError
+from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, Rule, Scope, hub
 from mckpt.packing import PACKINGS, Packed, PackingError, padded
 

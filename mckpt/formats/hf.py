@@ -17,12 +17,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mckpt import dtypes, mapping, safe_pickle, torch_file
 from mckpt.box import Layout, Stored
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, entry_of, group, packed, read_file, shapes_of, whole_box
+from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, Scope
 from mckpt.packing import buffer
 from mckpt.parallel import Parallel

@@ -14,13 +14,12 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from mckpt import safe_pickle, torch_file
 from mckpt.box import Layout, Piece, Stored
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, entry_of, group, packed, shapes_of
 from mckpt.formats.save_directory import Common, has_tensors
+from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, MappingFile, Scope
 from mckpt.packing import Packed, PackingError, buffer, shard
 from mckpt.parallel import Parallel

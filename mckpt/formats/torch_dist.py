@@ -20,8 +20,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mckpt import safe_pickle, torch_file
 from mckpt.box import Box, Layout, Stored
 from mckpt.dcp_metadata import emit_metadata, read_metadata
@@ -29,6 +27,7 @@ from mckpt.dtypes import itemsize
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of, whole_box
 from mckpt.formats.save_directory import Common, has_tensors
+from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, MappingFile, Scope
 from mckpt.packing import PackingError, buffer, shard
 from mckpt.parallel import Parallel

@@ -1,0 +1,21 @@
+"""numpy, imported when it is first used: that takes as long as all else of a start, and `mckpt inspect` needs none of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy
+else:
+
+    class _Numpy:
+        def __getattr__(self, name: str) -> Any:
+            import numpy
+
+            value = getattr(numpy, name)
+            setattr(self, name, value)  # found at once from then on
+            return value
+
+    numpy = _Numpy()
+
+__all__ = ["numpy"]
