@@ -224,6 +224,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return {"path": self.path, "known": self.known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # opened anew: mypy minds a call of __init__ by hand, and a pickle of open headers would be large
         self.__init__(state["path"], state["known"])  # type: ignore[misc]
 
 

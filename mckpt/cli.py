@@ -384,7 +384,7 @@ def main() -> None:
     except OSError as e:
         click.echo(f"mckpt: {e.filename or 'input/output'}: {e.strerror or e}", err=True)
         code = 7
-    except Exception:
+    except Exception:  # ours, not the user's: shown whole, with an exit code of its own
         traceback.print_exc()
         click.echo("mckpt: internal error: please report it with the lines above", err=True)
         code = 70

@@ -49,7 +49,7 @@ class LogicalTensor:
         if len(index) > len(axes):
             raise IndexError(f"{self.name} has {len(axes)} axes, and {len(index)} indices were given")
         offset, shape, dropped = list(self._box.offset), list(self._box.shape), list(self._dropped)
-        for axis, i in zip(axes, index, strict=False):
+        for axis, i in zip(axes, index, strict=False):  # fewer indices than axes leave the others whole
             if isinstance(i, slice):
                 start, stop, step = i.indices(shape[axis])
                 if step != 1:

@@ -343,6 +343,7 @@ class MappingFile(NamedTuple):
         else:
             raise ValueError(f"{key} is {raw!r}; {self.path.name} knows {', '.join(map(repr, spec.values))}")
         if spec.read is not None:
+            # read only, which ChainMap's type does not allow for
             value = spec.read(ChainMap({"value": value}, scope))  # type: ignore[arg-type]
         if isinstance(value, float) and dim.type == "int" and value.is_integer():
             value = int(value)
