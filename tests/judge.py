@@ -12,6 +12,7 @@ cases.json is a list. Every case is a dict with `kind`, optionally `name` (defau
              -> a randomly filled model saved by megatron-core in args.params_dtype, the same for every parallel size; NAME.npy
     keys     args -> torch_dist: {key: [global shape, dtype]} ([] and "object" for objects);
              torch: {mp_rank directory: [one {key: shape, null for an object} per virtual stage]}; any size: no processes needed
+    train    checkpoint and the other entries of a job of mckpt.trainer.train -> steps: what train() returns
     grid     cp -> files, reads: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer, of every reader]}; any size
 
 Sizes, in all kinds: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the fewest ranks). A case runs on the first
@@ -43,7 +44,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mckpt.trainer import build, cpu, forward, load, save
+from mckpt.trainer import build, cpu, forward, load, save, train
 
 TIMEOUT_S = 60  # of one collective: a rank that waits for one that failed gives up then
 
@@ -166,6 +167,13 @@ def save_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
     return {"unit": str(unit)}
 
 
+def train_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+    limit = datetime.timedelta(seconds=case.get("timeout", TIMEOUT_S))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    return {"steps": train.run(case, limit.total_seconds())}
+
+
 def keep_logits(chunks: list[Any], args: Namespace, case: dict[str, Any], rank: int, out: Path) -> None:
     if case.get("tokens"):
         logits = forward.logits(chunks, args, torch.tensor(case["tokens"]))
@@ -255,7 +263,7 @@ def death_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, o
     os._exit(1)
 
 
-KINDS = {"forward": forward_case, "save": save_case, "keys": keys_case, "grid": grid_case, "death": death_case}
+KINDS = {"forward": forward_case, "save": save_case, "train": train_case, "keys": keys_case, "grid": grid_case, "death": death_case}
 
 if __name__ == "__main__":
     main()

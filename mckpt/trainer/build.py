@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from mckpt.errors import MissingExtra, UsageError
 from mckpt.trainer import cpu
+from mckpt.trainer.norms import with_own_norms
 
 # Args that bear on the logits and that every run of pretrain_gpt has in its Namespace. None is guessed.
 REQUIRED = (
@@ -56,7 +57,7 @@ PLAIN = {
     "overlap_p2p_comm": False, "batch_p2p_comm": True, "tp_comm_overlap": False, "recompute_granularity": None, "recompute_method": None,
     "recompute_num_layers": None, "distribute_saved_activations": False, "fine_grained_activation_offloading": False,
     "fp8": None, "fp8_param": False, "fp4": None, "fp4_param": False, "init_model_with_meta_device": False, "config_logger_dir": "",
-    "context_parallel_size": 1, "cp_comm_type": None, "hierarchical_context_parallel_sizes": None,
+    "cp_comm_type": None, "hierarchical_context_parallel_sizes": None,
 }  # fmt: skip
 
 # How the layers are spread over the stages; only meaningful together with the pipeline sizes they were written for.
@@ -86,12 +87,13 @@ def at_sizes(
     vpp: int | None = None,
     ep: int = 1,
     etp: int | None = None,
+    cp: int = 1,
     **others: Any,
 ) -> Namespace:
     """A copy of args at other parallel sizes; `others` replaces any other arg.
 
     A pipeline split that args bring along is kept only at the pp and vpp it was written for; one in `others` is for these sizes.
-    `etp` None is tp, as in Megatron.
+    `etp` None is tp, as in Megatron. transformer_impl "auto" is what `choose_impl` says of this machine.
     """
     out = namespace(args)
     same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (getattr(out, "virtual_pipeline_model_parallel_size", None) or 1) == (
@@ -106,15 +108,30 @@ def at_sizes(
         virtual_pipeline_model_parallel_size=vpp if vpp and vpp > 1 else None,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp or tp,
-        context_parallel_size=1,
+        context_parallel_size=cp,
     )
+    if getattr(out, "transformer_impl", None) == "auto":
+        out.transformer_impl = choose_impl(out)
     return namespace(out)
 
 
+def choose_impl(args: Namespace) -> str:
+    """`transformer_engine` where it is installed beside a GPU that can run it, else `local`; the one layer spec for all layers.
+
+    Both compute the same function from the same checkpoint: args.transformer_impl of the run that wrote it decides nothing.
+    """
+    if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
+        return "local"
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return "transformer_engine" if HAVE_TE else "local"  # False: installed, but of another CUDA or torch
+
+
 def smallest_world(args: Namespace) -> int:
-    """The fewest processes that hold one whole model at these sizes: pp * lcm(tp, etp * ep)."""
+    """The fewest processes that hold one whole model at these sizes: pp * lcm(tp * cp, etp * ep)."""
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
     experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
-    return args.pipeline_model_parallel_size * math.lcm(args.tensor_model_parallel_size, experts)
+    return args.pipeline_model_parallel_size * math.lcm(dense, experts)
 
 
 def check(args: Namespace) -> None:
@@ -151,8 +168,11 @@ def epsilon(args: Namespace) -> float | None:
     return values.pop() if values else None
 
 
-def initialize(args: Namespace, timeout_s: float = 1800) -> None:
-    """megatron-core's process groups for these sizes, over all ranks of the default group."""
+def initialize(args: Namespace, timeout_s: float = 1800, gloo_groups: bool = False) -> None:
+    """megatron-core's process groups for these sizes, over all ranks of the default group.
+
+    `gloo_groups` makes those on the host too, through which the optimizer state of the `torch` format goes.
+    """
     cpu.install()
     from megatron.core import parallel_state
 
@@ -162,13 +182,13 @@ def initialize(args: Namespace, timeout_s: float = 1800) -> None:
         virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        context_parallel_size=getattr(args, "context_parallel_size", None) or 1,
         distributed_timeout_minutes=timeout_s / 60,  # goes to timedelta(minutes=)
-        create_gloo_process_groups=False,
+        create_gloo_process_groups=gloo_groups,
     )
-    if torch.cuda.is_available():
-        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-        model_parallel_cuda_manual_seed(getattr(args, "seed", None) or 1234)
+    model_parallel_cuda_manual_seed(getattr(args, "seed", None) or 1234)
 
 
 def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> Any:
@@ -210,23 +230,29 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, trai
         config["moe_grouped_gemm"] = (
             False  # the local spec's grouped experts need a CUDA extension; sequential ones load the same torch_dist
         )
-    # A MoE at tp > 1 demands sequence parallelism, but only to train; torch's norms, the local spec's, refuse it; gloo cannot gather the
-    # uneven pieces that it makes of the tokens of experts at etp > 1.
+    # A MoE at tp > 1 demands sequence parallelism, but only to train
     wanted = bool(getattr(args, "sequence_parallel", False) or args.num_experts)
-    config["sequence_parallel"] = training and wanted and uses_te and args.tensor_model_parallel_size > 1
+    config["sequence_parallel"] = training and wanted and args.tensor_model_parallel_size > 1
 
     config.update({name: value for name, value in PLAIN.items() if name in fields})
     if not args.num_experts:
         config.pop("moe_token_dispatcher_type", None)
+    if training:
+        # the interleaved schedule sends both ways at once: over two stages these would be one batch to one peer, matched wrongly
+        interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
+        config.update(overlap_p2p_comm=interleaved, batch_p2p_comm=not interleaved)
+        # all micro batches have the same number of tokens, so either is the mean over tokens; but with True megatron-core 0.16 divides the
+        # gradient of a MoE's auxiliary loss by tp once more under sequence parallelism
+        config["calculate_per_token_loss"] = False
     config.update(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         autocast_dtype=dtype,
-        use_cpu_initialization=True,  # the same start on every device; loading overwrites it
-        perform_initialization=False,
-        deallocate_pipeline_outputs=True,
+        use_cpu_initialization=not training or not torch.cuda.is_available(),  # rotary tables of the same digits on every device
+        perform_initialization=training,  # it also marks which parameters are cut over TP, by which the gradient's norm is summed
+        deallocate_pipeline_outputs=torch.cuda.is_available(),  # gloo may still be sending one
     )
     return config_class(**config)
 
@@ -238,15 +264,17 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
     uses_te = args.transformer_impl == "transformer_engine"
     if uses_te and importlib.util.find_spec("transformer_engine") is None:
         raise MissingExtra("args.transformer_impl is transformer_engine, which is not installed here; --transformer-impl local needs none")
-    if args.num_experts:
-        return specs.get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage)
-    if uses_te:
+    if config.context_parallel_size > 1 and not uses_te:
+        raise MissingExtra(
+            f"context_parallel_size {config.context_parallel_size} needs Transformer Engine's attention, which is not in use: "
+            "the local spec attends within one rank only"
+        )
+    if uses_te and not args.num_experts:
         return specs.get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
         )
-    return specs.get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention, normalization=args.normalization
-    )
+    spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage)
+    return spec if uses_te else with_own_norms(spec)
 
 
 def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> list[Any]:

@@ -2,25 +2,44 @@
 
 Strict means more here than Megatron-LM's own loader asks (it retries with strict=False and drops what does not fit):
 every key that the model wants, save _extra_state, must be in the checkpoint; every parameter is NaN before the load and none after.
+A checkpoint of a Transformer Engine model loads into a local one, and the other way round: they name the same tensors differently.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
+import zipfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mckpt.errors import SourceError
+from mckpt.trainer import rng
 from mckpt.trainer.build import rank_names
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
 # What a checkpoint holds beside the model's weights; unread by a load of weights alone.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
+
+# One tensor under its two names: in a Transformer Engine layer, where the norm is part of the linear behind it and experts are grouped,
+# and in a local one. `torch` has them all; `torch_dist`, in whose keys megatron-core renames some itself, the norm before a MoE. As regular
+# expressions of the one side and replacements that give it on the other.
+TWO_NAMES = (
+    ((r"self_attention\.linear_qkv\.layer_norm_(\w+)$", r"input_layernorm.\1"),
+     (r"input_layernorm\.(weight|bias)$", r"self_attention.linear_qkv.layer_norm_\1")),
+    ((r"mlp\.linear_fc1\.layer_norm_(\w+)$", r"pre_mlp_layernorm.\1"),
+     (r"pre_mlp_layernorm\.(weight|bias)$", r"mlp.linear_fc1.layer_norm_\1")),
+    ((r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2"),
+     (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1")),
+    ((r"linear_(q|kv)_up_proj\.layer_norm_(\w+)$", r"\1_layernorm.\2"),
+     (r"self_attention\.(q|kv)_layernorm\.(weight|bias)$", r"self_attention.linear_\1_up_proj.layer_norm_\2")),
+)  # fmt: skip
 
 
 def unit_directory(checkpoint: str | Path) -> Path:
@@ -67,37 +86,56 @@ def read_args(checkpoint: str | Path) -> Namespace:
     return args
 
 
-def load(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = "raise_unexpected") -> dict[str, Any]:
+def load(
+    chunks: list[Any],
+    args: Namespace,
+    checkpoint: str | Path,
+    strict: Any = "raise_unexpected",
+    optimizer: Any = None,
+    scheduler: Any = None,
+) -> dict[str, Any]:
     """Loads the weights in place. Returns the common state with two lists of names:
 
     unread    model keys of the checkpoint that this rank's model never asked for
     forgiven  _extra_state of this rank's model that the checkpoint lacks
 
-    `strict` is dist_checkpointing's StrictHandling or its value; it bears on torch_dist only. Raises SourceError on this rank alone
-    when something is missing; the caller makes sure that the others hear of it.
+    `strict` is dist_checkpointing's StrictHandling or its value; it bears on torch_dist only. With `optimizer` its state is loaded too, the
+    `scheduler`'s as well, and the random generators' if the parallel sizes are those of the checkpoint. Raises SourceError on this rank
+    alone when something is missing; the caller makes sure that the others hear of it.
     """
     fill_with_nan(chunks)
-    state = (load_torch_dist if format_of(checkpoint) == "torch_dist" else load_torch)(chunks, args, checkpoint, strict)
+    read = load_torch_dist if format_of(checkpoint) == "torch_dist" else load_torch
+    state = read(chunks, args, checkpoint, strict, optimizer)
     left = [name for name, value in weights(chunks) if value.isnan().any()]
     if left:
         raise SourceError.of(f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not set, or set to NaN:", left)
+    if scheduler is not None:
+        scheduler.load_state_dict(state["opt_param_scheduler"])
+    if "rng_state" in state:
+        rng.restore(state["rng_state"])
     return state
 
 
-def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any) -> dict[str, Any]:
+def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any, optimizer: Any = None) -> dict[str, Any]:
     """dist_checkpointing.load into sharded_state_dict(), as load_checkpoint of Megatron-LM calls it."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import parse_strict_flag
 
     unit = str(unit_directory(checkpoint))
-    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=read_common(checkpoint)) or {}
+    common = read_common(checkpoint)
+    metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     stored = {value.key for value in load_sharded_metadata(unit).values()}
-    wanted = {value.key for value in sharded_values(sharded_state(chunks, metadata))}
+    wanted = {value.key for value in sharded_values(stored_names(sharded_state(chunks, metadata), stored))}
     missing = sorted(key for key in wanted - stored if not key.endswith("_extra_state"))
     if missing:
         raise SourceError.of(f"{unit}: {rank_names()} asks for keys that the checkpoint does not have:", missing)
-    state = sharded_state(chunks, metadata)
+    state = drop_extra_state(stored_names(sharded_state(chunks, metadata), stored), stored)
+    if optimizer is not None:
+        check_optimizer(common, args, metadata, unit)
+        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=with_group(metadata))
+        if "rng_state" in stored and same_sizes(common.get("args"), args):
+            state["rng_state"] = rng.collect("torch_dist")
     with safe_pickles():
         loaded = dist_checkpointing.load(state, unit, strict=parse_strict_flag(strict))
     if isinstance(loaded, tuple):  # return_unexpected, return_all
@@ -105,11 +143,13 @@ def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, 
     forgiven = []
     for key, chunk in zip(model_keys(chunks), chunks, strict=True):
         forgiven += load_into(chunk, loaded.pop(key), f"{unit} ({key})")
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded.pop("optimizer"))
     unread = sorted(key for key in stored - wanted if not key.startswith(NOT_MODEL) and not key.endswith("_extra_state"))
     return loaded | {"unread": unread, "forgiven": forgiven}
 
 
-def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = None) -> dict[str, Any]:
+def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = None, optimizer: Any = None) -> dict[str, Any]:
     """torch.load of this rank's mp_rank file and load_state_dict."""
     path = unit_directory(checkpoint) / rank_directory(args) / MODEL_FILE
     if not path.exists():
@@ -124,8 +164,63 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
         )
     forgiven = []
     for key, chunk in zip(keys, chunks, strict=True):
-        forgiven += load_into(chunk, state.pop(key), f"{path} ({key})")
+        weights = state.pop(key)
+        wanted = chunk.state_dict().keys()
+        named = {name if name in wanted else other_name(name, wanted): value for name, value in weights.items()}
+        forgiven += load_into(chunk, named, f"{path} ({key})")
+    if optimizer is not None:
+        file = path.with_name(OPTIMIZER_FILE)
+        if "optimizer" not in state or not file.exists():
+            raise SourceError(f"{path.parent} has no state of a distributed optimizer ({OPTIMIZER_FILE}): it cannot be resumed")
+        optimizer.load_state_dict(state.pop("optimizer"))
+        optimizer.load_parameter_state(str(file))
+    else:
+        state.pop("rng_state", None)
     return state | {"unread": [], "forgiven": forgiven}
+
+
+def other_name(name: str, there: Collection[str]) -> str:
+    """The name of TWO_NAMES under which the tensor `name` is in `there`; `name` itself if it is not."""
+    for sides in TWO_NAMES:
+        for pattern, replacement in sides:
+            other = re.sub(pattern, replacement, name)
+            if other != name and other in there:
+                return other
+    return name
+
+
+def stored_names(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
+    """The sharded state with the keys that the checkpoint has, in place."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    for value in nested_values(state):
+        if hasattr(value, "key") and value.key not in stored:
+            value.key = other_name(value.key, stored)
+    return state
+
+
+def drop_extra_state(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
+    """The sharded state without the _extra_state that the checkpoint lacks: load_into tells of it."""
+    for model in state.values():
+        for name in [name for name, value in model.items() if name.endswith("_extra_state") and value.key not in stored]:
+            del model[name]
+    return state
+
+
+def check_optimizer(common: dict[str, Any], args: Namespace, metadata: dict[str, Any], unit: str) -> None:
+    """Raises SourceError if the checkpoint has no optimizer state, or has it in a form for other parallel sizes only."""
+    kind = metadata.get("distrib_optim_sharding_type")
+    if "optimizer" not in common or kind is None:
+        raise SourceError(f"{unit} has no state of a distributed optimizer: it cannot be resumed, only trained from")
+    if kind != "fully_reshardable" and not same_sizes(common.get("args"), args):
+        raise SourceError(f"{unit} has its optimizer as {kind}, which loads at the parallel sizes of the checkpoint only")
+
+
+def same_sizes(a: Any, b: Any) -> bool:
+    """Whether two args have the same model-parallel sizes."""
+    names = ("tensor", "pipeline", "virtual_pipeline", "expert")
+    keys = [*(f"{name}_model_parallel_size" for name in names), "expert_tensor_parallel_size"]
+    return all((getattr(a, key, None) or 1) == (getattr(b, key, None) or 1) for key in keys)
 
 
 def load_into(chunk: Any, state: dict[str, Any], source: str) -> list[str]:
@@ -154,7 +249,8 @@ def rank_directory(args: Namespace) -> str:
 def read_rank_file(path: Path) -> dict[str, Any]:
     """One model_optim_rng.pt, unpickled with torch's weights_only rules and Megatron's list of safe classes."""
     with safe_pickles():
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # mapped, so that the weights are in memory once; files of torch before 1.6 are no zip and cannot be
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
 
 
 @contextlib.contextmanager
@@ -173,10 +269,15 @@ def model_keys(chunks: list[Any]) -> list[str]:
 
 def sharded_state(chunks: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
     """The chunks' sharded_state_dict()s under `model` or `model0` ..., in the form that `metadata` (content_metadata) names."""
+    metadata = with_group(metadata)
+    return {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(model_keys(chunks), chunks, strict=True)}
+
+
+def with_group(metadata: dict[str, Any]) -> dict[str, Any]:
+    """content_metadata with the process group that sharded_state_dict() wants in it."""
     from megatron.core import parallel_state
 
-    metadata = metadata | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(model_keys(chunks), chunks, strict=True)}
+    return metadata | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
 def sharded_values(state: dict[str, Any]) -> list[Any]:

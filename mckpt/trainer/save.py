@@ -12,20 +12,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mckpt.trainer.load import MODEL_FILE, TRACKER, model_keys, rank_directory, sharded_state
+from mckpt.trainer import rng
+from mckpt.trainer.load import MODEL_FILE, OPTIMIZER_FILE, TRACKER, model_keys, rank_directory, sharded_state, with_group
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}  # Megatron-LM's, without an optimizer
 
 
-def save(chunks: list[Any], args: Namespace, directory: str | Path, format: str, iteration: int | None = 1, with_args: bool = True) -> Path:
+def save(
+    chunks: list[Any],
+    args: Namespace,
+    directory: str | Path,
+    format: str,
+    iteration: int | None = 1,
+    with_args: bool = True,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    optimizer_format: str = "fully_reshardable",
+) -> Path:
     """Writes DIRECTORY/iter_XXXXXXX (or DIRECTORY/release for iteration None) and the tracker; returns the former.
 
-    `with_args` False leaves args out, as Megatron-Bridge does.
+    `with_args` False leaves args out, as Megatron-Bridge does. With `optimizer` its state, the scheduler's and the random generators' are
+    saved too; `optimizer_format` is the distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable.
     """
     unit = Path(directory) / ("release" if iteration is None else f"iter_{iteration:07d}")
-    common: dict[str, Any] = {"args": args} if with_args else {}
-    common |= {"checkpoint_version": 3.0, "iteration": iteration or 0, "num_floating_point_operations_so_far": 0}
-    {"torch_dist": save_torch_dist, "torch": save_torch}[format](chunks, args, unit, common)
+    state: dict[str, Any] = {"args": args} if with_args else {}
+    state |= {"checkpoint_version": 3.0, "iteration": iteration or 0, "num_floating_point_operations_so_far": 0}
+    if scheduler is not None:
+        state["opt_param_scheduler"] = scheduler.state_dict()
+    if optimizer is not None:
+        state["rng_state"] = rng.collect(format)
+    if format == "torch_dist":
+        save_torch_dist(chunks, unit, state, optimizer, optimizer_format)
+    else:
+        save_torch(chunks, args, unit, state, optimizer)
     dist.barrier()
     if dist.get_rank() == 0:
         (Path(directory) / TRACKER).write_text("release" if iteration is None else str(iteration))
@@ -33,22 +52,34 @@ def save(chunks: list[Any], args: Namespace, directory: str | Path, format: str,
     return unit
 
 
-def save_torch_dist(chunks: list[Any], args: Namespace, unit: Path, common: dict[str, Any]) -> None:
+def save_torch_dist(chunks: list[Any], unit: Path, state: dict[str, Any], optimizer: Any, optimizer_format: str) -> None:
     from megatron.core import dist_checkpointing
 
+    metadata: dict[str, Any] = dict(CONTENT_METADATA)
+    if optimizer is not None:
+        metadata["distrib_optim_sharding_type"] = optimizer_format
+        if optimizer_format == "fully_reshardable":
+            metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
+    models = sharded_state(chunks, metadata)
+    state |= models
+    if optimizer is not None:
+        state["optimizer"] = optimizer.sharded_state_dict(models, metadata=with_group(metadata))
     if dist.get_rank() == 0:
         unit.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(common | sharded_state(chunks, CONTENT_METADATA), str(unit), content_metadata=dict(CONTENT_METADATA))
+    dist_checkpointing.save(state, str(unit), content_metadata=metadata)
 
 
-def save_torch(chunks: list[Any], args: Namespace, unit: Path, common: dict[str, Any]) -> None:
-    if not writes_torch_file():
-        return
+def save_torch(chunks: list[Any], args: Namespace, unit: Path, state: dict[str, Any], optimizer: Any) -> None:
     path = unit / rank_directory(args) / MODEL_FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    models = {key: chunk.state_dict_for_save_checkpoint() for key, chunk in zip(model_keys(chunks), chunks, strict=True)}
-    torch.save(common | models, path)
+    if writes_torch_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state |= {key: chunk.state_dict_for_save_checkpoint() for key, chunk in zip(model_keys(chunks), chunks, strict=True)}
+        if optimizer is not None:
+            state["optimizer"] = optimizer.state_dict()
+        torch.save(state, path)
+    if optimizer is not None:  # gathered over the data-parallel ranks, so every one of them takes part
+        optimizer.save_parameter_state(str(path.with_name(OPTIMIZER_FILE)))
 
 
 def writes_torch_file() -> bool:
