@@ -86,6 +86,7 @@ def read_args(checkpoint: str | Path) -> Namespace:
     return args
 
 
+@torch.no_grad()
 def load(
     chunks: list[Any],
     args: Namespace,
@@ -144,7 +145,7 @@ def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, 
     for key, chunk in zip(model_keys(chunks), chunks, strict=True):
         forgiven += load_into(chunk, loaded.pop(key), f"{unit} ({key})")
     if optimizer is not None:
-        optimizer.load_state_dict(loaded.pop("optimizer"))
+        optimizer.load_state_dict(regroup(loaded.pop("optimizer"), optimizer))
     unread = sorted(key for key in stored - wanted if not key.startswith(NOT_MODEL) and not key.endswith("_extra_state"))
     return loaded | {"unread": unread, "forgiven": forgiven}
 
@@ -205,6 +206,27 @@ def drop_extra_state(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
         for name in [name for name, value in model.items() if name.endswith("_extra_state") and value.key not in stored]:
             del model[name]
     return state
+
+
+def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
+    """The loaded state of a fully_reshardable optimizer for a chain of another length: experts have one of their own only at ep > 1.
+
+    The tensors are requested by this chain already; its parameter groups are those of the stored chain's first.
+    """
+    links = optimizer.chained_optimizers
+    stored = [part for key, part in sorted(state.items(), key=str) if isinstance(key, int) and "optimizer" in part] or [state]
+    if len(stored) == len(links):
+        return state
+    groups = stored[0]["optimizer"]["param_groups"]
+    parts = {}
+    for index, link in enumerate(links):
+        of_experts = any(group["is_expert_parallel"] for group in link.optimizer.param_groups)
+        parts[index] = {
+            "optimizer": {"param_groups": [group | {"is_expert_parallel": of_experts} for group in groups]},
+            "param_state": (state[index] if len(links) > 1 else state)["param_state"],
+            "param_state_sharding_type": "fully_reshardable",
+        }
+    return parts if len(links) > 1 else parts[0]
 
 
 def check_optimizer(common: dict[str, Any], args: Namespace, metadata: dict[str, Any], unit: str) -> None:

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import UsageError
-from mckpt.trainer import build, cpu, data, load, save
+from mckpt.trainer import adam, build, cpu, data, load, save
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp")
 
@@ -154,6 +154,7 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+    adam.install()
     models = build.build(args, args.params_dtype, training=True)
     ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
     chunks = [DistributedDataParallel(model.config, ddp, model.train()) for model in models]
