@@ -136,9 +136,13 @@ def run_args(args: Namespace, options: Options) -> Namespace:
             f"a global batch of {options.global_batch_size} sequences cannot be dealt to {num_ranks} data-parallel ranks in micro batches "
             f"of {options.micro_batch_size}"
         )
+    parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
+    if seq_length % (parts * args.tensor_model_parallel_size):
+        raise UsageError(f"seq_length {seq_length} cannot be cut into {parts * args.tensor_model_parallel_size} equal parts (of cp and tp)")
     vars(out).update(
         seq_length=seq_length, global_batch_size=options.global_batch_size, micro_batch_size=options.micro_batch_size,
         lr=options.lr, min_lr=options.min_lr, lr_warmup_iters=options.warmup, lr_decay_style="cosine", train_iters=options.steps,
+        lr_decay_iters=options.steps, seed=options.seed, consumed_valid_samples=0, skipped_train_samples=0,
         weight_decay=options.weight_decay, clip_grad=options.clip_grad, optimizer="adam", use_distributed_optimizer=True,
         bf16=options.dtype == "bfloat16", fp16=False, params_dtype=getattr(torch, options.dtype),
         world_size=dist.get_world_size(), data_parallel_size=num_ranks, no_save_optim=False, no_save_rng=False,

@@ -1,0 +1,190 @@
+"""The bundled trainer: the same losses at every parallel size, what it saves resumes and converts back, and the data it reads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import mckpt
+from mckpt.errors import UsageError
+from mckpt.trainer import data
+from tests.judging import explain, judge
+from tests.test_judge import DENSE as PLAIN
+from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
+
+DENSE = PLAIN | LLAMA3 | {"use_rope_scaling": False}  # embeddings tied, so that two stages hold them
+MIXED = MOE | QWEN3 | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+STEPS = 4
+JOB = {"kind": "train", "world": 4, "steps": STEPS, "lr": 1e-2, "warmup": 1, "global_batch_size": 8, "seq_length": 32, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("train")
+
+
+@pytest.fixture(scope="module")
+def results(work: Path) -> dict[str, dict[str, Any]]:
+    """One launch of 4 ranks. Runs that save do so at step 2 of 4 and at the end; those resumed go on from step 2."""
+
+    def run(name: str, checkpoint: str, **others: Any) -> dict[str, Any]:
+        saves = {"save": str(work / others["save"]), "save_interval": 2} if "save" in others else {}
+        return JOB | {"name": name, "checkpoint": str(work / checkpoint)} | others | saves
+
+    def resumed(name: str, saved: str, **others: Any) -> dict[str, Any]:
+        return run(name, f"{saved}/iter_0000002", resume=True, **others)
+
+    bf16 = {"dtype": "bfloat16"}
+    cases = [
+        {"name": tag, "kind": "save", "args": args, "format": "torch_dist", "destination": str(work / tag)}
+        for tag, args in (("dense", DENSE), ("moe", MIXED))
+    ]
+    cases += [
+        run("dense-dp4", "dense"),
+        run("dense-tp2pp2", "dense", tp=2, pp=2, save="dense-dist"),
+        run("dense-pp2vpp2", "dense", pp=2, vpp=2, save="dense-torch", format="torch"),
+        run("dense-sequence", "dense", tp=4, args={"sequence_parallel": True}, micro_batch_size=2),
+        run("dense-bf16", "dense", tp=2, save="dense-bf16", optimizer_format="dp_reshardable", **bf16),
+        resumed("dense-resumed-tp4", "dense-dist", tp=4),
+        resumed("dense-resumed-torch", "dense-torch", pp=2, vpp=2),
+        resumed("bf16-resumed", "dense-bf16", tp=2, **bf16),
+        resumed("refused", "dense-bf16", tp=4, **bf16),
+        run("moe-dp4", "moe"),
+        run("moe-tp2ep2", "moe", tp=2, ep=2, save="moe-dist"),
+        run("moe-pp2ep2", "moe", pp=2, ep=2, etp=1, save="moe-torch", format="torch"),
+        resumed("moe-resumed-pp2", "moe-dist", pp=2),
+        resumed("moe-resumed-torch", "moe-torch", pp=2, ep=2, etp=1),
+    ]
+    return judge(cases, 4, work / "results")
+
+
+def curve(results: dict[str, dict[str, Any]], name: str, key: str = "loss") -> list[float]:
+    assert not explain(results[name])
+    return [step[key] for step in results[name]["steps"]]
+
+
+@pytest.mark.parametrize("tag", ["dense", "moe"])
+@pytest.mark.parametrize("key", ["loss", "grad_norm"])
+def test_the_same_at_every_parallel_size(results: dict[str, dict[str, Any]], tag: str, key: str) -> None:
+    expected = curve(results, f"{tag}-dp4", key)
+    others = [name for name in results if name.startswith(f"{tag}-") and name not in ("dense-bf16", f"{tag}-dp4")]
+    assert len(others) == {"dense": 5, "moe": 4}[tag]
+    for name in others:
+        mine = curve(results, name, key)
+        np.testing.assert_allclose(mine, expected[-len(mine) :], rtol=1e-5, err_msg=name)
+        assert len(mine) == (2 if "resumed" in name else STEPS), name
+
+
+def test_the_loss_falls(results: dict[str, dict[str, Any]]) -> None:
+    for name in ("dense-dp4", "moe-dp4", "dense-bf16"):
+        losses = curve(results, name)
+        assert losses[-1] < losses[0] - 0.3, name
+
+
+def test_bf16_and_the_way_back_to_it(results: dict[str, dict[str, Any]]) -> None:
+    losses = curve(results, "dense-bf16")
+    np.testing.assert_allclose(losses, curve(results, "dense-dp4"), rtol=5e-3)
+    assert curve(results, "bf16-resumed") == losses[2:]
+    assert "dp_reshardable" in explain(results["refused"])
+
+
+def test_what_was_saved_converts_back(results: dict[str, dict[str, Any]], work: Path) -> None:
+    for name in ("dense-dist", "dense-torch", "dense-bf16", "moe-dist", "moe-torch"):
+        plan = mckpt.plan(work / name, work / f"{name}-hf", format="hf")
+        plan.run()
+        assert (work / f"{name}-hf" / "config.json").exists()
+        assert (work / name / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+    # the masters of two runs that gave the same losses are the same weights
+    a, b = mckpt.open(work / "moe-dist"), mckpt.open(work / "moe-torch-hf")
+    assert set(a) == set(b)
+    for key in a:
+        np.testing.assert_allclose(a[key].numpy(), b[key].numpy(), atol=1e-4, err_msg=key)
+
+
+def test_the_entry_point_on_jsonl(results: dict[str, dict[str, Any]], work: Path) -> None:
+    """The process a launcher starts: one rank, on a JSONL file, the losses in a file."""
+    random = np.random.RandomState(0)
+    with (work / "text.jsonl").open("w") as file:
+        for length in (7, 40, 3, 90):
+            file.write(json.dumps({"tokens": random.randint(0, VOCAB, length).tolist()}) + "\n")
+    others = {"checkpoint": str(work / "dense"), "data": str(work / "text.jsonl"), "losses": str(work / "losses.jsonl"), "steps": 2}
+    job = {key: value for key, value in JOB.items() if key not in ("kind", "world")} | others
+    (work / "job.json").write_text(json.dumps(job))
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mckpt.trainer.train", str(work / "job.json")]
+    subprocess.run(command, env=os.environ | ranks, check=True, timeout=100, cwd=Path(__file__).parent.parent)
+    steps = [json.loads(line) for line in (work / "losses.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2]
+    assert all(np.isfinite(step["loss"]) and step["tokens_per_s"] > 0 for step in steps)
+
+
+DOCUMENTS = [np.arange(start, start + length) for start, length in ((0, 5), (10, 1), (20, 9), (30, 14))]
+
+
+def test_every_token_is_a_label_once_an_epoch() -> None:
+    lengths = np.array([len(document) for document in DOCUMENTS])
+    source = data.pack(DOCUMENTS, lengths, 4, seed=3)
+    for epoch in range(2):
+        rows = np.stack([source(epoch * 7 + i) for i in range(7)])  # 29 tokens: 7 sequences of 4, and the first token
+        assert rows.shape == (7, 5)
+        labels = rows[:, 1:].ravel()
+        assert len(set(labels)) == 28
+        assert set(labels) < set(np.concatenate(DOCUMENTS))
+    assert [source(i).tolist() for i in range(7)] != [source(7 + i).tolist() for i in range(7)]
+
+
+def test_the_same_tokens_from_bin_and_jsonl(tmp_path: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
+    for document in DOCUMENTS:
+        builder.add_document(document, [len(document)])
+    builder.finalize(str(tmp_path / "text.idx"))
+    lines = [json.dumps({"input_ids": document.tolist()}) for document in DOCUMENTS]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n\n")
+    args = Namespace(**{"vocab_size": 50})
+    sources = [data.open_source(str(tmp_path / name), args, 6, seed=1) for name in ("text", "text.bin", "text.jsonl")]
+    for number in range(9):
+        rows = [source(number).tolist() for source in sources]
+        assert rows[0] == rows[1] == rows[2]
+        assert len(rows[0]) == 7
+
+
+def test_data_that_does_not_fit(tmp_path: Path) -> None:
+    args = Namespace(**{"vocab_size": 9})
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"tokens": [1, 2, 3, 12]}\n')
+    with pytest.raises(UsageError, match="token 12; the model's vocabulary ends at 8"):
+        data.open_source(str(path), args, 3, 1)(0)
+    with pytest.raises(UsageError, match="not one sequence of 4"):
+        data.open_source(str(path), args, 4, 1)
+    with pytest.raises(UsageError, match="does not exist"):
+        data.open_source(str(tmp_path / "absent"), args, 4, 1)
+    path.write_text('{"text": "a b"}\n')
+    with pytest.raises(UsageError, match="tokenizer"):
+        data.open_source(str(path), args, 4, 1)
+    path.write_text('{"words": "a b"}\n')
+    with pytest.raises(UsageError, match="line 1"):
+        data.open_source(str(path), args, 4, 1)
+
+
+def test_made_up_text_is_the_same_for_the_same_seed() -> None:
+    first, second, other = (data.mock(50, 20, seed) for seed in (1, 1, 2))
+    assert first(3).tolist() == second(3).tolist() != other(3).tolist()
+    following: dict[int, set[int]] = {}
+    for number in range(200):
+        row = first(number)
+        for a, b in itertools.pairwise(row):
+            following.setdefault(a, set()).add(b)
+    assert max(len(tokens) for tokens in following.values()) <= data.BRANCHES
