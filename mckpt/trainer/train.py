@@ -38,7 +38,8 @@ SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp")
 class Options:
     """What a run does beside what the checkpoint's args say of the model."""
 
-    steps: int = 10  # in all, those before a resume included; the learning rate falls over them
+    steps: int = 10  # in all, those before a resume included
+    decay_steps: int | None = None  # over which the learning rate falls; None: steps
     lr: float = 1e-4
     min_lr: float = 0.0
     warmup: int = 0  # steps of linear warmup, then a cosine
@@ -142,7 +143,7 @@ def run_args(args: Namespace, options: Options) -> Namespace:
     vars(out).update(
         seq_length=seq_length, global_batch_size=options.global_batch_size, micro_batch_size=options.micro_batch_size,
         lr=options.lr, min_lr=options.min_lr, lr_warmup_iters=options.warmup, lr_decay_style="cosine", train_iters=options.steps,
-        lr_decay_iters=options.steps, seed=options.seed, consumed_valid_samples=0, skipped_train_samples=0,
+        lr_decay_iters=options.decay_steps or options.steps, seed=options.seed, consumed_valid_samples=0, skipped_train_samples=0,
         weight_decay=options.weight_decay, clip_grad=options.clip_grad, optimizer="adam", use_distributed_optimizer=True,
         bf16=options.dtype == "bfloat16", fp16=False, params_dtype=getattr(torch, options.dtype),
         world_size=dist.get_world_size(), data_parallel_size=num_ranks, no_save_optim=False, no_save_rng=False,
@@ -173,8 +174,10 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
     per_step = options.global_batch_size  # the scheduler counts sequences
     scheduler = OptimizerParamScheduler(
         optimizer, init_lr=0.0, max_lr=options.lr, min_lr=options.min_lr, lr_warmup_steps=options.warmup * per_step,
-        lr_decay_steps=max(options.steps, options.warmup + 1) * per_step, lr_decay_style="cosine",
+        lr_decay_steps=max(args.lr_decay_iters, options.warmup + 1) * per_step, lr_decay_style="cosine",
         start_wd=options.weight_decay, end_wd=options.weight_decay, wd_incr_steps=options.steps * per_step, wd_incr_style="constant",
+        # a resumed run takes the count from the checkpoint, the rest from its own options
+        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
     )  # fmt: skip
     for model in models:
         model.config.finalize_model_grads_func = finalize_model_grads
