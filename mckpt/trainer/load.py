@@ -111,6 +111,8 @@ def load(
     if left:
         raise SourceError.of(f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not set, or set to NaN:", left)
     if scheduler is not None:
+        if "opt_param_scheduler" not in state:
+            raise SourceError(f"{unit_directory(checkpoint)} has no opt_param_scheduler: it does not say how far its run was")
         scheduler.load_state_dict(state["opt_param_scheduler"])
     if "rng_state" in state:
         rng.restore(state["rng_state"])

@@ -73,10 +73,8 @@ def main(argv: list[str]) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=datetime.timedelta(minutes=30))
-    try:
-        run(job)
-    finally:
-        dist.destroy_process_group()
+    run(job)
+    dist.destroy_process_group()  # not after a failure: the others are still waiting, and end when this process does
 
 
 def run(job: dict[str, Any], timeout_s: float = 1800) -> list[Step]:
