@@ -222,7 +222,7 @@ def flags(source: Checkpoint) -> dict[str, Any]:
     own = {k: v for k, v in (source.args or {}).items() if v is not None}
     try:
         rows = source.stored.padded_vocab(dialect, source.parallel) if not isinstance(source.stored, hf.Checkpoint) else None
-        given = {**GIVEN, "dtype": _kinds(source, Target())[1], "padded_vocab_size": rows or _padded(source.dims, Target())}
+        given = {**GIVEN, "dtype": most_dtype(source), "padded_vocab_size": rows or _padded(source.dims, Target())}
         return megatron_args.flags(dialect, {**dialect.write(source.dims, given), **source.parallel.args(), **own})
     except VocabSizeUnknown:
         return megatron_args.flags(dialect, own)
@@ -242,6 +242,11 @@ def _kinds(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
     for s in source.layout.stored:
         weight[s.dtype] = weight.get(s.dtype, 0) + s.numel * len(s) * dtypes.itemsize(s.dtype)
     return kinds, max(weight, key=lambda d: weight[d])
+
+
+def most_dtype(source: Checkpoint) -> str:
+    """The dtype of most of a checkpoint's bytes."""
+    return _kinds(source, Target())[1]
 
 
 def _refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict[str, str]:

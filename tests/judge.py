@@ -189,7 +189,7 @@ def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-    load.fill_with_nan(chunks)
+    load.mark(chunks)
     for tensor in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
         if not isinstance(tensor, ShardedTensor):
             continue  # _extra_state
@@ -201,7 +201,7 @@ def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
         part = whole[tuple(tensor.global_offset[:axes])]
         part = part[tuple(slice(o, o + n) for o, n in zip(tensor.global_offset[axes:], tensor.local_shape, strict=True))]
         tensor.data.copy_(part if key.endswith("expert_bias") else part.to(dtype))
-    left = [name for name, value in load.weights(chunks) if value.isnan().any()]
+    left = load.marked(chunks)
     assert not left, f"sharded_state_dict does not cover {left}"
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import importlib.util
 import math
+import os
 from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
@@ -166,6 +168,14 @@ def epsilon(args: Namespace) -> float | None:
     if len(values) > 1:
         raise UsageError(f"layernorm_epsilon {args.layernorm_epsilon} and norm_epsilon {args.norm_epsilon} disagree in the args")
     return values.pop() if values else None
+
+
+def join(timeout_s: float = 1800) -> None:
+    """The default process group of torchrun's ranks: NCCL with a GPU for each, else gloo."""
+    cpu.install()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def initialize(args: Namespace, timeout_s: float = 1800, gloo_groups: bool = False) -> None:

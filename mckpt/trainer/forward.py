@@ -1,7 +1,7 @@
-"""The logits of every position, through tensor, pipeline, virtual pipeline and expert parallelism.
+"""The logits of every position, through tensor, pipeline, virtual pipeline, expert and context parallelism, and the hidden states on the way.
 
-megatron-core's pipeline schedules allocate on "cuda" and keep only the loss; here activations are handed on by dist.send, chunk by
-chunk, in the order in which the layers run: virtual stage 0 on every pipeline rank, then virtual stage 1, and so on.
+megatron-core's pipeline schedules keep only the loss; here activations are handed on by dist.send, chunk by chunk, in the order in which
+the layers run: virtual stage 0 on every pipeline rank, then virtual stage 1, and so on.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from mckpt.trainer.points import Recorder
 
 
 @torch.no_grad()
@@ -26,17 +28,20 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     tokens = tokens.to(device)
     batch, seq = tokens.shape
+    cp = config.context_parallel_size
     rows = args.tensor_model_parallel_size if config.sequence_parallel else 1  # the sequence is cut into this many parts
-    tokens = torch.nn.functional.pad(tokens, (0, -seq % rows))  # on the right: a causal model does not look there
+    multiple = rows * (2 * cp if cp > 1 else 1)
+    tokens = torch.nn.functional.pad(tokens, (0, -seq % multiple))  # on the right: a causal model does not look there
     length = tokens.shape[1]
-    positions = torch.arange(length, device=device).expand(batch, -1)
-    mask = torch.ones(length, length, dtype=torch.bool, device=device).triu(1)[None, None]  # True: may not look
+    mine = of_this_rank(length, cp).to(device)
+    tokens, positions = tokens[:, mine], mine.expand(batch, -1)
+    mask = torch.ones(length // cp, length // cp, dtype=torch.bool, device=device).triu(1)[None, None]  # True: may not look
 
     first, last = ps.is_pipeline_first_stage(ignore_virtual=True), ps.is_pipeline_last_stage(ignore_virtual=True)
     hidden: Any = None
     for stage, chunk in enumerate(chunks):
         if not (first and stage == 0):
-            hidden = torch.empty(length // rows, batch, config.hidden_size, dtype=config.params_dtype, device=device)
+            hidden = torch.empty(length // cp // rows, batch, config.hidden_size, dtype=config.params_dtype, device=device)
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(hidden)
         hidden = chunk(tokens, positions, mask)
@@ -46,9 +51,73 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
     vocab = getattr(args, "vocab_size", None) or args.padded_vocab_size
     out = torch.empty(batch, seq, vocab, dtype=torch.float32, device=device)
     if last:
-        out.copy_(gather_from_tensor_model_parallel_region(hidden.float())[:, :seq, :vocab])
+        whole = in_order(gather_from_tensor_model_parallel_region(hidden.float()), cp, axis=1)
+        out.copy_(whole[:, :seq, :vocab])
         if not first:
             dist.send(out, ps.get_pipeline_model_parallel_first_rank())
     elif first:
         dist.recv(out, ps.get_pipeline_model_parallel_last_rank())
     return out if first else None
+
+
+def of_this_rank(length: int, cp: int) -> torch.Tensor:
+    """The positions that this context-parallel rank holds: parts r and 2 cp - 1 - r of 2 cp, so that all ranks have as much to attend to."""
+    from megatron.core import parallel_state as ps
+
+    positions = torch.arange(length)
+    if cp == 1:
+        return positions
+    parts, rank = positions.chunk(2 * cp), ps.get_context_parallel_rank()
+    return torch.cat([parts[rank], parts[2 * cp - 1 - rank]])
+
+
+def in_order(part: torch.Tensor, cp: int, axis: int) -> torch.Tensor:
+    """The parts of all context-parallel ranks along `axis`, put into the order of the sequence."""
+    from megatron.core import parallel_state as ps
+
+    if cp == 1:
+        return part
+    gathered = [torch.empty_like(part) for _ in range(cp)]
+    dist.all_gather(gathered, part.contiguous(), group=ps.get_context_parallel_group())
+    halves = [g.chunk(2, axis) for g in gathered]
+    return torch.cat([h[0] for h in halves] + [h[1] for h in reversed(halves)], axis)
+
+
+def watch(chunks: list[Any], recorder: Recorder) -> None:
+    """Hooks at every point of `points` that this pipeline rank holds; each rank of a stage records the whole sequence, of a batch of one."""
+    config = chunks[0].config
+
+    def whole(hidden: torch.Tensor) -> torch.Tensor:  # [seq of this rank, 1, width] -> [seq, width]
+        from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+
+        if config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return in_order(hidden, config.context_parallel_size, axis=0)[:, 0]
+
+    def state(name: str) -> Any:
+        def keep(value: Any) -> None:
+            hidden, *more = value if isinstance(value, tuple) else (value,)
+            if name.endswith((".attn", ".mlp")) and more and more[0] is not None:
+                hidden = hidden + more[0]  # a bias that megatron-core adds together with the residual
+            recorder.state(name, whole(hidden))
+
+        return keep
+
+    def routed(layer: int) -> Any:
+        def keep(value: Any) -> None:  # (probabilities, map [tokens of this rank, experts] bool)
+            recorder.experts[layer] = whole(value[1].float()[:, None]).bool().cpu().numpy()
+
+        return keep
+
+    for chunk in chunks:
+        if chunk.pre_process:
+            recorder.output(chunk.embedding, state("embed"))
+        for module in chunk.decoder.layers:
+            layer = module.layer_number - 1
+            recorder.output(module, state(f"layers.{layer}"))
+            recorder.output(module.self_attention, state(f"layers.{layer}.attn"))
+            recorder.output(module.mlp, state(f"layers.{layer}.mlp"))
+            if hasattr(module.mlp, "router"):
+                recorder.output(module.mlp.router, routed(layer))
+        if chunk.post_process:
+            recorder.input(chunk.output_layer, state("final_norm"))

@@ -86,6 +86,9 @@ def read_args(checkpoint: str | Path) -> Namespace:
     return args
 
 
+MARKS = {2: (torch.int16, 0x7FD3), 4: (torch.int32, 0x7FD3_4B1D)}  # element size in bytes: bits of a NaN that no arithmetic gives
+
+
 @torch.no_grad()
 def load(
     chunks: list[Any],
@@ -104,12 +107,11 @@ def load(
     `scheduler`'s as well, and the random generators' if the parallel sizes are those of the checkpoint. Raises SourceError on this rank
     alone when something is missing; the caller makes sure that the others hear of it.
     """
-    fill_with_nan(chunks)
+    mark(chunks)
     read = load_torch_dist if format_of(checkpoint) == "torch_dist" else load_torch
     state = read(chunks, args, checkpoint, strict, optimizer)
-    left = [name for name, value in weights(chunks) if value.isnan().any()]
-    if left:
-        raise SourceError.of(f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not set, or set to NaN:", left)
+    if left := marked(chunks):
+        raise SourceError.of(f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not set:", left)
     if scheduler is not None:
         if "opt_param_scheduler" not in state:
             raise SourceError(f"{unit_directory(checkpoint)} has no opt_param_scheduler: it does not say how far its run was")
@@ -321,7 +323,18 @@ def weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{key}.{name}", value
 
 
-def fill_with_nan(chunks: list[Any]) -> None:
-    """So that a tensor that no load reaches shows."""
+def mark(chunks: list[Any]) -> None:
+    """Fills all with one certain NaN, so that a tensor that no load reaches shows, and one that holds NaN is told from it."""
     for _, value in weights(chunks):
-        value.fill_(float("nan"))
+        kind, bits = MARKS[value.element_size()]
+        value.view(kind).fill_(bits)
+
+
+def marked(chunks: list[Any]) -> list[str]:
+    """Names of those that are still so, in part or whole."""
+    out = []
+    for name, value in weights(chunks):
+        kind, bits = MARKS[value.element_size()]
+        if (value.view(kind) == bits).any():
+            out.append(name)
+    return out

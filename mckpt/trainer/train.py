@@ -7,14 +7,13 @@ The loss of a step is the mean over all tokens of its global batch, which holds 
 parallel sizes: curves of one checkpoint at other sizes differ by rounding alone.
 
 job.json is one object: `checkpoint`, the fields of Options, the parallel sizes (tp, pp, vpp, ep, etp, cp), `transformer_impl` (auto,
-transformer_engine, local), `args` (replace or add to the checkpoint's), and `losses`, the file that gets one line of JSON a step.
+transformer_engine, local), `args` (replace or add to the checkpoint's), `losses`, the file that gets one line of JSON a step, and `json`
+(print such lines too).
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
 import sys
 import time
 from argparse import Namespace
@@ -29,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import UsageError
-from mckpt.trainer import adam, build, cpu, data, load, save
+from mckpt.trainer import adam, build, cpu, data, load, points, save
 
 SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp")
 
@@ -62,17 +61,12 @@ class Options:
 Step = dict[str, float]  # step (from 1), loss, grad_norm, lr, seconds, tokens_per_s
 
 
-def main(argv: list[str]) -> None:
+def main(job: dict[str, Any]) -> None:
     """One rank of `torchrun ... -m mckpt.trainer.train job.json`."""
-    (path,) = argv
-    job = json.loads(Path(path).read_text())
-    known = {"checkpoint", "losses", "args", "transformer_impl", *SIZES, *(field.name for field in fields(Options))}
+    known = {"checkpoint", "losses", "json", "args", "transformer_impl", *SIZES, *(field.name for field in fields(Options))}
     if unknown := sorted(set(job) - known):
-        raise UsageError.of(f"{path} has entries that mean nothing here:", unknown, f"Known: {', '.join(sorted(known))}")
-    cpu.install()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=datetime.timedelta(minutes=30))
+        raise UsageError.of("the job has entries that mean nothing here:", unknown, f"Known: {', '.join(sorted(known))}")
+    build.join()
     run(job)
     dist.destroy_process_group()  # not after a failure: the others are still waiting, and end when this process does
 
@@ -84,13 +78,13 @@ def run(job: dict[str, Any], timeout_s: float = 1800) -> list[Step]:
     others = {"transformer_impl": job.get("transformer_impl", "auto")} | job.get("args", {})
     args = build.at_sizes(load.read_common(job["checkpoint"]).get("args") or {}, **sizes, **others)
     build.initialize(args, timeout_s, gloo_groups=True)
-    return train(args, job["checkpoint"], options, partial(tell, job.get("losses")))
+    return train(args, job["checkpoint"], options, partial(tell, job.get("losses"), bool(job.get("json"))))
 
 
-def tell(losses: str | None, step: Step) -> None:
+def tell(losses: str | None, as_json: bool, step: Step) -> None:
     """Prints a step, and adds it to the file."""
     if dist.get_rank() == 0:
-        print(" ".join(f"{name} {value:.6g}" for name, value in step.items()), flush=True)
+        print(json.dumps(step) if as_json else " ".join(f"{name} {value:.6g}" for name, value in step.items()), flush=True)
         if losses:
             with Path(losses).open("a") as file:
                 file.write(json.dumps(step) + "\n")
@@ -262,4 +256,5 @@ def sum_loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Te
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with points.reporting(sys.argv[1]) as JOB:
+        main(JOB)

@@ -1,0 +1,104 @@
+"""Starts the processes of the trainer: one by itself, several under torchrun; nothing of them is left running."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mckpt import errors
+from mckpt.errors import MckptError, MissingExtra, UsageError
+
+LOG_SHOWN = 3000  # characters of a log in an error
+GRACE_S = 20  # between asking processes to end and ending them
+
+
+def require(*modules: str) -> None:
+    """MissingExtra if one of these cannot be imported."""
+    missing = [m for m in modules if importlib.util.find_spec(m.split(".")[0]) is None]
+    if missing:
+        raise MissingExtra(f"{', '.join(missing)} not installed, which running models needs: pip install 'mckpt[verify]'")
+
+
+def device(asked: str, num_ranks: int) -> str:
+    """`cpu` or `cuda`; `auto` is cuda where there are GPUs enough. Found without torch, which takes seconds to import."""
+    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = len(gpus) if visible is None else min(len(gpus), len([v for v in visible.split(",") if v.strip()]))
+    if asked == "auto":
+        return "cuda" if count >= num_ranks else "cpu"
+    if asked == "cuda" and count < num_ranks:
+        raise UsageError(f"{num_ranks} ranks need as many GPUs, and {count} are here; say smaller sizes, or --device cpu")
+    return asked
+
+
+def launch(module: str, job: dict[str, Any], directory: Path, device: str, num_ranks: int = 1, show: bool = False) -> None:
+    """Runs `python -m MODULE JOB` on every rank, and raises what the first rank that failed says in `directory`.
+
+    What they print goes to a log in `directory`; with `show`, stdout is this process's own.
+    """
+    path = directory / f"{module.rpartition('.')[2]}.job.json"
+    path.write_text(json.dumps(job))
+    command = [sys.executable, "-m", module, str(path)]
+    environ = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])),
+        "PYTHONWARNINGS": "ignore",
+        "TOKENIZERS_PARALLELISM": "false",
+        "NVIDIA_TF32_OVERRIDE": "0",  # fp32 means fp32: Transformer Engine asks cuBLAS for TF32 otherwise
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it with tensor parallelism
+    }
+    if device == "cpu":
+        environ |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)), "CUDA_VISIBLE_DEVICES": ""}
+    if num_ranks == 1:
+        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    else:
+        torchrun = {"--nproc-per-node": num_ranks, "--master-addr": "127.0.0.1", "--master-port": free_port()}
+        command[1:1] = ["-m", "torch.distributed.run", *(str(part) for option in torchrun.items() for part in option)]
+    log = path.with_suffix(".log")
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command, env=environ, stdout=None if show else stream, stderr=stream, start_new_session=True)
+        try:
+            code = process.wait()
+        finally:
+            end(process)
+    if code:
+        raise failure(directory, module, code, log)
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends it: torchrun passes the signal on to its ranks, which are sessions of their own."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(GRACE_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def failure(directory: Path, module: str, code: int, log: Path) -> Exception:
+    """The error of the rank that failed first; MckptError with the end of the log where none could say."""
+    said = sorted(directory.glob("error.rank*.json"), key=lambda p: p.stat().st_mtime_ns)
+    if said:
+        first = json.loads(said[0].read_text())
+        for path in said:
+            path.unlink()
+        if first["class"]:
+            error: Exception = getattr(errors, first["class"])(first["message"])
+            return error
+        return RuntimeError(f"{module} failed:\n{first['message']}")
+    how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
+    return MckptError(f"{module} {how}; its log ends:\n{log.read_text(errors='replace')[-LOG_SHOWN:]}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,120 @@
+"""The places at which two models are compared, by the same names on both sides.
+
+    embed                what the embedding gives
+    layers.{l}.attn      what the attention of layer l adds to the residual stream
+    layers.{l}.mlp       what its mlp or experts add
+    layers.{l}           the residual stream behind layer l (0 is the first)
+    final_norm           what the output layer is given
+
+A hidden state of any width is kept as its product with one fixed random matrix, 32 numbers for a position: differences keep their length
+(Johnson and Lindenstrauss; here within some 12 percent), two states that differ at all differ there, and a comparison of 94 layers takes
+megabytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mckpt.errors import MckptError
+
+WIDTH = 32  # numbers kept of a hidden state
+
+
+class Recorder:
+    """Collects hidden states, and the experts that routers choose, of one sequence at a time, from hooks that it puts on modules."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, np.ndarray] = {}  # point -> [seq, WIDTH] fp32
+        self.experts: dict[int, np.ndarray] = {}  # layer -> [seq, experts] bool
+        self.router_logits: dict[int, np.ndarray] = {}  # layer -> [seq, experts] fp32; only where the side can tell
+        self._hooks: list[Any] = []
+
+    def clear(self) -> None:
+        self.states, self.experts, self.router_logits = {}, {}, {}
+
+    def state(self, name: str, hidden: torch.Tensor) -> None:
+        """Keeps `hidden` [seq, hidden size] under `name`."""
+        self.states[name] = sketch(hidden).cpu().numpy()
+
+    def output(self, module: torch.nn.Module, keep: Callable[[Any], None]) -> None:
+        """Calls `keep` with what the module gives, each time it runs."""
+        self._hooks.append(module.register_forward_hook(lambda _module, _args, output: keep(output)))
+
+    def input(self, module: torch.nn.Module, keep: Callable[[Any], None]) -> None:
+        """Calls `keep` with the module's first argument, each time it runs."""
+        self._hooks.append(module.register_forward_pre_hook(lambda _module, args: keep(args[0])))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+def sketch(hidden: torch.Tensor) -> torch.Tensor:
+    """[..., hidden size] -> [..., WIDTH], fp32. Lengths stay what they were, on average."""
+    return hidden.float() @ projection(hidden.shape[-1], hidden.device)
+
+
+@functools.lru_cache
+def projection(size: int, device: torch.device) -> torch.Tensor:
+    """The same matrix [size, WIDTH] in every process: drawn on the CPU from a fixed seed."""
+    generator = torch.Generator().manual_seed(size)
+    return (torch.randn(size, WIDTH, generator=generator) / WIDTH**0.5).to(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------- logits
+
+
+@torch.no_grad()
+def compare(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+    """How `other`'s logits [seq, vocab] differ from `reference`'s, for each position: arrays [seq].
+
+    max_abs and mean_square over the vocabulary; kl of the distributions, in nats; top1: whether both choose the same token; loss of the next
+    token under each (NaN at the last position); spread: standard deviation of the reference over the vocabulary.
+    """
+    out: dict[str, list[np.ndarray]] = {}
+    following = torch.cat([tokens[1:], tokens[:1]]).to(reference.device)
+    for at in range(0, len(reference), 64):  # of 150,000 words, 64 positions in fp64 are 77 MB
+        a, b = reference[at : at + 64].double(), other[at : at + 64].to(reference.device).double()
+        apart = (a - b).abs()
+        log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+        target = following[at : at + 64, None]
+        found = {
+            "max_abs": apart.amax(-1),
+            "mean_square": apart.square().mean(-1),
+            "kl": (log_a.exp() * (log_a - log_b)).sum(-1).clamp(min=0),
+            "top1": (a.argmax(-1) == b.argmax(-1)).double(),
+            "loss_reference": -log_a.gather(-1, target)[:, 0],
+            "loss": -log_b.gather(-1, target)[:, 0],
+            "spread": a.std(-1),
+        }
+        for name, value in found.items():
+            out.setdefault(name, []).append(value.cpu().numpy())
+    joined = {name: np.concatenate(values) for name, values in out.items()}
+    joined["loss_reference"][-1] = joined["loss"][-1] = np.nan  # nothing follows the last token
+    return joined
+
+
+# ---------------------------------------------------------------------------------------------------------------- a process of its own
+
+
+@contextmanager
+def reporting(path: str) -> Iterator[dict[str, Any]]:
+    """The job of a file. If the block fails, error.rank{r}.json beside it says why: an error of ours by its class, else the traceback."""
+    try:
+        yield json.loads(Path(path).read_text())
+    except Exception as e:
+        ours = isinstance(e, MckptError)
+        said = {"class": type(e).__name__ if ours else None, "message": str(e) if ours else traceback.format_exc()}
+        (Path(path).parent / f"error.rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(said))
+        raise SystemExit(1) from None

@@ -1,0 +1,240 @@
+"""The transformers side of a verdict: one model, run on every sequence, with the noise of its own arithmetic.
+
+    python -m mckpt.trainer.reference job.json
+
+job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens), num_experts, and vocab_size and
+length for the further sequences that are tried while some expert was not reached.
+
+OUT/reference.json tells the sequences, what they reached and the versions; OUT/reference.{i}.npz holds per position what `points` names;
+OUT/logits.{i}.npy the fp32 logits [seq, vocab] of sequence i. The model is loaded once in fp32 and once in its own dtype, one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+
+from mckpt.errors import SourceError
+from mckpt.trainer import points
+
+TRIES = 64  # further sequences that are run to reach every expert
+
+
+def main(job: dict[str, Any]) -> None:
+    out, sequences = Path(job["out"]), [list(s) for s in job["sequences"]]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = load(job["hf"], "float32", device)
+    recorder = points.Recorder()
+    watch(model, recorder)
+    spreads = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
+    reached = reach(model, recorder, sequences, job, out)
+    if not all(np.isfinite(s) for s in spreads):
+        raise SourceError(f"{job['hf']}: transformers computes logits that are not finite, so there is nothing to compare with")
+    with reordered(model):
+        for index, tokens in enumerate(sequences):
+            noise(model, recorder, tokens, out, index)
+    probed = probe(model, sequences[0], out)
+    recorder.remove()
+    del model
+    gc.collect()
+    if job["dtype"] != "float32":
+        model = load(job["hf"], job["dtype"], device)
+        for index, tokens in enumerate(sequences):
+            keep(
+                out,
+                index,
+                {f"low_{k}": v for k, v in points.compare(saved(out, index, device), logits(model, tokens), torch.tensor(tokens)).items()},
+            )
+    import transformers
+
+    said = {"sequences": sequences, "reached": reached, "probe": probed, "dtype": job["dtype"],
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}  # fmt: skip
+    (out / "reference.json").write_text(json.dumps(said))
+
+
+# ---------------------------------------------------------------------------------------------------------------- the model
+
+
+def load(directory: str, dtype: str, device: torch.device) -> Any:
+    """The model as transformers loads it, eager; SourceError if a tensor is missing, left over or of another shape.
+
+    With accelerate installed a model larger than the GPU is spread over all of them and the host, and one larger than memory over the disk.
+    """
+    import importlib.util
+
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    placed: dict[str, Any] = {}
+    if device.type == "cuda" and importlib.util.find_spec("accelerate"):
+        placed = {"device_map": "auto"}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True, trust_remote_code=False, **placed
+    )
+    model, found = loaded
+    wrong = [f"{kind}: {', '.join(map(str, keys))}" for kind, keys in found.items() if keys]
+    if wrong:
+        raise SourceError.of(f"{directory}: transformers does not load it whole:", wrong)
+    return (model if placed else model.to(device)).eval()
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: list[int]) -> torch.Tensor:
+    """fp32 logits [seq, vocab]."""
+    rows = torch.tensor([tokens], device=model.get_input_embeddings().weight.device)
+    found: torch.Tensor = model(rows, use_cache=False).logits[0].float()
+    return found
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """The decoder's layers: the list of modules that is as long as the config says."""
+    for _, module in model.named_modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.get_text_config().num_hidden_layers:
+            return list(module)
+    raise SourceError(f"{type(model).__name__} has no list of num_hidden_layers modules")
+
+
+def watch(model: Any, recorder: points.Recorder) -> None:
+    """Hooks at every point. A layer's children that are no norms are its attention and its mlp, in this order, in every family."""
+
+    def first(value: Any) -> Any:
+        return value[0] if isinstance(value, tuple) else value
+
+    def state(name: str) -> Any:
+        return lambda value: recorder.state(name, first(value)[0])  # of a batch of one
+
+    def routed(layer: int) -> Any:
+        def keep(value: Any) -> None:
+            scores, chosen = value[0].float(), value[-1]
+            recorder.router_logits[layer] = scores.cpu().numpy()
+            recorder.experts[layer] = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True).cpu().numpy()
+
+        return keep
+
+    recorder.output(model.get_input_embeddings(), state("embed"))
+    for index, layer in enumerate(decoder_layers(model)):
+        recorder.output(layer, state(f"layers.{index}"))
+        attention, mlp, *_ = [child for name, child in layer.named_children() if "norm" not in name]
+        recorder.output(attention, state(f"layers.{index}.attn"))
+        recorder.output(mlp, state(f"layers.{index}.mlp"))
+        for module in mlp.modules():
+            if type(module).__name__.endswith("Router"):  # gives logits [tokens, experts], weights, chosen experts [tokens, k]
+                recorder.output(module, routed(index))
+    recorder.input(model.get_output_embeddings(), state("final_norm"))
+
+
+# ---------------------------------------------------------------------------------------------------------------- its runs
+
+
+def base(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int) -> float:
+    """Runs one sequence and keeps all of it; returns the largest magnitude of its logits."""
+    recorder.clear()
+    found = logits(model, tokens)
+    np.save(out / f"logits.{index}.npy", found.cpu().numpy())
+    kept: dict[str, Any] = {f"state_{name}": value for name, value in recorder.states.items()}
+    kept |= {f"experts_{layer}": value for layer, value in recorder.experts.items()}
+    kept |= {f"router_{layer}": value for layer, value in recorder.router_logits.items()}
+    np.savez(out / f"reference.{index}.npz", **kept)
+    return float(found.abs().max())
+
+
+def noise(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int) -> None:
+    """Runs one sequence again, its sums in another order, and keeps how far it is from the first time."""
+    first = dict(np.load(out / f"reference.{index}.npz"))
+    recorder.clear()
+    found = points.compare(saved(out, index, next(model.parameters()).device), logits(model, tokens), torch.tensor(tokens))
+    kept = {f"noise_{name}": value for name, value in found.items()}
+    kept |= {f"noise_state_{name}": np.linalg.norm(value - first[f"state_{name}"], axis=-1) for name, value in recorder.states.items()}
+    kept |= {f"noise_router_{k}": np.abs(value - first[f"router_{k}"]).max(-1) for k, value in recorder.router_logits.items()}
+    keep(out, index, kept)
+
+
+def saved(out: Path, index: int, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.load(out / f"logits.{index}.npy")).to(device)
+
+
+def keep(out: Path, index: int, more: dict[str, Any]) -> None:
+    path = out / f"reference.{index}.npz"
+    np.savez(path, **dict(np.load(path)) | more)
+
+
+def reach(model: Any, recorder: points.Recorder, sequences: list[list[int]], job: dict[str, Any], out: Path) -> dict[str, Any]:
+    """Adds sequences until every expert of every layer was chosen once; says which never were."""
+    if not recorder.experts:
+        return {}
+    union: dict[int, np.ndarray] = {}
+    for index in range(len(sequences)):
+        with np.load(out / f"reference.{index}.npz") as kept:
+            for layer in recorder.experts:
+                union[layer] = union.get(layer, False) | kept[f"experts_{layer}"].any(0)
+    for seed in range(TRIES):
+        if all(u.all() for u in union.values()):
+            break
+        tokens = candidate(seed, job["vocab_size"], job["length"])
+        recorder.clear()
+        logits(model, tokens)
+        if any((value.any(0) & ~union[layer]).any() for layer, value in recorder.experts.items()):
+            sequences.append(tokens)
+            base(model, recorder, tokens, out, len(sequences) - 1)
+            union = {layer: union[layer] | value.any(0) for layer, value in recorder.experts.items()}
+    return {str(layer): np.flatnonzero(~u).tolist() for layer, u in union.items()} | {"experts": int(sum(map(len, union.values())))}
+
+
+def candidate(seed: int, vocab_size: int, length: int) -> list[int]:
+    """Random tokens; every other time each is said 8 times over: experts that a mixture never chooses often take a lone word."""
+    draw = np.random.RandomState(1_000 + seed)
+    if seed % 2 == 0:
+        return list(map(int, draw.randint(0, vocab_size, length)))
+    return list(map(int, np.repeat(draw.randint(0, vocab_size, -(-length // 8)), 8)[:length]))
+
+
+def probe(model: Any, tokens: list[int], out: Path) -> float:
+    """How far logits move when the first weight of the last layer's attention is shifted by one head: a fault that the tolerance must show."""
+    layer = decoder_layers(model)[-1]
+    attention = next(child for name, child in layer.named_children() if "norm" not in name)
+    weight = next(m.weight for m in attention.modules() if isinstance(m, torch.nn.Linear))
+    config = model.config.get_text_config()
+    rows = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    with torch.no_grad():
+        kept = weight.data
+        weight.data = kept.roll(rows, 0)
+        found = float((logits(model, tokens) - saved(out, 0, kept.device)).abs().max())
+        weight.data = kept
+    return found
+
+
+class _SplitSums(TorchFunctionMode):
+    """Every linear layer's sums in four parts: the rounding is then that of other kernels and of tensor parallelism."""
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if function is torch.nn.functional.linear and not kwargs and args[0].shape[-1] >= 4:
+            x, weight, *bias = args
+            parts = zip(x.tensor_split(4, -1), weight.tensor_split(4, -1), strict=True)
+            out = sum(a @ w.mT for a, w in parts)
+            return out + bias[0] if bias and bias[0] is not None else out
+        return function(*args, **kwargs or {})
+
+
+@contextmanager
+def reordered(model: Any) -> Iterator[None]:
+    """The same function, its sums in another order: another attention kernel, and linears in parts."""
+    model.set_attn_implementation("sdpa")
+    with _SplitSums():
+        yield
+    model.set_attn_implementation("eager")
+
+
+if __name__ == "__main__":
+    with points.reporting(sys.argv[1]) as JOB:
+        main(JOB)

@@ -1,0 +1,110 @@
+"""The Megatron-Core side of a verdict, one rank of it: the model that a checkpoint's args describe, run on the reference's sequences.
+
+    torchrun --nproc-per-node N -m mckpt.trainer.worker job.json
+
+job.json: out (where the reference left its files), timeout_s, and checkpoints, a list of {name, path, args (instead of the
+checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl}. All have the same sizes, so that one set of process groups serves.
+
+OUT/NAME.json: {"error": ...} or what was loaded; OUT/NAME.rank{r}.{i}.npz the states of sequence i that rank r holds; OUT/NAME.{i}.npz, by
+rank 0, how the logits differ, in fp32 and, prefixed `low_`, in the checkpoint's dtype, beside the fp32 states and the experts chosen.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mckpt.errors import MckptError
+from mckpt.trainer import build, forward, load, points
+
+SCATTER = 2000  # pairs of logits kept of each sequence, for the report's plot
+
+
+def main(job: dict[str, Any]) -> None:
+    build.join(job["timeout_s"])
+    out, started = Path(job["out"]), False
+    sequences = json.loads((out / "reference.json").read_text())["sequences"]
+    for checkpoint in job["checkpoints"]:
+        try:
+            stored = checkpoint["args"] or load.read_args(checkpoint["path"])
+            args = build.at_sizes(stored, transformer_impl=checkpoint["impl"], **checkpoint["sizes"])
+            if not started:
+                build.initialize(args, job["timeout_s"])
+                started = True
+            said = run(args, checkpoint, sequences, out)
+        except MckptError as e:
+            if dist.get_world_size() > 1:  # the others wait for this rank
+                raise
+            said = {"error": {"class": type(e).__name__, "message": str(e)}}
+        if dist.get_rank() == 0:
+            (out / f"{checkpoint['name']}.json").write_text(json.dumps(said))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]], out: Path) -> dict[str, Any]:
+    """One checkpoint in fp32, with its states, and in the dtype of its args."""
+    own = getattr(args, "params_dtype", torch.float32)
+    said: dict[str, Any] = {}
+    for dtype in dict.fromkeys((torch.float32, own)):
+        chunks = build.build(args, dtype)
+        state = load.load(chunks, args, checkpoint["path"])
+        said |= {"unread": on_all_ranks(state["unread"]), "iteration": state.get("iteration")}
+        low = dtype != torch.float32
+        recorder = points.Recorder()
+        if not low:
+            forward.watch(chunks, recorder)
+        for index, tokens in enumerate(sequences):
+            recorder.clear()
+            found = forward.logits(chunks, args, torch.tensor([tokens]))
+            if recorder.states:
+                kept: dict[str, Any] = {f"state_{name}": value[: len(tokens)] for name, value in recorder.states.items()}
+                kept |= {f"experts_{layer}": value[: len(tokens)] for layer, value in recorder.experts.items()}
+                np.savez(out / f"{checkpoint['name']}.rank{dist.get_rank()}.{index}.npz", **kept)
+            if dist.get_rank() == 0:
+                assert found is not None
+                compare(found[0], tokens, out, checkpoint["name"], index, low)
+        recorder.remove()
+        del chunks, state, found
+        gc.collect()
+    from megatron.core import __version__
+
+    said |= {"dtype": str(own).removeprefix("torch."), "impl": args.transformer_impl, "versions": {"megatron-core": __version__}}
+    if args.transformer_impl == "transformer_engine":
+        import transformer_engine
+
+        said["versions"]["transformer-engine"] = getattr(transformer_engine, "__version__", "?")
+    return said
+
+
+def on_all_ranks(names: list[str]) -> list[str]:
+    """The names that every rank gives: a key of another pipeline stage is not unread."""
+    given: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(given, names)
+    return sorted(set.intersection(*map(set, given)))
+
+
+def compare(found: torch.Tensor, tokens: list[int], out: Path, name: str, index: int, low: bool) -> None:
+    """Rank 0: keeps how these logits [seq, vocab] differ from the reference's, and some pairs of both."""
+    reference = torch.from_numpy(np.load(out / f"logits.{index}.npy", mmap_mode="r")[:])
+    kept: dict[str, Any] = points.compare(reference.to(found.device), found, torch.tensor(tokens))
+    path = out / f"{name}.{index}.npz"
+    if low:
+        kept = dict(np.load(path)) | {f"low_{key}": value for key, value in kept.items()}
+    else:
+        at = np.random.RandomState(index).randint(0, reference.numel(), SCATTER)
+        kept["scatter"] = np.stack([reference.reshape(-1)[at].numpy(), found.reshape(-1).cpu()[at].numpy()], 1)
+    np.savez(path, **kept)
+
+
+if __name__ == "__main__":
+    with points.reporting(sys.argv[1]) as JOB:
+        main(JOB)

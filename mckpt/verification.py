@@ -1,0 +1,315 @@
+"""The verdict: do a Hugging Face and a Megatron checkpoint hold one model?
+
+    bytes     every logical tensor the same, to the last bit, and the same dims; any formats, no torch needed
+    forward   transformers and Megatron-Core compute the same logits, at every position of several sequences
+    train     and, trained a few steps at two parallel layouts, the same losses
+
+This module starts what is needed and hands on what it left; `verdict` judges.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mckpt import api, comparison, launching, mapping, verdict
+from mckpt.checkpoint import DIALECT, Checkpoint, Known
+from mckpt.errors import MckptError, UsageError
+from mckpt.formats import hf as hf_format
+from mckpt.parallel import Parallel
+from mckpt.verdict import Pair, Verdict
+
+LEVELS = ("bytes", "forward", "train")
+SEQUENCES, LENGTH = 4, 512
+LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
+SIZES = ("tp", "pp", "vpp", "ep", "etp")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How deep, at which sizes, on what. Sizes that are None are those of the checkpoint for `torch` files, else 1."""
+
+    level: str = "forward"
+    tp: int | None = None
+    pp: int | None = None
+    vpp: int | None = None
+    ep: int | None = None
+    etp: int | None = None
+    cp: int = 1
+    device: str = "auto"  # cpu, cuda
+    transformer_impl: str = "auto"  # Transformer Engine where it is installed; local
+    sequences: int = SEQUENCES
+    length: int = LENGTH
+    tokens: str | Path | None = None  # a file of further sequences
+    iteration: int | None = None
+    family: str | None = None
+    mapping: str | None = None
+    steps: int = 4  # of `train`
+    timeout_s: float = 1800  # of one collective
+    keep: str | Path | None = None  # a directory for what the two sides computed; removed otherwise
+
+
+def verify(hf: str | Path, megatron: str | Path, **options: Any) -> Verdict:
+    """Compare the two; keywords are those of `Options`."""
+    return verify_all(hf, [megatron], Options(**options))[0]
+
+
+def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Options) -> list[Verdict]:
+    """The verdict on each Megatron checkpoint; the Hugging Face model runs once. All must run at the same sizes."""
+    if options.level not in LEVELS:
+        raise UsageError(f"no level {options.level!r}; known: {', '.join(LEVELS)}")
+    left = Checkpoint(hf, Known(family=options.family, mapping=options.mapping))
+    if options.level == "bytes":
+        return [_bytes(left, Checkpoint(path, _known(left, options))) for path in checkpoints]
+    if left.format != "hf":
+        raise UsageError(f"{left.path}: is a Megatron checkpoint; the first of the two is a Hugging Face directory")
+    launching.require("torch", "transformers", "megatron", "psutil")
+    _ = left.layout  # damage is said before anything is started
+    work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        subjects = [_Subject(left, path, options, f"checkpoint{index}", work) for index, path in enumerate(checkpoints)]
+        if any(s.pair.sizes != subjects[0].pair.sizes or s.dtype != subjects[0].dtype for s in subjects):
+            raise UsageError("checkpoints that are verified together must be of one dtype and run at the same sizes")
+        return _run(subjects, work, options)
+    finally:
+        if options.keep is None:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict]:
+    """Levels `forward` and `train`."""
+    left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
+    num_ranks = world(sizes)
+    device = launching.device(options.device, num_ranks)
+    vocab_size = left.dims["vocab_size"]
+    sequences = [*_sequences(left, options), *read_tokens(options.tokens, vocab_size)]
+    held = {"sequences": sequences, "vocab_size": vocab_size, "length": min(map(len, sequences))}
+    launching.launch("mckpt.trainer.reference", {"hf": str(left.path), "out": str(work), "dtype": subjects[0].dtype, **held}, work, device)
+    jobs = [
+        {"name": s.pair.name, "path": str(s.run_path), "args": s.given_args, "sizes": {**sizes, "vocab_size": vocab_size},
+         "impl": options.transformer_impl}
+        for s in subjects
+    ]  # fmt: skip
+    job = {"out": str(work), "timeout_s": options.timeout_s, "checkpoints": jobs}
+    try:
+        launching.launch("mckpt.trainer.worker", job, work, device, num_ranks)
+    except MckptError as e:
+        only = subjects[0].pair
+        if len(subjects) > 1 or not (only.apart or only.unread):
+            raise
+        return [verdict.does_not_load(only, e)]  # and the args say why
+    out = []
+    for subject in subjects:
+        found = verdict.judge(subject.pair, work, device, num_ranks)
+        found.facts["level"] = options.level
+        if subject.resharded:
+            found.facts["resharded"] = f"from {subject.pair.right.parallel}, into a temporary directory"
+        if options.level == "train" and found.verdict != "fail":
+            _train(subject, found, work, options)
+        out.append(found)
+    return out
+
+
+def world(sizes: dict[str, int]) -> int:
+    """Ranks that hold one model once."""
+    return sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- bytes
+
+
+def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
+    """Level `bytes`: the tensors, and the dims where both sides say them."""
+    facts: dict[str, Any] = {"level": "bytes", "hf": str(left.path), "megatron": str(right.path)}
+    apart, unread = ([], None) if right.format == "hf" or left.format != "hf" else differing_dims(left, right)
+    facts["dims"] = apart
+    reasons = [*map(verdict.say_dim, apart), *([unread] if unread else [])]
+    try:
+        found = comparison.diff(left, right)
+    except MckptError as e:
+        if not reasons:
+            raise
+        return Verdict("fail", [*reasons, f"so the tensors cannot be told apart: {e}"], facts)
+    reasons += [f"{name}: only in {left.path}" for name in found.missing] + [f"{name}: only in {right.path}" for name in found.extra]
+    reasons += [str(c) for c in found.changed]
+    return Verdict("fail" if reasons else "pass", reasons, {**facts, "values": found.json()})
+
+
+# ---------------------------------------------------------------------------------------------------------------- a Megatron checkpoint
+
+
+class _Subject:
+    """One Megatron checkpoint: what its args say beside the config, and how it is run."""
+
+    def __init__(self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path) -> None:
+        right = Checkpoint(path, _known(left, options))
+        if right.format == "hf":
+            raise UsageError(f"{path}: is a Hugging Face directory; the second of the two is a Megatron checkpoint")
+        apart, unread = differing_dims(left, right)
+        self.given_args: dict[str, Any] | None = None
+        args = right.args
+        if args is None:  # Megatron-Bridge keeps none
+            args = self.given_args = _args_of(left, right)
+        if not apart and not unread:
+            _ = right.layout  # truncated, incomplete: SourceError
+        self.dtype = str(args.get("params_dtype") or "torch.float32").removeprefix("torch.")
+        saved = right.parallel if right.format == "torch" else Parallel()
+        wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
+        sizes = {"tp": wanted.tp, "pp": wanted.pp, "vpp": wanted.vpp, "ep": wanted.ep, "etp": wanted.expert_tp, "cp": options.cp}
+        where = Path(path) if right.unit is None else right.unit.path
+        self.pair = Pair(name, left, right, where, sizes, apart, unread)
+        self.run_path = where
+        self.resharded = right.format == "torch" and wanted != saved
+        if self.resharded:
+            self.run_path = work / f"{name}.resharded"
+            reshard(right, self.run_path, wanted)
+
+
+def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
+    """Its weights as torch_dist, which runs at any sizes: `torch` files run only at those they were saved with."""
+    api.plan(source, directory, format="torch_dist", parallel=parallel, no_optimizer=True).run(checksum="none")
+
+
+def _known(left: Checkpoint, options: Options) -> Known:
+    """What the Hugging Face side tells about the other."""
+    like = left.path if left.format == "hf" else None
+    return Known(iteration=options.iteration, like=like, family=options.family, mapping=options.mapping)
+
+
+def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
+    """Args that Megatron would have for the model of the config."""
+    dialect = mapping.load("megatron", DIALECT)
+    stored = right.stored
+    rows = None if isinstance(stored, hf_format.Checkpoint) else stored.padded_vocab(dialect, right.parallel)
+    given = {**api.GIVEN, "dtype": api.most_dtype(left), "padded_vocab_size": rows or left.dims["vocab_size"]}
+    return dialect.write(left.dims, given)
+
+
+def differing_dims(left: Checkpoint, right: Checkpoint) -> tuple[list[dict[str, Any]], str | None]:
+    """Dims that the Megatron args and the config say differently; and why the args could not be read, if so."""
+    if right.args is None:
+        return [], None
+    dialect = mapping.load("megatron", DIALECT)
+    try:
+        said = dialect.read(right.args, {}, f"args of {right.path}", {"vocab_size": left.dims["vocab_size"]})
+    except MckptError as e:
+        return [], str(e)
+    out = []
+    for name, value in left.dims.items():
+        other = said.get(name)
+        if name in ("vocab_size", "max_positions", "sliding_window") or _same(value, other):
+            continue  # padded; only a bound; judged by running a sequence beyond it
+        keys = dialect.dims[name].keys if name in dialect.dims else ()
+        out.append({"dim": name, "arg": ", ".join(keys) or name, "hf": _plain(value), "megatron": _plain(other)})
+    return out, None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, float) or isinstance(b, float):
+        return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6)
+    return bool(_plain(a) == _plain(b))
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, (tuple, list)) else value
+
+
+# ---------------------------------------------------------------------------------------------------------------- train
+
+
+def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> None:
+    """Trains at the sizes asked for and at others, and adds to the verdict how the losses agree."""
+    pair = subject.pair
+    first = pair.sizes
+    second = other_sizes(first, pair.left.dims, pair.right.args or subject.given_args or {})
+    path = work / f"{pair.name}.training"
+    if pair.right.format == "torch":
+        reshard(pair.right, path, Parallel())
+    else:
+        path = subject.run_path
+    dims = pair.left.dims
+    length = min(options.length, dims["max_positions"] or options.length, 256)
+    curves = []
+    for number, sizes in enumerate((first, second)):
+        losses = work / f"{pair.name}.losses{number}.jsonl"
+        job = {
+            "checkpoint": str(path), "losses": str(losses), "steps": options.steps, "seq_length": length - length % (2 * sizes["tp"] * sizes["cp"]),
+            "global_batch_size": 8, "dtype": "float32", "transformer_impl": options.transformer_impl, **sizes,
+        }  # fmt: skip
+        if subject.given_args:
+            job["args"] = subject.given_args
+        num_ranks = world(sizes)
+        launching.launch("mckpt.trainer.train", job, work, launching.device(options.device, num_ranks), num_ranks)
+        curves.append([json.loads(line) for line in losses.read_text().splitlines()])
+    found.facts["training"] = verdict.judge_training(found, [first, second], curves)
+
+
+def other_sizes(sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any]) -> dict[str, int]:
+    """Sizes as unlike these as the model allows, on as many ranks, or on two if it was one."""
+    num_ranks = max(2, world(sizes))
+    rows = args.get("padded_vocab_size") or dims["vocab_size"]
+    divided = [dims[k] for k in ("num_heads", "num_query_groups", "ffn_size") if dims.get(k)] + [rows]
+
+    def fits(tp: int, pp: int, ep: int) -> bool:
+        whole = all(d % tp == 0 for d in divided) and dims["num_layers"] % pp == 0
+        return whole and (ep == 1 or (bool(dims.get("num_experts")) and dims["num_experts"] % ep == 0))
+
+    def unlike(new: dict[str, int]) -> int:
+        return sum(new[k] != sizes[k] for k in ("tp", "pp", "ep"))
+
+    found = []
+    for tp, pp, ep in itertools.product(_divisors(num_ranks), repeat=3):
+        new = {"tp": tp, "pp": pp, "vpp": 1, "ep": ep, "etp": 1 if ep > 1 else tp, "cp": 1}
+        if fits(tp, pp, ep) and world(new) == num_ranks and unlike(new):
+            found.append(new)
+    if not found:
+        raise UsageError(f"the model allows no other sizes than {sizes} on {num_ranks} ranks: give others, or --level forward")
+    return max(found, key=unlike)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+# ---------------------------------------------------------------------------------------------------------------- tokens
+
+
+def _sequences(left: Checkpoint, options: Options) -> list[list[int]]:
+    """Random tokens from fixed seeds over the whole vocabulary; the first runs beyond a sliding window."""
+    dims = left.dims
+    length = max(2, min(options.length, dims["max_positions"] or options.length))
+    lengths = [length] * options.sequences
+    window = dims.get("sliding_window")
+    if window and length <= window < LONGEST_WINDOW:
+        lengths[0] = min(window + window // 4 + 1, dims["max_positions"] or LONGEST_WINDOW)
+    return [np.random.RandomState(seed).randint(0, dims["vocab_size"], n).tolist() for seed, n in enumerate(lengths)]
+
+
+def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:
+    """The sequences of a file: JSON, a list of lists; JSON lines, a list or {"tokens": [...]} each; or .npy [sequences, length]."""
+    if path is None:
+        return []
+    try:
+        if str(path).endswith(".npy"):
+            found = np.load(path).tolist()
+        else:
+            text = Path(path).read_text()
+            found = json.loads(text) if text.lstrip().startswith("[[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = [row["tokens"] if isinstance(row, dict) else row for row in found]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UsageError(f"{path}: no sequences of tokens (JSON lists, one a line, or .npy): {e}") from None
+    for number, row in enumerate(rows, 1):
+        wrong = not isinstance(row, list) or len(row) < 2 or any(type(t) is not int or not 0 <= t < vocab_size for t in row)
+        if wrong:
+            raise UsageError(f"{path}: sequence {number} must be at least 2 whole numbers from 0 to {vocab_size - 1:,}")
+    return rows
