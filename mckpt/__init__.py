@@ -15,15 +15,18 @@ from mckpt import errors
 if TYPE_CHECKING:
     from mckpt.api import Checkpoint, Known, Plan, Target, convert, diff, open, plan
     from mckpt.parallel import Parallel
+    from mckpt.verdict import Verdict
+    from mckpt.verification import verify
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoint", "Known", "Parallel", "Plan", "Target", "convert", "diff", "errors", "open", "plan"]
+__all__ = ["Checkpoint", "Known", "Parallel", "Plan", "Target", "Verdict", "convert", "diff", "errors", "open", "plan", "verify"]
 
 
 def __getattr__(name: str) -> Any:
     """The names above, imported when they are used: `mckpt --help` needs none of them, nor numpy."""
     if name not in __all__:
         raise AttributeError(f"module 'mckpt' has no attribute {name!r}")
-    from mckpt import api
+    from importlib import import_module
 
-    return getattr(api, name)
+    home = {"Verdict": "verdict", "verify": "verification"}.get(name, "api")
+    return getattr(import_module(f"mckpt.{home}"), name)

@@ -244,6 +244,93 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
     return 1 if found else 0
 
 
+_run_sizes = _apply(
+    click.option("--tp", type=click.IntRange(1), help="Tensor-parallel size of the run."),
+    click.option("--pp", type=click.IntRange(1), help="Pipeline-parallel size."),
+    click.option("--vpp", type=click.IntRange(1), help="Virtual stages of each pipeline rank."),
+    click.option("--ep", type=click.IntRange(1), help="Expert-parallel size."),
+    click.option("--etp", type=click.IntRange(1), help="Tensor-parallel size of experts; as tp if not given."),
+    click.option("--cp", type=click.IntRange(1), default=1, show_default=True, help="Context-parallel size; needs Transformer Engine."),
+    click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
+    click.option("--transformer-impl", type=click.Choice(["auto", "transformer_engine", "local"]), default="auto", show_default=True,
+                 help="The layers that run; auto: Transformer Engine's where it is installed."),
+)  # fmt: skip
+
+
+@cli.command()
+@click.argument("hf", type=click.Path(path_type=Path))
+@click.argument("megatron", type=click.Path(path_type=Path))
+@click.option("--level", type=click.Choice(["bytes", "forward", "train"]), default="forward", show_default=True,
+              help="Equal tensors; equal logits; and equal losses of a few steps at two parallel layouts.")
+@_run_sizes
+@click.option("--tokens", type=click.Path(dir_okay=False, path_type=Path), help="Further sequences: JSON lists, one a line, or .npy.")
+@click.option("--sequences", type=click.IntRange(1), default=4, show_default=True, help="Random sequences, from fixed seeds.")
+@click.option("--length", type=click.IntRange(2), default=512, show_default=True, help="Tokens of each, at most what the model allows.")
+@click.option("--steps", type=click.IntRange(2), default=4, show_default=True, help="Of --level train.")
+@click.option("--iteration", type=click.IntRange(0), help="Which iteration; the tracker's otherwise.")
+@click.option("--family", help="The model's family, where nothing says it.")
+@click.option("--mapping", type=click.Path(dir_okay=False), help="Your own family file (YAML).")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write one HTML file with all that was measured.")
+@_json
+def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **o: Any) -> int:
+    """Do both hold one model? Runs transformers and Megatron-Core on the same tokens. Exit 0: pass; 1: fail, or incomplete."""
+    from mckpt import verification
+
+    start = time.perf_counter()
+    with _waiting("transformers and Megatron-Core are running"):
+        found = verification.verify(hf, megatron, **o)
+    if report is not None:
+        from mckpt import report as page
+
+        page.write(found, report)
+    if as_json:
+        click.echo(json.dumps(found.json()))
+    else:
+        for line in found.lines():
+            click.echo(line)
+        click.echo(f"{found.verdict.upper()}: {hf} and {megatron}, {time.perf_counter() - start:.0f} s")
+    return found.exit_code
+
+
+@cli.command()
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--steps", type=click.IntRange(1), required=True, help="In all, those before --resume included.")
+@click.option("--data", help="Megatron .bin/.idx (path without suffix), .jsonl with tokens or text; made-up text if not given.")
+@click.option("--tokenizer", type=click.Path(file_okay=False), help="Directory of the tokenizer, for .jsonl with text.")
+@click.option("--save", type=click.Path(file_okay=False), help="Save directory, with optimizer state.")
+@click.option("--format", "form", type=click.Choice(["torch_dist", "torch"]), default="torch_dist", show_default=True)
+@click.option("--optimizer-format", type=click.Choice(["fully_reshardable", "dp_reshardable"]), default="fully_reshardable", show_default=True)
+@click.option("--save-interval", type=click.IntRange(1), help="Steps; without it only the last one is saved.")
+@click.option("--resume", is_flag=True, help="Go on with the checkpoint's optimizer, schedule and iteration.")
+@click.option("--ranks", type=click.IntRange(1), help="Processes; those beyond one model are data-parallel.")
+@_run_sizes
+@click.option("--global-batch-size", type=click.IntRange(1), default=8, show_default=True, help="Sequences.")
+@click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, help="Sequences that one rank computes at once.")
+@click.option("--seq-length", type=click.IntRange(2), help="Tokens; the checkpoint's if not given.")
+@click.option("--lr", type=float, default=1e-4, show_default=True)
+@click.option("--min-lr", type=float, default=0.0, show_default=True)
+@click.option("--warmup", type=click.IntRange(0), default=0, show_default=True, help="Steps of linear warmup; then a cosine.")
+@click.option("--decay-steps", type=click.IntRange(1), help="Over which the learning rate falls; --steps if not given.")
+@click.option("--weight-decay", type=float, default=0.01, show_default=True)
+@click.option("--clip-grad", type=float, default=1.0, show_default=True, help="Of the gradient's norm; 0: not clipped.")
+@click.option("--seed", type=int, default=1234, show_default=True, help="Of the data's order.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp32"]), default="bf16", show_default=True)
+@_json
+def train(checkpoint: Path, form: str, ranks: int | None, device: str, dtype: str, as_json: bool, **o: Any) -> None:
+    """Train a Megatron checkpoint on real Megatron-Core, from its args alone: a loss for each step."""
+    from mckpt import launching
+
+    sizes = {k: o[k] or 1 for k in ("tp", "pp", "ep", "cp")} | {"vpp": o["vpp"] or 1, "etp": o["etp"] or o["tp"] or 1}
+    smallest = launching.world(sizes)
+    num_ranks = ranks or smallest
+    if num_ranks % smallest:
+        raise UsageError(f"--ranks {num_ranks} is no multiple of the {smallest} ranks that hold one model at these sizes")
+    launching.require("torch", "megatron", "psutil")
+    wanted = {"bf16": "bfloat16", "fp32": "float32"}[dtype]
+    job = {"checkpoint": str(checkpoint.absolute()), "format": form, "dtype": wanted, "json": as_json, **{k: v for k, v in o.items() if v is not None}}
+    launching.run_alone("mckpt.trainer.train", job, launching.device(device, num_ranks), num_ranks)
+
+
 @cli.group()
 def mappings() -> None:
     """List, show or check mapping files."""
@@ -362,6 +449,20 @@ def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
     with Progress(what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _waiting(what: str) -> Iterator[None]:
+    """A spinner and the time on a terminal; nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    with Progress(SpinnerColumn(), TextColumn(what), TimeElapsedColumn(), console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(what, total=None)
+        yield
 
 
 def main() -> None:

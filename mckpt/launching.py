@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,17 @@ def device(asked: str, num_ranks: int) -> str:
     if asked == "cuda" and count < num_ranks:
         raise UsageError(f"{num_ranks} ranks need as many GPUs, and {count} are here; say smaller sizes, or --device cpu")
     return asked
+
+
+def world(sizes: dict[str, int]) -> int:
+    """Ranks that hold one model once, at sizes tp, pp, ep, etp and cp."""
+    return sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"])
+
+
+def run_alone(module: str, job: dict[str, Any], device: str, num_ranks: int) -> None:
+    """`launch` in a directory of its own, what rank 0 prints being the result."""
+    with tempfile.TemporaryDirectory(prefix="mckpt-") as directory:
+        launch(module, job, Path(directory), device, num_ranks, show=True)
 
 
 def launch(module: str, job: dict[str, Any], directory: Path, device: str, num_ranks: int = 1, show: bool = False) -> None:

@@ -49,6 +49,30 @@ class Verdict:
         """Plain data; the pairs of logits for the plot are left out."""
         return {"verdict": self.verdict, "reasons": self.reasons, **finite({k: v for k, v in self.facts.items() if k != "scatter"})}
 
+    def lines(self) -> list[str]:
+        """What was measured, a line each, and the reasons."""
+        out = []
+        for dtype, m in self.facts.get("logits", {}).items():
+            worst = m["rms"] if dtype != "float32" else m["max_abs"]
+            out.append(
+                f"logits {dtype}: {'rms' if dtype != 'float32' else 'max'} {worst:.3g}, tolerance {m['tolerance']:.3g} (noise of transformers "
+                f"{m['noise']:.3g}, spread {m['spread']:.3g}), KL {m['kl']:.2g}, top-1 {m['top1']:.2%}, loss {m['loss']:.5f} and {m['loss_hf']:.5f}"
+            )
+            if "probe_above" in m:
+                out.append(f"margins: {m['below']:.3g} times below the tolerance; a seeded fault is {m['probe_above']:.3g} times above it")
+        if tokens := self.facts.get("tokens"):
+            reached = [
+                f"{what.replace('_', ' ')} {c['reached']:,} of {c['of']:,}" for what, c in self.facts["coverage"].items() if "reached" in c
+            ]
+            out.append(
+                f"{tokens['judged']:,} of {tokens['positions']:,} positions of {tokens['sequences']} sequences; {', '.join(reached)}"
+            )
+        if training := self.facts.get("training"):
+            out.append(
+                f"{len(training['losses'][0])} steps at two layouts: losses {training['max_abs']:.3g} apart, tolerance {training['tolerance']:.3g}"
+            )
+        return out + self.reasons
+
 
 @dataclass
 class Pair:
@@ -115,7 +139,7 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
         "sequences": len(runs.sequences), "positions": sum(map(len, runs.sequences)), "judged": int(sum(j.sum() for j in judged)),
         "lengths": sorted({len(s) for s in runs.sequences}), "ties": ties,
     }  # fmt: skip
-    facts["coverage"] = _coverage(pair, runs)
+    facts["coverage"] = _coverage(pair, runs, judged)
     facts["scatter"] = _scatter(runs)
     wrong = list(routed)
     if logits["max_abs"] > logits["tolerance"]:
@@ -132,7 +156,7 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
         if facts["where"]["point"]:
             wrong.append(_say_where(facts["where"]))
         return Verdict("fail", [*reasons, *wrong], facts)
-    missing = _incomplete(facts, logits)
+    missing = _incomplete(facts)
     return Verdict("incomplete" if missing else "pass", missing, facts)
 
 
@@ -259,22 +283,27 @@ def _order(point: str) -> tuple[int, int, int]:
     return (1, int(layer), {"attn": 0, "mlp": 1}.get(part[0] if part else "", 2))
 
 
-def _coverage(pair: Pair, runs: _Runs) -> dict[str, Any]:
-    """What the tokens reached."""
+def _coverage(pair: Pair, runs: _Runs, judged: list[np.ndarray]) -> dict[str, Any]:
+    """What the tokens of judged positions reached."""
     dims = pair.left.dims
     longest = max(map(len, runs.sequences))
     out: dict[str, Any] = {"embedding_rows": {"reached": len({t for s in runs.sequences for t in s}), "of": dims["vocab_size"]}}
-    reached = runs.said["reached"]
+    reached: dict[int, np.ndarray] = {}
+    for index in range(len(runs.sequences)):
+        with runs.reference(index) as reference:
+            for key in (k for k in reference.files if k.startswith("experts_")):
+                layer = int(key.removeprefix("experts_"))
+                reached[layer] = reached.get(layer, False) | reference[key][judged[index]].any(0)
     if reached:
-        missing = {layer: experts for layer, experts in reached.items() if layer != "experts" and experts}
-        out["experts"] = {"reached": reached["experts"] - sum(map(len, missing.values())), "of": reached["experts"], "missing": missing}
+        missing = {str(layer): np.flatnonzero(~r).tolist() for layer, r in sorted(reached.items()) if not r.all()}
+        out["experts"] = {"reached": int(sum(r.sum() for r in reached.values())), "of": sum(map(len, reached.values())), "missing": missing}
     if dims.get("sliding_window"):
         out["window"] = {"window": dims["sliding_window"], "longest_sequence": longest, "exceeded": longest > dims["sliding_window"]}
     out["positions"] = {"longest_sequence": longest, "of": dims["max_positions"]}
     return out
 
 
-def _incomplete(facts: dict[str, Any], logits: dict[str, Any]) -> list[str]:
+def _incomplete(facts: dict[str, Any]) -> list[str]:
     """Why a run that found no fault is no proof."""
     out, coverage, tokens = [], facts["coverage"], facts["tokens"]
     experts = coverage.get("experts")
@@ -289,17 +318,18 @@ def _incomplete(facts: dict[str, Any], logits: dict[str, Any]) -> list[str]:
     window = coverage.get("window")
     if window and not window["exceeded"]:
         out.append(f"no sequence is longer than the window of {window['window']}; give --tokens with one that is")
+    dtype, logits = next(iter(facts["logits"].items()))
     if not logits["decisive"]:
         out.append(
-            f"the noise of fp32, {logits['noise']:.3g}, is too large beside the logits' spread {logits['spread']:.3g} to tell a fault"
+            f"the noise of {dtype}, {logits['noise']:.3g}, is too large beside the logits' spread {logits['spread']:.3g} to tell a fault"
         )
-    elif logits["probe_above"] < FAULT:
-        out.append(
-            f"a seeded fault moved logits by {logits['probe']:.3g} only, {logits['probe_above']:.2g} times the tolerance: another could be missed"
-        )
+    elif logits.get("probe_above", math.inf) < FAULT:
+        above = f"{logits['probe_above']:.2g} times the tolerance"
+        out.append(f"a seeded fault moved logits by {logits['probe']:.3g} only, {above}: another could be missed")
     if tokens["judged"] < tokens["positions"] / 2:
         out.append(
-            f"only {tokens['judged']:,} of {tokens['positions']:,} positions could be judged: {tokens['ties']} choices of experts were ties"
+            f"only {tokens['judged']:,} of {tokens['positions']:,} positions could be judged: {tokens['ties']} choices of experts were ties, and "
+            "rounding chose another; give more and shorter sequences"
         )
     return out
 

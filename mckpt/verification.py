@@ -89,7 +89,7 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
 def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict]:
     """Levels `forward` and `train`."""
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
-    num_ranks = world(sizes)
+    num_ranks = launching.world(sizes)
     device = launching.device(options.device, num_ranks)
     vocab_size = left.dims["vocab_size"]
     sequences = [*_sequences(left, options), *read_tokens(options.tokens, vocab_size)]
@@ -118,11 +118,6 @@ def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict
             _train(subject, found, work, options)
         out.append(found)
     return out
-
-
-def world(sizes: dict[str, int]) -> int:
-    """Ranks that hold one model once."""
-    return sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"])
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -168,6 +163,8 @@ class _Subject:
         sizes = {"tp": wanted.tp, "pp": wanted.pp, "vpp": wanted.vpp, "ep": wanted.ep, "etp": wanted.expert_tp, "cp": options.cp}
         where = Path(path) if right.unit is None else right.unit.path
         self.pair = Pair(name, left, right, where, sizes, apart, unread)
+        if options.cp > 1 and self.dtype == "float32":
+            raise UsageError(f"{path}: is fp32, which Transformer Engine's context parallelism does not compute; leave --cp out")
         self.run_path = where
         self.resharded = right.format == "torch" and wanted != saved
         if self.resharded:
@@ -248,7 +245,7 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
         }  # fmt: skip
         if subject.given_args:
             job["args"] = subject.given_args
-        num_ranks = world(sizes)
+        num_ranks = launching.world(sizes)
         launching.launch("mckpt.trainer.train", job, work, launching.device(options.device, num_ranks), num_ranks)
         curves.append([json.loads(line) for line in losses.read_text().splitlines()])
     found.facts["training"] = verdict.judge_training(found, [first, second], curves)
@@ -256,7 +253,7 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
 
 def other_sizes(sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any]) -> dict[str, int]:
     """Sizes as unlike these as the model allows, on as many ranks, or on two if it was one."""
-    num_ranks = max(2, world(sizes))
+    num_ranks = max(2, launching.world(sizes))
     rows = args.get("padded_vocab_size") or dims["vocab_size"]
     divided = [dims[k] for k in ("num_heads", "num_query_groups", "ffn_size") if dims.get(k)] + [rows]
 
@@ -270,7 +267,7 @@ def other_sizes(sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any
     found = []
     for tp, pp, ep in itertools.product(_divisors(num_ranks), repeat=3):
         new = {"tp": tp, "pp": pp, "vpp": 1, "ep": ep, "etp": 1 if ep > 1 else tp, "cp": 1}
-        if fits(tp, pp, ep) and world(new) == num_ranks and unlike(new):
+        if fits(tp, pp, ep) and launching.world(new) == num_ranks and unlike(new):
             found.append(new)
     if not found:
         raise UsageError(f"the model allows no other sizes than {sizes} on {num_ranks} ranks: give others, or --level forward")

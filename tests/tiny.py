@@ -68,7 +68,7 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
                 table[f"{at}.block_sparse_moe.experts.{expert}.w1.weight"] = (ffn, hidden)
                 table[f"{at}.block_sparse_moe.experts.{expert}.w2.weight"] = (hidden, ffn)
                 table[f"{at}.block_sparse_moe.experts.{expert}.w3.weight"] = (ffn, hidden)
-        elif c["model_type"] == "qwen3_moe":
+        elif c["model_type"] == "qwen3_moe" and layer not in c["mlp_only_layers"]:
             ffn = c["moe_intermediate_size"]
             table[f"{at}.mlp.gate.weight"] = (c["num_experts"], hidden)
             for expert in range(c["num_experts"]):
@@ -168,9 +168,14 @@ def _write_side_files(directory: Path, c: Config) -> None:
     write_json(directory / "special_tokens_map.json", {"bos_token": "t1", "eos_token": "t2", "unk_token": "t0"})
 
 
-def tiny_random(case: str, directory: Path, dtype: str = "bfloat16", seed: int = 0, max_shard_size: int | None = None) -> Path:
-    """Write the checkpoint that tiny() writes, byte for byte, without torch and transformers: milliseconds, for property tests."""
-    c = {**config(case), "torch_dtype": dtype}
+def tiny_random(
+    case: str, directory: Path, dtype: str = "bfloat16", seed: int = 0, max_shard_size: int | None = None, **changes: Any
+) -> Path:
+    """Write the checkpoint that tiny() writes, byte for byte, without torch and transformers: milliseconds, for property tests.
+
+    `changes` replace entries of the case's config.json.
+    """
+    c = {**config(case), **changes, "torch_dtype": dtype}
     directory.mkdir(parents=True, exist_ok=True)
     write_weights(directory, tensors(c, dtype, seed), max_shard_size)
     write_json(directory / "config.json", c)

@@ -5,7 +5,7 @@
 job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens), num_experts, and vocab_size and
 length for the further sequences that are tried while some expert was not reached.
 
-OUT/reference.json tells the sequences, what they reached and the versions; OUT/reference.{i}.npz holds per position what `points` names;
+OUT/reference.json tells the sequences, the probe and the versions; OUT/reference.{i}.npz holds per position what `points` names;
 OUT/logits.{i}.npy the fp32 logits [seq, vocab] of sequence i. The model is loaded once in fp32 and once in its own dtype, one after the other.
 """
 
@@ -35,9 +35,9 @@ def main(job: dict[str, Any]) -> None:
     model = load(job["hf"], "float32", device)
     recorder = points.Recorder()
     watch(model, recorder)
-    spreads = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
-    reached = reach(model, recorder, sequences, job, out)
-    if not all(np.isfinite(s) for s in spreads):
+    largest = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
+    reach(model, recorder, sequences, job, out)
+    if not np.isfinite(largest).all():
         raise SourceError(f"{job['hf']}: transformers computes logits that are not finite, so there is nothing to compare with")
     with reordered(model):
         for index, tokens in enumerate(sequences):
@@ -49,14 +49,11 @@ def main(job: dict[str, Any]) -> None:
     if job["dtype"] != "float32":
         model = load(job["hf"], job["dtype"], device)
         for index, tokens in enumerate(sequences):
-            keep(
-                out,
-                index,
-                {f"low_{k}": v for k, v in points.compare(saved(out, index, device), logits(model, tokens), torch.tensor(tokens)).items()},
-            )
+            found = points.compare(saved(out, index, device), logits(model, tokens), torch.tensor(tokens))
+            keep(out, index, {f"low_{key}": value for key, value in found.items()})
     import transformers
 
-    said = {"sequences": sequences, "reached": reached, "probe": probed, "dtype": job["dtype"],
+    said = {"sequences": sequences, "probe": probed, "dtype": job["dtype"],
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}  # fmt: skip
     (out / "reference.json").write_text(json.dumps(said))
 
@@ -169,10 +166,8 @@ def keep(out: Path, index: int, more: dict[str, Any]) -> None:
     np.savez(path, **dict(np.load(path)) | more)
 
 
-def reach(model: Any, recorder: points.Recorder, sequences: list[list[int]], job: dict[str, Any], out: Path) -> dict[str, Any]:
-    """Adds sequences until every expert of every layer was chosen once; says which never were."""
-    if not recorder.experts:
-        return {}
+def reach(model: Any, recorder: points.Recorder, sequences: list[list[int]], job: dict[str, Any], out: Path) -> None:
+    """Adds sequences until every expert of every layer was chosen once, or TRIES were in vain."""
     union: dict[int, np.ndarray] = {}
     for index in range(len(sequences)):
         with np.load(out / f"reference.{index}.npz") as kept:
@@ -188,7 +183,6 @@ def reach(model: Any, recorder: points.Recorder, sequences: list[list[int]], job
             sequences.append(tokens)
             base(model, recorder, tokens, out, len(sequences) - 1)
             union = {layer: union[layer] | value.any(0) for layer, value in recorder.experts.items()}
-    return {str(layer): np.flatnonzero(~u).tolist() for layer, u in union.items()} | {"experts": int(sum(map(len, union.values())))}
 
 
 def candidate(seed: int, vocab_size: int, length: int) -> list[int]:

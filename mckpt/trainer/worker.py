@@ -54,7 +54,8 @@ def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]],
     """One checkpoint in fp32, with its states, and in the dtype of its args."""
     own = getattr(args, "params_dtype", torch.float32)
     said: dict[str, Any] = {}
-    for dtype in dict.fromkeys((torch.float32, own)):
+    # attention over several context-parallel ranks has no fp32 kernel
+    for dtype in (own,) if args.context_parallel_size > 1 else dict.fromkeys((torch.float32, own)):
         chunks = build.build(args, dtype)
         state = load.load(chunks, args, checkpoint["path"])
         said |= {"unread": on_all_ranks(state["unread"]), "iteration": state.get("iteration")}
@@ -98,7 +99,9 @@ def compare(found: torch.Tensor, tokens: list[int], out: Path, name: str, index:
     kept: dict[str, Any] = points.compare(reference.to(found.device), found, torch.tensor(tokens))
     path = out / f"{name}.{index}.npz"
     if low:
-        kept = dict(np.load(path)) | {f"low_{key}": value for key, value in kept.items()}
+        kept = {f"low_{key}": value for key, value in kept.items()}
+    if path.exists():
+        kept = dict(np.load(path)) | kept
     else:
         at = np.random.RandomState(index).randint(0, reference.numel(), SCATTER)
         kept["scatter"] = np.stack([reference.reshape(-1)[at].numpy(), found.reshape(-1).cpu()[at].numpy()], 1)

@@ -1,0 +1,304 @@
+"""The judge judges: every seeded fault is found and named, the clean twin passes, and what the tokens do not reach is said."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import mckpt
+from mckpt import launching, packing, verdict
+from mckpt.checkpoint import Checkpoint, Known
+from mckpt.packing import Shape
+from mckpt.verdict import FAULT
+from mckpt.verification import Options, other_sizes, read_tokens, verify_all
+from tests import door, tiny
+
+CLEAN = 3.0  # a clean run stays this far below the tolerance
+MODEL = "decoder.layers"
+HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # of the case below
+State = dict[str, torch.Tensor]
+Fault = tuple[str, str, Callable[[State, Any], None]]  # its name, what the verdict has to name, and how it is seeded
+
+
+def conversion(directory: Path) -> None:
+    """A mixture of experts whose first layer is dense, with a square down projection: all that the faults need in one model."""
+    source = tiny.tiny_random("qwen3-moe", directory / "hf", mlp_only_layers=[0], intermediate_size=48, decoder_sparse_step=1)
+    mckpt.plan(source, directory / "clean", format="torch", transformer_impl="local").run()
+
+
+# ---------------------------------------------------------------------------------------------------------------- the faults
+
+
+def transpose(state: State, args: Any) -> None:
+    name = f"{MODEL}.0.mlp.linear_fc2.weight"
+    assert state[name].shape[0] == state[name].shape[1]
+    state[name] = state[name].T.contiguous()
+
+
+def shift_heads(state: State, args: Any) -> None:
+    name = f"{MODEL}.1.self_attention.linear_qkv.weight"
+    state[name] = state[name].roll(HEAD_DIM, 0)
+
+
+def swap_k_and_v(state: State, args: Any) -> None:
+    name = f"{MODEL}.2.self_attention.linear_qkv.weight"
+    packed = state[name].unflatten(0, (GROUPS, HEADS // GROUPS + 2, HEAD_DIM))
+    state[name] = packed[:, [*range(HEADS // GROUPS), -1, -2]].flatten(0, 2).contiguous()
+
+
+def swap_gate_and_up(state: State, args: Any) -> None:
+    name = f"{MODEL}.0.mlp.linear_fc1.weight"
+    state[name] = torch.cat(state[name].chunk(2)[::-1])
+
+
+def miss_norm_offset(state: State, args: Any) -> None:
+    """The weight as zero-centered norms (--apply-layernorm-1p) want it, for one that is not."""
+    state[f"{MODEL}.1.input_layernorm.weight"] -= 1
+
+
+def exchange_experts(state: State, args: Any) -> None:
+    for fc in ("linear_fc1", "linear_fc2"):
+        a, b = (f"{MODEL}.3.mlp.experts.local_experts.{e}.{fc}.weight" for e in (3, 11))
+        state[a], state[b] = state[b], state[a]
+
+
+def permute_router(state: State, args: Any) -> None:
+    name = f"{MODEL}.2.mlp.router.weight"
+    state[name] = state[name].roll(1, 0)
+
+
+def change_rope_base(state: State, args: Any) -> None:
+    args.rotary_base = 10000
+
+
+def change_epsilon(state: State, args: Any) -> None:
+    args.layernorm_epsilon = args.norm_epsilon = 1e-5
+
+
+def take_next_layer(state: State, args: Any) -> None:
+    for name in list(state):
+        if name.startswith(f"{MODEL}.1."):
+            state[name] = state[name.replace(f"{MODEL}.1.", f"{MODEL}.2.")]
+
+
+def shift_vocabulary(state: State, args: Any) -> None:
+    name = "embedding.word_embeddings.weight"
+    state[name] = state[name].roll(1, 0)
+
+
+def tie_output(state: State, args: Any) -> None:
+    args.untie_embeddings_and_output_weights = False
+    del state["output_layer.weight"]
+
+
+def zero(state: State, args: Any) -> None:
+    state[f"{MODEL}.3.self_attention.k_layernorm.weight"].zero_()
+
+
+def flip_exponent(state: State, args: Any) -> None:
+    bits = state[f"{MODEL}.0.self_attention.linear_proj.weight"].view(torch.int16)
+    bits[5, 7] ^= 1 << 14
+
+
+FAULTS: list[Fault] = [
+    ("transposed square linear_fc2", "layers.0.mlp.down.weight", transpose),
+    ("qkv interleave shifted by one head", "layers.1.attn.q.weight", shift_heads),
+    ("k and v swapped", "layers.2.attn.k.weight", swap_k_and_v),
+    ("gate and up swapped", "layers.0.mlp.gate.weight", swap_gate_and_up),
+    ("norm offset missed", "layers.1.attn_norm.weight", miss_norm_offset),
+    ("two experts exchanged", "layers.3.moe.experts.11.up.weight", exchange_experts),
+    ("router rows permuted", "layers.2.moe.router.weight", permute_router),
+    ("rope base wrong in the args", "rotary_base", change_rope_base),
+    ("norm epsilon wrong", "layernorm_epsilon", change_epsilon),
+    ("one layer's weights from the next", "layers.1.moe.experts.0.gate.weight", take_next_layer),
+    ("vocabulary shifted by one row", "embed.weight", shift_vocabulary),
+    ("output layer tied when it is not", "untie_embeddings_and_output_weights", tie_output),
+    ("one tensor zeroed", "layers.3.attn.k_norm.weight", zero),
+    ("top exponent bit of one weight", "layers.0.attn.o.weight", flip_exponent),
+]
+
+
+def seed(clean: Path, destination: Path, change: Callable[[State, Any], None]) -> Path:
+    """A copy of a `torch` checkpoint with one fault in it."""
+    shutil.copytree(clean, destination)
+    (path,) = destination.glob("release/mp_rank_*/model_optim_rng.pt")
+    saved = torch.load(path, weights_only=False)
+    change(saved["model"], saved["args"])
+    torch.save(saved, path)
+    return destination
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """hf, clean, and fault0 to fault13."""
+    directory = tmp_path_factory.mktemp("faults")
+    conversion(directory)
+    for index, (_, _, change) in enumerate(FAULTS):
+        seed(directory / "clean", directory / f"fault{index}", change)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def verdicts(directory: Path) -> dict[str, mckpt.Verdict]:
+    paths = [directory / "clean", *(directory / f"fault{index}" for index in range(len(FAULTS)))]
+    found = verify_all(directory / "hf", paths, Options(device="cpu", keep=directory / "work"))
+    return dict(zip(["clean", *(name for name, _, _ in FAULTS)], found, strict=True))
+
+
+def test_clean_passes(verdicts: dict[str, mckpt.Verdict]) -> None:
+    clean = verdicts["clean"]
+    assert (clean.verdict, clean.reasons, clean.exit_code) == ("pass", [], 0)
+    for found in clean.facts["logits"].values():
+        assert found["below"] >= CLEAN
+    assert clean.facts["logits"]["float32"]["probe_above"] >= FAULT
+    assert clean.facts["coverage"]["experts"] == {"reached": 72, "of": 72, "missing": {}}
+    assert clean.facts["tokens"]["judged"] == clean.facts["tokens"]["positions"]
+
+
+@pytest.mark.parametrize(("name", "named"), [fault[:2] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+def test_fault_is_found(verdicts: dict[str, mckpt.Verdict], name: str, named: str) -> None:
+    found = verdicts[name]
+    assert found.exit_code == 1
+    expect(json.loads(json.dumps(found.json())), named)
+    logits = found.facts["logits"]["float32"]
+    assert logits["max_abs"] >= FAULT * logits["tolerance"]
+
+
+def expect(said: dict[str, Any], named: str) -> None:
+    """A failing verdict that names the tensor or arg, both as data and in words."""
+    assert said["verdict"] == "fail"
+    where = said["where"]
+    assert named in [*where.get("differ", []), *", ".join(where["args"]).split(", ")], where
+    assert any(named in reason for reason in said["reasons"]), said["reasons"]
+
+
+def test_a_fault_of_the_converter_itself(directory: Path, verdicts: dict[str, mckpt.Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With k and v swapped in the packing, reading undoes what writing did: no tensor differs, and the stored one is named all the same."""
+    right = packing.PACKINGS["qkv"]
+
+    def wrong(shapes: Sequence[Shape], groups: int) -> packing.Packed:
+        found = right(shapes, groups)
+        return found._replace(placed=tuple(p._replace(member=(0, 2, 1)[p.member]) for p in found.placed))
+
+    index = [name for name, _, _ in FAULTS].index("k and v swapped")
+    known = Checkpoint(directory / "hf"), Checkpoint(directory / f"fault{index}", Known(like=directory / "hf"))
+    monkeypatch.setitem(packing.PACKINGS, "qkv", wrong)
+    pair = verdict.Pair(f"checkpoint{index + 1}", *known, directory, verdicts["clean"].facts["sizes"], [])
+    found = verdict.judge(pair, directory / "work", "cpu", 1)
+    assert found.verdict == "fail"
+    assert found.facts["where"]["point"] == "layers.2.attn"
+    assert "layers.2.attn.k.weight" not in found.facts["where"]["differ"]
+    assert "decoder.layers.2.self_attention.linear_qkv.weight" in found.facts["where"]["stored"]
+
+
+@pytest.mark.parametrize("index", [0, 13])
+def test_bytes(directory: Path, index: int) -> None:
+    assert mckpt.verify(directory / "hf", directory / "clean", level="bytes").verdict == "pass"
+    found = mckpt.verify(directory / "hf", directory / f"fault{index}", level="bytes")
+    assert found.exit_code == 1
+    assert len(found.reasons) == 1 and FAULTS[index][1] in found.reasons[0]
+
+
+def test_bytes_sees_args(directory: Path) -> None:
+    for index, (_, named, change) in enumerate(FAULTS):
+        if change in (change_rope_base, change_epsilon, tie_output):
+            found = mckpt.verify(directory / "hf", directory / f"fault{index}", level="bytes")
+            assert found.exit_code == 1 and named in found.reasons[0]
+
+
+def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
+    """Its weights could be anything: no pass."""
+    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf", num_experts_per_tok=1, norm_topk_prob=False)
+    weights = tiny.tensors({**tiny.config("qwen3-moe"), "num_experts_per_tok": 1})
+    weights["model.layers.2.mlp.gate.weight"][5] = 0  # of 24 scores some other is above 0
+    tiny.write_weights(source, weights)
+    mckpt.plan(source, tmp_path / "megatron", format="torch_dist").run()
+    command = ["verify", source, tmp_path / "megatron", "--ep", "2", "--device", "cpu", "--length", "64"]
+    said = door.mckpt(*command, "--json", "--report", tmp_path / "report.html")
+    assert said.code == 1, said.err
+    found = json.loads(said.out)
+    assert found["verdict"] == "incomplete"
+    assert found["coverage"]["experts"]["missing"] == {"2": [5]}
+    assert "layer 2: 5" in found["reasons"][0]
+    assert found["sizes"]["ep"] == found["ranks"] == 2
+    assert "INCOMPLETE" in (tmp_path / "report.html").read_text()
+
+
+def facts(**changes: Any) -> dict[str, Any]:
+    """What a passing run would have said."""
+    said = {
+        "coverage": {"positions": {}},
+        "logits": {"float32": {"noise": 1e-5, "spread": 1.0, "decisive": True, "probe": 1.0, "probe_above": 1e4}},
+        "tokens": {"judged": 100, "positions": 100, "ties": 0},
+    }
+    return said | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        ({"coverage": {"window": {"window": 4096, "longest_sequence": 512, "exceeded": False}}}, "window of 4096"),
+        ({"logits": {"bfloat16": {"noise": 0.4, "spread": 1.0, "decisive": False}}}, "noise of bfloat16"),
+        ({"logits": {"float32": {"noise": 0, "spread": 1, "decisive": True, "probe": 1e-4, "probe_above": 2.0}}}, "could be missed"),
+        ({"tokens": {"judged": 10, "positions": 100, "ties": 3}}, "only 10 of 100"),
+    ],
+)
+def test_what_is_no_proof(changes: dict[str, Any], why: str | None) -> None:
+    found = verdict._incomplete(facts(**changes))
+    assert len(found) == (why is not None)
+    assert why is None or why in found[0]
+
+
+def test_tokens_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.jsonl"
+    path.write_text('[1, 2, 3]\n{"tokens": [4, 5]}\n')
+    assert read_tokens(path, 6) == [[1, 2, 3], [4, 5]]
+    np.save(tmp_path / "tokens.npy", np.array([[1, 2], [3, 4]]))
+    assert read_tokens(tmp_path / "tokens.npy", 6) == [[1, 2], [3, 4]]
+    for wrong, why in (("[1, 6]", "from 0 to 5"), ("[1]", "at least 2"), ("words", "no sequences"), ('{"text": "a"}', "no sequences")):
+        path.write_text(wrong)
+        with pytest.raises(mckpt.errors.UsageError, match=why):
+            read_tokens(path, 6)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_other_sizes_are_others(num_ranks: int) -> None:
+    dims = {"num_heads": 16, "num_query_groups": 8, "ffn_size": 160, "vocab_size": 256, "num_layers": 8, "num_experts": 24}
+    first = {"tp": num_ranks, "pp": 1, "vpp": 1, "ep": 1, "etp": num_ranks, "cp": 1}
+    second = other_sizes(first, dims, {})
+    assert launching.world(second) == max(2, num_ranks)
+    assert second["tp"] != num_ranks or num_ranks == 1
+    with pytest.raises(mckpt.errors.UsageError, match="no other sizes"):
+        other_sizes(first, {**dims, "num_heads": 1, "num_layers": 1, "num_experts": 0}, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(FAULTS)), ids=[fault[0] for fault in FAULTS])
+def test_every_fault_through_the_command(directory: Path, index: int) -> None:
+    command = [sys.executable, "-m", "mckpt", "verify", directory / "hf", directory / f"fault{index}", "--json", "--device", "cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=door.ROOT)
+    assert done.returncode == 1, done.stderr
+    expect(json.loads(done.stdout), FAULTS[index][1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_train_level(tmp_path: Path, form: str) -> None:
+    """`torch` files run at other sizes than they were saved with: through a copy in another format."""
+    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf")
+    mckpt.plan(source, tmp_path / "megatron", format=form, parallel=mckpt.Parallel(tp=2), transformer_impl="local").run()
+    found = mckpt.verify(source, tmp_path / "megatron", level="train", tp=1, pp=2, device="cpu")
+    assert (found.verdict, found.reasons) == ("pass", [])
+    training = found.facts["training"]
+    assert training["max_abs"] <= training["tolerance"] / CLEAN
+    assert ("resharded" in found.facts) == (form == "torch")
