@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from argparse import Namespace
@@ -114,19 +113,16 @@ def test_what_was_saved_converts_back(results: dict[str, dict[str, Any]], work: 
         np.testing.assert_allclose(a[key].numpy(), b[key].numpy(), atol=1e-4, err_msg=key)
 
 
-def test_the_entry_point_on_jsonl(results: dict[str, dict[str, Any]], work: Path) -> None:
-    """The process a launcher starts: one rank, on a JSONL file, the losses in a file."""
+def test_the_command_on_jsonl(results: dict[str, dict[str, Any]], work: Path) -> None:
     random = np.random.RandomState(0)
     with (work / "text.jsonl").open("w") as file:
         for length in (7, 40, 3, 90):
             file.write(json.dumps({"tokens": random.randint(0, VOCAB, length).tolist()}) + "\n")
-    others = {"checkpoint": str(work / "dense"), "data": str(work / "text.jsonl"), "losses": str(work / "losses.jsonl"), "steps": 2}
-    job = {key: value for key, value in JOB.items() if key not in ("kind", "world")} | others
-    (work / "job.json").write_text(json.dumps(job))
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mckpt.trainer.train", str(work / "job.json")]
-    subprocess.run(command, env=os.environ | ranks, check=True, timeout=100, cwd=Path(__file__).parent.parent)
-    steps = [json.loads(line) for line in (work / "losses.jsonl").read_text().splitlines()]
+    options = ["--data", work / "text.jsonl", "--steps", 2, "--seq-length", 16, "--dtype", "fp32", "--device", "cpu", "--json"]
+    command = [sys.executable, "-m", "mckpt", "train", work / "dense", *options]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent)
+    assert done.returncode == 0, done.stderr
+    steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(np.isfinite(step["loss"]) and step["tokens_per_s"] > 0 for step in steps)
 
