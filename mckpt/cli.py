@@ -274,21 +274,22 @@ _run_sizes = _apply(
 @_json
 def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **o: Any) -> int:
     """Do both hold one model? Runs transformers and Megatron-Core on the same tokens. Exit 0: pass; 1: fail, or incomplete."""
+    from mckpt import report as page
     from mckpt import verification
 
+    if report is not None:
+        page.refuse(report)  # now, rather than when all has run
     start = time.perf_counter()
     with _waiting("transformers and Megatron-Core are running"):
         found = verification.verify(hf, megatron, **o)
-    if report is not None:
-        from mckpt import report as page
-
-        page.write(found, report)
     if as_json:
         click.echo(json.dumps(found.json()))
     else:
         for line in found.lines():
             click.echo(line)
         click.echo(f"{found.verdict.upper()}: {hf} and {megatron}, {time.perf_counter() - start:.0f} s")
+    if report is not None:
+        page.write(found, report)
     return found.exit_code
 
 

@@ -81,6 +81,13 @@ def write(verdict: Verdict, path: str | Path) -> None:
         beside.unlink(missing_ok=True)
 
 
+def refuse(path: str | Path) -> None:
+    """UsageError if a page cannot be written there."""
+    folder = Path(path).absolute().parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+        raise UsageError(f"{path}: cannot be written: {folder} must be a directory that may be written to")
+
+
 # ---------------------------------------------------------------------------------------------------------------- text
 
 
@@ -404,22 +411,19 @@ def _layout(facts: dict[str, Any]) -> Markup:
             row.append(tag("td", f"{before}{span(held)}{after}", **({"class_": "here"} if parted in held else {})))
         rows.append(row)
     virtual_names = ["layers"] if parallel.vpp == 1 else [f"virtual stage {v}" for v in range(parallel.vpp)]
-    note = "Placed evenly: an uneven split that the checkpoint's args say is not drawn." if parallel.pp > 1 else ""
-    grid = table(["", "", *virtual_names], rows)
-    return section(title, grid, tag("p", note, class_="note"), _experts(facts, parallel, num_layers, per_stage))
+    return section(title, table(["", "", *virtual_names], rows), _experts(facts, parallel, per_stage))
 
 
-def _experts(facts: dict[str, Any], parallel: Parallel, num_layers: int, per_stage: int) -> Markup:
-    """Experts of each expert-parallel rank. Facts count those of all layers together, so layers that stay dense would be taken in."""
-    count, rest = divmod(facts.get("coverage", {}).get("experts", {}).get("of", 0), max(1, num_layers))
-    if not count or rest or count % parallel.ep:
+def _experts(facts: dict[str, Any], parallel: Parallel, per_stage: int) -> Markup:
+    """Experts of each expert-parallel rank."""
+    count = facts.get("coverage", {}).get("experts", {}).get("per_layer", 0)
+    if not count or count % parallel.ep:
         return NOTHING
     each, rows = count // parallel.ep, []
     for e in range(parallel.ep):
         on = [str(r) for r in range(per_stage) if r // parallel.expert_tp % parallel.ep == e]
         rows.append([f"ep rank {e}", span(range(e * each, (e + 1) * each)), ", ".join(on)])
-    note = f"{count:,} experts a layer, if all of the {num_layers:,} layers have experts."
-    return many([table(["", "experts of a layer", "ranks, counted within a stage"], rows), tag("p", note, class_="note")])
+    return table(["", "experts of a layer", "ranks, counted within a stage"], rows)
 
 
 def _training(facts: dict[str, Any]) -> Markup:

@@ -58,6 +58,8 @@ class Verdict:
                 f"logits {dtype}: {'rms' if dtype != 'float32' else 'max'} {worst:.3g}, tolerance {m['tolerance']:.3g} (noise of transformers "
                 f"{m['noise']:.3g}, spread {m['spread']:.3g}), KL {m['kl']:.2g}, top-1 {m['top1']:.2%}, loss {m['loss']:.5f} and {m['loss_hf']:.5f}"
             )
+            if not m["decisive"]:
+                out.append(f"so much noise decides nothing in {dtype}")
             if "probe_above" in m:
                 out.append(f"margins: {m['below']:.3g} times below the tolerance; a seeded fault is {m['probe_above']:.3g} times above it")
         if tokens := self.facts.get("tokens"):
@@ -85,6 +87,7 @@ class Pair:
     sizes: dict[str, int]  # tp, pp, vpp, ep, etp, cp of the run
     apart: list[dict[str, Any]]  # dims that config and args say differently: dim, arg, hf, megatron
     unread: str | None = None  # why the args could not be read
+    split: dict[str, Any] = field(default_factory=dict)  # how an uneven pipeline of the run is split, in the fields of Parallel
 
 
 # ---------------------------------------------------------------------------------------------------------------- judging
@@ -171,7 +174,7 @@ def does_not_load(pair: Pair, error: MckptError) -> Verdict:
 
 def _facts(pair: Pair) -> dict[str, Any]:
     return {
-        "hf": str(pair.left.path), "megatron": str(pair.path), "format": pair.right.format, "mckpt": __version__, "sizes": pair.sizes,
+        "hf": str(pair.left.path), "megatron": str(pair.path), "format": pair.right.format, "mckpt": __version__, "sizes": {**pair.sizes, **pair.split},
         "dims": pair.apart,
     }  # fmt: skip
 
@@ -261,11 +264,11 @@ def _points(runs: _Runs, judged: list[np.ndarray]) -> list[dict[str, Any]]:
         theirs = {k: s for s in runs.states(index) for k in s.files}
         with runs.reference(index) as reference:
             for key in (k for k in reference.files if k.startswith("state_")):
-                row = out.setdefault(key.removeprefix("state_"), {"difference": 0.0, "noise": 0.0, "size": 0.0, "first": None})
+                row = out.setdefault(key.removeprefix("state_"), {"difference": 0.0, "noise": 0.0, "size": 0.0})
                 ours = reference[key]
                 with np.errstate(invalid="ignore", over="ignore"):
-                    apart = np.linalg.norm(ours.astype("f8") - theirs[key][key], axis=-1) * judged[index]
-                apart[~np.isfinite(apart)] = math.inf
+                    apart = np.linalg.norm(ours.astype("f8") - theirs[key][key], axis=-1)
+                apart = np.where(np.isfinite(apart), apart, math.inf)[judged[index]]
                 row["size"] = max(row["size"], float(np.linalg.norm(ours, axis=-1).max()))
                 row["noise"] = max(row["noise"], float(reference["noise_" + key].max()))
                 row["difference"] = max(row["difference"], float(apart.max(initial=0)))
@@ -287,7 +290,8 @@ def _coverage(pair: Pair, runs: _Runs, judged: list[np.ndarray]) -> dict[str, An
     """What the tokens of judged positions reached."""
     dims = pair.left.dims
     longest = max(map(len, runs.sequences))
-    out: dict[str, Any] = {"embedding_rows": {"reached": len({t for s in runs.sequences for t in s}), "of": dims["vocab_size"]}}
+    seen = {token for tokens, counts in zip(runs.sequences, judged, strict=True) for token in np.array(tokens)[counts].tolist()}
+    out: dict[str, Any] = {"embedding_rows": {"reached": len(seen), "of": dims["vocab_size"]}}
     reached: dict[int, np.ndarray] = {}
     for index in range(len(runs.sequences)):
         with runs.reference(index) as reference:
@@ -297,6 +301,7 @@ def _coverage(pair: Pair, runs: _Runs, judged: list[np.ndarray]) -> dict[str, An
     if reached:
         missing = {str(layer): np.flatnonzero(~r).tolist() for layer, r in sorted(reached.items()) if not r.all()}
         out["experts"] = {"reached": int(sum(r.sum() for r in reached.values())), "of": sum(map(len, reached.values())), "missing": missing}
+        out["experts"]["per_layer"] = max(map(len, reached.values()))
     if dims.get("sliding_window"):
         out["window"] = {"window": dims["sliding_window"], "longest_sequence": longest, "exceeded": longest > dims["sliding_window"]}
     out["positions"] = {"longest_sequence": longest, "of": dims["max_positions"]}

@@ -32,6 +32,7 @@ LEVELS = ("bytes", "forward", "train")
 SEQUENCES, LENGTH = 4, 512
 LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
+SPLIT = ("first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout")
 
 
 @dataclass(frozen=True)
@@ -107,17 +108,16 @@ def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict
         only = subjects[0].pair
         if len(subjects) > 1 or not (only.apart or only.unread):
             raise
-        return [verdict.does_not_load(only, e)]  # and the args say why
-    out = []
-    for subject in subjects:
-        found = verdict.judge(subject.pair, work, device, num_ranks)
-        found.facts["level"] = options.level
+        found = [verdict.does_not_load(only, e)]  # and the args say why
+    else:
+        found = [verdict.judge(subject.pair, work, device, num_ranks) for subject in subjects]
+    for subject, one in zip(subjects, found, strict=True):
+        one.facts["level"] = options.level
         if subject.resharded:
-            found.facts["resharded"] = f"from {subject.pair.right.parallel}, into a temporary directory"
-        if options.level == "train" and found.verdict != "fail":
-            _train(subject, found, work, options)
-        out.append(found)
-    return out
+            one.facts["resharded"] = f"from {subject.pair.right.parallel}, into a temporary directory"
+        if options.level == "train" and one.verdict != "fail":
+            _train(subject, one, work, options)
+    return found
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -162,7 +162,12 @@ class _Subject:
         wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
         sizes = {"tp": wanted.tp, "pp": wanted.pp, "vpp": wanted.vpp, "ep": wanted.ep, "etp": wanted.expert_tp, "cp": options.cp}
         where = Path(path) if right.unit is None else right.unit.path
-        self.pair = Pair(name, left, right, where, sizes, apart, unread)
+        split = (
+            {k: v for k in SPLIT if (v := getattr(right.parallel, k))}
+            if (right.parallel.pp, right.parallel.vpp) == (wanted.pp, wanted.vpp)
+            else {}
+        )
+        self.pair = Pair(name, left, right, where, sizes, apart, unread, split)
         if options.cp > 1 and self.dtype == "float32":
             raise UsageError(f"{path}: is fp32, which Transformer Engine's context parallelism does not compute; leave --cp out")
         self.run_path = where

@@ -46,7 +46,7 @@ def facts(num_layers: int = 8, **others: Any) -> dict[str, Any]:
         "sizes": {"tp": 2, "pp": 2, "vpp": 2, "ep": 4, "etp": 1, "cp": 1}, "dtype": "bfloat16", "impl": "local", "iteration": 0,
         "versions": {"torch": "2.13"}, "logits": {"float32": dict(FP32), "bfloat16": LOW}, "points": points,
         "tokens": {"sequences": 4, "positions": 512, "judged": 500, "lengths": [128], "ties": 1},
-        "coverage": {"embedding_rows": {"reached": 187, "of": 199}, "experts": {"reached": 127, "of": 16 * num_layers, "missing": {"3": [5]}},
+        "coverage": {"embedding_rows": {"reached": 187, "of": 199}, "experts": {"reached": 127, "of": 16 * num_layers, "missing": {"3": [5]}, "per_layer": 16},
                      "window": {"window": 64, "longest_sequence": 81, "exceeded": True}, "positions": {"longest_sequence": 128, "of": None}},
         "scatter": [[-2.0, -2.0], [0.5, 0.4], [3.0, 3.0]],
     } | others  # fmt: skip

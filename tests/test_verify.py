@@ -160,7 +160,7 @@ def test_clean_passes(verdicts: dict[str, mckpt.Verdict]) -> None:
     for found in clean.facts["logits"].values():
         assert found["below"] >= CLEAN
     assert clean.facts["logits"]["float32"]["probe_above"] >= FAULT
-    assert clean.facts["coverage"]["experts"] == {"reached": 72, "of": 72, "missing": {}}
+    assert clean.facts["coverage"]["experts"] == {"reached": 72, "of": 72, "missing": {}, "per_layer": 24}
     assert clean.facts["tokens"]["judged"] == clean.facts["tokens"]["positions"]
 
 
