@@ -15,6 +15,7 @@ from unittest import mock
 from mckpt import cli, safe_pickle, torch_file
 from tests.tiny import tiny_random
 
+ROOT = Path(__file__).parent.parent
 Arrays = dict[str, Any]
 
 
