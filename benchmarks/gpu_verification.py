@@ -779,7 +779,7 @@ def grid_report(found: dict[str, Json]) -> Iterator[str]:
             row += (
                 [f"{sum(v['verdict'] == 'pass' for v in mine)} of {len(mine)}", number(min(map(float, margins), default=None))]
                 if mine
-                else ["", ""]
+                else ["" if size == said(CP) and impl == LOCAL else "not run yet", ""]
             )
         rows.append(row)
     yield table(["sizes", "TE: pass", "least margin", "local: pass", "least margin"], rows)
@@ -845,6 +845,7 @@ def large_report(found: dict[str, Json]) -> Iterator[str]:
 FLOAT32_TOLERANCE = 1e-5  # relative, of a loss
 NOISES = 2.0  # bf16: each of two runs is that far from fp32
 FALLS = 0.2
+EARLY = 5  # steps of a resumed run that tell whether its state came over whole: after them rounding grows where training is unstable
 
 
 def training_report(found: dict[str, Json]) -> Iterator[str]:
@@ -856,11 +857,14 @@ def training_report(found: dict[str, Json]) -> Iterator[str]:
         "Hugging Face -> Megatron by mckpt, then mckpt's trainer: real DDP, distributed optimizer, Adam. *weights*: `mckpt reshard --no-optimizer` of "
         "what was saved before the end, and a new run from these weights, at other sizes and from both formats, beside the same run from the "
         "checkpoint itself. *resumed*: the run goes on with its optimizer, beside the run that was not interrupted. *apart* is the largest "
-        f"difference of a loss, relative. Tolerance: in fp32 {FLOAT32_TOLERANCE:g}; in bf16 {NOISES:g} times what the same run in bf16 is from itself in fp32."
+        f"difference of a loss, relative. Tolerance: in fp32 {FLOAT32_TOLERANCE:g}; in bf16 {NOISES:g} times what the short run is from itself in fp32. "
+        f"Resumed runs are held to it for {EARLY} steps, which tell whether weights, moments and schedule came over whole: in a phase in which "
+        "gradient norms spike, rounding alone grows tenfold a step."
     )
     for model in ("dense", "moe"):
         mine = {key.removeprefix(f"{model}/"): r for key, r in runs.items() if key.startswith(f"{model}/")}
         if not mine:
+            yield f"Not run yet: the {'dense model' if model == 'dense' else 'mixture of experts'}."
             continue
         size = max((r.get("parameters", 0) for r in mine.values()), default=0) / 1e6
         yield f"### {'A dense model (Qwen3' if model == 'dense' else 'A mixture of experts (mixtral'}, {size:.3g}M parameters)"
@@ -871,7 +875,7 @@ def training_report(found: dict[str, Json]) -> Iterator[str]:
                 kind, what, *source = [*key.removeprefix(f"{dtype}/").split("/", 2), ""] if key.startswith(f"{dtype}/") else ["", ""]
                 if kind in ("weights", "resumed"):
                     rows.append([kind, dtype, what, source[0], *beside(mine, dtype, kind, r)])
-        yield table(["run", "dtype", "sizes", "from", "steps", "last loss", "apart", "tolerance", ""], rows)
+        yield table(["run", "dtype", "sizes", "from", "steps", "last loss", "apart", "tolerance", "", "apart, all steps"], rows)
         backs = {dtype: mine[f"{dtype}/back"] for dtype in ("float32", "bfloat16") if f"{dtype}/back" in mine}
         if backs:
             yield "Converted back by mckpt after the last step: transformers' loss (fp32) on the sequences of the trainer's next step."
@@ -901,10 +905,12 @@ def beside(runs: dict[str, Json], dtype: str, kind: str, run: Json) -> list[str]
     """Steps, last loss, how far the curve is from its reference, the tolerance, and whether that holds."""
     reference = reference_curve(runs, dtype, kind, len(run["losses"]))
     if reference is None:
-        return [str(len(run["losses"])), f"{run['losses'][-1]:.6f}", "?", "?", "no reference"]
-    apart, tolerance = relative(run["losses"], reference), tolerance_of(runs, dtype, kind, len(run["losses"]))
+        return [str(len(run["losses"])), f"{run['losses'][-1]:.6f}", "?", "?", "no reference", "?"]
+    judged = EARLY if kind == "resumed" else len(reference)
+    apart, tolerance = relative(run["losses"][:judged], reference[:judged]), tolerance_of(runs, dtype, "weights", len(run["losses"]))
     steps = f"{run['steps'][0]:.0f} to {run['steps'][-1]:.0f}"
-    return [steps, f"{run['losses'][-1]:.6f}", number(apart), number(tolerance), holds(apart, tolerance)]
+    whole = relative(run["losses"], reference)
+    return [steps, f"{run['losses'][-1]:.6f}", number(apart), number(tolerance), holds(apart, tolerance), number(whole)]
 
 
 def reference_curve(runs: dict[str, Json], dtype: str, kind: str, steps: int) -> list[float] | None:

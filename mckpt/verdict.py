@@ -132,28 +132,19 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
     if ran["unread"]:
         reasons += [f"{key}: in the checkpoint, and the model that its args describe has no such tensor" for key in ran["unread"][:LISTED]]
 
-    judged, ties, routed = _judged(runs)
-    logits = _logits(runs, judged)
-    facts["logits"] = {"float32": logits}
-    if any(k.startswith("low_") for k in runs.logits(0)):
+    in_fp32 = pair.sizes["cp"] == 1  # context parallelism runs in the checkpoint's dtype alone
+    judged, ties, routed = _judged(runs) if in_fp32 else ([np.ones(len(s), bool) for s in runs.sequences], 0, [])
+    facts["logits"] = {"float32": _logits(runs, judged)} if in_fp32 else {}
+    if ran["dtype"] != "float32":
         facts["logits"][ran["dtype"]] = _low(runs)
-    facts["points"] = _points(runs, judged)
+    facts["points"] = _points(runs, judged) if in_fp32 else []
     facts["tokens"] = {
         "sequences": len(runs.sequences), "positions": sum(map(len, runs.sequences)), "judged": int(sum(j.sum() for j in judged)),
         "lengths": sorted({len(s) for s in runs.sequences}), "ties": ties,
     }  # fmt: skip
     facts["coverage"] = _coverage(pair, runs, judged)
     facts["scatter"] = _scatter(runs)
-    wrong = list(routed)
-    if logits["max_abs"] > logits["tolerance"]:
-        wrong.append(
-            f"logits differ by {logits['max_abs']:.3g}, {logits['max_abs'] / logits['tolerance']:.3g} times the tolerance {logits['tolerance']:.3g}"
-        )
-    low = facts["logits"].get(ran["dtype"])
-    if ran["dtype"] != "float32" and low and low["decisive"] and low["rms"] > low["tolerance"]:
-        wrong.append(
-            f"logits in {ran['dtype']} differ by {low['rms']:.3g} (root mean square), and transformers in that dtype by {low['noise']:.3g}"
-        )
+    wrong = [*routed, *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
     if wrong or reasons:
         facts["where"] = _where(pair, runs, facts, judged)
         if facts["where"]["point"]:
@@ -161,6 +152,20 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
         return Verdict("fail", [*reasons, *wrong], facts)
     missing = _incomplete(facts)
     return Verdict("incomplete" if missing else "pass", missing, facts)
+
+
+def _too_far(dtype: str, measured: dict[str, Any]) -> str | None:
+    """That the logits differ by more than the tolerance, if they do."""
+    if dtype == "float32":
+        worst, what = measured["max_abs"], "logits"
+    else:
+        worst, what = measured["rms"], f"logits in {dtype} (root mean square)"
+        if not measured["decisive"]:
+            return None
+    if worst <= measured["tolerance"]:
+        return None
+    times = worst / measured["tolerance"]
+    return f"{what} differ by {worst:.3g}, {times:.3g} times the tolerance {measured['tolerance']:.3g}"
 
 
 def does_not_load(pair: Pair, error: MckptError) -> Verdict:
@@ -351,7 +356,7 @@ def _scatter(runs: _Runs) -> list[list[float]]:
 def _where(pair: Pair, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarray]) -> dict[str, Any]:
     """The first point whose states part, the tensors that feed it, and those whose values differ."""
     point = next((p["point"] for p in facts["points"] if p["difference"] > p["tolerance"]), None)
-    if point is None and facts["logits"]["float32"]["max_abs"] > facts["logits"]["float32"]["tolerance"]:
+    if point is None and any(_too_far(dtype, m) for dtype, m in facts["logits"].items()):
         point = "logits"
     out: dict[str, Any] = {"point": point, "args": [d["arg"] for d in pair.apart]}
     if point is not None:
@@ -366,8 +371,11 @@ def _where(pair: Pair, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarr
 
 
 def _beyond(runs: _Runs, index: int, facts: dict[str, Any]) -> np.ndarray:
-    worst = runs.logits(index)["max_abs"]
-    return ~(worst <= facts["logits"]["float32"]["tolerance"])
+    """Positions [seq] whose logits are further apart than the tolerance."""
+    if "float32" in facts["logits"]:
+        return np.asarray(~(runs.logits(index)["max_abs"] <= facts["logits"]["float32"]["tolerance"]))
+    (low,) = facts["logits"].values()
+    return np.asarray(~(np.sqrt(runs.logits(index)["low_mean_square"]) <= low["tolerance"]))
 
 
 def _tensors(pair: Pair, point: str | None, dims: set[str]) -> dict[str, Any]:

@@ -200,6 +200,21 @@ def test_a_fault_of_the_converter_itself(directory: Path, verdicts: dict[str, mc
     assert "decoder.layers.2.self_attention.linear_qkv.weight" in found.facts["where"]["stored"]
 
 
+def test_the_own_dtype_alone(directory: Path, verdicts: dict[str, mckpt.Verdict]) -> None:
+    """Under context parallelism nothing runs in fp32: judged by what transformers differs from its fp32 self in that dtype."""
+    sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
+    for index, expected in ((0, "pass"), (1, "fail")):  # clean, and the transposed square matrix
+        left, right = (
+            Checkpoint(directory / "hf"),
+            Checkpoint(directory / ("clean" if index == 0 else "fault0"), Known(like=directory / "hf")),
+        )
+        found = verdict.judge(verdict.Pair(f"checkpoint{index}", left, right, directory, sizes, []), directory / "work", "cpu", 1)
+        assert found.verdict == expected, found.reasons
+        assert list(found.facts["logits"]) == ["bfloat16"]
+    assert found.facts["where"]["differ"] == ["layers.0.mlp.down.weight"]
+    assert len(found.lines()) > 2
+
+
 @pytest.mark.parametrize("index", [0, 13])
 def test_bytes(directory: Path, index: int) -> None:
     assert mckpt.verify(directory / "hf", directory / "clean", level="bytes").verdict == "pass"

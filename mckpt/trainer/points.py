@@ -83,9 +83,9 @@ def compare(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor) 
     token under each (NaN at the last position); spread: standard deviation of the reference over the vocabulary.
     """
     out: dict[str, list[np.ndarray]] = {}
-    following = torch.cat([tokens[1:], tokens[:1]]).to(reference.device)
+    following = torch.cat([tokens[1:], tokens[:1]]).to(other.device)
     for at in range(0, len(reference), 64):  # of 150,000 words, 64 positions in fp64 are 77 MB
-        a, b = reference[at : at + 64].double(), other[at : at + 64].to(reference.device).double()
+        a, b = reference[at : at + 64].to(other.device).double(), other[at : at + 64].double()
         apart = (a - b).abs()
         log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
         target = following[at : at + 64, None]

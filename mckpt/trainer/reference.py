@@ -49,7 +49,7 @@ def main(job: dict[str, Any]) -> None:
     if job["dtype"] != "float32":
         model = load(job["hf"], job["dtype"], device)
         for index, tokens in enumerate(sequences):
-            found = points.compare(saved(out, index, device), logits(model, tokens), torch.tensor(tokens))
+            found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
             keep(out, index, {f"low_{key}": value for key, value in found.items()})
     import transformers
 
@@ -74,7 +74,8 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     placed: dict[str, Any] = {}
-    if device.type == "cuda" and importlib.util.find_spec("accelerate"):
+    nbytes = sum(path.stat().st_size for path in Path(directory).glob("*.safetensors")) * (2 if dtype == "float32" else 1)
+    if device.type == "cuda" and importlib.util.find_spec("accelerate") and nbytes > torch.cuda.mem_get_info()[0] / 2:
         placed = {"device_map": "auto"}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True, trust_remote_code=False, **placed
@@ -150,15 +151,15 @@ def noise(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, i
     """Runs one sequence again, its sums in another order, and keeps how far it is from the first time."""
     first = dict(np.load(out / f"reference.{index}.npz"))
     recorder.clear()
-    found = points.compare(saved(out, index, next(model.parameters()).device), logits(model, tokens), torch.tensor(tokens))
+    found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
     kept = {f"noise_{name}": value for name, value in found.items()}
     kept |= {f"noise_state_{name}": np.linalg.norm(value - first[f"state_{name}"], axis=-1) for name, value in recorder.states.items()}
     kept |= {f"noise_router_{k}": np.abs(value - first[f"router_{k}"]).max(-1) for k, value in recorder.router_logits.items()}
     keep(out, index, kept)
 
 
-def saved(out: Path, index: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.load(out / f"logits.{index}.npy")).to(device)
+def saved(out: Path, index: int) -> torch.Tensor:
+    return torch.from_numpy(np.load(out / f"logits.{index}.npy"))
 
 
 def keep(out: Path, index: int, more: dict[str, Any]) -> None:
@@ -203,7 +204,7 @@ def probe(model: Any, tokens: list[int], out: Path) -> float:
     with torch.no_grad():
         kept = weight.data
         weight.data = kept.roll(rows, 0)
-        found = float((logits(model, tokens) - saved(out, 0, kept.device)).abs().max())
+        found = float((logits(model, tokens).cpu() - saved(out, 0)).abs().max())
         weight.data = kept
     return found
 

@@ -96,7 +96,7 @@ def on_all_ranks(names: list[str]) -> list[str]:
 def compare(found: torch.Tensor, tokens: list[int], out: Path, name: str, index: int, low: bool) -> None:
     """Rank 0: keeps how these logits [seq, vocab] differ from the reference's, and some pairs of both."""
     reference = torch.from_numpy(np.load(out / f"logits.{index}.npy", mmap_mode="r")[:])
-    kept: dict[str, Any] = points.compare(reference.to(found.device), found, torch.tensor(tokens))
+    kept: dict[str, Any] = points.compare(reference, found, torch.tensor(tokens))
     path = out / f"{name}.{index}.npz"
     if low:
         kept = {f"low_{key}": value for key, value in kept.items()}
