@@ -292,7 +292,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     moved, padded = _vocabulary(source, target)  # what is moved: from Megatron to Megatron, the vocabulary's padding too
     _ = moved.layout  # what is damaged is said before what does not fit, and before dims of any size are computed with
     dims = moved.dims
-    _check_sizes(dims, parallel)
+    check_sizes(dims, parallel)
     inexact: dict[str, str] = {}
     if isinstance(source.stored, hf.Checkpoint):
         inexact = dialect.inexact(dims, GIVEN)
@@ -378,7 +378,7 @@ def _true_vocab(source: Checkpoint) -> int | None:
         return None
 
 
-def _check_sizes(dims: Dims, parallel: Parallel) -> None:
+def check_sizes(dims: Dims, parallel: Parallel) -> None:
     """UsageError if Megatron could not launch the model at these sizes."""
     parallel.check(dims["num_experts"])
     parallel.stages(dims["num_layers"])

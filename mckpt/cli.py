@@ -472,7 +472,8 @@ def main() -> None:
     try:
         code = cli(prog_name="mckpt", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
-        click.echo("mckpt: interrupted; the same command goes on where it stopped", err=True)
+        goes_on = "" if {"verify", "train"} & set(sys.argv[1:2]) else "; the same command goes on where it stopped"
+        click.echo(f"mckpt: interrupted{goes_on}", err=True)
         code = 130
     except click.ClickException as e:
         e.show()

@@ -11,6 +11,8 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,30 @@ def launch(module: str, job: dict[str, Any], directory: Path, device: str, num_r
     with log.open("wb") as stream:
         process = subprocess.Popen(command, env=environ, stdout=None if show else stream, stderr=stream, start_new_session=True)
         try:
-            code = process.wait()
+            with ended_by_signals():
+                code = process.wait()
         finally:
             end(process)
     if code:
         raise failure(directory, module, code, log)
+
+
+@contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """In the block SIGTERM and SIGHUP, which would end this process alone, do what Ctrl-C does; in the main thread, which alone hears of them."""
+    before: dict[int, Any] = {}
+
+    def raises(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    with suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            before[number] = signal.signal(number, raises)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

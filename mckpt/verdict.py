@@ -51,7 +51,9 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """What was measured, a line each, and the reasons."""
-        out = []
+        out = [f"note: {note}" for note in self.facts.get("notes", [])]
+        if resharded := self.facts.get("resharded"):
+            out.append(f"resharded {resharded}: what ran is that copy, not the files themselves")
         for dtype, m in self.facts.get("logits", {}).items():
             worst = m["rms"] if dtype != "float32" else m["max_abs"]
             out.append(
@@ -87,6 +89,8 @@ class Pair:
     sizes: dict[str, int]  # tp, pp, vpp, ep, etp, cp of the run
     apart: list[dict[str, Any]]  # dims that config and args say differently: dim, arg, hf, megatron
     unread: str | None = None  # why the args could not be read
+    replicas: list[str] = field(default_factory=list)  # copies of one tensor, on several ranks, that differ
+    notes: list[str] = field(default_factory=list)  # what a reader must know that changes no verdict
     split: dict[str, Any] = field(default_factory=dict)  # how an uneven pipeline of the run is split, in the fields of Parallel
 
 
@@ -132,19 +136,20 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
     if ran["unread"]:
         reasons += [f"{key}: in the checkpoint, and the model that its args describe has no such tensor" for key in ran["unread"][:LISTED]]
 
-    in_fp32 = pair.sizes["cp"] == 1  # context parallelism runs in the checkpoint's dtype alone
-    judged, ties, routed = _judged(runs) if in_fp32 else ([np.ones(len(s), bool) for s in runs.sequences], 0, [])
-    facts["logits"] = {"float32": _logits(runs, judged)} if in_fp32 else {}
+    judged, ties, routed = _judged(runs)
+    facts["logits"] = {"float32": _logits(runs, judged)}
     if ran["dtype"] != "float32":
         facts["logits"][ran["dtype"]] = _low(runs)
-    facts["points"] = _points(runs, judged) if in_fp32 else []
+    if pair.sizes["cp"] > 1:  # what ran once more, in the checkpoint's dtype alone
+        facts["logits"][f"{ran['dtype']}, cp {pair.sizes['cp']}"] = _low(_Runs(work, f"{pair.name}.cp", 0))
+    facts["points"] = _points(runs, judged)
     facts["tokens"] = {
         "sequences": len(runs.sequences), "positions": sum(map(len, runs.sequences)), "judged": int(sum(j.sum() for j in judged)),
         "lengths": sorted({len(s) for s in runs.sequences}), "ties": ties,
     }  # fmt: skip
     facts["coverage"] = _coverage(pair, runs, judged)
     facts["scatter"] = _scatter(runs)
-    wrong = [*routed, *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
+    wrong = [*routed, *_unreached(pair), *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
     if wrong or reasons:
         facts["where"] = _where(pair, runs, facts, judged)
         if facts["where"]["point"]:
@@ -162,7 +167,7 @@ def _too_far(dtype: str, measured: dict[str, Any]) -> str | None:
         worst, what = measured["rms"], f"logits in {dtype} (root mean square)"
         if not measured["decisive"]:
             return None
-    if worst <= measured["tolerance"]:
+    if worst <= measured["tolerance"] or math.isnan(worst):  # nan: no position could be judged, which makes the verdict incomplete
         return None
     times = worst / measured["tolerance"]
     return f"{what} differ by {worst:.3g}, {times:.3g} times the tolerance {measured['tolerance']:.3g}"
@@ -180,29 +185,32 @@ def does_not_load(pair: Pair, error: MckptError) -> Verdict:
 def _facts(pair: Pair) -> dict[str, Any]:
     return {
         "hf": str(pair.left.path), "megatron": str(pair.path), "format": pair.right.format, "mckpt": __version__, "sizes": {**pair.sizes, **pair.split},
-        "dims": pair.apart,
+        "dims": pair.apart, **({"notes": pair.notes} if pair.notes else {}),
     }  # fmt: skip
 
 
 def _of_args(pair: Pair) -> list[str]:
-    return [*map(say_dim, pair.apart), *([pair.unread] if pair.unread else [])]
+    return [*map(say_dim, pair.apart), *([pair.unread] if pair.unread else []), *pair.replicas]
 
 
 def _judged(runs: _Runs) -> tuple[list[np.ndarray], int, list[str]]:
     """Which positions count: [seq] bool for each sequence; how many choices of experts were ties; and choices that differ and were none.
 
     Where two experts score within the noise of each other, rounding chooses, and all that follows in that sequence may differ: such a
-    choice that fell differently takes the positions from there on out. One that was no tie is a fault.
+    choice that fell differently, here or between transformers' own two runs, takes the positions from there on out. One that was no tie is
+    a fault.
     """
     judged: list[np.ndarray] = []
     ties, faults = 0, list[str]()
     for index, tokens in enumerate(runs.sequences):
-        counts = np.ones(len(tokens), bool)
         with runs.reference(index) as reference:
+            counts = _steady(reference, len(tokens))
+            ties += int(not counts.all())
             held = {k: s for s in runs.states(index) for k in s.files if k.startswith("experts_")}
             for key in sorted((k for k in reference.files if k.startswith("experts_")), key=lambda k: int(k.split("_")[1])):
                 ours, theirs, scores = reference[key], held[key][key], reference[key.replace("experts", "router")]
-                noise = max(float(reference[key.replace("experts", "noise_router")].max()), float(np.abs(scores).max()) * ROUNDING)
+                moved = reference[key.replace("experts", "noise_router")][_steady(reference, len(tokens))]
+                noise = max(float(moved.max(initial=0)), float(np.abs(scores).max()) * ROUNDING)
                 for at in np.flatnonzero((ours != theirs).any(1) & counts):
                     if not counts[at]:
                         continue
@@ -219,9 +227,28 @@ def _judged(runs: _Runs) -> tuple[list[np.ndarray], int, list[str]]:
     return judged, ties, faults
 
 
+def _steady(reference: Any, length: int) -> np.ndarray:
+    """Positions [seq] before the first choice of experts that fell otherwise when transformers ran with its sums in another order."""
+    counts = np.ones(length, bool)
+    for key in (k for k in reference.files if k.startswith("experts_")):
+        other = np.flatnonzero((reference[key] != reference[f"noise_{key}"]).any(1))
+        counts[int(other[0]) if len(other) else length :] = False
+    return counts
+
+
+def _unreached(pair: Pair) -> list[str]:
+    """Rows of the embedding that no token reached say nothing in the logits: they are compared as numbers."""
+    names = [name for name in pair.left if name.startswith("embed.")]
+    try:
+        found = comparison.diff({n: pair.left[n] for n in names}, {n: pair.right[n] for n in names if n in pair.right}, atol=0.0)
+    except MckptError:  # args that fit no layout are a reason of their own
+        return []
+    return [str(c) for c in found.changed]
+
+
 def _logits(runs: _Runs, judged: list[np.ndarray]) -> dict[str, Any]:
     """The fp32 logits against the tolerance; largest difference over vocabulary and judged positions."""
-    noise = float(runs.gather("reference", "noise_max_abs").max())
+    noise = float(runs.gather("reference", "noise_max_abs", judged).max(initial=0))
     size = max(float(np.abs(np.load(runs.work / f"logits.{i}.npy", mmap_mode="r")).max()) for i in range(len(runs.sequences)))
     spread = float(runs.gather("reference", "noise_spread").mean())
     found = _measures(runs, "", judged)
@@ -275,7 +302,7 @@ def _points(runs: _Runs, judged: list[np.ndarray]) -> list[dict[str, Any]]:
                     apart = np.linalg.norm(ours.astype("f8") - theirs[key][key], axis=-1)
                 apart = np.where(np.isfinite(apart), apart, math.inf)[judged[index]]
                 row["size"] = max(row["size"], float(np.linalg.norm(ours, axis=-1).max()))
-                row["noise"] = max(row["noise"], float(reference["noise_" + key].max()))
+                row["noise"] = max(row["noise"], float(reference["noise_" + key][judged[index]].max(initial=0)))
                 row["difference"] = max(row["difference"], float(apart.max(initial=0)))
     for row in out.values():
         row["tolerance"] = min(NOISE * max(row["noise"], ROUNDING * row["size"]), SHARE * row["size"])
@@ -362,9 +389,8 @@ def _where(pair: Pair, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarr
     if point is not None:
         first = [(i, int(at[0])) for i in range(len(runs.sequences)) if len(at := np.flatnonzero(_beyond(runs, i, facts) & judged[i]))]
         out["position"] = dict(zip(("sequence", "position"), first[0], strict=True)) if first else None
-    dims = {d["dim"] for d in pair.apart}
     try:
-        out |= _tensors(pair, point, dims)
+        out |= _tensors(pair, point)
     except MckptError as e:  # the args describe no layout that fits
         out["message"] = str(e)
     return out
@@ -372,13 +398,10 @@ def _where(pair: Pair, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarr
 
 def _beyond(runs: _Runs, index: int, facts: dict[str, Any]) -> np.ndarray:
     """Positions [seq] whose logits are further apart than the tolerance."""
-    if "float32" in facts["logits"]:
-        return np.asarray(~(runs.logits(index)["max_abs"] <= facts["logits"]["float32"]["tolerance"]))
-    (low,) = facts["logits"].values()
-    return np.asarray(~(np.sqrt(runs.logits(index)["low_mean_square"]) <= low["tolerance"]))
+    return np.asarray(~(runs.logits(index)["max_abs"] <= facts["logits"]["float32"]["tolerance"]))
 
 
-def _tensors(pair: Pair, point: str | None, dims: set[str]) -> dict[str, Any]:
+def _tensors(pair: Pair, point: str | None) -> dict[str, Any]:
     """Stored tensors that feed the point, and logical tensors whose values differ."""
     out: dict[str, Any] = {}
     if point is not None:

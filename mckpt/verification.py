@@ -32,6 +32,7 @@ LEVELS = ("bytes", "forward", "train")
 SEQUENCES, LENGTH = 4, 512
 LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
+BOUNDS = ("vocab_size", "max_positions")  # padded, and a promise: no part of the function
 SPLIT = ("first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout")
 
 
@@ -90,20 +91,29 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
 def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict]:
     """Levels `forward` and `train`."""
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
-    num_ranks = launching.world(sizes)
-    device = launching.device(options.device, num_ranks)
+    num_ranks = launching.world({**sizes, "cp": 1})
+    device = launching.device(options.device, launching.world(sizes))
+    if options.level == "train":  # said before anything runs
+        for subject in subjects:
+            launching.device(options.device, launching.world(subject.other_sizes()))
     vocab_size = left.dims["vocab_size"]
-    sequences = [*_sequences(left, options), *read_tokens(options.tokens, vocab_size)]
-    held = {"sequences": sequences, "vocab_size": vocab_size, "length": min(map(len, sequences))}
+    sequences = [*read_tokens(options.tokens, vocab_size), *_sequences(left, options)]
+    held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
     launching.launch("mckpt.trainer.reference", {"hf": str(left.path), "out": str(work), "dtype": subjects[0].dtype, **held}, work, device)
-    jobs = [
-        {"name": s.pair.name, "path": str(s.run_path), "args": s.given_args, "sizes": {**sizes, "vocab_size": vocab_size},
-         "impl": options.transformer_impl}
-        for s in subjects
-    ]  # fmt: skip
-    job = {"out": str(work), "timeout_s": options.timeout_s, "checkpoints": jobs}
+
+    def run(suffix: str, sizes: dict[str, int]) -> None:
+        jobs = [
+            {"name": s.pair.name + suffix, "path": str(s.run_path), "args": s.given_args, "sizes": {**sizes, "vocab_size": vocab_size},
+             "impl": options.transformer_impl}
+            for s in subjects
+        ]  # fmt: skip
+        job = {"out": str(work), "timeout_s": options.timeout_s, "checkpoints": jobs}
+        launching.launch("mckpt.trainer.worker", job, work, device, launching.world(sizes))
+
     try:
-        launching.launch("mckpt.trainer.worker", job, work, device, num_ranks)
+        run("", {**sizes, "cp": 1})
+        if sizes["cp"] > 1:  # where nothing runs in fp32, which alone tells small faults: the same once more
+            run(".cp", sizes)
     except MckptError as e:
         only = subjects[0].pair
         if len(subjects) > 1 or not (only.apart or only.unread):
@@ -126,9 +136,12 @@ def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict
 def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
     """Level `bytes`: the tensors, and the dims where both sides say them."""
     facts: dict[str, Any] = {"level": "bytes", "hf": str(left.path), "megatron": str(right.path)}
-    apart, unread = ([], None) if right.format == "hf" or left.format != "hf" else differing_dims(left, right)
+    apart, unread = differing_dims(left, right, window=True) if left.format == "hf" != right.format else (_dims_apart(left, right), None)
     facts["dims"] = apart
     reasons = [*map(verdict.say_dim, apart), *([unread] if unread else [])]
+    for side in (left, right):
+        if side.format == "torch" and not reasons:
+            reasons += side.reader.check_replicas()
     try:
         found = comparison.diff(left, right)
     except MckptError as e:
@@ -167,7 +180,13 @@ class _Subject:
             if (right.parallel.pp, right.parallel.vpp) == (wanted.pp, wanted.vpp)
             else {}
         )
-        self.pair = Pair(name, left, right, where, sizes, apart, unread, split)
+        replicas = right.reader.check_replicas() if right.format == "torch" and not apart and not unread else []
+        self.pair = Pair(name, left, right, where, sizes, apart, unread, replicas, _notes(left), split)
+        api.check_sizes(left.dims, wanted)
+        if options.cp > 1 and options.level == "train":
+            raise UsageError(
+                "--level train compares in fp32, which Transformer Engine's context parallelism does not compute; leave --cp out"
+            )
         if options.cp > 1 and self.dtype == "float32":
             raise UsageError(f"{path}: is fp32, which Transformer Engine's context parallelism does not compute; leave --cp out")
         self.run_path = where
@@ -175,6 +194,10 @@ class _Subject:
         if self.resharded:
             self.run_path = work / f"{name}.resharded"
             reshard(right, self.run_path, wanted)
+
+    def other_sizes(self) -> dict[str, int]:
+        """The second layout of `train`."""
+        return other_sizes(self.pair.sizes, self.pair.left.dims, self.pair.right.args or self.given_args or {})
 
 
 def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
@@ -197,8 +220,24 @@ def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     return dialect.write(left.dims, given)
 
 
-def differing_dims(left: Checkpoint, right: Checkpoint) -> tuple[list[dict[str, Any]], str | None]:
-    """Dims that the Megatron args and the config say differently; and why the args could not be read, if so."""
+def _dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
+    """Dims that two checkpoints of any formats say differently; those of the vocabulary's padding and longest sequence left out."""
+    both = [name for name in left.dims if name in right.dims and name not in BOUNDS]
+    apart = [name for name in both if not _same(left.dims[name], right.dims[name])]
+    return [{"dim": n, "arg": n, "hf": _plain(left.dims[n]), "megatron": _plain(right.dims[n])} for n in apart]
+
+
+def _notes(left: Checkpoint) -> list[str]:
+    """What stock Megatron would compute otherwise, though its args say it: the trainer here goes by the args."""
+    found = mapping.load("megatron", DIALECT).inexact(left.dims, api.GIVEN)
+    return [f"{name}: {why}; here the checkpoint's args are gone by" for name, why in found.items()]
+
+
+def differing_dims(left: Checkpoint, right: Checkpoint, window: bool = False) -> tuple[list[dict[str, Any]], str | None]:
+    """Dims that the Megatron args and the config say differently; and why the args could not be read, if so.
+
+    A sliding `window` is left out where a sequence beyond it is run.
+    """
     if right.args is None:
         return [], None
     dialect = mapping.load("megatron", DIALECT)
@@ -209,8 +248,8 @@ def differing_dims(left: Checkpoint, right: Checkpoint) -> tuple[list[dict[str, 
     out = []
     for name, value in left.dims.items():
         other = said.get(name)
-        if name in ("vocab_size", "max_positions", "sliding_window") or _same(value, other):
-            continue  # padded; only a bound; judged by running a sequence beyond it
+        if name in BOUNDS or (name == "sliding_window" and not window) or _same(value, other):
+            continue
         keys = dialect.dims[name].keys if name in dialect.dims else ()
         out.append({"dim": name, "arg": ", ".join(keys) or name, "hf": _plain(value), "megatron": _plain(other)})
     return out, None
@@ -233,19 +272,22 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
     """Trains at the sizes asked for and at others, and adds to the verdict how the losses agree."""
     pair = subject.pair
     first = pair.sizes
-    second = other_sizes(first, pair.left.dims, pair.right.args or subject.given_args or {})
+    second = subject.other_sizes()
     path = work / f"{pair.name}.training"
     if pair.right.format == "torch":
         reshard(pair.right, path, Parallel())
     else:
         path = subject.run_path
     dims = pair.left.dims
-    length = min(options.length, dims["max_positions"] or options.length, 256)
+    multiple = math.lcm(first["tp"], second["tp"])
+    length = min(options.length, dims["max_positions"] or options.length, 256) // multiple * multiple
+    if length == 0:
+        raise UsageError(f"--length {options.length} cannot be cut into {multiple} equal parts, as training at {first} and {second} asks")
     curves = []
     for number, sizes in enumerate((first, second)):
         losses = work / f"{pair.name}.losses{number}.jsonl"
         job = {
-            "checkpoint": str(path), "losses": str(losses), "steps": options.steps, "seq_length": length - length % (2 * sizes["tp"] * sizes["cp"]),
+            "checkpoint": str(path), "losses": str(losses), "steps": options.steps, "seq_length": length,
             "global_batch_size": 8, "dtype": "float32", "transformer_impl": options.transformer_impl, **sizes,
         }  # fmt: skip
         if subject.given_args:
@@ -306,9 +348,14 @@ def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:
             found = np.load(path).tolist()
         else:
             text = Path(path).read_text()
-            found = json.loads(text) if text.lstrip().startswith("[[") else [json.loads(line) for line in text.splitlines() if line.strip()]
+            try:
+                found = json.loads(text)
+            except ValueError:
+                found = [json.loads(line) for line in text.splitlines() if line.strip()]
+            if isinstance(found, dict) or (found and not isinstance(found[0], (list, dict))):
+                found = [found]  # one line
         rows = [row["tokens"] if isinstance(row, dict) else row for row in found]
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
         raise UsageError(f"{path}: no sequences of tokens (JSON lists, one a line, or .npy): {e}") from None
     for number, row in enumerate(rows, 1):
         wrong = not isinstance(row, list) or len(row) < 2 or any(type(t) is not int or not 0 <= t < vocab_size for t in row)

@@ -19,7 +19,7 @@ from mckpt import launching, packing, verdict
 from mckpt.checkpoint import Checkpoint, Known
 from mckpt.packing import Shape
 from mckpt.verdict import FAULT
-from mckpt.verification import Options, other_sizes, read_tokens, verify_all
+from mckpt.verification import Options, _Subject, other_sizes, read_tokens, verify_all
 from tests import door, tiny
 
 CLEAN = 3.0  # a clean run stays this far below the tolerance
@@ -200,19 +200,85 @@ def test_a_fault_of_the_converter_itself(directory: Path, verdicts: dict[str, mc
     assert "decoder.layers.2.self_attention.linear_qkv.weight" in found.facts["where"]["stored"]
 
 
-def test_the_own_dtype_alone(directory: Path, verdicts: dict[str, mckpt.Verdict]) -> None:
-    """Under context parallelism nothing runs in fp32: judged by what transformers differs from its fp32 self in that dtype."""
+@pytest.mark.parametrize(("index", "expected"), [(0, "pass"), (1, "fail")], ids=["clean", "transposed"])
+def test_context_parallelism(directory: Path, verdicts: dict[str, mckpt.Verdict], index: int, expected: str) -> None:
+    """It runs in the checkpoint's dtype alone, once more, and both runs have to agree with transformers."""
+    for path in (directory / "work").glob(f"checkpoint{index}.[0-9].npz"):
+        shutil.copy(path, path.with_name(path.name.replace(f"checkpoint{index}.", "checkpoint0.cp.")))
+    left, right = Checkpoint(directory / "hf"), Checkpoint(directory / "clean", Known(like=directory / "hf"))
     sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
-    for index, expected in ((0, "pass"), (1, "fail")):  # clean, and the transposed square matrix
-        left, right = (
-            Checkpoint(directory / "hf"),
-            Checkpoint(directory / ("clean" if index == 0 else "fault0"), Known(like=directory / "hf")),
-        )
-        found = verdict.judge(verdict.Pair(f"checkpoint{index}", left, right, directory, sizes, []), directory / "work", "cpu", 1)
-        assert found.verdict == expected, found.reasons
-        assert list(found.facts["logits"]) == ["bfloat16"]
-    assert found.facts["where"]["differ"] == ["layers.0.mlp.down.weight"]
-    assert len(found.lines()) > 2
+    found = verdict.judge(verdict.Pair("checkpoint0", left, right, directory, sizes, []), directory / "work", "cpu", 1)
+    assert found.verdict == expected, found.reasons
+    assert list(found.facts["logits"]) == ["float32", "bfloat16", "bfloat16, cp 2"]
+    if expected == "fail":
+        assert found.reasons[0].startswith("logits in bfloat16, cp 2")
+        assert found.facts["where"]["point"] == "logits"
+
+
+def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
+    """Every rank of ep holds the output layer, and one rank's is what the logits come from."""
+    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf")
+    mckpt.plan(source, tmp_path / "megatron", format="torch", parallel=mckpt.Parallel(ep=2), transformer_impl="local").run()
+    path = tmp_path / "megatron" / "release" / "mp_rank_00_001" / "model_optim_rng.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["model"]["output_layer.weight"].zero_()
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
+    right = Checkpoint(tmp_path / "megatron", Known(like=source))
+    assert (
+        _Subject(Checkpoint(source), tmp_path / "megatron", Options(), "x", tmp_path).pair.replicas
+        == found.reasons
+        == right.reader.check_replicas()
+    )
+
+
+def test_rows_that_no_token_reaches_are_compared(directory: Path, verdicts: dict[str, mckpt.Verdict]) -> None:
+    left, right = Checkpoint(directory / "hf"), Checkpoint(directory / "clean", Known(like=directory / "hf"))
+    pair = verdict.Pair("checkpoint0", left, right, directory, verdicts["clean"].facts["sizes"], [])
+    assert verdict._unreached(pair) == []
+    shifted = directory / f"fault{[name for name, _, _ in FAULTS].index('vocabulary shifted by one row')}"
+    pair.right = Checkpoint(shifted, Known(like=directory / "hf"))
+    assert verdict._unreached(pair)[0].startswith("embed.weight: ")
+
+
+def test_choices_that_transformers_itself_changes_are_left_out() -> None:
+    class Kept(dict[str, np.ndarray]):
+        files = property(lambda self: list(self))
+
+    chosen = np.eye(4, dtype=bool)[[0, 1, 2, 3, 0]]
+    other = chosen.copy()
+    other[3] = chosen[2]
+    assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=other), 5).tolist() == [True, True, True, False, False]
+    assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=chosen), 5).all()
+    assert verdict._too_far("float32", {"max_abs": float("nan"), "tolerance": 1.0}) is None
+
+
+def test_args_of_another_shape_are_a_verdict(directory: Path, tmp_path: Path) -> None:
+    """What megatron-core itself says of them is no crash."""
+
+    def widen(state: State, args: Any) -> None:
+        args.num_query_groups = 4
+
+    found = mckpt.verify(directory / "hf", seed(directory / "clean", tmp_path / "wide", widen), device="cpu", sequences=1, length=16)
+    assert found.exit_code == 1
+    assert found.facts["where"]["args"] == ["num_query_groups"]
+    assert "does not load" in found.reasons[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"pp": 3}, "pipeline"),
+        ({"tp": 3}, "attention heads"),
+        ({"level": "train", "cp": 2}, "leave --cp out"),
+        ({"level": "deep"}, "no level"),
+        ({"device": "cuda"}, "GPUs"),
+    ],
+)
+def test_what_cannot_be_run_is_said_first(directory: Path, options: dict[str, Any], why: str) -> None:
+    with pytest.raises(mckpt.errors.UsageError, match=why):
+        mckpt.verify(directory / "hf", directory / "clean", **options)
 
 
 @pytest.mark.parametrize("index", [0, 13])
@@ -221,6 +287,15 @@ def test_bytes(directory: Path, index: int) -> None:
     found = mckpt.verify(directory / "hf", directory / f"fault{index}", level="bytes")
     assert found.exit_code == 1
     assert len(found.reasons) == 1 and FAULTS[index][1] in found.reasons[0]
+
+
+def test_bytes_sees_dims_of_any_formats(directory: Path, tmp_path: Path) -> None:
+    other = tiny.tiny_random(
+        "qwen3-moe", tmp_path / "hf", mlp_only_layers=[0], intermediate_size=48, decoder_sparse_step=1, rope_theta=5000.0
+    )
+    for left, right in ((directory / "hf", other), (other, directory / "clean"), (directory / "clean", other)):
+        found = mckpt.verify(left, right, level="bytes")
+        assert found.exit_code == 1 and "rope_theta" in found.reasons[0], found.reasons
 
 
 def test_bytes_sees_args(directory: Path) -> None:
@@ -278,6 +353,9 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens.jsonl"
     path.write_text('[1, 2, 3]\n{"tokens": [4, 5]}\n')
     assert read_tokens(path, 6) == [[1, 2, 3], [4, 5]]
+    for text, rows in (("[\n [1, 2],\n [3, 4]\n]", [[1, 2], [3, 4]]), ("[1, 2]", [[1, 2]]), ('{"tokens": [1, 2]}', [[1, 2]])):
+        path.write_text(text)
+        assert read_tokens(path, 6) == rows
     np.save(tmp_path / "tokens.npy", np.array([[1, 2], [3, 4]]))
     assert read_tokens(tmp_path / "tokens.npy", 6) == [[1, 2], [3, 4]]
     for wrong, why in (("[1, 6]", "from 0 to 5"), ("[1]", "at least 2"), ("words", "no sequences"), ('{"text": "a"}', "no sequences")):

@@ -53,7 +53,12 @@ def read_jsonl(path: Path, tokenizer: str | None) -> list[np.ndarray]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            record = json.loads(line)
+            try:
+                record = json.loads(line)
+            except ValueError as e:
+                raise UsageError(f"{path}, line {number}: is no JSON: {e}") from None
+            if not isinstance(record, dict):
+                raise UsageError(f'{path}, line {number}: is no object with "text", "tokens" or "input_ids"')
             tokens = record.get("tokens", record.get("input_ids"))
             if tokens is None and "text" in record:
                 if encode is None:

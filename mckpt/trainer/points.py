@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mckpt.errors import MckptError
+from mckpt.errors import MckptError, StorageError
 
 WIDTH = 32  # numbers kept of a hidden state
 
@@ -114,6 +114,8 @@ def reporting(path: str) -> Iterator[dict[str, Any]]:
     try:
         yield json.loads(Path(path).read_text())
     except Exception as e:
+        if isinstance(e, OSError) and not isinstance(e, (ConnectionError, TimeoutError)):
+            e = StorageError(f"{e.filename or 'input/output'}: {e.strerror or e}")
         ours = isinstance(e, MckptError)
         said = {"class": type(e).__name__ if ours else None, "message": str(e) if ours else traceback.format_exc()}
         (Path(path).parent / f"error.rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(said))

@@ -74,7 +74,8 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     placed: dict[str, Any] = {}
-    nbytes = sum(path.stat().st_size for path in Path(directory).glob("*.safetensors")) * (2 if dtype == "float32" else 1)
+    files = [*Path(directory).glob("*.safetensors"), *Path(directory).glob("pytorch_model*.bin")]
+    nbytes = sum(path.stat().st_size for path in files) * (2 if dtype == "float32" else 1)
     if device.type == "cuda" and importlib.util.find_spec("accelerate") and nbytes > torch.cuda.mem_get_info()[0] / 2:
         placed = {"device_map": "auto"}
     loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -152,8 +153,9 @@ def noise(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, i
     first = dict(np.load(out / f"reference.{index}.npz"))
     recorder.clear()
     found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
-    kept = {f"noise_{name}": value for name, value in found.items()}
+    kept: dict[str, Any] = {f"noise_{name}": value for name, value in found.items()}
     kept |= {f"noise_state_{name}": np.linalg.norm(value - first[f"state_{name}"], axis=-1) for name, value in recorder.states.items()}
+    kept |= {f"noise_experts_{layer}": value for layer, value in recorder.experts.items()}
     kept |= {f"noise_router_{k}": np.abs(value - first[f"router_{k}"]).max(-1) for k, value in recorder.router_logits.items()}
     keep(out, index, kept)
 

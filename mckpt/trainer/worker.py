@@ -15,6 +15,8 @@ import gc
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mckpt.errors import MckptError
+from mckpt.errors import MckptError, SourceError
 from mckpt.trainer import build, forward, load, points
 
 SCATTER = 2000  # pairs of logits kept of each sequence, for the report's plot
@@ -56,8 +58,9 @@ def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]],
     said: dict[str, Any] = {}
     # attention over several context-parallel ranks has no fp32 kernel
     for dtype in (own,) if args.context_parallel_size > 1 else dict.fromkeys((torch.float32, own)):
-        chunks = build.build(args, dtype)
-        state = load.load(chunks, args, checkpoint["path"])
+        with fitting(checkpoint["path"]):
+            chunks = build.build(args, dtype)
+            state = load.load(chunks, args, checkpoint["path"])
         said |= {"unread": on_all_ranks(state["unread"]), "iteration": state.get("iteration")}
         low = dtype != torch.float32
         recorder = points.Recorder()
@@ -84,6 +87,17 @@ def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]],
 
         said["versions"]["transformer-engine"] = getattr(transformer_engine, "__version__", "?")
     return said
+
+
+@contextmanager
+def fitting(path: str) -> Iterator[None]:
+    """What megatron-core and torch say of args and tensors that do not fit each other, as a SourceError."""
+    try:
+        yield
+    except (MckptError, torch.OutOfMemoryError, dist.DistError):
+        raise
+    except Exception as e:
+        raise SourceError(f"{path}: megatron-core cannot build or load what its args describe: {type(e).__name__}: {e}") from e
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
