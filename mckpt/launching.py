@@ -96,8 +96,8 @@ def ended_by_signals() -> Iterator[None]:
         raise KeyboardInterrupt
 
     with suppress(ValueError):  # not the main thread
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            before[number] = signal.signal(number, raises)
+        for which in (signal.SIGTERM, signal.SIGHUP):
+            before[which] = signal.signal(which, raises)
     try:
         yield
     finally:
