@@ -25,10 +25,11 @@ from mckpt.mapping import Dims, MappingFile
 from mckpt.parallel import Parallel
 from mckpt.planning import Joined, join
 from mckpt.publishing import Destination
+from mckpt.ranks import Gone, Ranks, Session
 
 FORMATS = ("hf", "torch", "torch_dist")
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
-Progress = Callable[[int, int], None]
+Progress = Callable[..., None]  # (bytes done, bytes in all), and of what writes files (files done, files in all) too
 
 
 def open(path: str | Path, **known: Any) -> Checkpoint:
@@ -133,25 +134,39 @@ class Plan:
         return "\n".join(lines + p["notes"])
 
     def run(self, *, max_memory: int | str = "64MiB", threads: int = 0, checksum: str = "crc32", allow_overflow: bool = False, resume: bool = True,
-            check_replicas: bool = False, progress: Progress | None = None) -> dict[str, Any]:  # fmt: skip
-        """Write it; returns the manifest. A run that dies is gone on with by the same call, unless `resume` is False."""
-        from mckpt.execute import Output, Overflow, execute
+            check_replicas: bool = False, ranks: Ranks | None = None, progress: Progress | None = None) -> dict[str, Any]:  # fmt: skip
+        """Write it; returns the manifest. A run that dies is gone on with by the same call, unless `resume` is False.
 
+        Several processes do it together if each calls this with its own `ranks`; all return when the checkpoint is in place.
+        """
+        ranks = ranks or Ranks()
         budget = hf.parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         stamps = self._stamps()
         key = hashlib.sha256(f"{self.digest} {checksum} {stamps}".encode()).hexdigest()
+
+        def over() -> bool:
+            return not self.destination.overwrite and self.destination.manifest().get("plan") == self.digest
+
+        def move(staging: Path) -> list[str]:
+            from mckpt.execute import Output, Overflow, execute
+
+            try:
+                return execute(
+                    self.joined.copies, self.joined.casts, self.source.layout.files, [Output(*o) for o in self.outputs], staging / "data",
+                    max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, ranks=ranks, control=staging,
+                    over=over, progress=progress,
+                )  # fmt: skip
+            except Overflow as e:
+                raise UsageError(f"{self.joined.name(e.tensor)}: {e.where}") from e
+
+        if ranks.rank:
+            return self._help(self.destination.staging_directory(key), ranks, move)
         reader = self.source.reader
         if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
             raise SourceError.of(f"{self.source.path}: holds copies of one tensor that differ, and it is not known which is meant:", apart)
         dropped = reader.padding()
         with self.destination.staging(key, resume) as staging:
-            try:
-                sums = execute(
-                    self.joined.copies, self.joined.casts, self.source.layout.files, [Output(*o) for o in self.outputs], staging / "data",
-                    max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, progress=progress,
-                )  # fmt: skip
-            except Overflow as e:
-                raise UsageError(f"{self.joined.name(e.tensor)}: {e.where}") from e
+            sums = move(staging)
             if self._stamps() != stamps:
                 raise SourceError(f"{self.source.path}: was changed while it was read; run the command again when nothing writes there")
             files = {o.path: {"bytes": o.size, "checksum": s} for o, s in zip(self.outputs, sums, strict=True)}
@@ -159,6 +174,18 @@ class Plan:
             (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             self.destination.publish(staging, self.side)
         return manifest
+
+    def _help(self, staging: Path, ranks: Ranks, move: Callable[[Path], list[str]]) -> dict[str, Any]:
+        """What the other ranks do: their share, and wait for rank 0 to publish."""
+        session = Session(staging, ranks)
+        try:
+            move(staging)
+            session.listen()
+        except Gone:
+            manifest = self.destination.manifest()
+            if manifest.get("plan") != self.digest:
+                raise
+            return manifest
 
     def _stamps(self) -> list[int]:
         """When the sources were last changed: a resumed run must not mix two states of them."""
@@ -175,8 +202,11 @@ def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = False, update_tracker: bool = False, known: Known | None = None,
-         target: Target | None = None, **wanted: Any) -> Plan:  # fmt: skip
-    """The proven plan that brings `src` to `dst`. Keywords are those of `Target` (format, parallel, dtype ...) unless `target` is given."""
+         target: Target | None = None, helps: bool = False, **wanted: Any) -> Plan:  # fmt: skip
+    """The proven plan that brings `src` to `dst`. Keywords are those of `Target` (format, parallel, dtype ...) unless `target` is given.
+
+    With `helps`, that of a rank other than 0: what stands at `dst` is rank 0's to judge.
+    """
     source = src if isinstance(src, Checkpoint) else Checkpoint(src, known)
     target = target or Target(**wanted)
     if target.format not in FORMATS:
@@ -184,7 +214,7 @@ def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = Fal
     if target.format == "hf" and source.format == "hf":
         raise UsageError(f"{source.path}: is a Hugging Face directory already")
     destination = Destination(
-        Path(dst), None if target.format == "hf" else _unit(source, target), source.root, overwrite=overwrite, update_tracker=update_tracker
+        Path(dst), None if target.format == "hf" else _unit(source, target), source.root, overwrite=overwrite, update_tracker=update_tracker, helps=helps
     )
     if target.dtype is not None:
         dtypes.parse(target.dtype)

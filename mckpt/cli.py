@@ -65,6 +65,8 @@ _writing = _apply(
     _json,
     click.option("--max-memory", default="64MiB", show_default=True, help="Bytes in flight at once."),
     click.option("--threads", type=click.IntRange(0), default=0, help="0: as many as help on this machine."),
+    click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
+                 help="Processes on this machine; under torchrun or srun each of theirs is one."),
     click.option(
         "--checksum",
         type=click.Choice(["crc32", "sha256", "none"]),
@@ -226,7 +228,7 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
     from mckpt import api
 
     left, right = (_open({**o, "src": p}) for p in (a, b))
-    with _progress("comparing") as progress:
+    with _progress("comparing", as_json) as progress:
         found = api.diff(left, right, atol=atol, progress=progress)
     if as_json:
         click.echo(json.dumps(found.json()))
@@ -398,8 +400,9 @@ def _open(o: dict[str, Any]) -> Any:
 
 def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False, as_json: bool = False, **o: Any) -> None:
     """Plan, print or write, and say what was done."""
-    from mckpt import api
+    from mckpt import api, launching
     from mckpt.formats.hf import parse_size
+    from mckpt.ranks import Ranks
 
     source = _open(o) if source is None else source  # not `or`: its truth is the number of its tensors
     target = api.Target(
@@ -410,22 +413,28 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         no_optimizer=o.get("no_optimizer", False), tokenizer=o.get("tokenizer"), max_shard_size=parse_size(o.get("max_shard_size") or "5GB"),
         keep_padding=o.get("keep_padding", False),
     )  # fmt: skip
-    planned = api.plan(source, o["dst"], target=target, overwrite=o.get("overwrite", False), update_tracker=o.get("update_tracker", False))
+    ranks = Ranks() if dry_run else Ranks.of_environment()
+    options = {"overwrite": o.get("overwrite", False), "update_tracker": o.get("update_tracker", False), "helps": ranks.rank > 0}
+    planned = api.plan(source, o["dst"], target=target, **options)
     if dry_run:
         click.echo(json.dumps(planned.json()) if as_json else planned.summary())
         return
     budget = parse_size(o["max_memory"])
+    how = {
+        "max_memory": budget, "threads": o["threads"], "checksum": o["checksum"], "allow_overflow": o["allow_overflow"], "resume": o["resume"],
+        "check_replicas": o.get("check_replicas", False),
+    }  # fmt: skip
+    if ranks.rank:  # rank 0 does the talking
+        planned.run(**how, ranks=ranks)
+        return
     if not as_json:
         click.echo(planned.summary(), err=True)
     if note := planned.destination.tracker_note():
         click.echo(note, err=True)
     start = time.perf_counter()
     try:
-        with _progress("writing") as progress:
-            manifest = planned.run(
-                max_memory=budget, threads=o["threads"], checksum=o["checksum"], allow_overflow=o["allow_overflow"], resume=o["resume"],
-                check_replicas=o.get("check_replicas", False), progress=progress,
-            )  # fmt: skip
+        with launching.workers(ranks, o["workers"]) as ranks, _progress("writing", as_json) as progress:
+            manifest = planned.run(**how, ranks=ranks, progress=progress)
     finally:
         for folder, nbytes in planned.destination.left_over():
             click.echo(f"left by an interrupted run of another plan: {folder}, {nbytes:,} bytes; remove it if it is not wanted", err=True)
@@ -439,17 +448,17 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
 
 
 @contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A progress bar on a terminal; nothing elsewhere."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+def _progress(what: str, as_json: bool = False) -> Iterator[Callable[..., None] | None]:
+    """On stderr: a progress line on a terminal, one JSON event a second with --json, nothing elsewhere."""
+    from mckpt import progress
 
-    with Progress(what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    if as_json:
+        yield progress.Events(what, lambda text: click.echo(text, err=True))
+    elif sys.stderr.isatty():
+        with progress.Line(what) as line:
+            yield line
+    else:
+        yield None
 
 
 @contextmanager

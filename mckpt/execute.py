@@ -19,7 +19,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -29,6 +29,7 @@ from isal import isal_zlib
 
 from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
 from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.ranks import POLL_S, Gone, Ranks, Session
 
 PIECE = 1 << 20  # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 TILE = 2 << 20  # bytes of buffers of one staged step, if it needs no more: 1 to 4 MiB measured alike, 8 MiB costs 15% more
@@ -37,6 +38,7 @@ ROW_SUM = 32 << 10  # bytes; a row written alone has its own crc from here on, s
 AHEAD = 8  # slabs per thread looked at to find one whose files nobody writes: two writers of one inode wait for each other
 STOP_WAIT = 0.8  # seconds that an interrupted run waits for threads that sit in a system call
 TICK = 0.1  # seconds between calls of `progress`
+ALONE = Ranks()
 UNKNOWN = -1  # the crc of bytes not summed as they passed; read back when it is asked for
 
 _RANGE = np.dtype([("file", "i8"), ("at", "i8"), ("bytes", "i8"), ("crc", "i8")])
@@ -81,43 +83,101 @@ def execute(
     threads: int = 0,
     checksum: str = "crc32",
     allow_overflow: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    ranks: Ranks = ALONE,
+    control: Path | None = None,
+    over: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int, int, int], None] | None = None,
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
 
     `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core; `checksum` is none, crc32 or sha256. When the same
     call failed or was killed before, what it finished is not done again: the caller names `staging` after the plan. `progress` gets
-    (bytes done, bytes in all) from the calling thread. Files and directories are synced on return; nothing is renamed.
+    (bytes done, bytes in all, files done, files in all) from the calling thread. Files and directories are synced on return; nothing is renamed.
+
+    With several `ranks` each process does its share of the units, then of the files' ends. Rank 0 returns when all are done, whoever did them,
+    the others when theirs are, or raise Gone when rank 0 did all without them, or `over` says so. The journal, and how ranks wait for each
+    other, are in `control` (None: in `staging`).
 
     Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies say), Overflow.
     """
     assert checksum in ("none", "crc32", "sha256"), checksum
     threads = threads or max(1, min(len(os.sched_getaffinity(0)), max_memory // PIECE))
     work = Work.of(copies, casts)
-    _lay_out(outputs, staging)
-    journal = _Journal(staging / "done", work, outputs)
+    control = control or staging
+    session = Session(control, ranks)
+    if ranks.rank:
+        session.join(over)
+    else:
+        _lay_out(outputs, staging, control / "done")
+        session.open()
+    journal = _Journal(control / "done", work, outputs)
     run = _Run(work, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow)
     crew = _Crew(threads, max(256, max_memory // threads))
     total = int(work.slabs["bytes"].sum())
+    sums: dict[int, str] = {}
 
     def tick() -> None:
+        if session.beat():
+            run.load()
         if progress:
-            progress(run.bytes_done, total)
+            progress(run.bytes_done, total, run.files_done, len(outputs))
+
+    def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
+        journal.write_sum(file, run.finish(file, outputs[file], run.ranges(file), checksum, memory, check))
+
+    def move(units: range) -> None:
+        crew.each(run.todo(units), run.targets, run.move, tick)
+
+    def load_sums() -> Container[int]:
+        sums.update(journal.load_sums(len(outputs), sums))
+        return sums
+
+    def end(files: range) -> None:
+        crew.each((f for f in files if f not in sums), lambda file: frozenset([file]), finish, tick)
 
     try:
-        crew.each(run.todo(), run.targets, run.move, tick)
-        ranges = run.ranges()
-        sums = [""] * len(outputs)
-
-        def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
-            sums[file] = run.finish(file, outputs[file], ranges[file], checksum, memory, check)
-
-        crew.each(iter(range(len(outputs))), lambda file: frozenset([file]), finish, tick)
+        _shared(session, run.num_units, run.load, move, tick)
+        run.reopen()  # a network filesystem shows what others wrote to who opens a file after that
+        load_sums()
+        if ranks.rank:
+            end(ranks.share(len(outputs)))
+            return []
+        _shared(session, len(outputs), load_sums, end, tick)
+        session.gather()
+    except FileNotFoundError as error:
+        if ranks.rank and not control.exists():
+            raise Gone(f"{control}: is not there any more") from None
+        session.fail(error)
+        raise
+    except BaseException as error:
+        session.fail(error)
+        raise
     finally:
         run.close()
     _sync_directories(outputs, staging)
-    shutil.rmtree(staging / "done", ignore_errors=True)
-    return sums
+    if ranks.size == 1:
+        shutil.rmtree(control / "done", ignore_errors=True)
+    return [sums[file] for file in range(len(outputs))]
+
+
+def _shared(
+    session: Session, count: int, load: Callable[[], Container[int]], do: Callable[[range], None], tick: Callable[[], None]
+) -> None:
+    """Does this rank's share of `count` things and returns when `load` has all; rank 0 does the shares of those that died."""
+    ranks = session.ranks
+    do(ranks.share(count))
+    taken = set()
+    while True:
+        done = load()
+        left = [rank for rank in range(ranks.size) if any(item not in done for item in ranks.share(count, rank))]
+        if not left:
+            return
+        for rank in left if ranks.rank == 0 else ():
+            if rank not in taken and not session.lives(rank):
+                taken.add(rank)
+                do(ranks.share(count, rank))
+        tick()
+        time.sleep(POLL_S)
 
 
 # Moving
@@ -140,16 +200,38 @@ class _Run:
         self.summing, self.allow_overflow = summing, allow_overflow
         self.sources, self.targets_ = _Files(sources, os.O_RDONLY), _Files(targets, os.O_RDWR)
         self.lock = threading.Lock()
+        self.by_file: list[list[Range]] | None = None
+        copies = work.copies
+        self.file_left = np.zeros(len(targets), "i8")  # bytes of tensors that each file still waits for
+        np.add.at(self.file_left, copies["dst_file"], copies["rows"] * copies["run"] * copies["dst_item"])
         slabs = work.slabs
-        self.done = journal.load(int(slabs["unit"][-1]) + 1 if len(slabs) else 0)
-        self.skip = np.isin(slabs["unit"], list(self.done))
-        self.bytes_done = int(slabs["bytes"][self.skip].sum())
-        self.left = Counter(slabs["unit"][~self.skip].tolist())
-        self.open: dict[int, list[Range]] = {unit: [] for unit in self.left}
+        self.num_units = int(slabs["unit"][-1]) + 1 if len(slabs) else 0
+        self.unit_bytes = np.bincount(slabs["unit"], slabs["bytes"], self.num_units).astype("i8")
+        self.done: dict[int, np.ndarray] = {}
+        self.bytes_done = 0
+        self.left: Counter[int] = Counter()
+        self.open: dict[int, list[Range]] = {}
+        self.load()
 
-    def todo(self) -> Iterator[int]:
-        """The slabs that no earlier run finished."""
-        return iter(np.flatnonzero(~self.skip).tolist())
+    def load(self) -> Container[int]:
+        """The units that are done: by this process, by others, by an earlier run."""
+        found = self.journal.load(self.num_units, self.done)
+        with self.lock:
+            for unit in found.keys() - self.done.keys():
+                self.bytes_done += int(self.unit_bytes[unit])
+                for slab in range(*np.searchsorted(self.work.slabs["unit"], [unit, unit + 1]).tolist()):
+                    self._count(slab)
+            self.done.update(found)
+        return self.done
+
+    def todo(self, units: range) -> Iterator[int]:
+        """The slabs of those units that are not done."""
+        unit = self.work.slabs["unit"]
+        first, last = np.searchsorted(unit, [units.start, units.stop])
+        slabs = [s for s in range(int(first), int(last)) if int(unit[s]) not in self.done]
+        self.left = Counter(unit[slabs].tolist())
+        self.open = {u: [] for u in self.left}
+        return iter(slabs)
 
     def targets(self, slab: int) -> frozenset[int]:
         """The files a slab writes."""
@@ -170,6 +252,7 @@ class _Run:
             self.open[unit] += _merged(mover.written)
             self.left[unit] -= 1
             self.bytes_done += nbytes
+            self._count(slab)
             if self.left[unit]:
                 return
         ranges = np.array(_merged(self.open.pop(unit)), _RANGE)
@@ -180,13 +263,32 @@ class _Run:
         with self.lock:
             self.done[unit] = ranges
 
-    def ranges(self) -> list[list[Range]]:
-        """What was written, by file, in order."""
-        out: list[list[Range]] = [[] for _ in self.targets_.paths]
-        for unit in sorted(self.done):
-            for r in self.done[unit].tolist():
-                out[r[0]].append(r)
-        return out
+    def _count(self, slab: int) -> None:
+        """Takes what a slab writes from what its files wait for."""
+        _, row, end, _, _ = self.work.slabs[slab].item()
+        records = self.work.cluster(slab)
+        np.subtract.at(self.file_left, records["dst_file"], (end - row) * records["run"] * records["dst_item"])
+
+    @property
+    def files_done(self) -> int:
+        """Files whose tensors are all there."""
+        return int((self.file_left <= 0).sum())
+
+    def ranges(self, file: int) -> list[Range]:
+        """What was written of one file, in order."""
+        with self.lock:
+            if self.by_file is None:
+                self.by_file = [[] for _ in self.targets_.paths]
+                for unit in sorted(self.done):
+                    for r in self.done[unit].tolist():
+                        self.by_file[r[0]].append(r)
+            return self.by_file[file]
+
+    def reopen(self) -> None:
+        """Closes the targets, which are opened anew when they are next used."""
+        most, self.targets_.most = self.targets_.most, 0
+        self.targets_.close()
+        self.targets_.most = most
 
     def finish(self, file: int, output: Output, ranges: list[Range], checksum: str, memory: memoryview, check: Callable[[], None]) -> str:
         """Writes the fixed bytes of one file, syncs it; its checksum."""
@@ -496,7 +598,7 @@ class _Files:
             self._evict()
 
 
-def _lay_out(outputs: Sequence[Output], staging: Path) -> None:
+def _lay_out(outputs: Sequence[Output], staging: Path, journal: Path) -> None:
     """Creates all outputs at full size; the journal goes if one was not there, since it speaks of data that is gone."""
     try:
         staging.mkdir(parents=True, exist_ok=True)
@@ -508,14 +610,14 @@ def _lay_out(outputs: Sequence[Output], staging: Path) -> None:
         if needed > free:
             raise StorageError(f"{staging} needs {needed} bytes more, its filesystem has {free} bytes free; free some or choose another")
         if any(s is None or s.st_size != o.size for s, o in zip(found, outputs, strict=True)):
-            shutil.rmtree(staging / "done", ignore_errors=True)
+            shutil.rmtree(journal, ignore_errors=True)
         for folder in {p.parent for p in paths}:
             folder.mkdir(parents=True, exist_ok=True)
         for path, output, old in zip(paths, outputs, found, strict=True):
             if old is None or old.st_size != output.size:
                 with open(path, "wb") as file:
                     file.truncate(output.size)
-        (staging / "done").mkdir(exist_ok=True)
+        journal.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         _refused("lay out", error.filename or staging, error)
 
@@ -546,24 +648,42 @@ class _Journal:
             crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)
         self.identity = crc  # tells apart what unit numbers mean; the caller's name for the staging directory tells apart plans
 
-    def load(self, units: int) -> dict[int, np.ndarray]:
-        """{unit: its ranges}; of `units` there are."""
+    def load(self, units: int, known: Container[int] = ()) -> dict[int, np.ndarray]:
+        """{unit: its ranges}, of `units` that there are, but for those known."""
         out = {}
-        for path in self.folder.iterdir():
-            if path.name.isdecimal() and int(path.name) < units:
-                data = path.read_bytes()
-                body = data[self.HEAD.size :]
-                if data[: self.HEAD.size] == self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)):
-                    out[int(path.name)] = np.frombuffer(body, _RANGE)
+        for name in os.listdir(self.folder):
+            if name.isdecimal() and int(name) < units and int(name) not in known and (body := self._get(name)) is not None:
+                out[int(name)] = np.frombuffer(body, _RANGE)
         return out
 
     def write(self, unit: int, ranges: np.ndarray) -> None:
         """Not synced: after a power cut a lost or torn one means the unit is done again, and its data is synced before."""
-        body = ranges.tobytes()
-        path = self.folder / f"{unit:08d}"
+        self._put(f"{unit:08d}", ranges.tobytes())
+
+    def load_sums(self, files: int, known: Container[int]) -> dict[int, str]:
+        """{file: its checksum} of the finished ones, but for those known."""
+        out = {}
+        for name in os.listdir(self.folder):
+            if name.startswith("file") and name[4:].isdecimal() and int(name[4:]) < files and int(name[4:]) not in known:
+                body = self._get(name)
+                if body is not None:
+                    out[int(name[4:])] = body.decode()
+        return out
+
+    def write_sum(self, file: int, checksum: str) -> None:
+        self._put(f"file{file:08d}", checksum.encode())
+
+    def _get(self, name: str) -> bytes | None:
+        data = (self.folder / name).read_bytes()
+        body = data[self.HEAD.size :]
+        return body if data[: self.HEAD.size] == self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) else None
+
+    def _put(self, name: str, body: bytes) -> None:
+        path = self.folder / name
+        beside = self.folder / f"{name}.{os.getpid()}.tmp"
         try:
-            path.with_suffix(".tmp").write_bytes(self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) + body)
-            path.with_suffix(".tmp").rename(path)
+            beside.write_bytes(self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) + body)
+            beside.rename(path)
         except OSError as error:
             _refused("write", path, error)
 

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from mckpt import errors
 from mckpt.errors import MckptError, MissingExtra, UsageError
+from mckpt.ranks import Ranks
 
 LOG_SHOWN = 3000  # characters of a log in an error
 GRACE_S = 20  # between asking processes to end and ending them
@@ -129,6 +131,33 @@ def failure(directory: Path, module: str, code: int, log: Path) -> Exception:
         return RuntimeError(f"{module} failed:\n{first['message']}")
     how = f"was killed by signal {-code} (out of memory?)" if code < 0 else f"ended with exit code {code}"
     return MckptError(f"{module} {how}; its log ends:\n{log.read_text(errors='replace')[-LOG_SHOWN:]}")
+
+
+@contextmanager
+def workers(ranks: Ranks, num: int) -> Iterator[Ranks]:
+    """This process as rank 0 of `num` that run its own command line; the others end with the block."""
+    if num == 1:
+        yield ranks
+        return
+    if ranks.size > 1:
+        raise UsageError(
+            f"--workers {num} is for one machine without a launcher; here {ranks.size} processes were started, start more of those"
+        )
+    run = uuid.uuid4().hex
+    environ = os.environ | {"MCKPT_NUM_RANKS": str(num), "MCKPT_RUN": run}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}  # Ctrl-C is rank 0's to tell them
+    others: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank in range(1, num):
+            command = [sys.executable, "-m", "mckpt", *sys.argv[1:]]
+            others.append(subprocess.Popen(command, env=environ | {"MCKPT_RANK": str(rank)}, **quiet))  # type: ignore[call-overload]
+        yield Ranks(0, num, run, ended=lambda rank: others[rank - 1].poll() is not None)
+        for process in others:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(2)
+    finally:
+        for process in others:
+            end(process)
 
 
 def free_port() -> int:

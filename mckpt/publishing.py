@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from mckpt.errors import DestinationError, SourceError, StorageError
 from mckpt.formats.entry import read_file, stamp
@@ -41,7 +42,8 @@ UNIT_PARTS = (
 class Destination:
     """Where one checkpoint goes: a unit of a Megatron save directory, or (unit None) a Hugging Face directory."""
 
-    def __init__(self, root: Path, unit: str | None, source: Path, *, overwrite: bool = False, update_tracker: bool = False) -> None:
+    def __init__(self, root: Path, unit: str | None, source: Path, *, overwrite: bool = False, update_tracker: bool = False,
+                 helps: bool = False) -> None:  # fmt: skip
         self.root, self.unit, self.overwrite, self.update_tracker = Path(os.path.abspath(root)), unit, overwrite, update_tracker
         self.path = self.root / unit if unit else self.root
         self._staging: Path | None = None  # of the plan that runs
@@ -49,7 +51,8 @@ class Destination:
         self._refuse_near(source)
         if self.root.exists() and not self.root.is_dir():
             raise DestinationError(f"{self.root}: is a file; a directory is wanted")
-        self._refuse_occupied()
+        if not helps:  # it may be the work of the others, who were done before this one began
+            self._refuse_occupied()
 
     def _refuse_near(self, source: Path) -> None:
         here, there = self.root.resolve(), source.resolve()
@@ -109,11 +112,22 @@ class Destination:
                     out.append(path)
         return sorted(out)
 
+    def staging_directory(self, plan: str) -> Path:
+        """Where the files of a plan are until they are complete."""
+        return self.root / f"{STAGING}{plan[:16]}"
+
+    def manifest(self) -> dict[str, Any]:
+        """That of the checkpoint in place; {} if there is none."""
+        with suppress(OSError, ValueError):
+            found: dict[str, Any] = json.loads((self.path / MANIFEST).read_bytes())
+            return found
+        return {}
+
     @contextmanager
     def staging(self, plan: str, resume: bool = True) -> Iterator[Path]:
         """The staging directory of a plan, locked; what it holds stays there if the body raises, and is used again with `resume`."""
         made = [p for p in (self.root, *self.root.parents) if not p.exists()]
-        folder = self._staging = self.root / f"{STAGING}{plan[:16]}"
+        folder = self._staging = self.staging_directory(plan)
         self._refuse_occupied(folder)
         self._check_side(self._side)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import signal
 import subprocess
@@ -294,8 +295,9 @@ def test_no_copies(tmp_path):
 def test_progress_ends_at_the_total(tmp_path):
     seen = []
     plan, src, dst = columns(1, 2, 100, 64)
-    run(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, progress=lambda done, total: seen.append((done, total)))
-    assert seen[-1] == (100 * 64 * 2, 100 * 64 * 2)
+    run(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, progress=lambda *said: seen.append(said))
+    assert seen[-1] == (100 * 64 * 2, 100 * 64 * 2, len(dst), len(dst))
+    assert all(a[0] <= b[0] and a[2] <= b[2] for a, b in itertools.pairwise(seen))
 
 
 # Failure

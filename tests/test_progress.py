@@ -1,0 +1,47 @@
+"""What is said while a run goes on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mckpt import progress
+from tests import door, tiny
+
+
+def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    said: list[dict[str, object]] = []
+    events = progress.Events("writing", lambda text: said.append(json.loads(text)))
+    for tenth in range(51):
+        now[0] = 100 + tenth / 10
+        events(tenth * 20, 1000, min(3, tenth // 17), 3)
+        events(tenth * 20, 1000, min(3, tenth // 17), 3)
+    assert [event["bytes"] for event in said] == [200, 400, 600, 800, 1000]
+    assert [event["eta_s"] for event in said] == [4.0, 3.0, 2.0, 1.0, 0.0]
+    assert {event["bytes_per_s"] for event in said} == {200}
+    assert [event["files"] for event in said] == [0, 1, 1, 2, 2]
+    assert all(event["rss_bytes"] > 1 << 20 for event in said)  # type: ignore[operator]
+
+
+def test_what_was_done_before_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    meter = progress.Meter()
+    meter.read(900, 1000)
+    now[0] = 1.0
+    assert meter.read(910, 1000)["eta_s"] == 9.0
+
+
+def test_json_puts_the_result_on_stdout_and_events_on_stderr(tmp_path: Path) -> None:
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    said = door.good("hf-to-megatron", source, tmp_path / "out", "--json")
+    assert json.loads(said.out)["files"]
+    event = json.loads(said.err.splitlines()[-1])
+    assert event["event"] == "writing"
+    assert event["bytes"] == event["total_bytes"] > 0
+    assert event["files"] == event["total_files"] > 0
+    assert all(json.loads(line) for line in said.err.splitlines())
