@@ -246,6 +246,7 @@ def lay_out(
     tensors: dict[str, Any] = {}
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
     rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []  # (rule, region, dtype, shape of a chunk with its leading axes of 1)
+    held: list[torch_file.TorchFile] = []  # for each of `rules` the container of one chunk: of 10**5 chunks all but a few are alike
     rows: list[tuple[int, int, int, int]] = []  # (order, chunk kind in `rules`, layer, expert)
     for b in bound:
         whole, dtype = packed(b.rule, scope, padded), dtype_of(b.rule, kinds)
@@ -256,36 +257,41 @@ def lay_out(
             tensors[key] = (dtype, (*axes, *whole.shape), [])
         layers, experts = b.instances()
         for region in _regions(b, whole, dtype, parallel):
-            rules.append((b, region, dtype, (*(1,) * len(axes), *region.shape)))
+            shape = (*(1,) * len(axes), *region.shape)
+            rules.append((b, region, dtype, shape))
+            if (dtype, shape) not in containers:
+                containers[dtype, shape] = torch_file.lay_out(safe_pickle.tensor(dtype, shape, "0"), "archive")
+            held.append(containers[dtype, shape])
             for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True):
                 order = layer + 1 if "layer" in b.rule.indices else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
                 rows.append((order, len(rules) - 1, layer, expert))
     rows.sort(key=lambda row: row[0])
 
-    sizes = []
-    for _, kind, _, _ in rows:
-        _, _, dtype, shape = rules[kind]
-        if (dtype, shape) not in containers:
-            containers[dtype, shape] = torch_file.lay_out(safe_pickle.tensor(dtype, shape, "0"), "archive")
-        sizes.append(containers[dtype, shape].size)
+    sizes = [held[kind].size for _, kind, _, _ in rows]
     count = max(1, min(MAX_FILES, math.ceil(sum(sizes) / FILE_BYTES)))
     names = [f"__{i}_0.distcp" for i in range(count)]
     bounds = np.minimum(np.cumsum([0, *sizes])[:-1] * count // max(1, sum(sizes)), count - 1).tolist() if sizes else []
     ends = [0] * count
     items: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
     parts: list[list[tuple[int, torch_file.TorchFile]]] = [[] for _ in names]
-    placed: dict[int, list[tuple[int, int, int, int]]] = {}
+    placed: list[list[tuple[int, int, int, int]]] = [[] for _ in rules]
+    stacked = [[("layer", "expert").index(i) for i in b.rule.stacked()] for b, _, _, _ in rules]
+    starts = [container.data["0"][0] for container in held]
+    keys: dict[tuple[int, int], tuple[str, list[Any]]] = {}  # (kind, layer): the key, and the chunks of its tensor
     for (_, kind, layer, expert), size, f in zip(rows, sizes, bounds, strict=True):
-        b, region, dtype, shape = rules[kind]
-        index = {"layer": layer, "expert": expert}
-        offsets = (*(index[i] for i in b.rule.stacked()), *region.offset)
-        key = b.rule.key.format(layer=layer)
-        container = containers[dtype, shape]
-        tensors[key][2].append((offsets, shape))
-        items.append((key, offsets, names[f], ends[f], size))
-        parts[f].append((ends[f], container))
-        placed.setdefault(kind, []).append((layer, expert, f, ends[f] + container.data["0"][0]))
-        ends[f] += size
+        b, region, _, shape = rules[kind]
+        if (kind, layer) not in keys:
+            key = b.rule.key.format(layer=layer)
+            keys[kind, layer] = key, tensors[key][2]
+        key, chunks = keys[kind, layer]
+        index = (layer, expert)
+        offsets = (*[index[i] for i in stacked[kind]], *region.offset)
+        end = ends[f]
+        chunks.append((offsets, shape))
+        items.append((key, offsets, names[f], end, size))
+        parts[f].append((end, held[kind]))
+        placed[kind].append((layer, expert, f, end + starts[kind]))
+        ends[f] = end + size
 
     objects: list[tuple[str, torch_file.TorchFile]] = []
     empty = torch_file.lay_out([None], "archive")
@@ -299,7 +305,7 @@ def lay_out(
         parts[-1].append((ends[-1], container))
         ends[-1] += container.size
 
-    outputs = [TargetFile(n, size, _fixed(held)) for n, size, held in zip(names, ends, parts, strict=True)]
+    outputs = [TargetFile(n, size, _fixed(inside)) for n, size, inside in zip(names, ends, parts, strict=True)]
     outputs.append(TargetFile.whole(METADATA, emit_metadata(tensors, items)))
     if not common_as_object:
         laid = torch_file.lay_out(common, "common")
