@@ -90,9 +90,10 @@ def execute(
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
 
-    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core; `checksum` is none, crc32 or sha256. When the same
-    call failed or was killed before, what it finished is not done again: the caller names `staging` after the plan. `progress` gets
-    (bytes done, bytes in all, files done, files in all) from the calling thread. Files and directories are synced on return; nothing is renamed.
+    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, divided among the ranks of a machine; `checksum` is none,
+    crc32 or sha256. When the same call failed or was killed before, what it finished is not done again: the caller names `staging` after the
+    plan. `progress` gets (bytes done, bytes in all, files done, files in all) from the calling thread. Files and directories are synced on
+    return; nothing is renamed.
 
     With several `ranks` each process does its share of the units, then of the files' ends. Rank 0 returns when all are done, whoever did them,
     the others when theirs are, or raise Gone when rank 0 did all without them, or `over` says so. The journal, and how ranks wait for each
@@ -101,7 +102,7 @@ def execute(
     Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies say), Overflow.
     """
     assert checksum in ("none", "crc32", "sha256"), checksum
-    threads = threads or max(1, min(len(os.sched_getaffinity(0)), max_memory // PIECE))
+    threads = threads or max(1, min(ranks.cores, max_memory // PIECE))
     work = Work.of(copies, casts)
     control = control or staging
     session = Session(control, ranks)

@@ -144,14 +144,14 @@ def workers(ranks: Ranks, num: int) -> Iterator[Ranks]:
             f"--workers {num} is for one machine without a launcher; here {ranks.size} processes were started, start more of those"
         )
     run = uuid.uuid4().hex
-    environ = os.environ | {"MCKPT_NUM_RANKS": str(num), "MCKPT_RUN": run}
+    environ = os.environ | {"MCKPT_NUM_RANKS": str(num), "MCKPT_LOCAL_RANKS": str(num), "MCKPT_RUN": run}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}  # Ctrl-C is rank 0's to tell them
     others: list[subprocess.Popen[bytes]] = []
     try:
         for rank in range(1, num):
             command = [sys.executable, "-m", "mckpt", *sys.argv[1:]]
             others.append(subprocess.Popen(command, env=environ | {"MCKPT_RANK": str(rank)}, **quiet))  # type: ignore[call-overload]
-        yield Ranks(0, num, run, ended=lambda rank: others[rank - 1].poll() is not None)
+        yield Ranks(0, num, run, num, ended=lambda rank: others[rank - 1].poll() is not None)
         for process in others:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(2)

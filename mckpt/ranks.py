@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,12 +31,13 @@ DEAD_S = 60.0  # without a change: a stalled filesystem may take half a minute
 START_S = 600.0  # that ranks wait for rank 0 to lay out the files
 FOLDER = "ranks"
 
-# (rank, number of ranks, what tells this run from all others) in the environment, by launcher: mckpt's own workers, torchrun, srun, mpirun
+# (rank, number of ranks, ranks on this machine, what tells this run from all others) in the environment, by launcher: mckpt's own workers,
+# torchrun, srun, mpirun
 LAUNCHERS = (
-    ("MCKPT_RANK", "MCKPT_NUM_RANKS", ("MCKPT_RUN",)),
-    ("RANK", "WORLD_SIZE", ()),
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ("PMIX_NAMESPACE",)),
+    ("MCKPT_RANK", "MCKPT_NUM_RANKS", "MCKPT_LOCAL_RANKS", ("MCKPT_RUN",)),
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", ()),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",)),
 )
 
 
@@ -43,27 +45,40 @@ LAUNCHERS = (
 class Ranks:
     """This process among those that do one run.
 
-    `run` tells the run from earlier ones, "" where nothing does; `ended` whether a rank is known to have ended (False where that cannot be known).
+    `run` tells the run from earlier ones, "" where nothing does; `local` is how many of them share this machine; `ended` whether a rank is
+    known to have ended (False where that cannot be known).
     """
 
     rank: int = 0
     size: int = 1
     run: str = ""
+    local: int = 1
     ended: Callable[[int], bool] = field(default=lambda rank: False, compare=False)
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str] = os.environ) -> Ranks:
         """What the launcher says; alone where there is none."""
-        for rank, size, run in LAUNCHERS:
+        for rank, size, local, run in LAUNCHERS:
             if rank in environ and size in environ:
+                here = re.match(r"[1-9]\d*", environ.get(local, ""))  # Slurm says 4(x16),2 of nodes: the first's number does for all
                 try:
-                    found = cls(int(environ[rank]), int(environ[size]), ".".join(environ.get(name, "") for name in run))
+                    found = cls(
+                        int(environ[rank]),
+                        int(environ[size]),
+                        ".".join(environ.get(name, "") for name in run),
+                        int(here[0]) if here else 1,
+                    )
                 except ValueError:
                     raise UsageError(f"{rank}={environ[rank]!r} and {size}={environ[size]!r} in the environment are no numbers") from None
                 if not 0 <= found.rank < found.size:
                     raise UsageError(f"{rank}={found.rank} is not below {size}={found.size} in the environment")
                 return found
         return cls()
+
+    @property
+    def cores(self) -> int:
+        """That this process may use, its part where several share a machine that binds none of them."""
+        return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // self.local))
 
     def share(self, count: int, rank: int | None = None) -> range:
         """The items of `count` that a rank does: neighbours, so that two ranks seldom write one file."""

@@ -130,8 +130,13 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     [
         ({}, Ranks()),
         ({"RANK": "3", "WORLD_SIZE": "8"}, Ranks(3, 8)),
+        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Ranks(3, 8, local=4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ranks()),  # a batch script: not one of the tasks
         ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}, Ranks(1, 4, "7.2.")),
+        (
+            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "65", "SLURM_STEP_TASKS_PER_NODE": "4(x16),1"},
+            Ranks(1, 65, "..", local=4),
+        ),
         ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "n"}, Ranks(1, 2, "n")),
     ],
 )
@@ -143,6 +148,14 @@ def test_what_launchers_say(environ: dict[str, str], expected: Ranks) -> None:
 def test_what_launchers_must_not_say(environ: dict[str, str]) -> None:
     with pytest.raises(errors.UsageError, match="in the environment"):
         Ranks.of_environment(environ)
+
+
+def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
+    assert [Ranks(0, 8, local=n).cores for n in (1, 4, 100)] == [64, 16, 1]
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))  # bound by the launcher: these are its own
+    assert Ranks(0, 8, local=4).cores == 8
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 1000])
