@@ -39,7 +39,9 @@ def main() -> None:
     started = time.monotonic()
     cores = len(os.sched_getaffinity(0))
     counts = [int(c) for c in arguments.counts.split(",")] if arguments.counts else [1 << i for i in range(cores.bit_length())]
-    print(f"Python {platform.python_version()}, Linux {platform.release()}, {cores} cores, {arguments.directory}: {filesystem(arguments.directory)}")
+    print(
+        f"Python {platform.python_version()}, Linux {platform.release()}, {cores} cores, {arguments.directory}: {filesystem(arguments.directory)}"
+    )
     work = arguments.directory / "mckpt-scaling"
     shutil.rmtree(work, ignore_errors=True)
     try:
@@ -58,7 +60,9 @@ def main() -> None:
                 print(f"{what:44} {number:4} {seconds:7.2f} {rate:7.2f} {rate / best:6.2f}", flush=True)
                 if arguments.out:
                     with arguments.out.open("a") as f:
-                        f.write(json.dumps({"model": model, "bytes": nbytes, "cores": cores, "what": what, "n": number, "s": seconds}) + "\n")
+                        f.write(
+                            json.dumps({"model": model, "bytes": nbytes, "cores": cores, "what": what, "n": number, "s": seconds}) + "\n"
+                        )
             shutil.rmtree(work / "hf")
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -73,12 +77,16 @@ if __name__ == "__main__": models.write(models.config(sys.argv[1]), Path(sys.arg
 def commands(hf: Path, out: Path, counts: list[int], layouts: list[str]) -> list[tuple[str, int, list[str]]]:
     """(what, how many threads or processes, command); the `cp`s first, which the others are compared with."""
     rows = [("cp -r", 1, ["cp", "-r", "--reflink=never", str(hf), str(out)])]
-    several = 'mkdir "$2" && find "$1" -type f -printf "%s %p\\n" | sort -rn | cut -d" " -f2- | xargs -P "$3" -n 1 cp --reflink=never -t "$2"'
+    several = (
+        'mkdir "$2" && find "$1" -type f -printf "%s %p\\n" | sort -rn | cut -d" " -f2- | xargs -P "$3" -n 1 cp --reflink=never -t "$2"'
+    )
     rows += [("cp, one for each file", n, ["sh", "-c", several, "sh", str(hf), str(out), str(n)]) for n in counts if n > 1]
     for layout in layouts:
         base = [sys.executable, "-m", "mckpt", "hf-to-megatron", str(hf), str(out), *LAYOUTS[layout], *ALLOW]
         quick = [*base, "--checksum", "none"]
-        rows += [(f"{layout}, threads of one process", n, [*quick, "--threads", str(n), "--max-memory", f"{max(64, 2 * n)}MiB"]) for n in counts]
+        rows += [
+            (f"{layout}, threads of one process", n, [*quick, "--threads", str(n), "--max-memory", f"{max(64, 2 * n)}MiB"]) for n in counts
+        ]
         rows += [(f"{layout}, processes of one thread", n, [*quick, "--threads", "1", "--workers", str(n)]) for n in counts if n > 1]
         rows += [(f"{layout}, processes sharing all cores", n, [*quick, "--workers", str(n)]) for n in counts if 1 < n < max(counts)]
         rows += [(f"{layout}, as it comes (crc32)", n, [*base, "--workers", str(n)]) for n in (1, 4, 16) if n <= max(counts)]
