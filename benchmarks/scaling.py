@@ -89,7 +89,7 @@ def commands(hf: Path, out: Path, counts: list[int], layouts: list[str]) -> list
         ]
         rows += [(f"{layout}, processes of one thread", n, [*quick, "--threads", "1", "--workers", str(n)]) for n in counts if n > 1]
         rows += [(f"{layout}, processes sharing all cores", n, [*quick, "--workers", str(n)]) for n in counts if 1 < n < max(counts)]
-        rows += [(f"{layout}, as it comes (crc32)", n, [*base, "--workers", str(n)]) for n in (1, 4, 16) if n <= max(counts)]
+        rows += [(f"{layout}, as it comes (crc32)", n, [*base, "--workers", str(n)]) for n in (1, 2, 4, 8) if n <= max(counts)]
     return rows
 
 

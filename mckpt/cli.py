@@ -433,7 +433,7 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         click.echo(note, err=True)
     start = time.perf_counter()
     try:
-        with launching.workers(ranks, o["workers"]) as ranks, _progress("writing", as_json) as progress:
+        with launching.workers(ranks, o["workers"], lambda r: planned.run(**how, ranks=r)) as ranks, _progress("writing", as_json) as progress:
             manifest = planned.run(**how, ranks=ranks, progress=progress)
     finally:
         for folder, nbytes in planned.destination.left_over():

@@ -19,8 +19,8 @@ import threading
 import time
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -29,7 +29,7 @@ from isal import isal_zlib
 
 from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.ranks import POLL_S, Gone, Ranks, Session
+from mckpt.ranks import Gone, Ranks, Session, awaited
 
 PIECE = 1 << 20  # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 TILE = 2 << 20  # bytes of buffers of one staged step, if it needs no more: 1 to 4 MiB measured alike, 8 MiB costs 15% more
@@ -37,6 +37,7 @@ LINES = 512  # elements of a transposed row placed at a time: their cache lines 
 ROW_SUM = 32 << 10  # bytes; a row written alone has its own crc from here on, shorter ones are read back: 28 bytes of state each
 AHEAD = 8  # slabs per thread looked at to find one whose files nobody writes: two writers of one inode wait for each other
 STOP_WAIT = 0.8  # seconds that an interrupted run waits for threads that sit in a system call
+KNEE = 8  # threads of one process: with 16, strided work on 64 cores was 10% slower, with 64 twice as slow (docs/scale.md)
 TICK = 0.1  # seconds between calls of `progress`
 ALONE = Ranks()
 UNKNOWN = -1  # the crc of bytes not summed as they passed; read back when it is asked for
@@ -90,7 +91,7 @@ def execute(
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
 
-    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, divided among the ranks of a machine; `checksum` is none,
+    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, KNEE at most; `checksum` is none,
     crc32 or sha256. When the same call failed or was killed before, what it finished is not done again: the caller names `staging` after the
     plan. `progress` gets (bytes done, bytes in all, files done, files in all) from the calling thread. Files and directories are synced on
     return; nothing is renamed.
@@ -102,7 +103,7 @@ def execute(
     Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies say), Overflow.
     """
     assert checksum in ("none", "crc32", "sha256"), checksum
-    threads = threads or max(1, min(ranks.cores, max_memory // PIECE))
+    threads = threads or max(1, min(ranks.cores, KNEE, max_memory // PIECE))
     work = Work.of(copies, casts)
     control = control or staging
     session = Session(control, ranks)
@@ -115,36 +116,39 @@ def execute(
     run = _Run(work, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow)
     crew = _Crew(threads, max(256, max_memory // threads))
     total = int(work.slabs["bytes"].sum())
-    sums: dict[int, str] = {}
+
+    moved = False  # all, by all ranks
 
     def tick() -> None:
-        if session.beat():
-            run.load()
+        session.beat(run.bytes_done, run.files_done)
         if progress:
-            progress(run.bytes_done, total, run.files_done, len(outputs))
+            others = session.done() or [0, 0]
+            nbytes, files = (total, len(outputs)) if moved else (run.bytes_done + others[0], run.files_empty + run.files_done + others[1])
+            progress(min(nbytes, total), total, min(files, len(outputs)), len(outputs))
+
+    def move(rank: int) -> None:
+        share = ranks.share(run.num_units, rank)
+        run.load(share)
+        crew.each(run.todo(share), run.targets, run.move, tick)
 
     def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
         journal.write_sum(file, run.finish(file, outputs[file], run.ranges(file), checksum, memory, check))
 
-    def move(units: range) -> None:
-        crew.each(run.todo(units), run.targets, run.move, tick)
-
-    def load_sums() -> Container[int]:
-        sums.update(journal.load_sums(len(outputs), sums))
-        return sums
-
-    def end(files: range) -> None:
-        crew.each((f for f in files if f not in sums), lambda file: frozenset([file]), finish, tick)
+    def end(rank: int) -> None:
+        share = ranks.share(len(outputs), rank)
+        run.load_all(share, tick)
+        crew.each(iter([f for f in share if journal.sum(f) is None]), lambda file: frozenset([file]), finish, tick)
 
     try:
-        _shared(session, run.num_units, run.load, move, tick)
+        move(ranks.rank)
+        session.meet(move)
+        moved = True
         run.reopen()  # a network filesystem shows what others wrote to who opens a file after that
-        load_sums()
+        end(ranks.rank)
+        session.meet(end)
         if ranks.rank:
-            end(ranks.share(len(outputs)))
             return []
-        _shared(session, len(outputs), load_sums, end, tick)
-        session.gather()
+        sums = [awaited(partial(journal.sum, file), f"the checksum of {outputs[file].path}", tick) for file in range(len(outputs))]
     except FileNotFoundError as error:
         if ranks.rank and not control.exists():
             raise Gone(f"{control}: is not there any more") from None
@@ -158,27 +162,7 @@ def execute(
     _sync_directories(outputs, staging)
     if ranks.size == 1:
         shutil.rmtree(control / "done", ignore_errors=True)
-    return [sums[file] for file in range(len(outputs))]
-
-
-def _shared(
-    session: Session, count: int, load: Callable[[], Container[int]], do: Callable[[range], None], tick: Callable[[], None]
-) -> None:
-    """Does this rank's share of `count` things and returns when `load` has all; rank 0 does the shares of those that died."""
-    ranks = session.ranks
-    do(ranks.share(count))
-    taken = set()
-    while True:
-        done = load()
-        left = [rank for rank in range(ranks.size) if any(item not in done for item in ranks.share(count, rank))]
-        if not left:
-            return
-        for rank in left if ranks.rank == 0 else ():
-            if rank not in taken and not session.lives(rank):
-                taken.add(rank)
-                do(ranks.share(count, rank))
-        tick()
-        time.sleep(POLL_S)
+    return sums
 
 
 # Moving
@@ -203,27 +187,41 @@ class _Run:
         self.lock = threading.Lock()
         self.by_file: list[list[Range]] | None = None
         copies = work.copies
-        self.file_left = np.zeros(len(targets), "i8")  # bytes of tensors that each file still waits for
+        self.file_left = np.zeros(len(targets), "i8")  # bytes of tensors that each file still waits for, as far as is known here
         np.add.at(self.file_left, copies["dst_file"], copies["rows"] * copies["run"] * copies["dst_item"])
+        self.files_empty = int((self.file_left == 0).sum())
         slabs = work.slabs
         self.num_units = int(slabs["unit"][-1]) + 1 if len(slabs) else 0
-        self.unit_bytes = np.bincount(slabs["unit"], slabs["bytes"], self.num_units).astype("i8")
-        self.done: dict[int, np.ndarray] = {}
+        self.done: dict[int, np.ndarray] = {}  # unit: its ranges
         self.bytes_done = 0
         self.left: Counter[int] = Counter()
         self.open: dict[int, list[Range]] = {}
-        self.load()
 
-    def load(self) -> Container[int]:
-        """The units that are done: by this process, by others, by an earlier run."""
-        found = self.journal.load(self.num_units, self.done)
-        with self.lock:
-            for unit in found.keys() - self.done.keys():
-                self.bytes_done += int(self.unit_bytes[unit])
-                for slab in range(*np.searchsorted(self.work.slabs["unit"], [unit, unit + 1]).tolist()):
-                    self._count(slab)
-            self.done.update(found)
-        return self.done
+    def load(self, units: range) -> None:
+        """Learns which of these units an earlier run has done."""
+        for unit, ranges in self.journal.load(units).items():
+            self.done[unit] = ranges
+            first, last = np.searchsorted(self.work.slabs["unit"], [unit, unit + 1]).tolist()
+            self.bytes_done += int(self.work.slabs["bytes"][first:last].sum())
+            for slab in range(first, last):
+                self._count(slab)
+
+    def load_all(self, files: range, tick: Callable[[], None]) -> None:
+        """Learns of every unit that writes these files, whoever did it."""
+        if len(self.done) == self.num_units:
+            return
+        for unit in self.units_of(files):
+            if unit not in self.done:
+                self.done[unit] = awaited(partial(self.journal.unit, unit), f"{self.journal.folder}, unit {unit}", tick)
+        self.by_file = None
+
+    def units_of(self, files: range) -> list[int]:
+        """The units that write any of these files, in order."""
+        copies, bounds, slabs = self.work
+        within = (copies["dst_file"] >= files.start) & (copies["dst_file"] < files.stop)
+        clusters = np.logical_or.reduceat(within, bounds[:-1]) if len(bounds) > 1 else np.zeros(0, bool)
+        found: list[int] = np.unique(slabs["unit"][clusters[slabs["cluster"]]]).tolist()
+        return found
 
     def todo(self, units: range) -> Iterator[int]:
         """The slabs of those units that are not done."""
@@ -272,16 +270,16 @@ class _Run:
 
     @property
     def files_done(self) -> int:
-        """Files whose tensors are all there."""
-        return int((self.file_left <= 0).sum())
+        """Files whose tensors are all there, of those that have any; one that several processes write is not among them."""
+        return int((self.file_left <= 0).sum()) - self.files_empty
 
     def ranges(self, file: int) -> list[Range]:
-        """What was written of one file, in order."""
+        """What was written of one file."""
         with self.lock:
             if self.by_file is None:
                 self.by_file = [[] for _ in self.targets_.paths]
-                for unit in sorted(self.done):
-                    for r in self.done[unit].tolist():
+                for ranges in self.done.values():
+                    for r in ranges.tolist():
                         self.by_file[r[0]].append(r)
             return self.by_file[file]
 
@@ -649,33 +647,34 @@ class _Journal:
             crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)
         self.identity = crc  # tells apart what unit numbers mean; the caller's name for the staging directory tells apart plans
 
-    def load(self, units: int, known: Container[int] = ()) -> dict[int, np.ndarray]:
-        """{unit: its ranges}, of `units` that there are, but for those known."""
-        out = {}
-        for name in os.listdir(self.folder):
-            if name.isdecimal() and int(name) < units and int(name) not in known and (body := self._get(name)) is not None:
-                out[int(name)] = np.frombuffer(body, _RANGE)
-        return out
+    def load(self, units: range) -> dict[int, np.ndarray]:
+        """{unit: its ranges} of those that are done; one listing, since most often there are none."""
+        there = (int(name) for name in os.listdir(self.folder) if name.isdecimal())
+        found = ((unit, self.unit(unit)) for unit in there if unit in units)
+        return {unit: ranges for unit, ranges in found if ranges is not None}
+
+    def unit(self, unit: int) -> np.ndarray | None:
+        """Its ranges, None if it is not done."""
+        body = self._get(f"{unit:08d}")
+        return None if body is None else np.frombuffer(body, _RANGE)
 
     def write(self, unit: int, ranges: np.ndarray) -> None:
         """Not synced: after a power cut a lost or torn one means the unit is done again, and its data is synced before."""
         self._put(f"{unit:08d}", ranges.tobytes())
 
-    def load_sums(self, files: int, known: Container[int]) -> dict[int, str]:
-        """{file: its checksum} of the finished ones, but for those known."""
-        out = {}
-        for name in os.listdir(self.folder):
-            if name.startswith("file") and name[4:].isdecimal() and int(name[4:]) < files and int(name[4:]) not in known:
-                body = self._get(name)
-                if body is not None:
-                    out[int(name[4:])] = body.decode()
-        return out
+    def sum(self, file: int) -> str | None:
+        """The checksum of a finished file; "" if none was wanted."""
+        body = self._get(f"file{file:08d}")
+        return None if body is None else body.decode()
 
     def write_sum(self, file: int, checksum: str) -> None:
         self._put(f"file{file:08d}", checksum.encode())
 
     def _get(self, name: str) -> bytes | None:
-        data = (self.folder / name).read_bytes()
+        try:
+            data = (self.folder / name).read_bytes()
+        except FileNotFoundError:
+            return None
         body = data[self.HEAD.size :]
         return body if data[: self.HEAD.size] == self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) else None
 

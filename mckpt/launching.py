@@ -1,4 +1,4 @@
-"""Starts the processes of the trainer: one by itself, several under torchrun; nothing of them is left running."""
+"""Starts processes, and leaves none of them running: of the trainer, under torchrun where there are several, and of `--workers`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,8 @@ def failure(directory: Path, module: str, code: int, log: Path) -> Exception:
 
 
 @contextmanager
-def workers(ranks: Ranks, num: int) -> Iterator[Ranks]:
-    """This process as rank 0 of `num` that run its own command line; the others end with the block."""
+def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
+    """This process as rank 0 of `num`; the others are forks of it, which know what it has planned, do `work`, and end with the block."""
     if num == 1:
         yield ranks
         return
@@ -143,21 +143,35 @@ def workers(ranks: Ranks, num: int) -> Iterator[Ranks]:
         raise UsageError(
             f"--workers {num} is for one machine without a launcher; here {ranks.size} processes were started, start more of those"
         )
-    run = uuid.uuid4().hex
-    environ = os.environ | {"MCKPT_NUM_RANKS": str(num), "MCKPT_LOCAL_RANKS": str(num), "MCKPT_RUN": run}
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}  # Ctrl-C is rank 0's to tell them
-    others: list[subprocess.Popen[bytes]] = []
+    import multiprocessing
+
+    run, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
+    others = [fork.Process(target=_quietly, args=(work, Ranks(rank, num, run, num)), daemon=True) for rank in range(1, num)]
     try:
-        for rank in range(1, num):
-            command = [sys.executable, "-m", "mckpt", *sys.argv[1:]]
-            others.append(subprocess.Popen(command, env=environ | {"MCKPT_RANK": str(rank)}, **quiet))  # type: ignore[call-overload]
-        yield Ranks(0, num, run, num, ended=lambda rank: others[rank - 1].poll() is not None)
         for process in others:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(2)
+            process.start()
+        yield Ranks(0, num, run, num, ended=lambda rank: not others[rank - 1].is_alive())
+        for process in others:
+            process.join(2)
     finally:
         for process in others:
-            end(process)
+            if process.is_alive():
+                process.terminate()
+        for process in others:
+            if process.is_alive():
+                process.join(GRACE_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
+    """Rank 0 does the talking, and tells the others of Ctrl-C."""
+    os.setsid()
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nothing, stream)
+    work(ranks)
 
 
 def free_port() -> int:

@@ -2,9 +2,11 @@
 
 All that passes between them are small files in the staging directory, so that a shared filesystem is enough: no port, no library.
 
-    ranks/0      of rank 0: a line that changes while it lives; there once all output files are laid out
-    ranks/{r}    of every other: the same
+    ranks/{r}    a line that changes while rank r lives, with how far it is; that of rank 0 is there once all output files are laid out
     done/        what was done, whoever did it (execute)
+
+A run has steps. Each rank does its share of one, says so in its line, and goes on when rank 0 says that all have: rank 0 reads a line of every
+rank, the others that of rank 0, and nobody lists what the others did, which on a shared filesystem is slow for many.
 
 Whether a process lives is told by whether its line changes, so that no two clocks are compared. What a dead rank left is done by rank 0:
 should it be alive after all, both write the same bytes to the same place.
@@ -16,17 +18,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from mckpt import errors
 from mckpt.errors import StorageError, UsageError
 
 BEAT_S = 1.0  # between two changes of a rank's line
-POLL_S = 0.05  # between two looks at what others have done
+POLL_S = 0.25  # at most, between two looks at what others have done
 DEAD_S = 60.0  # without a change: a stalled filesystem may take half a minute
 START_S = 600.0  # that ranks wait for rank 0 to lay out the files
 FOLDER = "ranks"
@@ -39,6 +41,8 @@ LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", ("PMIX_NAMESPACE",)),
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -95,9 +99,10 @@ class Session:
 
     def __init__(self, staging: Path, ranks: Ranks) -> None:
         self.folder, self.ranks = staging / FOLDER, ranks
-        self.count, self.next_beat = 0, 0.0
-        self.heard: set[int] = set()
-        self.seen: dict[int, tuple[str, float]] = {}  # rank: its last line, and when that was new here
+        self.line: dict[str, Any] = {"run": ranks.run, "beat": 0, "steps": 0, "done": []}
+        self.next_beat = 0.0
+        self.heard: dict[int, tuple[str, float]] = {}  # rank: its last line, and when that was new here
+        self.lines: dict[int, dict[str, Any]] = {}  # rank: what its last line says; of those that were not given up
 
     def open(self) -> None:
         """Rank 0, when all files are laid out: lets the others begin. What an earlier run left of its ranks is gone."""
@@ -111,7 +116,7 @@ class Session:
     def join(self, over: Callable[[], bool]) -> None:
         """The others: returns when rank 0 of this run has opened; a line that an earlier one left does not change. Raises Gone if all is over."""
         started, first = time.monotonic(), None
-        while True:
+        for _ in patience():
             with suppress(OSError, ValueError):
                 line = (self.folder / "0").read_text()
                 said = json.loads(line)
@@ -124,40 +129,58 @@ class Session:
                 raise Gone(f"{self.folder.parent}: is not there any more")
             if time.monotonic() - started > START_S:
                 raise StorageError(f"{self.folder.parent}: rank 0 has not begun within {START_S:.0f} s; rank {self.ranks.rank} gives up")
-            time.sleep(POLL_S)
 
-    def beat(self) -> bool:
-        """Says that this rank lives, and looks whether the others failed; called often, does so once in BEAT_S, and then returns True."""
+    def beat(self, *done: int) -> None:
+        """Says that this rank lives, and how much it has done, and looks at the others; called often, does so once in BEAT_S."""
         now = time.monotonic()
+        self.line["done"] = done or self.line["done"]
         if self.ranks.size == 1 or now < self.next_beat:
-            return False
+            return
         self.next_beat = now + BEAT_S
-        self.count += 1
-        self._say({"run": self.ranks.run, "beat": self.count})
-        if self.ranks.rank:
-            self._look(0)
-            if not self.lives(0):
-                raise StorageError(
-                    f"{self.folder.parent}: rank 0 has not been heard of for {DEAD_S:.0f} s; start the run again: it goes on"
-                )
-        else:
-            for rank in range(1, self.ranks.size):
-                self._look(rank)
-        return True
+        self.line["beat"] += 1
+        self._say(self.line)
+        for rank in range(1, self.ranks.size) if self.ranks.rank == 0 else (0,):
+            self._look(rank)
+        if self.ranks.rank and not self.lives(0):
+            raise StorageError(f"{self.folder.parent}: rank 0 has not been heard of for {DEAD_S:.0f} s; start the run again: it goes on")
 
-    def gather(self) -> None:
-        """Rank 0: returns when each of the others has joined or is given up; one that came later would wait for a run that is over."""
-        while any(rank not in self.heard and self.lives(rank) for rank in range(1, self.ranks.size)):
+    def done(self) -> list[int]:
+        """Rank 0: what `beat` was told by all the others, added up."""
+        return [sum(column) for column in zip(*(line["done"] for line in self.lines.values() if line["done"]), strict=True)]
+
+    def meet(self, do: Callable[[int], None]) -> None:
+        """Ends a step, of which this rank has done its share; returns when all is done. Rank 0 calls `do` for each rank that died before.
+
+        One that never came is waited for as long as one that is not heard of any more: it would wait for a run that is over.
+        """
+        step = self.line["steps"] + 1
+        if self.ranks.size == 1:
+            return
+        if self.ranks.rank:
+            self._reached(step)
+        missing = set(range(1, self.ranks.size) if self.ranks.rank == 0 else (0,))
+        for _ in patience():
             self.beat()
-            time.sleep(POLL_S)
+            for rank in sorted(missing):
+                self._look(rank)
+                if rank in self.lines and self.lines[rank]["steps"] >= step:
+                    missing.remove(rank)
+                elif self.ranks.rank == 0 and not self.lives(rank):
+                    missing.remove(rank)
+                    self.lines.pop(rank, None)
+                    do(rank)
+            if not missing:
+                break
+        if self.ranks.rank == 0:
+            self._reached(step)
 
     def listen(self) -> NoReturn:
         """The others, when they have done their share: until rank 0 is done, which ends in Gone, or failed."""
-        while True:
+        for _ in patience():
             self.beat()
             if not self.folder.exists():
-                raise Gone(f"{self.folder.parent}: is not there any more, and no checkpoint of this run is in place")
-            time.sleep(POLL_S)
+                break
+        raise Gone(f"{self.folder.parent}: is not there any more, and no checkpoint of this run is in place")
 
     def fail(self, error: BaseException) -> None:
         """Tells the others why this rank ends."""
@@ -169,18 +192,26 @@ class Session:
         """Whether the rank has been heard of lately."""
         if self.ranks.ended(rank):
             return False
-        return time.monotonic() - self.seen.setdefault(rank, ("", time.monotonic()))[1] < DEAD_S
+        return time.monotonic() - self.heard.setdefault(rank, ("", time.monotonic()))[1] < DEAD_S
+
+    def _reached(self, step: int) -> None:
+        self.line["steps"] = step
+        self.next_beat = 0
+        self.beat()
 
     def _look(self, rank: int) -> None:
         with suppress(OSError, ValueError):
             line = (self.folder / str(rank)).read_text()
-            if line != self.seen.get(rank, ("",))[0]:
-                self.seen[rank] = line, time.monotonic()
-                self.heard.add(rank)
+            if line == self.heard.get(rank, ("",))[0]:
+                return
             said = json.loads(line)
-            if "error" in said and said["run"] == self.ranks.run:
+            if said["run"] != self.ranks.run:
+                return
+            self.heard[rank] = line, time.monotonic()
+            if "error" in said:
                 name, message = said["error"]
                 raise getattr(errors, name, StorageError)(f"rank {rank}: {message or name}")
+            self.lines[rank] = said
 
     def _say(self, what: dict[str, Any]) -> None:
         path = self.folder / str(self.ranks.rank)
@@ -190,3 +221,24 @@ class Session:
             os.replace(beside, path)
         except FileNotFoundError:
             raise Gone(f"{self.folder.parent}: is not there any more") from None
+
+
+def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -> T:
+    """What `look` finds, which another rank has written: on a network filesystem it may take a while to appear."""
+    started = time.monotonic()
+    for _ in patience():
+        if (found := look()) is not None:
+            return found
+        if time.monotonic() - started > DEAD_S:
+            break
+        tick()
+    raise StorageError(f"{what}: was written by another rank and is not there after {DEAD_S:.0f} s; run the same command again: it goes on")
+
+
+def patience() -> Iterator[None]:
+    """Turns of a wait that takes as long as it takes: soon after each other at first, POLL_S apart in the end."""
+    pause = 0.002
+    while True:
+        yield
+        time.sleep(pause)
+        pause = min(POLL_S, 1.2 * pause)
