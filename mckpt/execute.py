@@ -236,8 +236,8 @@ class _Run:
         """The files a slab writes."""
         return frozenset(self.work.cluster(slab)["dst_file"].tolist())
 
-    def move(self, slab: int, memory: memoryview, check: Callable[[], None]) -> None:
-        """Does one slab; the one that completes its unit syncs the unit's files and journals it."""
+    def move(self, slab: int, memory: memoryview, check: Callable[[], None]) -> Callable[[], None] | None:
+        """Does one slab; for the one that completes its unit, returns what syncs the unit's files and journals it."""
         _, row, end, nbytes, unit = self.work.slabs[slab].item()
         records = self.work.cluster(slab)
         copies = [Copy(*c) for c in records.tolist()]
@@ -253,14 +253,17 @@ class _Run:
             self.bytes_done += nbytes
             self._count(slab)
             if self.left[unit]:
-                return
+                return None
         ranges = np.array(_merged(self.open.pop(unit)), _RANGE)
-        for file in np.unique(ranges["file"]).tolist():
-            check()
-            self.targets_.sync(file, os.fdatasync)
-        self.journal.write(unit, ranges)
-        with self.lock:
-            self.done[unit] = ranges
+
+        def keep() -> None:
+            for file in np.unique(ranges["file"]).tolist():
+                self.targets_.sync(file, os.fdatasync)
+            self.journal.write(unit, ranges)
+            with self.lock:
+                self.done[unit] = ranges
+
+        return keep
 
     def _count(self, slab: int) -> None:
         """Takes what a slab writes from what its files wait for."""
@@ -689,7 +692,7 @@ class _Journal:
 
 
 class _Crew:
-    """`threads` workers with `memory` bytes of buffer each; the first error stops them all."""
+    """`threads` workers with `memory` bytes of buffer each, and as many that wait for the disk; the first error stops them all."""
 
     def __init__(self, threads: int, memory: int) -> None:
         self.threads, self.memory = threads, memory
@@ -706,15 +709,20 @@ class _Crew:
         self,
         items: Iterator[int],
         targets: Callable[[int], frozenset[int]],
-        work: Callable[[int, memoryview, Callable[[], None]], None],
+        work: Callable[[int, memoryview, Callable[[], None]], Callable[[], None] | None],
         tick: Callable[[], None],
     ) -> None:
-        """work(item, buffer, check) for every item, those first whose `targets` nobody is busy with; raises what a worker raised."""
+        """work(item, buffer, check) for every item, those first whose `targets` nobody is busy with; raises what a worker raised.
+
+        What `work` returns is called by another thread, so that copying goes on while the disk writes; after an error too, since what
+        was journaled is not done again.
+        """
         changed, stop = threading.Condition(), threading.Event()
         busy: Counter[int] = Counter()
         ahead: deque[tuple[int, frozenset[int]]] = deque()
+        later: deque[Callable[[], None]] = deque()
         errors: list[BaseException] = []
-        ended: list[bool] = []
+        working, ended, interrupted = self.threads, 0, False
 
         def take() -> tuple[int, frozenset[int]] | None:
             with changed:
@@ -733,13 +741,35 @@ class _Crew:
             if stop.is_set():
                 raise _Stopped
 
-        def worker() -> None:
+        def copies() -> None:
+            nonlocal working
             try:
                 memory = self._buffer()
                 while got := take():
-                    work(got[0], memory, check)
+                    after = work(got[0], memory, check)
                     with changed:
                         busy.subtract(got[1])
+                        if after:
+                            later.append(after)
+                            changed.notify_all()
+            finally:
+                with changed:
+                    working -= 1
+                    changed.notify_all()
+
+        def waits() -> None:
+            while True:
+                with changed:
+                    changed.wait_for(lambda: later or not working or interrupted)
+                    if interrupted or not later:
+                        return
+                    after = later.popleft()
+                after()
+
+        def runs(body: Callable[[], None]) -> None:
+            nonlocal ended
+            try:
+                body()
             except _Stopped:
                 pass
             except BaseException as error:
@@ -747,19 +777,23 @@ class _Crew:
                 stop.set()
             finally:
                 with changed:
-                    ended.append(True)
-                    changed.notify()
+                    ended += 1
+                    changed.notify_all()
 
-        crew = [threading.Thread(target=worker, name=f"execute-{i}", daemon=True) for i in range(self.threads)]
+        bodies = [copies] * self.threads + [waits] * self.threads
+        crew = [threading.Thread(target=runs, args=(body,), name=f"execute-{i}", daemon=True) for i, body in enumerate(bodies)]
         try:
             for thread in crew:
                 thread.start()
-            while len(ended) < len(crew):
+            while ended < len(crew):
                 with changed:
-                    changed.wait_for(lambda: len(ended) == len(crew), TICK)
+                    changed.wait_for(lambda: ended == len(crew), TICK)
                 tick()
         finally:
             stop.set()
+            with changed:
+                interrupted = ended < len(crew)
+                changed.notify_all()
             until = time.monotonic() + STOP_WAIT
             for thread in crew:
                 if thread.ident:
