@@ -419,6 +419,8 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
     if dry_run:
         click.echo(json.dumps(planned.json()) if as_json else planned.summary())
         return
+    import mckpt.execute  # noqa: F401  before workers are forked, or each of them would
+
     budget = parse_size(o["max_memory"])
     how = {
         "max_memory": budget, "threads": o["threads"], "checksum": o["checksum"], "allow_overflow": o["allow_overflow"], "resume": o["resume"],

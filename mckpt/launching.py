@@ -152,7 +152,7 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
             process.start()
         yield Ranks(0, num, run, num, ended=lambda rank: not others[rank - 1].is_alive())
         for process in others:
-            process.join(2)
+            process.join(1)
     finally:
         for process in others:
             if process.is_alive():

@@ -26,6 +26,7 @@ MANIFEST = "mckpt.json"
 CONFIG = "config.json"
 LOCK = "lock"  # in a staging directory: locked while a run works there
 PUBLISHING = "publishing"  # in a staging directory: {name: [identity]} of its output, some of which may stand in DST already
+OVER = ".over"  # ends the name of a staging directory that is being removed
 REPLACED = "replaced"  # in a staging directory: what stood in DST, until the new output is complete
 
 # What a checkpoint of each kind consists of, for --overwrite; whatever mckpt wrote is in its manifest besides.
@@ -148,8 +149,9 @@ class Destination:
             yield folder
         finally:
             os.close(lock)
-            with suppress(OSError):  # NFS keeps the name of an open file: only now can its directory go
-                os.rmdir(folder)
+            for left in (folder, folder.with_name(f"{folder.name}{OVER}")):
+                with suppress(OSError):  # NFS keeps the name of an open file: only now can its directory go
+                    os.rmdir(left)
 
     def left_over(self) -> list[tuple[Path, int]]:
         """Staging directories here that neither this plan nor any running mckpt has, and what each takes on the disk, in bytes."""
@@ -179,11 +181,19 @@ class Destination:
                 else:
                     self._publish_unit(data, staging)
                 os.unlink(mark)
-                shutil.rmtree(staging, ignore_errors=True)  # without its mark it is of no harm
+                self._remove(staging)
         except OSError as e:
             raise StorageError(
                 f"{self.path}: cannot be put in place: {e.strerror or e} ({e.filename}); the complete data is in {staging}"
             ) from e
+
+    @staticmethod
+    def _remove(staging: Path) -> None:
+        """Without its mark it is of no harm. By another name first: other ranks write into it as long as they find it."""
+        over = staging.with_name(f"{staging.name}{OVER}")
+        shutil.rmtree(over, ignore_errors=True)
+        os.replace(staging, over)
+        shutil.rmtree(over, ignore_errors=True)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

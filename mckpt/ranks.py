@@ -161,6 +161,8 @@ class Session:
         missing = set(range(1, self.ranks.size) if self.ranks.rank == 0 else (0,))
         for _ in patience():
             self.beat()
+            if not self.folder.exists():  # all is over, rank 0's line came and went
+                raise Gone(f"{self.folder.parent}: is not there any more")
             for rank in sorted(missing):
                 self._look(rank)
                 if rank in self.lines and self.lines[rank]["steps"] >= step:

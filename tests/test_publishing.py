@@ -256,7 +256,8 @@ def test_file_size_limit(tmp_path, src):
 # where to die: at so many calls of this function. The commit of an hf directory has a rename for each name, of a unit three; then its mark
 # is unlinked, and its staging directory goes
 DEATHS = [
-    ("fsync", 1), ("fsync", 9), ("rename", 1), ("rename", 2), ("rename", 3), ("rename", 4), ("rename", 6), ("rmtree", 1), ("unlink", 1),
+    ("fsync", 1), ("fsync", 9), ("rename", 1), ("rename", 2), ("rename", 3), ("rename", 4), ("rename", 6), ("replace", 1), ("replace", 2),
+    ("rmtree", 1), ("rmtree", 2), ("unlink", 1),
 ]  # fmt: skip
 
 
@@ -303,11 +304,12 @@ def test_killed_at_any_point(tmp_path, src, trained, kind):
         if not dying(name, count, *args, dst, *more):
             continue
         died += 1
-        if not more and name not in ("rmtree", "unlink"):
+        published = name == "rmtree" or (name, count) == ("replace", 2)
+        if not more and not published and name != "unlink":
             assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (name, count)
         if more and (dst / "config.json").exists():
             assert mckpt("diff", dst, src).code == 0, (name, count)  # the old one or the new one, and no mixture
-        good(*args, dst, *(more or ["--overwrite"] * (name == "rmtree")))  # then all is there
+        good(*args, dst, *(more or ["--overwrite"] * published))  # then all is there
         assert tree(dst) == tree(tmp_path / "whole"), (name, count)
     assert died >= 5
 
@@ -320,7 +322,7 @@ def another(tmp_path_factory, trained):
     return root
 
 
-@pytest.mark.parametrize("name, count", [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("rmtree", 1)])
+@pytest.mark.parametrize("name, count", [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("replace", 2), ("rmtree", 2)])
 @pytest.mark.parametrize("over", [False, True])
 def test_what_a_killed_run_left_lets_nobody_else_replace(tmp_path, trained, another, name, count, over):
     """Its own half is all that the same command may replace unasked; a checkpoint of another plan never is."""

@@ -26,7 +26,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str, str]:
     """Of one rank; a tiny model has many units there."""
-    (tmp_path / "sitecustomize.py").write_text("import mckpt.clusters as c\nc.UNIT = 64 << 10\nc.SLAB = 16 << 10\n")
+    custom = tmp_path / "sitecustomize.py"
+    if not custom.exists():  # a rank that starts must not find it half-written
+        custom.write_text("import mckpt.clusters as c\nc.UNIT = 64 << 10\nc.SLAB = 16 << 10\n")
     path = os.pathsep.join([str(tmp_path), str(door.ROOT)])
     return os.environ | {"MCKPT_RANK": str(rank), "MCKPT_NUM_RANKS": str(size), "MCKPT_RUN": run, "PYTHONPATH": path}
 
@@ -74,6 +76,17 @@ def test_workers(source: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["files"]
     assert door.mckpt("diff", source, tmp_path / "megatron-to-hf").code == 0
+
+
+def test_many_workers_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
+    """They write into the staging directory until the moment it goes."""
+    door.good("hf-to-megatron", source, tmp_path / "one")
+    for number in range(4):
+        out = tmp_path / str(number)
+        command = [*LAUNCHED, "hf-to-megatron", source, out, "--workers", "12"]
+        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(door.ROOT)}, capture_output=True, text=True, timeout=30)
+        assert done.returncode == 0, done.stderr
+        assert door.tree(out) == door.tree(tmp_path / "one")
 
 
 def patched(patch: str, arguments: list[Any]) -> list[str]:
