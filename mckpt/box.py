@@ -85,6 +85,15 @@ class Layout:
     shapes: dict[str, tuple[int, ...]]  # of each logical tensor, by template
     ignored: dict[str, str] = field(default_factory=dict)  # stored key -> why nothing reads it
 
+    @property
+    def num_tensors(self) -> int:
+        """Logical tensors that it holds."""
+        places: dict[str, list[np.ndarray]] = {}
+        for s in self.stored:
+            for name in {p.tensor for p in s.pieces} if not s.replica else ():
+                places.setdefault(name, []).append((s.layer.astype("i8") << 32) + s.expert)
+        return sum(len(np.unique(np.concatenate(held))) for held in places.values())
+
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides, in elements, of a dense tensor of this shape."""

@@ -218,7 +218,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return iter(self.reader)
 
     def __len__(self) -> int:
-        return len(self.reader)
+        return self.layout.num_tensors
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "known": self.known}

@@ -301,6 +301,7 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
     encoding: Record = glob(_DCP, "_MEM_FORMAT_ENCODING")(0)
     rest = b"".join((e.constant(layout), b"\x89", e.constant(encoding), b"\x89tb"))
     sizes: dict[Index, bytes] = {}
+    ends: dict[int, bytes] = {}  # by length: there are few
     strings: dict[str, bytes] = {}
 
     def size(t: Index) -> bytes:
@@ -310,7 +311,7 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
 
     def string(s: str) -> bytes:
         if s not in strings:
-            strings[s] = e.constant(s)
+            strings[s] = e.word(s)
         return strings[s]
 
     out = e.out
@@ -336,9 +337,12 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
     out += b"}"
     index = new["MetadataIndex"] + b"}(" + word["fqn"]
     info = word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
+    at, then = word["offset"], word["length"]
     for key, at_chunk, file, offset, length in items:
         k, f, o = string(key), string(file), b"N" if at_chunk is None else size(at_chunk)
-        out += b"".join((index, k, word["offset"], o, info, f, word["offset"], emit_int(offset), word["length"], emit_int(length), b"ubs"))
+        if length not in ends:
+            ends[length] = then + emit_int(length) + b"ubs"
+        out += b"".join((index, k, at, o, info, f, at, emit_int(offset), ends[length]))
     e.save("storage_meta")
     out += b"Nub"
     return e.done()

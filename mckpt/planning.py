@@ -106,6 +106,16 @@ def _by_name(s: Stored) -> dict[str, list[Piece]]:
     return out
 
 
+def _columns(bits: np.ndarray) -> np.ndarray:
+    """[rows, n] of zeros and ones -> [n] numbers, equal where the columns are: sorting those takes a tenth of sorting columns."""
+    out = np.zeros(bits.shape[1], "i8")
+    for i, row in enumerate(bits, 1):
+        out = 2 * out + row
+        if i % 32 == 0:  # before they have more bits than a number
+            out = np.unique(out, return_inverse=True)[1]
+    return out
+
+
 def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
     """Problems of one layout: buffers that their pieces do not fill once, logical tensors that the pieces do not cover once.
 
@@ -130,8 +140,9 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
             row, at = (int(x) for x in np.argwhere(counts > 1)[0])
             problems.append(f"{held[row][0].key} is stored {counts[row, at]} times for layer {at // experts}, expert {at % experts}")
             continue
-        ways, first = np.unique(counts, axis=1, return_index=True)
-        for way, at in zip(ways.T, first.tolist(), strict=True):
+        _, first = np.unique(_columns(counts), return_index=True)
+        for at in first.tolist():
+            way = counts[:, at]
             if way.any():
                 boxes = [p.box for (_, pieces), held_here in zip(held, way, strict=True) if held_here for p in pieces]
                 if wrong := tiles(boxes, layout.shapes[name]):

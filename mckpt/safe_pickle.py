@@ -651,6 +651,15 @@ class Emitter:
         self._keep.append(value)
         return self._get(self._memo[id(value)])
 
+    def word(self, text: str) -> bytes:
+        """`constant` of a string that is not in the memo yet; there may be 10**5 of them."""
+        raw = text.encode("utf-8", "surrogatepass")
+        n = self._memo[id(text)] = len(self._memo)
+        self._keep.append(text)
+        got = self._get(n)
+        self.out += b"X%b%b%b%b0" % (struct.pack("<I", len(raw)), raw, b"q" if n < 256 else b"r", got[1:])
+        return got
+
     def _put(self, value: Any) -> None:
         n = self._memo[id(value)] = len(self._memo)
         self._keep.append(value)

@@ -237,17 +237,20 @@ def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
         raise SourceError(f"{path}: the header is no JSON object")
     header.pop("__metadata__", None)
     rows = []
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}  # (dtype, shape) as read -> as proved, bytes
     for key, t in header.items():
         try:
             code, shape, (start, end) = t["dtype"], tuple(t["shape"]), t["data_offsets"]
-            sizes = (*shape, start, end)
-            assert type(code) is str and set(map(type, sizes)) == {int} and min(sizes) >= 0
+            assert type(start) is type(end) is int and start >= 0
+            if (code, shape) not in known:
+                assert type(code) is str and {int}.issuperset(map(type, shape)) and min(shape, default=0) >= 0
+                if code not in dtypes.OF_SAFETENSORS:
+                    raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
+                dtype = dtypes.OF_SAFETENSORS[code]
+                known[code, shape] = dtype, shape, math.prod(shape) * dtypes.itemsize(dtype)
         except (TypeError, KeyError, ValueError, AssertionError):
             raise SourceError(f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes: {str(t)[:200]}") from None
-        if code not in dtypes.OF_SAFETENSORS:
-            raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
-        dtype = dtypes.OF_SAFETENSORS[code]
-        wanted = math.prod(shape) * dtypes.itemsize(dtype)
+        dtype, shape, wanted = known[code, shape]
         if end - start != wanted:
             raise SourceError(f"{path}: {key}: {code} {list(shape)} takes {wanted:,} bytes, and data_offsets give {end - start:,}")
         rows.append((start, end, key, Entry(dtype, shape, file, 8 + length + start)))
