@@ -17,7 +17,7 @@ import numpy as np
 from mckpt import __version__, comparison, dtypes, mapping, megatron_args, safe_pickle
 from mckpt.box import Layout, gaps
 from mckpt.checkpoint import CONFIG, DIALECT, MANIFEST, Checkpoint, Known, VocabSizeUnknown, family_of
-from mckpt.errors import DestinationError, MappingError, SourceError, UsageError
+from mckpt.errors import DestinationError, MappingError, SourceError, StorageError, UsageError
 from mckpt.formats import hf, torch, torch_dist
 from mckpt.formats.entry import WEIGHT_DTYPES, TargetFile, dtypes_of, read_file
 from mckpt.formats.save_directory import is_unit_name, new_common, unit_name
@@ -25,7 +25,7 @@ from mckpt.mapping import Dims, MappingFile
 from mckpt.parallel import Parallel
 from mckpt.planning import Joined, join
 from mckpt.publishing import Destination
-from mckpt.ranks import Gone, Ranks, Session
+from mckpt.ranks import Ranks, Session
 
 FORMATS = ("hf", "torch", "torch_dist")
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
@@ -134,39 +134,38 @@ class Plan:
         return "\n".join(lines + p["notes"])
 
     def run(self, *, max_memory: int | str = "64MiB", threads: int = 0, checksum: str = "crc32", allow_overflow: bool = False, resume: bool = True,
-            check_replicas: bool = False, ranks: Ranks | None = None, progress: Progress | None = None) -> dict[str, Any]:  # fmt: skip
+            check_replicas: bool = False, ranks: Ranks | None = None, progress: Progress | None = None,
+            tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:  # fmt: skip
         """Write it; returns the manifest. A run that dies is gone on with by the same call, unless `resume` is False.
 
-        Several processes do it together if each calls this with its own `ranks`; all return when the checkpoint is in place.
+        Several processes do it together if each calls this with its own `ranks`; all return when the checkpoint is in place. `tell` gets
+        what people should know though nothing failed.
         """
-        ranks = ranks or Ranks()
         budget = hf.parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         stamps = self._stamps()
         key = hashlib.sha256(f"{self.digest} {checksum} {stamps}".encode()).hexdigest()
 
-        def over() -> bool:
-            return not self.destination.overwrite and self.destination.manifest().get("plan") == self.digest
-
-        def move(staging: Path) -> list[str]:
+        def move(session: Session) -> list[str]:
             from mckpt.execute import Output, Overflow, execute
 
             try:
                 return execute(
-                    self.joined.copies, self.joined.casts, self.source.layout.files, [Output(*o) for o in self.outputs], staging / "data",
-                    max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, ranks=ranks, control=staging,
-                    over=over, progress=progress,
+                    self.joined.copies, self.joined.casts, self.source.layout.files, [Output(*o) for o in self.outputs], session.staging / "data",
+                    max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, session=session, progress=progress,
                 )  # fmt: skip
             except Overflow as e:
                 raise UsageError(f"{self.joined.name(e.tensor)}: {e.where}") from e
 
-        if ranks.rank:
-            return self._help(self.destination.staging_directory(key), ranks, move)
-        reader = self.source.reader
-        if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
-            raise SourceError.of(f"{self.source.path}: holds copies of one tensor that differ, and it is not known which is meant:", apart)
-        dropped = reader.padding()
-        with self.destination.staging(key, resume) as staging:
-            sums = move(staging)
+        session = Session(self.destination.staging_directory(key), ranks or Ranks(), tell)
+        if session.ranks.rank:
+            return self._help(session, move)
+        if session.ranks.size == 1:  # before anything is made
+            dropped = self._look_through(check_replicas)
+        with self.destination.staging(key, resume) as staging, session:
+            session.open()
+            if session.ranks.size > 1:  # the others are told of what is found
+                dropped = self._look_through(check_replicas)
+            sums = move(session)
             if self._stamps() != stamps:
                 raise SourceError(f"{self.source.path}: was changed while it was read; run the command again when nothing writes there")
             files = {o.path: {"bytes": o.size, "checksum": s} for o, s in zip(self.outputs, sums, strict=True)}
@@ -175,15 +174,26 @@ class Plan:
             self.destination.publish(staging, self.side)
         return manifest
 
-    def _help(self, staging: Path, ranks: Ranks, move: Callable[[Path], list[str]]) -> dict[str, Any]:
+    def _look_through(self, check_replicas: bool) -> list[str]:
+        """What is dropped, in words. SourceError if copies of one tensor differ."""
+        reader = self.source.reader
+        if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
+            raise SourceError.of(f"{self.source.path}: holds copies of one tensor that differ, and it is not known which is meant:", apart)
+        return reader.padding()
+
+    def _help(self, session: Session, move: Callable[[Session], list[str]]) -> dict[str, Any]:
         """What the other ranks do: their share, and wait for rank 0 to publish."""
-        session = Session(staging, ranks)
+
+        def finished() -> bool:
+            return not self.destination.overwrite and self.destination.manifest().get("plan") == self.digest
+
         try:
-            move(staging)
-            session.listen()
-        except Gone:
-            manifest = self.destination.manifest()
-            if manifest.get("plan") != self.digest:
+            with session:
+                session.join(finished)
+                move(session)
+                session.listen()
+        except (StorageError, OSError):  # as Gone, or as whatever a file that went away led to
+            if session.staging.exists() or (manifest := self.destination.manifest()).get("plan") != self.digest:
                 raise
             return manifest
 

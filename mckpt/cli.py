@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -437,7 +438,7 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
     start = time.perf_counter()
     try:
         with launching.workers(ranks, o["workers"], lambda r: planned.run(**how, ranks=r)) as ranks, _progress("writing", as_json) as progress:
-            manifest = planned.run(**how, ranks=ranks, progress=progress)
+            manifest = planned.run(**how, ranks=ranks, progress=progress, tell=functools.partial(click.echo, err=True))
     finally:
         for folder, nbytes in planned.destination.left_over():
             click.echo(f"left by an interrupted run of another plan: {folder}, {nbytes:,} bytes; remove it if it is not wanted", err=True)

@@ -17,6 +17,7 @@ import shutil
 import struct
 import threading
 import time
+import uuid
 from bisect import bisect_right
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +30,7 @@ from isal import isal_zlib
 
 from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.ranks import Gone, Ranks, Session, awaited
+from mckpt.ranks import Ranks, Session, awaited
 
 PIECE = 1 << 20  # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 TILE = 2 << 20  # bytes of buffers of one staged step, if it needs no more: 1 to 4 MiB measured alike, 8 MiB costs 15% more
@@ -39,7 +40,8 @@ AHEAD = 8  # slabs per thread looked at to find one whose files nobody writes: t
 STOP_WAIT = 0.8  # seconds that an interrupted run waits for threads that sit in a system call
 KNEE = 8  # threads of one process: with 16, strided work on 64 cores was 10% slower, with 64 twice as slow (docs/scale.md)
 TICK = 0.1  # seconds between calls of `progress`
-ALONE = Ranks()
+LISTED = 1000  # units; a listing costs as much as all of the ranks have written, a name that is looked for a request
+GENERATION = "generation"  # in the journal, a name for the files that it speaks of: processes of an earlier run may still write into theirs
 UNKNOWN = -1  # the crc of bytes not summed as they passed; read back when it is asked for
 
 _RANGE = np.dtype([("file", "i8"), ("at", "i8"), ("bytes", "i8"), ("crc", "i8")])
@@ -84,9 +86,7 @@ def execute(
     threads: int = 0,
     checksum: str = "crc32",
     allow_overflow: bool = False,
-    ranks: Ranks = ALONE,
-    control: Path | None = None,
-    over: Callable[[], bool] = lambda: False,
+    session: Session | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
@@ -96,22 +96,17 @@ def execute(
     plan. `progress` gets (bytes done, bytes in all, files done, files in all) from the calling thread. Files and directories are synced on
     return; nothing is renamed.
 
-    With several `ranks` each process does its share of the units, then of the files' ends. Rank 0 returns when all are done, whoever did them,
-    the others when theirs are, or raise Gone when rank 0 did all without them, or `over` says so. The journal, and how ranks wait for each
-    other, are in `control` (None: in `staging`).
+    With several ranks in a `session` each process does its share of the units, then of the files' ends, and returns when all of that is
+    done, whoever did it; raises Gone if rank 0 was done with all before. The journal is in the session's directory (None: in `staging`).
 
     Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies say), Overflow.
     """
     assert checksum in ("none", "crc32", "sha256"), checksum
+    session = session or Session(staging, Ranks())
+    ranks, control = session.ranks, session.staging
     threads = threads or max(1, min(ranks.cores, KNEE, max_memory // PIECE))
     work = Work.of(copies, casts)
-    control = control or staging
-    session = Session(control, ranks)
-    if ranks.rank:
-        session.join(over)
-    else:
-        _lay_out(outputs, staging, control / "done")
-        session.open()
+    session.begin(lambda: _lay_out(outputs, staging, control / "done"))
     journal = _Journal(control / "done", work, outputs)
     run = _Run(work, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow)
     crew = _Crew(threads, max(256, max_memory // threads))
@@ -149,14 +144,6 @@ def execute(
         if ranks.rank:
             return []
         sums = [awaited(partial(journal.sum, file), f"the checksum of {outputs[file].path}", tick) for file in range(len(outputs))]
-    except FileNotFoundError as error:
-        if ranks.rank and not control.exists():
-            raise Gone(f"{control}: is not there any more") from None
-        session.fail(error)
-        raise
-    except BaseException as error:
-        session.fail(error)
-        raise
     finally:
         run.close()
     _sync_directories(outputs, staging)
@@ -183,7 +170,9 @@ class _Run:
     ) -> None:
         self.work, self.casts, self.journal = work, casts, journal
         self.summing, self.allow_overflow = summing, allow_overflow
-        self.sources, self.targets_ = _Files(sources, os.O_RDONLY), _Files(targets, os.O_RDWR)
+        self.sources = _Files(sources, os.O_RDONLY)
+        # not for reading: an NFS client would read whole pages in and write them back, with what another node has written there since
+        self.targets_ = _Files(targets, os.O_WRONLY)
         self.lock = threading.Lock()
         self.by_file: list[list[Range]] | None = None
         copies = work.copies
@@ -287,10 +276,9 @@ class _Run:
             return self.by_file[file]
 
     def reopen(self) -> None:
-        """Closes the targets, which are opened anew when they are next used."""
-        most, self.targets_.most = self.targets_.most, 0
+        """Closes the targets, which are opened anew when they are next used, for reading too."""
         self.targets_.close()
-        self.targets_.most = most
+        self.targets_ = _Files(self.targets_.paths, os.O_RDWR)
 
     def finish(self, file: int, output: Output, ranges: list[Range], checksum: str, memory: memoryview, check: Callable[[], None]) -> str:
         """Writes the fixed bytes of one file, syncs it; its checksum."""
@@ -620,6 +608,8 @@ def _lay_out(outputs: Sequence[Output], staging: Path, journal: Path) -> None:
                 with open(path, "wb") as file:
                     file.truncate(output.size)
         journal.mkdir(parents=True, exist_ok=True)
+        if not (journal / GENERATION).exists():
+            (journal / GENERATION).write_text(uuid.uuid4().hex)
     except OSError as error:
         _refused("lay out", error.filename or staging, error)
 
@@ -645,15 +635,15 @@ class _Journal:
 
     def __init__(self, folder: Path, work: Work, outputs: Sequence[Output]) -> None:
         self.folder = folder
-        crc = isal_zlib.crc32(repr([(o.path, o.size) for o in outputs]).encode())
+        crc = isal_zlib.crc32(repr([(folder / GENERATION).read_text(), *((o.path, o.size) for o in outputs)]).encode())
         for part in (work.copies, work.slabs):
             crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)
         self.identity = crc  # tells apart what unit numbers mean; the caller's name for the staging directory tells apart plans
 
     def load(self, units: range) -> dict[int, np.ndarray]:
-        """{unit: its ranges} of those that are done; one listing, since most often there are none."""
-        there = (int(name) for name in os.listdir(self.folder) if name.isdecimal())
-        found = ((unit, self.unit(unit)) for unit in there if unit in units)
+        """{unit: its ranges} of those that are done. Many are listed, not looked for: most often there are none."""
+        listed = (int(name) for name in os.listdir(self.folder) if name.isdecimal()) if len(units) > LISTED else units
+        found = ((unit, self.unit(unit)) for unit in listed if unit in units)
         return {unit: ranges for unit, ranges in found if ranges is not None}
 
     def unit(self, unit: int) -> np.ndarray | None:
@@ -683,7 +673,7 @@ class _Journal:
 
     def _put(self, name: str, body: bytes) -> None:
         path = self.folder / name
-        beside = self.folder / f"{name}.{os.getpid()}.tmp"
+        beside = self.folder / f"{name}.{uuid.uuid4().hex[:8]}.tmp"  # in containers, all are process 1
         try:
             beside.write_bytes(self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) + body)
             beside.rename(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import math
@@ -22,6 +23,7 @@ from mckpt.errors import MckptError, MissingExtra, UsageError
 from mckpt.ranks import Ranks
 
 LOG_SHOWN = 3000  # characters of a log in an error
+PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
 GRACE_S = 20  # between asking processes to end and ending them
 
 
@@ -146,13 +148,17 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
     import multiprocessing
 
     run, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
-    others = [fork.Process(target=_quietly, args=(work, Ranks(rank, num, run, num)), daemon=True) for rank in range(1, num)]
+    local = -(
+        -num * (os.cpu_count() or 1) // len(os.sched_getaffinity(0))
+    )  # as many as would share all cores, not only those of this process
+    others = [fork.Process(target=_quietly, args=(work, Ranks(rank, num, run, local)), daemon=True) for rank in range(1, num)]
     try:
-        for process in others:
-            process.start()
-        yield Ranks(0, num, run, num, ended=lambda rank: not others[rank - 1].is_alive())
-        for process in others:
-            process.join(1)
+        with ended_by_signals():
+            for process in others:
+                process.start()
+            yield Ranks(0, num, run, local, ended=lambda rank: not others[rank - 1].is_alive())
+            for process in others:
+                process.join(1)
     finally:
         for process in others:
             if process.is_alive():
@@ -166,8 +172,9 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
 
 
 def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
-    """Rank 0 does the talking, and tells the others of Ctrl-C."""
+    """Rank 0 does the talking, and tells the others of Ctrl-C; where it is killed, they are too."""
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
         os.dup2(nothing, stream)

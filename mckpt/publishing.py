@@ -149,9 +149,9 @@ class Destination:
             yield folder
         finally:
             os.close(lock)
-            for left in (folder, folder.with_name(f"{folder.name}{OVER}")):
-                with suppress(OSError):  # NFS keeps the name of an open file: only now can its directory go
-                    os.rmdir(left)
+            with suppress(OSError):  # NFS keeps the name of an open file: only now can its directory go
+                os.rmdir(folder)
+            shutil.rmtree(folder.with_name(f"{folder.name}{OVER}"), ignore_errors=True)
 
     def left_over(self) -> list[tuple[Path, int]]:
         """Staging directories here that neither this plan nor any running mckpt has, and what each takes on the disk, in bytes."""

@@ -2,7 +2,7 @@
 
 All that passes between them are small files in the staging directory, so that a shared filesystem is enough: no port, no library.
 
-    ranks/{r}    a line that changes while rank r lives, with how far it is; that of rank 0 is there once all output files are laid out
+    ranks/{r}    a line that changes while rank r lives, with how far it is
     done/        what was done, whoever did it (execute)
 
 A run has steps. Each rank does its share of one, says so in its line, and goes on when rank 0 says that all have: rank 0 reads a line of every
@@ -17,7 +17,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import threading
 import time
+import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,7 +33,7 @@ from mckpt.errors import StorageError, UsageError
 BEAT_S = 1.0  # between two changes of a rank's line
 POLL_S = 0.25  # at most, between two looks at what others have done
 DEAD_S = 60.0  # without a change: a stalled filesystem may take half a minute
-START_S = 600.0  # that ranks wait for rank 0 to lay out the files
+START_S = 600.0  # that ranks wait for rank 0 to come: it plans, and its node may start later
 FOLDER = "ranks"
 
 # (rank, number of ranks, ranks on this machine, what tells this run from all others) in the environment, by launcher: mckpt's own workers,
@@ -95,26 +98,46 @@ class Gone(StorageError):
 
 
 class Session:
-    """The ranks of one run at work in one staging directory. Raises what another rank failed with."""
+    """The ranks of one run at work in one staging directory. Raises what another rank failed with; `tell` gets what people should know.
 
-    def __init__(self, staging: Path, ranks: Ranks) -> None:
-        self.folder, self.ranks = staging / FOLDER, ranks
-        self.line: dict[str, Any] = {"run": ranks.run, "beat": 0, "steps": 0, "done": []}
-        self.next_beat = 0.0
-        self.heard: dict[int, tuple[str, float]] = {}  # rank: its last line, and when that was new here
+    From `open` or `join` to the end of the block a thread says that this rank lives, whatever the rank is busy with.
+    """
+
+    def __init__(self, staging: Path, ranks: Ranks, tell: Callable[[str], None] = lambda text: None) -> None:
+        self.staging, self.folder, self.ranks, self.tell = staging, staging / FOLDER, ranks, tell
+        # `id` is rank 0's, new for each time that it begins: lines of another are of a run that is over, though its processes may live on
+        self.line: dict[str, Any] = {"run": ranks.run, "id": "", "beat": 0, "steps": 0, "done": []}
+        self.next_look = 0.0
+        self.heard: dict[int, str] = {}  # rank: its last line
+        self.watched: dict[int, tuple[float, float]] = {}  # rank: when it was last looked at, and for how long that has shown nothing new
         self.lines: dict[int, dict[str, Any]] = {}  # rank: what its last line says; of those that were not given up
+        self.writing, self.over = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Tells the others why this rank ends, if it fails."""
+        self.over.set()
+        if error is None or self.ranks.size == 1 or isinstance(error, Gone) or not self.folder.exists():
+            return
+        known = isinstance(error, (errors.MckptError, KeyboardInterrupt))
+        said = str(error) if known else "".join(traceback.format_exception(error))
+        with suppress(OSError, StorageError):
+            self._say({**self.line, "error": [type(error).__name__, said]})
 
     def open(self) -> None:
-        """Rank 0, when all files are laid out: lets the others begin. What an earlier run left of its ranks is gone."""
+        """Rank 0, when the staging directory is its own. What an earlier run left of its ranks is gone."""
         if self.ranks.size == 1:
             return
+        self.line["id"] = uuid.uuid4().hex
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
             path.unlink(missing_ok=True)
-        self.beat()
+        self._live()
 
-    def join(self, over: Callable[[], bool]) -> None:
-        """The others: returns when rank 0 of this run has opened; a line that an earlier one left does not change. Raises Gone if all is over."""
+    def join(self, finished: Callable[[], bool]) -> None:
+        """The others: returns when rank 0 of this run has opened; a line that an earlier one left does not change. Raises Gone if all is done."""
         started, first = time.monotonic(), None
         for _ in patience():
             with suppress(OSError, ValueError):
@@ -123,26 +146,34 @@ class Session:
                 if first is None:
                     first = line
                 if said["run"] == self.ranks.run and (self.ranks.run or line != first) and "error" not in said:
-                    self.beat()
+                    self.line["id"] = said["id"]
+                    self._live()
                     return
-            if not self.folder.exists() and over():
-                raise Gone(f"{self.folder.parent}: is not there any more")
+            if not self.folder.exists() and finished():
+                raise Gone(f"{self.staging}: is not there any more")
             if time.monotonic() - started > START_S:
-                raise StorageError(f"{self.folder.parent}: rank 0 has not begun within {START_S:.0f} s; rank {self.ranks.rank} gives up")
+                raise StorageError(f"{self.staging}: rank 0 has not begun within {START_S:.0f} s; rank {self.ranks.rank} gives up")
+
+    def begin(self, lay_out: Callable[[], None]) -> None:
+        """The first step is rank 0's alone: the others write into files that it has laid out."""
+        if self.ranks.rank == 0:
+            lay_out()
+            self._reached(1)
+        else:
+            self._await({0}, 1, lambda rank: None)
+            self._reached(1)
 
     def beat(self, *done: int) -> None:
-        """Says that this rank lives, and how much it has done, and looks at the others; called often, does so once in BEAT_S."""
+        """Says how much this rank has done, and looks at the others; called often, does so once in BEAT_S."""
         now = time.monotonic()
         self.line["done"] = done or self.line["done"]
-        if self.ranks.size == 1 or now < self.next_beat:
+        if self.ranks.size == 1 or now < self.next_look:
             return
-        self.next_beat = now + BEAT_S
-        self.line["beat"] += 1
-        self._say(self.line)
+        self.next_look = now + BEAT_S
         for rank in range(1, self.ranks.size) if self.ranks.rank == 0 else (0,):
             self._look(rank)
         if self.ranks.rank and not self.lives(0):
-            raise StorageError(f"{self.folder.parent}: rank 0 has not been heard of for {DEAD_S:.0f} s; start the run again: it goes on")
+            raise StorageError(f"{self.staging}: rank 0 has not been heard of for {DEAD_S:.0f} s; start the run again: it goes on")
 
     def done(self) -> list[int]:
         """Rank 0: what `beat` was told by all the others, added up."""
@@ -158,11 +189,27 @@ class Session:
             return
         if self.ranks.rank:
             self._reached(step)
-        missing = set(range(1, self.ranks.size) if self.ranks.rank == 0 else (0,))
+            self._await({0}, step, do)
+        else:
+            self._await(set(range(1, self.ranks.size)), step, do)
+            self._reached(step)
+
+    def listen(self) -> NoReturn:
+        """The others, when they have done their share: until rank 0 is done, which ends in Gone, or failed."""
         for _ in patience():
             self.beat()
-            if not self.folder.exists():  # all is over, rank 0's line came and went
-                raise Gone(f"{self.folder.parent}: is not there any more")
+            self._look(0)
+            if not self.folder.exists():
+                break
+        raise Gone(f"{self.staging}: is not there any more, and no checkpoint of this run is in place")
+
+    def lives(self, rank: int) -> bool:
+        """Whether the rank has been heard of lately. A time in which this process was stopped itself does not count."""
+        return not self.ranks.ended(rank) and self.watched.get(rank, (0, 0.0))[1] < DEAD_S
+
+    def _await(self, missing: set[int], step: int, do: Callable[[int], None]) -> None:
+        for _ in patience():
+            self.beat()
             for rank in sorted(missing):
                 self._look(rank)
                 if rank in self.lines and self.lines[rank]["steps"] >= step:
@@ -170,59 +217,68 @@ class Session:
                 elif self.ranks.rank == 0 and not self.lives(rank):
                     missing.remove(rank)
                     self.lines.pop(rank, None)
+                    self.tell(f"rank {rank} has ended or is not heard of any more: rank 0 does its share")
                     do(rank)
             if not missing:
-                break
-        if self.ranks.rank == 0:
-            self._reached(step)
-
-    def listen(self) -> NoReturn:
-        """The others, when they have done their share: until rank 0 is done, which ends in Gone, or failed."""
-        for _ in patience():
-            self.beat()
-            if not self.folder.exists():
-                break
-        raise Gone(f"{self.folder.parent}: is not there any more, and no checkpoint of this run is in place")
-
-    def fail(self, error: BaseException) -> None:
-        """Tells the others why this rank ends."""
-        if self.ranks.size > 1 and self.folder.exists():
-            with suppress(OSError, StorageError):
-                self._say({"run": self.ranks.run, "error": [type(error).__name__, str(error)]})
-
-    def lives(self, rank: int) -> bool:
-        """Whether the rank has been heard of lately."""
-        if self.ranks.ended(rank):
-            return False
-        return time.monotonic() - self.heard.setdefault(rank, ("", time.monotonic()))[1] < DEAD_S
+                return
+            if not self.folder.exists():  # all is done, and rank 0's line came and went
+                raise Gone(f"{self.staging}: is not there any more")
 
     def _reached(self, step: int) -> None:
         self.line["steps"] = step
-        self.next_beat = 0
-        self.beat()
+        if self.ranks.size > 1:
+            self._say(self.line)
 
     def _look(self, rank: int) -> None:
+        now = time.monotonic()
+        before, silent = self.watched.get(rank, (now, 0.0))
+        self.watched[rank] = now, silent + min(now - before, 2 * BEAT_S)
         with suppress(OSError, ValueError):
             line = (self.folder / str(rank)).read_text()
-            if line == self.heard.get(rank, ("",))[0]:
+            if line == self.heard.get(rank):
                 return
             said = json.loads(line)
-            if said["run"] != self.ranks.run:
+            if said["id"] != self.line["id"]:
+                if rank == 0:
+                    raise StorageError(f"{self.staging}: rank 0 has begun anew; start rank {self.ranks.rank} again: it joins")
                 return
-            self.heard[rank] = line, time.monotonic()
+            self.heard[rank], self.watched[rank] = line, (now, 0.0)
             if "error" in said:
-                name, message = said["error"]
-                raise getattr(errors, name, StorageError)(f"rank {rank}: {message or name}")
+                raise _error_of(rank, *said["error"])
             self.lines[rank] = said
+
+    def _live(self) -> None:
+        self._say(self.line)
+        threading.Thread(target=self._beats, name="ranks", daemon=True).start()
+
+    def _beats(self) -> None:
+        while not self.over.wait(BEAT_S):
+            try:
+                self._say(self.line)
+            except Gone:
+                return
+            except OSError:
+                continue  # a full disk, say: who works there meets it
 
     def _say(self, what: dict[str, Any]) -> None:
         path = self.folder / str(self.ranks.rank)
-        beside = path.with_suffix(".new")
-        try:
-            beside.write_text(json.dumps(what))
-            os.replace(beside, path)
-        except FileNotFoundError:
-            raise Gone(f"{self.folder.parent}: is not there any more") from None
+        beside = path.with_name(f"{path.name}.{os.getpid()}.{id(self):x}.new")
+        with self.writing:
+            self.line["beat"] += 1
+            try:
+                beside.write_text(json.dumps({**what, "beat": self.line["beat"]}))
+                os.replace(beside, path)
+            except FileNotFoundError:
+                raise Gone(f"{self.staging}: is not there any more") from None
+
+
+def _error_of(rank: int, name: str, message: str) -> Exception:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.MckptError):
+        return kind(f"rank {rank}: {message}")
+    if name == "KeyboardInterrupt":
+        return StorageError(f"rank {rank} was interrupted; start the run again: it goes on")
+    return RuntimeError(f"rank {rank}: {message}")
 
 
 def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -> T:

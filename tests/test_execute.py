@@ -331,7 +331,7 @@ def test_no_space_midway(tmp_path, monkeypatch):
         with pytest.raises(StorageError, match=r"cannot write \d+ bytes at \d+ of .*file0: No space.*run the same command again") as caught:
             run(tmp_path, plan, SAME, data, sizes, threads=2)
     assert isinstance(caught.value.__cause__, OSError)
-    done = len(list((tmp_path / "staging/done").iterdir()))
+    done = len(list(tmp_path.glob("staging/done/*[0-9]")))
     assert done >= 3
     again = []
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: again.append(at) or real(fd, view, at))
@@ -349,7 +349,7 @@ def test_damaged_journal_is_not_believed(tmp_path, monkeypatch, damage):
 
     with pytest.raises(KeyError):
         run(tmp_path, plan, SAME, data, sizes, interrupted)
-    units = sorted((tmp_path / "staging/done").iterdir())
+    units = sorted(tmp_path.glob("staging/done/*[0-9]"))
     assert len(units) == 8
     if damage == "torn":
         units[3].write_bytes(units[3].read_bytes()[:-5])

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,12 +109,13 @@ def test_a_dead_rank_is_replaced(source: Path, tmp_path: Path) -> None:
 def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path: Path) -> None:
     """Rank 1 dies when it has done one unit, with nobody to tell; and then the same with rank 0, after which three go on."""
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
-    arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch"]
+    arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch", "--threads", "1"]
     dies = "import os, mckpt.execute as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
     killed = subprocess.Popen(patched(dies, arguments), env=environment(1, 2, tmp_path, "x"))
     command = patched("import mckpt.ranks; mckpt.ranks.DEAD_S = 2.0", arguments)
     done = subprocess.run(command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60)
     assert (killed.wait(), done.returncode) == (9, 0), done.stderr
+    assert "rank 1 has ended or is not heard of" in done.stderr
     assert door.tree(tmp_path / "two") == door.tree(tmp_path / "one")
 
     arguments[2] = tmp_path / "three"
@@ -120,8 +123,15 @@ def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path:
     assert killed.wait(60) == 9
     assert not (tmp_path / "three" / "release").exists()
     assert list((tmp_path / "three").glob(".mckpt-*/done/0*"))
-    ended = wait([start(arguments, rank, 3, tmp_path, "z") for rank in range(3)])
+    (kept,) = (tmp_path / "three").glob(".mckpt-*/done/0*")
+    moved = "import mckpt.execute as e; w = e._Journal.write\ndef write(j, u, r): print('moved', u); w(j, u, r)\ne._Journal.write = write"
+    starting = [subprocess.Popen(patched(moved, arguments), env=environment(rank, 3, tmp_path, "z"), stdout=subprocess.PIPE,
+                                 stderr=subprocess.PIPE, text=True) for rank in range(3)]  # fmt: skip
+    ended = wait(starting)
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    said = "".join(out for _, out, _ in ended)
+    assert "moved" in said
+    assert f"moved {int(kept.name)}\n" not in said  # the journal is believed
     assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
 
 
@@ -180,27 +190,126 @@ def test_shares_are_all(count: int, size: int) -> None:
 
 
 def test_a_line_of_an_earlier_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without a name for its run is told by its line, which does not change."""
     monkeypatch.setattr(ranks, "START_S", 0.3)
-    Session(tmp_path, Ranks(0, 2, "old")).open()
-    for run in ("new", ""):
-        with pytest.raises(errors.StorageError, match="rank 0 has not begun"):
-            Session(tmp_path, Ranks(1, 2, run)).join(lambda: False)
-    Session(tmp_path, Ranks(0, 2, "new")).open()
-    Session(tmp_path, Ranks(1, 2, "new")).join(lambda: False)
-
-
-def test_when_rank_0_is_done_or_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = (Session(tmp_path, Ranks(rank, 2, "r")) for rank in (0, 1))
-    first.open()
-    second.join(lambda: False)
-    monkeypatch.setattr(ranks, "DEAD_S", 0.2)
     monkeypatch.setattr(ranks, "BEAT_S", 0.05)
+    for run in ("old", ""):
+        with Session(tmp_path, Ranks(0, 2, run)) as old:
+            old.open()
+        for other in {"new", run} - {"old"}:
+            with pytest.raises(errors.StorageError, match="rank 0 has not begun"):
+                Session(tmp_path, Ranks(1, 2, other)).join(lambda: False)
+    for run in ("new", ""):
+        with Session(tmp_path, Ranks(0, 2, run)) as first, Session(tmp_path, Ranks(1, 2, run)) as second:
+            first.open()
+            second.join(lambda: False)
+
+
+def test_when_rank_0_is_done_or_dead_or_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
+
+    def both() -> tuple[Session, Session]:
+        first, second = (Session(tmp_path, Ranks(rank, 2, "r")) for rank in (0, 1))
+        first.open()
+        second.join(lambda: False)
+        return first, second
+
+    first, second = both()
+    monkeypatch.setattr(ranks, "DEAD_S", 0.3)
+    first.over.set()
     with pytest.raises(errors.StorageError, match="not been heard of"):
         second.listen()
-    first.fail(errors.SourceError("a file is short"))
+    first, second = both()
+    with pytest.raises(errors.SourceError), first:
+        raise errors.SourceError("a file is short")
     with pytest.raises(errors.SourceError, match="rank 0: a file is short"):
-        second.next_beat = 0
         second.listen()
+    first, second = both()
+    with pytest.raises(ZeroDivisionError), first:
+        print(1 / 0)
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0: Traceback.*ZeroDivisionError"):
+        second.listen()
+    first, second = both()
+    again = Session(tmp_path, Ranks(0, 2, "r"))
+    first.over.set()
+    again.open()
+    with pytest.raises(errors.StorageError, match="rank 0 has begun anew"):
+        second.listen()
+    with pytest.raises(errors.StorageError, match="rank 0 has begun anew"):
+        second.meet(lambda rank: None)
+    again.over.set()
+    first, second = both()
     shutil.rmtree(tmp_path / "ranks")
     with pytest.raises(Gone):
         second.listen()
+
+
+def test_a_stopped_process_does_not_take_the_others_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
+    monkeypatch.setattr(ranks, "DEAD_S", 0.5)
+    with Session(tmp_path, Ranks(0, 2, "r")) as first, Session(tmp_path, Ranks(1, 2, "r")) as second:
+        first.open()
+        second.join(lambda: False)
+        first.over.set()
+        second.beat()
+        now = ranks.time.monotonic
+        monkeypatch.setattr(ranks.time, "monotonic", lambda: now() + 3600)
+        second.beat()
+        assert second.lives(0)
+
+
+def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
+    """A process of a run that is over, and that nothing tells from this one, says that it has done its share."""
+    with Session(tmp_path, Ranks(0, 2)) as old, Session(tmp_path, Ranks(1, 2)) as straggler:
+        old.open()
+        straggler.line |= {"id": old.line["id"], "steps": 2}
+        with Session(tmp_path, Ranks(0, 2)) as first:
+            first.open()
+            straggler._say(straggler.line)
+            first._look(1)
+            assert not first.lines
+
+
+def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) -> None:
+    """Of a run whose files were removed while one of its processes lived on: it writes into the journal of the next."""
+    arguments = ["hf-to-megatron", source, tmp_path / "out", "--format", "torch", "--threads", "1"]
+    dies = "import os, mckpt.execute as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
+    environ = environment(0, 1, tmp_path)
+    assert subprocess.run(patched(dies, arguments), env=environ, timeout=60).returncode == 9
+    (staging,) = (tmp_path / "out").glob(".mckpt-*")
+    (unit,) = (staging / "done").glob("0*")
+    late = unit.read_bytes()
+    shutil.rmtree(staging)
+    assert subprocess.run(patched(dies, arguments), env=environ, timeout=60).returncode == 9
+    (again,) = (staging / "done").glob("0*")
+    again.write_bytes(late)
+    for path in (staging / "data").rglob("*.pt"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert subprocess.run([*LAUNCHED, *map(str, arguments)], env=environ, timeout=60).returncode == 0
+    door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
+    assert door.tree(tmp_path / "out") == door.tree(tmp_path / "one")
+
+
+def test_an_interrupt_ends_all_workers_at_once(source: Path, tmp_path: Path) -> None:
+    """And the same command goes on."""
+    slow = "import time, mckpt.execute as e; m = e._Run.move\ndef move(*a): time.sleep(0.2); return m(*a)\ne._Run.move = move"
+    arguments = ["hf-to-megatron", source, tmp_path / "out", "--workers", "3", "--threads", "1"]
+    environ = {k: v for k, v in environment(0, 1, tmp_path).items() if not k.startswith("MCKPT_")}
+    for number, most in ((signal.SIGINT, 0), (signal.SIGTERM, 3)):
+        process = subprocess.Popen(patched(slow, arguments), env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(600):
+            if len(list((tmp_path / "out").glob(".mckpt-*/done/0*"))) > most:
+                break
+            time.sleep(0.05)
+        begun = time.monotonic()
+        process.send_signal(number)
+        _, said = process.communicate(timeout=30)
+        assert time.monotonic() - begun < 2, said  # 1 s on an idle machine
+        assert process.returncode == 130, said
+        assert "goes on" in said
+    left = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True).stdout
+    assert not left, left
+    done = subprocess.run([*LAUNCHED, *map(str, arguments)], env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    door.good("hf-to-megatron", source, tmp_path / "one")
+    assert door.tree(tmp_path / "out") == door.tree(tmp_path / "one")
