@@ -336,7 +336,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     inexact: dict[str, str] = {}
     if isinstance(source.stored, hf.Checkpoint):
         inexact = dialect.inexact(dims, GIVEN)
-        inexact.update({k: f"config.json says {k} {source.stored.config[k]!r}, of which {source.mapping.path.name} knows nothing"
+        inexact.update({k: f"config.json says {k} {mapping.lookup(source.stored.config, k)!r}, of which {source.mapping.path.name} knows nothing"
                         for k in source.mapping.unknown(source.stored.config)})  # fmt: skip
         inexact = _refuse_inexact(inexact, target, "Megatron")
     left = source.left_behind()
@@ -528,9 +528,10 @@ def _choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     reasons, fit = [], []
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
-        why = family.inexact(source.dims)
         if family.requires is not None and not family.requires(source.dims):
-            why["requires"] = f"it is for models where {family.requires.text}"
+            why = {"requires": f"it is for models where {family.requires.text}"}
+        else:
+            why = family.inexact(source.dims)
         if why:
             reasons.append(f"{name}: {'; '.join(why.values())}")
         else:

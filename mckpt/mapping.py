@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from mckpt.dtypes import TABLE
 from mckpt.errors import MappingError, UsageError
 from mckpt.expression import Expression, ExpressionError
 from mckpt.lazy import numpy as np
@@ -178,6 +179,7 @@ class Rule(NamedTuple):
     stage: str | None  # first or last: the pipeline stage of a tensor that is in no layer
     when: Expression | None
     alias: bool  # a further copy of a tensor that another rule stores
+    dtype: str | None  # what it is always stored in
     indices: tuple[str, ...]  # of "layer", "expert": those that its tensors have
     where: str
 
@@ -364,8 +366,10 @@ class MappingFile(NamedTuple):
             value = dims[name]
             if spec.values is not None:
                 value = next((k for k, v in spec.values.items() if v == value), value)
-            if spec.write is not None:
-                value = spec.write(scope)
+            try:
+                value = value if spec.write is None else spec.write(scope)
+            except ExpressionError as e:
+                raise MappingError(f"{spec.where}: {name}: {e}") from None
             path = spec.keys[0].split(".")
             inner = config
             for part in path[:-1]:
@@ -396,9 +400,12 @@ class MappingFile(NamedTuple):
         return {name: f"{name} is {dims[name]!r}: {why}" for name, (when, why) in self.warned.items() if when(dims)}
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
-        """Keys of a config that no dim reads and that are not listed as inert; those that say nothing (null, false) left out."""
-        read = {k.split(".")[0] for d in self.dims.values() for k in d.keys} | set(self.also)
-        return [k for k, v in config.items() if k not in read and k not in self.inert and v not in (None, False, [], {})]
+        """Keys of a config, those inside an object too, that no dim reads and that are not listed as inert; those that say nothing left out."""
+        read = {k for d in self.dims.values() for k in d.keys} | set(self.also) | self.inert
+        objects = {k.split(".")[0] for k in read if "." in k}
+        inner = {f"{k}.{i}": v for k in objects if isinstance(config.get(k), Mapping) for i, v in config[k].items()}
+        said = {**{k: v for k, v in config.items() if k not in objects}, **inner}
+        return [k for k, v in said.items() if k not in read and v not in (None, False, [], {})]
 
 
 class _Lazy(dict):
@@ -459,7 +466,7 @@ _TOP: dict[str, type] = {
 }
 _INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}  # what each key of a section holds
 _KINDS: dict[type, str] = {Node: "keys and values", list: "a list", str: "text", bool: "true or false"}
-_RULE = ("of", "pack", "tp", "stage", "when", "alias", "expert")
+_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "expert")
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
 
 
@@ -612,7 +619,7 @@ def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression
 
 
 def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`{q,k,v}` in the key and in `of`: one rule for each."""
+    """`{q,k,v}` in the key, in `of` and in `when`: one rule for each."""
     spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
     if not isinstance(spec, dict):
         raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
@@ -622,7 +629,7 @@ def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ValueError(f"`of` names tensors, not {of!r}")
     found = _BRACES.search(key)
     words = found[1].split(",") if found else []
-    for inside in _BRACES.findall(" ".join(of)):
+    for inside in _BRACES.findall(" ".join([*of, str(spec.get("when", ""))])):
         if len(inside.split(",")) != len(words):
             raise ValueError(f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}")
     if not found:
@@ -633,7 +640,8 @@ def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         def pick(text: str, i: int = i) -> str:
             return _BRACES.sub(lambda m: m[1].split(",")[i], text)
 
-        yield key[: found.start()] + word + key[found.end() :], {**spec, "of": [pick(o) for o in of]}
+        when = {"when": pick(str(spec["when"]))} if "when" in spec else {}
+        yield key[: found.start()] + word + key[found.end() :], {**spec, "of": [pick(o) for o in of], **when}
 
 
 def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression: Callable[[Any, str], Expression | None]) -> Rule:
@@ -659,7 +667,10 @@ def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression
     tp = spec.get("tp", "replicated")
     if tp not in TP_KINDS:
         raise ValueError(f"no tp kind {tp!r}; known: {', '.join(TP_KINDS)}")
-    return Rule(key, of, pack, tp, spec.get("stage"), expression(spec.get("when"), where), spec.get("alias", False), indices, where)
+    when, dtype = expression(spec.get("when"), where), spec.get("dtype")
+    if dtype not in (None, *TABLE):
+        raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
+    return Rule(key, of, pack, tp, spec.get("stage"), when, spec.get("alias", False), dtype, indices, where)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -32,7 +32,7 @@ MAY: dict[str, set[str]] = {
     "dtypes": {"errors"},
     "parallel": {"errors"},
     "packing": {"box"},
-    "mapping": {"errors", "expression", "packing"},
+    "mapping": {"dtypes", "errors", "expression", "packing"},
     "planning": {"box", "dtypes", "errors"},
     "clusters": {"dtypes", "errors", "planning"},
     "ranks": {"errors"},

@@ -88,11 +88,22 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "value"),
     [("no_rope_freq", 4), ("qk_l2_norm", True), ("window_attn_skip_freq", 2), ("softmax_scale", 0.5), ("spec", ["a", "b"]),
-     ("moe_router_score_function", "sigmoid"), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True)],
+     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True)],
 )  # fmt: skip
 def test_args_that_change_the_model_are_not_overlooked(name: str, value: Any, sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "qwen3", tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dim"),
+    [("moe_router_score_function", "sigmoid", "router_score"), ("moe_router_num_groups", 4, "router_groups"),
+     ("moe_router_topk_scaling_factor", 2.5, "router_scale")],
+)  # fmt: skip
+def test_a_router_that_no_family_with_these_tensors_has_is_refused(name: str, value: Any, dim: str, sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update({name: value}))
+    with pytest.raises(MappingError, match=rf"(?s)no family computes.*deepseek_v3: it is for models where mla.*qwen3_moe: .*{dim} is {value!r}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 

@@ -27,7 +27,7 @@ from tests import tiny
 INEXACT = ["rope_factor"]  # of llama-rope-scaled
 MIXED = "qwen3-moe-mixed"  # some layers dense: what torch_dist can only say with one key for each layer
 CASES = (*tiny.CASES, MIXED)
-MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", MIXED)
+MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain", MIXED)
 LEGS = 5  # forms of each case; each is reached from another one
 
 AXES: dict[str, tuple[Any, ...]] = {
@@ -98,7 +98,7 @@ def fits(case: str, f: Form) -> bool:
     """Whether Megatron could build the case so; what does not fit is refused, which other tests see."""
     c = config(case)
     moe = case in MOE
-    experts = c.get("num_experts") or c.get("num_local_experts") or 1
+    experts = next((c[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in c), 1)
     return (
         c["num_hidden_layers"] % (f.pp * f.vpp) == 0
         and (f.vpp == 1 or f.pp > 1)
@@ -148,11 +148,12 @@ def safetensors(directory: Path) -> dict[str, tuple[str, list[int], bytes]]:
     return out
 
 
-def same_tensors(directory: Path, wanted: dict[str, np.ndarray], dtype: str) -> None:
+def same_tensors(directory: Path, wanted: dict[str, np.ndarray]) -> None:
     found = safetensors(directory)
+    letters = {np.dtype(kind): letter for letter, kind in tiny.DTYPES.values()}
     assert found.keys() == wanted.keys()
     for name, array in wanted.items():
-        assert found[name] == (tiny.DTYPES[dtype][0], list(array.shape), array.tobytes()), name
+        assert found[name] == (letters[array.dtype], list(array.shape), array.tobytes()), name
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,7 @@ def test_there_resharded_and_back(case: str, a: Form, b: Form, sources: dict[str
         for path in sorted((tmp_path / "b" / "hf").iterdir()):
             path.unlink()
     mckpt.plan(tmp_path / "b", tmp_path / "back", format="hf", max_shard_size=150_000 if odd else 10**9).run(check_replicas=True)
-    same_tensors(tmp_path / "back", tensors(case, "bfloat16"), "bfloat16")
+    same_tensors(tmp_path / "back", tensors(case, "bfloat16"))
     again, first = mckpt.open(tmp_path / "back"), mckpt.open(sources[case])
     free = {"ffn_size"} if case in MOE and case != MIXED else set()
     assert {k: v for k, v in again.dims.items() if k not in free} == {k: v for k, v in first.dims.items() if k not in free}
@@ -265,7 +266,7 @@ def test_uneven_pipelines(case: str, said: dict[str, Any], sources: dict[str, Pa
         assert norms == [len(layers) for layers in virtual]
     mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch", parallel=Parallel(tp=4, pp=4)).run()
     mckpt.plan(tmp_path / "b", tmp_path / "back", format="hf").run()
-    same_tensors(tmp_path / "back", tensors(case, "bfloat16"), "bfloat16")
+    same_tensors(tmp_path / "back", tensors(case, "bfloat16"))
 
 
 def test_uneven_pipelines_that_do_not_fit(sources: dict[str, Path], tmp_path: Path) -> None:
@@ -297,7 +298,7 @@ def test_padding_is_zero_and_dropped(case: str, sources: dict[str, Path], tmp_pa
         assert np.array_equal(held["embedding.word_embeddings.weight"], part)
         assert ("output_layer.weight" in held) == (case == "llama")
     mckpt.plan(tmp_path / "a", tmp_path / "back", format="hf").run()
-    same_tensors(tmp_path / "back", tensors(case, "bfloat16"), "bfloat16")
+    same_tensors(tmp_path / "back", tensors(case, "bfloat16"))
     mckpt.plan(tmp_path / "a", tmp_path / "padded", format="hf", keep_padding=True).run()
     assert safetensors(tmp_path / "padded")["model.embed_tokens.weight"][1] == list(padded.shape)
     assert safetensors(tmp_path / "padded")["model.embed_tokens.weight"][2] == padded.tobytes()
@@ -369,6 +370,6 @@ def test_fp32_stays_fp32_and_casts_are_asked_for(case: str, tmp_path: Path) -> N
     source = tiny.tiny_random(case, tmp_path / "hf", dtype="float32")
     mckpt.plan(source, tmp_path / "a", format="torch", parallel=Parallel(tp=2)).run()
     mckpt.plan(tmp_path / "a", tmp_path / "back", format="hf").run()
-    same_tensors(tmp_path / "back", tensors(case, "float32"), "float32")
+    same_tensors(tmp_path / "back", tensors(case, "float32"))
     mckpt.plan(tmp_path / "a", tmp_path / "half", format="hf", dtype="bf16").run()
-    same_tensors(tmp_path / "half", tensors(case, "bfloat16"), "bfloat16")
+    same_tensors(tmp_path / "half", tensors(case, "bfloat16"))

@@ -331,9 +331,9 @@ def test_an_arg_that_no_dim_says_is_refused() -> None:
     dialect = mapping.load("megatron", "mcore")
     dims = mapping.load("hf", "llama").read(llama())
     args = dialect.write(dims, api.GIVEN)
-    assert dialect.read({**args, "multi_latent_attention": None}) == dims
-    with pytest.raises(MappingError, match=r"multi_latent_attention is True, and mcore\.yaml knows only False"):
-        dialect.read({**args, "multi_latent_attention": True})
+    assert dialect.read({**args, "qk_l2_norm": None}) == dims
+    with pytest.raises(MappingError, match=r"qk_l2_norm is True, and mcore\.yaml knows only False"):
+        dialect.read({**args, "qk_l2_norm": True})
     with pytest.raises(MappingError, match=r"(?s)position_embedding_type is 'none'.*glu_linear_offset is 1\.0"):
         dialect.read({**args, "position_embedding_type": "none", "glu_linear_offset": 1.0})
 

@@ -20,7 +20,7 @@ from tests.judging import explain, judge
 
 WORLD = 4
 LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10; a clean run is 100 times closer
-MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw")
+MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
 INEXACT = ["rope_factor"]  # of llama-rope-scaled: megatron-core computes it, pretrain_gpt.py does not hand it on
 SIZES: list[dict[str, Any]] = [{}, {"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 2}]
 MOE_SIZES: list[dict[str, Any]] = [{"tp": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 2}, {"tp": 2, "ep": 2, "etp": 1}, {"ep": 4, "etp": 1}]

@@ -42,17 +42,21 @@ def tokens(case: str, rows: int = 2, seed: int = 1) -> np.ndarray:
 
 
 def shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor on disk, for a config.json of one of the six families."""
+    """Name -> shape of every tensor on disk, for a config.json of one of the seven families."""
     hidden, heads, groups, vocab = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["vocab_size"]
     head_dim = c.get("head_dim") or hidden // heads
+    deepseek = c["model_type"] == "deepseek_v3"
     table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     for layer in range(c["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         table[f"{at}.input_layernorm.weight"] = (hidden,)
-        table[f"{at}.self_attn.q_proj.weight"] = (heads * head_dim, hidden)
-        table[f"{at}.self_attn.k_proj.weight"] = (groups * head_dim, hidden)
-        table[f"{at}.self_attn.v_proj.weight"] = (groups * head_dim, hidden)
-        table[f"{at}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+        if deepseek:
+            table.update(_latent_attention(c, at))
+        else:
+            table[f"{at}.self_attn.q_proj.weight"] = (heads * head_dim, hidden)
+            table[f"{at}.self_attn.k_proj.weight"] = (groups * head_dim, hidden)
+            table[f"{at}.self_attn.v_proj.weight"] = (groups * head_dim, hidden)
+            table[f"{at}.self_attn.o_proj.weight"] = (hidden, heads * head_dim)
         if c["model_type"] == "qwen2":
             table[f"{at}.self_attn.q_proj.bias"] = (heads * head_dim,)
             table[f"{at}.self_attn.k_proj.bias"] = (groups * head_dim,)
@@ -68,10 +72,17 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
                 table[f"{at}.block_sparse_moe.experts.{expert}.w1.weight"] = (ffn, hidden)
                 table[f"{at}.block_sparse_moe.experts.{expert}.w2.weight"] = (hidden, ffn)
                 table[f"{at}.block_sparse_moe.experts.{expert}.w3.weight"] = (ffn, hidden)
-        elif c["model_type"] == "qwen3_moe" and layer not in c["mlp_only_layers"]:
+        elif (c["model_type"] == "qwen3_moe" and layer not in c["mlp_only_layers"]) or (deepseek and layer >= c["first_k_dense_replace"]):
             ffn = c["moe_intermediate_size"]
-            table[f"{at}.mlp.gate.weight"] = (c["num_experts"], hidden)
-            for expert in range(c["num_experts"]):
+            experts = c["n_routed_experts" if deepseek else "num_experts"]
+            table[f"{at}.mlp.gate.weight"] = (experts, hidden)
+            if deepseek:
+                shared = ffn * c["n_shared_experts"]
+                table[f"{at}.mlp.gate.e_score_correction_bias"] = (experts,)
+                table[f"{at}.mlp.shared_experts.gate_proj.weight"] = (shared, hidden)
+                table[f"{at}.mlp.shared_experts.up_proj.weight"] = (shared, hidden)
+                table[f"{at}.mlp.shared_experts.down_proj.weight"] = (hidden, shared)
+            for expert in range(experts):
                 table[f"{at}.mlp.experts.{expert}.gate_proj.weight"] = (ffn, hidden)
                 table[f"{at}.mlp.experts.{expert}.up_proj.weight"] = (ffn, hidden)
                 table[f"{at}.mlp.experts.{expert}.down_proj.weight"] = (hidden, ffn)
@@ -86,6 +97,22 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
     return table
 
 
+def _latent_attention(c: Config, at: str) -> dict[str, tuple[int, ...]]:
+    """The projections of DeepSeek's attention in the layer `at`."""
+    hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
+    nope, rope, value, rank = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"], c["q_lora_rank"]
+    query: dict[str, tuple[int, ...]] = {"q_proj": (heads * (nope + rope), hidden)}
+    if rank is not None:
+        query = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (heads * (nope + rope), rank)}
+    rest = {
+        "kv_a_proj_with_mqa": (latent + rope, hidden),
+        "kv_a_layernorm": (latent,),
+        "kv_b_proj": (heads * (nope + value), latent),
+        "o_proj": (hidden, heads * value),
+    }
+    return {f"{at}.self_attn.{name}.weight": shape for name, shape in {**query, **rest}.items()}
+
+
 def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     """One tensor in fp32, from its name and the seed alone: the same in every file, order and process.
 
@@ -96,6 +123,8 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
         return 1 + np.float32(0.6) * normal  # scores are all but symmetric in the two: at 0.2, exchanging them is hardly seen
     if name.endswith("norm.weight"):
         return 1 + np.float32(0.2) * normal
+    if name.endswith("e_score_correction_bias"):
+        return np.float32(0.05) * normal  # sigmoid scores lie in 0 to 1: more, and the same experts are chosen for all tokens
     if name.endswith(".bias"):
         return np.float32(0.6) * normal  # a bias of k is the same for all keys but for the rotation: at 0.2 it is hardly seen
     if name == "model.embed_tokens.weight":
@@ -108,20 +137,22 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a config, in `dtype` (ml_dtypes.bfloat16 for bfloat16)."""
-    return {name: values(name, shape, seed).astype(DTYPES[dtype][1]) for name, shape in shapes(c).items()}
+    kinds = {name: "float32" if name.endswith("e_score_correction_bias") else dtype for name in shapes(c)}  # as published
+    return {name: values(name, shape, seed).astype(DTYPES[kinds[name]][1]) for name, shape in shapes(c).items()}
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write one .safetensors file, tensors in order of name, by nothing but json and tobytes."""
+    """Write one .safetensors file, wider dtypes first and then in order of name as the safetensors library does, by nothing but json and tobytes."""
     letters = {np.dtype(kind): letter for letter, kind in DTYPES.values()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name in sorted(arrays):
+    order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
+    for name in order:
         start, end = end, end + arrays[name].nbytes
         header[name] = {"dtype": letters[arrays[name].dtype], "shape": list(arrays[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(arrays[name].tobytes() for name in sorted(arrays)))
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(arrays[name].tobytes() for name in order))
 
 
 def write_weights(directory: Path, arrays: Mapping[str, np.ndarray], max_shard_size: int | None = None) -> None:

@@ -128,7 +128,9 @@ def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
 
 
 def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
-    """The one dtype of a rule's members; UsageError if they differ."""
+    """The one dtype of a rule's members, or what the rule says; UsageError if they differ."""
+    if rule.dtype is not None:
+        return rule.dtype
     found = {name: dtypes[name] for name in rule.of}
     if len(set(found.values())) > 1:
         raise UsageError(f"{rule.key} packs tensors of different dtypes ({', '.join(f'{k} {v}' for k, v in found.items())}): say --dtype")

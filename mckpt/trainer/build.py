@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from mckpt.errors import MissingExtra, UsageError
 from mckpt.trainer import cpu
-from mckpt.trainer.norms import with_own_norms
 
 # Args that bear on the logits and that every run of pretrain_gpt has in its Namespace. None is guessed.
 REQUIRED = (
@@ -284,7 +283,11 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
             qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
         )
     spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage)
-    return spec if uses_te else with_own_norms(spec)
+    if uses_te:
+        return spec
+    from mckpt.trainer.local_spec import with_own_modules
+
+    return with_own_modules(spec)
 
 
 def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> list[Any]:

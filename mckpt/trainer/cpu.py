@@ -102,7 +102,12 @@ def _reduce_scatter(even: Callable[..., Any]) -> Callable[..., Any]:
 
 def install() -> None:
     """Patches torch.cuda and megatron-core in this process. Idempotent."""
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
+
+    # 0.16.1 has these names without Transformer Engine too, mocked, and takes that they import for its being there
+    multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
     if not hasattr(moe_utils, "te_general_gemm") or (moe_utils.te_general_gemm is not None and not torch.cuda.is_available()):
         # 0.16.1 reads it in every router, but binds it only if Transformer Engine imports; None is its own word for "use torch.mm"

@@ -1,0 +1,58 @@
+"""What the local layer spec needs beside megatron-core's own modules, so that it runs and trains what Transformer Engine does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+
+class Norm(torch.nn.Module):
+    """RMSNorm or LayerNorm over the last dimension, computed in fp32 whatever the input's dtype, which the output has again.
+
+    Like Transformer Engine's, and unlike torch's, which megatron-core gives the local spec, it trains under sequence parallelism: every rank
+    then has the gradient of its own tokens only, and finalize_model_grads adds up those of the parameters that say so.
+    """
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__()
+        self.eps, self.hidden_size = eps, hidden_size
+        self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0  # the weight is then stored less 1
+        self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight.float() + self.offset
+        if self.bias is None:
+            return torch.nn.functional.rms_norm(x.float(), (self.hidden_size,), weight, self.eps).type_as(x)
+        return torch.nn.functional.layer_norm(x.float(), (self.hidden_size,), weight, self.bias.float(), self.eps).type_as(x)
+
+
+class Attention(DotProductAttention):
+    """Attention whose heads of q and k may be wider than those of v, as multi-latent attention's are; megatron-core 0.16 names the widths and refuses them."""
+
+    def __init__(self, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+
+def with_own_modules(spec: Any) -> Any:
+    """The local spec with `Norm` and `Attention` in place of those that megatron-core chose; changed in place."""
+    if spec is WrappedTorchNorm or spec is gpt_layer_specs.LNImpl:
+        return Norm
+    if spec is DotProductAttention:
+        return Attention
+    if isinstance(spec, list):
+        return [with_own_modules(item) for item in spec]
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):  # ModuleSpec, and the submodules of each
+        for field in dataclasses.fields(spec):
+            if field.name != "params":
+                setattr(spec, field.name, with_own_modules(getattr(spec, field.name)))
+    return spec
