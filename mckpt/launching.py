@@ -141,10 +141,6 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
     if num == 1:
         yield ranks
         return
-    if ranks.size > 1:
-        raise UsageError(
-            f"--workers {num} is for one machine without a launcher; here {ranks.size} processes were started, start more of those"
-        )
     import multiprocessing
 
     run, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
