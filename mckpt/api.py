@@ -161,7 +161,7 @@ class Plan:
             return self._help(session, move)
         if session.ranks.size == 1:  # before anything is made
             dropped = self._look_through(check_replicas)
-        with self.destination.staging(key, resume) as staging, session:
+        with self.destination.staging(key, resume, session.ranks.name) as staging, session:
             session.open()
             if session.ranks.size > 1:  # the others are told of what is found
                 dropped = self._look_through(check_replicas)
@@ -184,12 +184,18 @@ class Plan:
     def _help(self, session: Session, move: Callable[[Session], list[str]]) -> dict[str, Any]:
         """What the other ranks do: their share, and wait for rank 0 to publish."""
 
-        def finished() -> bool:
-            return not self.destination.overwrite and self.destination.manifest().get("plan") == self.digest
+        def finished(late: bool) -> bool:
+            """Whether what this plan writes is in place, and the run is over.
+
+            With --overwrite an earlier run may have put it there, and nothing in it tells: this rank would go home, and rank 0, who is about to
+            replace it, would lack it. So it stays for as long as rank 0 waits for a rank that does not come. Then either rank 0 is done, or it is
+            so late that it finds this one missing, and does its share: the output is right in any order, and no wait is longer than that.
+            """
+            return (late or not self.destination.overwrite) and self.destination.manifest().get("plan") == self.digest
 
         try:
             with session:
-                session.join(finished)
+                session.join(finished, lambda: self.destination.refuse(session.staging, session.ranks.name))
                 move(session)
                 session.listen()
         except (StorageError, OSError):  # as Gone, or as whatever a file that went away led to

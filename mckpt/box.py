@@ -127,7 +127,10 @@ def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piec
     for step, n in zip(steps, piece.box.shape, strict=True):  # a step that runs over the end of an axis would carry into the next one
         if any(s * (n - 1) + at >= size for s, at, size in zip(step, start, shape, strict=True) if s):
             return None
-    dot = lambda index: sum(i * s for i, s in zip(index, strides, strict=True))  # noqa: E731
+
+    def dot(index: Iterable[int]) -> int:
+        return sum(i * s for i, s in zip(index, strides, strict=True))
+
     return piece._replace(start=dot(start), strides=tuple(map(dot, steps)))
 
 

@@ -224,8 +224,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return {"path": self.path, "known": self.known}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # opened anew: mypy minds a call of __init__ by hand, and a pickle of open headers would be large
-        self.__init__(state["path"], state["known"])  # type: ignore[misc]
+        self.__dict__.update(Checkpoint(**state).__dict__)  # opened anew: a pickle of open headers would be large
 
 
 def _run_config(path: Path) -> dict[str, Any]:

@@ -416,6 +416,10 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         keep_padding=o.get("keep_padding", False),
     )  # fmt: skip
     ranks = Ranks() if dry_run else Ranks.of_environment()
+    if ranks.size > 1 and o["workers"] > 1:
+        raise UsageError(
+            f"--workers {o['workers']} is for one machine without a launcher; here {ranks.size} processes were started, start more of those"
+        )
     options = {"overwrite": o.get("overwrite", False), "update_tracker": o.get("update_tracker", False), "helps": ranks.rank > 0}
     planned = api.plan(source, o["dst"], target=target, **options)
     if dry_run:

@@ -67,7 +67,7 @@ def launch(module: str, job: dict[str, Any], directory: Path, device: str, num_r
     command = [sys.executable, "-m", module, str(path)]
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])),
-        "PYTHONWARNINGS": "ignore",
+        "PYTHONWARNINGS": "ignore",  # those of torch and megatron-core, of which a user can mend none
         "TOKENIZERS_PARALLELISM": "false",
         "NVIDIA_TF32_OVERRIDE": "0",  # fp32 means fp32: Transformer Engine asks cuBLAS for TF32 otherwise
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it with tensor parallelism
@@ -141,10 +141,6 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
     if num == 1:
         yield ranks
         return
-    if ranks.size > 1:
-        raise UsageError(
-            f"--workers {num} is for one machine without a launcher; here {ranks.size} processes were started, start more of those"
-        )
     import multiprocessing
 
     run, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")

@@ -64,7 +64,9 @@ def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
 def _loader() -> type[yaml.SafeLoader]:
     import yaml  # 30 ms, and inspecting reads no mapping
 
-    class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml parses six times as fast
+    fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is there, parses six times as fast
+
+    class Loader(fast):
         pass
 
     Loader.add_constructor("tag:yaml.org,2002:map", _construct)
@@ -314,9 +316,7 @@ class MappingFile(NamedTuple):
             raise MappingError.of(f"{source} does not describe a model that {self.path.name} knows:", dict.fromkeys(problems))
         return dims
 
-    def _read_dim(
-        self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], override: Mapping[str, Any], scope: Mapping[str, Any]
-    ) -> Any:
+    def _read_dim(self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], override: Mapping[str, Any], scope: _Lazy) -> Any:
         spec, dim = self.dims.get(name), hub().dims[name]
         if spec is None and name in known:  # beyond what this file can say
             return known[name]
@@ -346,8 +346,7 @@ class MappingFile(NamedTuple):
         else:
             raise ValueError(f"{key} is {raw!r}; {self.path.name} knows {', '.join(map(repr, spec.values))}")
         if spec.read is not None:
-            # read only, which ChainMap's type does not allow for
-            value = spec.read(ChainMap({"value": value}, scope))  # type: ignore[arg-type]
+            value = spec.read(ChainMap({"value": value}, scope))
         if isinstance(value, float) and dim.type == "int" and value.is_integer():
             value = int(value)
         if value is None and name in known:  # silence

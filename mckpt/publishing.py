@@ -12,6 +12,7 @@ import fnmatch
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -124,23 +125,40 @@ class Destination:
             return found
         return {}
 
+    def refuse(self, staging: Path, run: str) -> None:
+        """Raises what `staging` would raise for this run, and changes nothing: for a rank that waits for the one that calls it."""
+        self._refuse(staging)
+        with suppress(FileNotFoundError):
+            if (staging / LOCK).read_text() != run and _locked(staging / LOCK):
+                raise DestinationError(f"{staging}: another mckpt is writing here")
+        there = next(p for p in (staging / LOCK, staging, *staging.parents) if os.path.exists(p))
+        if not os.access(there, os.W_OK):
+            raise StorageError(f"{staging}: cannot be made: no leave to write {there}")
+
+    def _refuse(self, staging: Path) -> None:
+        self._refuse_occupied(staging)
+        self._check_side(self._side)
+
     @contextmanager
-    def staging(self, plan: str, resume: bool = True) -> Iterator[Path]:
-        """The staging directory of a plan, locked; what it holds stays there if the body raises, and is used again with `resume`."""
+    def staging(self, plan: str, resume: bool = True, run: str = "") -> Iterator[Path]:
+        """The staging directory of a plan, locked; what it holds stays there if the body raises, and is used again with `resume`.
+
+        While it is locked, its lock says which `run` holds it.
+        """
         made = [p for p in (self.root, *self.root.parents) if not p.exists()]
         folder = self._staging = self.staging_directory(plan)
-        self._refuse_occupied(folder)
-        self._check_side(self._side)
+        self._refuse(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
             lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as e:
             raise StorageError(f"{folder}: cannot be made: {e.strerror or e}") from e
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise DestinationError(f"{folder}: another mckpt is writing here") from None
+            if not _lock(lock):
+                raise DestinationError(f"{folder}: another mckpt is writing here")
+            os.ftruncate(lock, 0)
+            os.write(lock, run.encode())
+            os.fsync(lock)  # where another machine's rank reads it
             if not resume:
                 for inner in (p for p in folder.iterdir() if p.is_dir() and p.name != REPLACED):
                     shutil.rmtree(inner)
@@ -323,6 +341,16 @@ def _identity(path: Path) -> str:
         path = min((p for p in path.rglob("*") if not p.is_dir()), default=path)
     found = os.lstat(path)
     return f"{found.st_ino} {found.st_mtime_ns}"
+
+
+def _lock(fd: int) -> bool:
+    """Whether the file could be locked. Those who look whether it is lock it themselves, for a moment."""
+    for _ in range(20):
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _locked(path: Path) -> bool:

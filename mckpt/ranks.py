@@ -34,6 +34,7 @@ BEAT_S = 1.0  # between two changes of a rank's line
 POLL_S = 0.25  # at most, between two looks at what others have done
 DEAD_S = 60.0  # without a change: a stalled filesystem may take half a minute
 START_S = 600.0  # that ranks wait for rank 0 to come: it plans, and its node may start later
+LOOK_S = 3.0  # between two looks at whether rank 0 is refused; two that agree are believed, for one may fall amid what another process does
 FOLDER = "ranks"
 
 # (rank, number of ranks, ranks on this machine, what tells this run from all others) in the environment, by launcher: mckpt's own workers,
@@ -83,6 +84,11 @@ class Ranks:
         return cls()
 
     @property
+    def name(self) -> str:
+        """Of this run, the same for all its ranks; that of another run differs, where anything tells them apart."""
+        return f"{self.run}/{self.size}"
+
+    @property
     def cores(self) -> int:
         """That this process may use, its part where several share a machine that binds none of them."""
         return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // self.local))
@@ -106,7 +112,7 @@ class Session:
     def __init__(self, staging: Path, ranks: Ranks, tell: Callable[[str], None] = lambda text: None) -> None:
         self.staging, self.folder, self.ranks, self.tell = staging, staging / FOLDER, ranks, tell
         # `id` is rank 0's, new for each time that it begins: lines of another are of a run that is over, though its processes may live on
-        self.line: dict[str, Any] = {"run": ranks.run, "id": "", "beat": 0, "steps": 0, "done": []}
+        self.line: dict[str, Any] = {"run": ranks.name, "id": "", "beat": 0, "steps": 0, "done": []}
         self.next_look = 0.0
         self.heard: dict[int, str] = {}  # rank: its last line
         self.watched: dict[int, tuple[float, float]] = {}  # rank: when it was last looked at, and for how long that has shown nothing new
@@ -136,22 +142,36 @@ class Session:
             path.unlink(missing_ok=True)
         self._live()
 
-    def join(self, finished: Callable[[], bool]) -> None:
-        """The others: returns when rank 0 of this run has opened; a line that an earlier one left does not change. Raises Gone if all is done."""
-        started, first = time.monotonic(), None
+    def join(self, finished: Callable[[bool], bool], refuse: Callable[[], None] = lambda: None) -> None:
+        """The others: returns when rank 0 of this run has opened; a line that an earlier one left does not change.
+
+        Raises Gone if all is done: what `finished` says, which gets whether rank 0 has been waited for as long as one that died. What rank 0
+        failed with before this rank came. What `refuse` raises: rank 0 is refused alike, before it has a place to say so.
+        """
+        started, first, next_look = time.monotonic(), None, LOOK_S
+        refused: errors.MckptError | None = None
         for _ in patience():
+            waited = time.monotonic() - started
             with suppress(OSError, ValueError):
                 line = (self.folder / "0").read_text()
                 said = json.loads(line)
                 if first is None:
                     first = line
-                if said["run"] == self.ranks.run and (self.ranks.run or line != first) and "error" not in said:
+                ours = said["run"] == self.ranks.name
+                fresh = self.ranks.run or line != first  # else it may be of an earlier run
+                if ours and "error" in said and (fresh or waited > DEAD_S):
+                    raise _error_of(0, *said["error"])
+                if ours and "error" not in said and fresh:
                     self.line["id"] = said["id"]
                     self._live()
                     return
-            if not self.folder.exists() and finished():
+            if not self.folder.exists() and finished(waited > DEAD_S):
                 raise Gone(f"{self.staging}: is not there any more")
-            if time.monotonic() - started > START_S:
+            if waited > next_look:
+                before, refused, next_look = refused, _refusal(refuse), waited + LOOK_S
+                if before and refused:
+                    raise refused
+            if waited > START_S:
                 raise StorageError(f"{self.staging}: rank 0 has not begun within {START_S:.0f} s; rank {self.ranks.rank} gives up")
 
     def begin(self, lay_out: Callable[[], None]) -> None:
@@ -270,6 +290,17 @@ class Session:
                 os.replace(beside, path)
             except FileNotFoundError:
                 raise Gone(f"{self.staging}: is not there any more") from None
+
+
+def _refusal(refuse: Callable[[], None]) -> errors.MckptError | None:
+    """What it raises."""
+    try:
+        refuse()
+    except errors.MckptError as e:
+        return e
+    except OSError:  # files come and go: rank 0 is at work
+        return None
+    return None
 
 
 def _error_of(rank: int, name: str, message: str) -> Exception:

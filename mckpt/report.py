@@ -35,7 +35,8 @@ HEAD = """<!DOCTYPE html>
 * { box-sizing: border-box; print-color-adjust: exact; -webkit-print-color-adjust: exact; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 main { max-width: 1000px; margin: 0 auto; padding: 20px 16px 48px; }
-h1 { font-size: 26px; margin: 8px 0 16px; } h2 { font-size: 18px; margin: 36px 0 8px; padding-top: 10px; border-top: 1px solid var(--line); } h3 { font-size: 15px; }
+h1 { font-size: 26px; margin: 8px 0 16px; } h2 { font-size: 18px; margin: 36px 0 8px; padding-top: 10px; border-top: 1px solid var(--line); }
+h3 { font-size: 15px; }
 h1 b { color: var(--paper); padding: 2px 12px; border-radius: 4px; margin-right: 10px; letter-spacing: .04em; }
 h1 .pass { background: var(--pass); } h1 .fail { background: var(--fail); } h1 .incomplete { background: var(--incomplete); }
 p, ul { margin: 8px 0; max-width: 80ch; } ul { padding-left: 20px; } code, td, dd, li { overflow-wrap: anywhere; }
@@ -54,10 +55,11 @@ polyline { fill: none; stroke-width: 1.5; } .line-a { stroke: var(--a); stroke-o
 .line-b { stroke: var(--b); stroke-dasharray: 6 4; } .diagonal { stroke: var(--noise); } .legend { display: flex; flex-wrap: wrap; gap: 2px 18px; }
 .legend span::before { content: ""; display: inline-block; width: 16px; margin-right: 6px; vertical-align: middle; border-top: 3px solid var(--key); }
 .key-a { --key: var(--a); } .key-b { --key: var(--b); } .key-noise { --key: var(--noise); } .key-fail { --key: var(--fail); }
-@media (max-width: 600px) { svg text { font-size: 20px; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: 6px; } th, td { padding-right: 10px; } }
+@media (max-width: 600px) { svg text { font-size: 20px; } dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: 6px; }
+  th, td { padding-right: 10px; } }
 @media print { main { max-width: none; padding: 0; } figure, tr { break-inside: avoid; } }
 </style>
-"""  # noqa: E501
+"""
 
 
 def page(verdict: Verdict) -> str:

@@ -58,8 +58,8 @@ class Global(type):
         """Opcode REDUCE: what the pickle wants called, with what."""
         if not args and cls.name == "OrderedDict" and cls.module == "collections":
             return Ordered()
-        # a class made by its metaclass is a Record, which mypy cannot see
-        record: Any = Record.__new__(cls, *args)  # type: ignore[arg-type]
+        made: Any = cls  # a Record's class: all that this metaclass makes are
+        record = Record.__new__(made, *args)
         record.opcode = b"R"
         return record
 
@@ -897,9 +897,8 @@ def _ints(value: Any) -> tuple[int, ...] | None:
 
 def namespace(**fields: Any) -> Record:
     """The record of an argparse.Namespace."""
-    made = glob("argparse", "Namespace")
-    # as above: `made` is a Record class
-    record = Record.__new__(made)  # type: ignore[arg-type]
+    made: Any = glob("argparse", "Namespace")  # a Record's class
+    record = Record.__new__(made)
     record.state = fields
     return record
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -142,8 +141,9 @@ def test_every_file_that_comes_with_mckpt(kind: str, name: str) -> None:
 
 
 def test_a_mapping_is_frozen() -> None:
+    loaded: Any = mapping.load("hf", "llama")
     with pytest.raises(AttributeError):
-        mapping.load("hf", "llama").rules = ()  # type: ignore[misc]
+        loaded.rules = ()
     assert mapping.load("hf", "qwen3") is mapping.load("hf", "qwen3")
     before = len(mapping.load("hf", "llama").rules)
     mapping.load("hf", "mixtral")  # which takes rules of its base away
@@ -426,7 +426,10 @@ def mine(directory: Path) -> dict[str, np.ndarray]:
         "lm_head.weight": arrays["lm_head.weight"],
     }
     for i in range(tiny.config("llama")["num_hidden_layers"]):
-        get: Callable[[str], np.ndarray] = lambda name, i=i: arrays[f"model.layers.{i}.{name}.weight"]  # type: ignore[misc]  # noqa: E731
+
+        def get(name: str, i: int = i) -> np.ndarray:
+            return arrays[f"model.layers.{i}.{name}.weight"]
+
         out[f"h.{i}.ln_1.weight"], out[f"h.{i}.ln_2.weight"] = get("input_layernorm"), get("post_attention_layernorm")
         out[f"h.{i}.c_attn.weight"] = np.concatenate([get(f"self_attn.{x}_proj") for x in "qkv"])
         out[f"h.{i}.c_proj.weight"], out[f"h.{i}.down.weight"] = get("self_attn.o_proj"), get("mlp.down_proj")

@@ -14,7 +14,7 @@ from tests import door, tiny
 def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-    said: list[dict[str, object]] = []
+    said: list[dict[str, float]] = []
     events = progress.Events("writing", lambda text: said.append(json.loads(text)))
     for tenth in range(51):
         now[0] = 100 + tenth / 10
@@ -24,7 +24,7 @@ def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatc
     assert [event["eta_s"] for event in said] == [4.0, 3.0, 2.0, 1.0, 0.0]
     assert {event["bytes_per_s"] for event in said} == {200}
     assert [event["files"] for event in said] == [0, 1, 1, 2, 2]
-    assert all(event["rss_bytes"] > 1 << 20 for event in said)  # type: ignore[operator]
+    assert all(event["rss_bytes"] > 1 << 20 for event in said)
 
 
 def test_what_was_done_before_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -495,7 +495,7 @@ def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
 # ---- two at once
 
 
-def test_the_same_command_twice_at_once(tmp_path, src):
+def test_the_same_command_twice_at_once(tmp_path, src, monkeypatch):
     planned, again = package.plan(src, tmp_path / "dst"), package.plan(src, tmp_path / "dst")
     inside, go = threading.Event(), threading.Event()
     real = planned.destination.publish
@@ -505,7 +505,7 @@ def test_the_same_command_twice_at_once(tmp_path, src):
         assert go.wait(20)
         real(*a, **k)
 
-    planned.destination.publish = wait  # type: ignore[method-assign]
+    monkeypatch.setattr(planned.destination, "publish", wait)
     first = threading.Thread(target=planned.run)
     first.start()
     assert inside.wait(20)

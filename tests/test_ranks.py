@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import mckpt
 from mckpt import errors, ranks
 from mckpt.ranks import Gone, Ranks, Session
 from tests import door, tiny
@@ -148,6 +149,95 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "release").exists()
 
 
+SOON = "import mckpt.ranks; mckpt.ranks.LOOK_S = 0.3; mckpt.ranks.DEAD_S = 3.0"
+
+
+def ranks_end(arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, patch: str = SOON) -> list[tuple[int, str]]:
+    """Starts these ranks of 2, each when the one before has ended; their codes and what they said, within a minute."""
+    out = []
+    for rank in order:
+        done = subprocess.run(
+            patched(patch, arguments), env=environment(rank, 2, tmp_path, run), capture_output=True, text=True, timeout=60
+        )
+        out.append((done.returncode, done.stderr))
+    return out
+
+
+@pytest.mark.parametrize("run", ["x", ""])
+def test_what_rank_0_is_refused_for_the_others_find_too(source: Path, tmp_path: Path, run: str) -> None:
+    """With its code and its words, whoever comes first, and nothing is left to say so."""
+    out = tmp_path / "out"
+    arguments = ["hf-to-megatron", source, out]
+    door.good(*arguments, "--tp", 2)
+    before = door.tree(tmp_path / "out")
+    for order in ((0, 1), (1, 0)):
+        ended = ranks_end(arguments, order, tmp_path, run)
+        assert [code for code, _ in ended] == [6, 6], ended
+        assert all("say --overwrite" in said for _, said in ended), ended
+    (out / "release" / "notes").write_text("mine")
+    ended = ranks_end([*arguments, "--overwrite"], (1,), tmp_path, run)
+    assert ended[0][0] == 6
+    assert "no part of a checkpoint" in ended[0][1]
+    (out / "release" / "notes").unlink()
+    assert door.tree(out) == before
+    ended = ranks_end([*arguments, "--workers", 2], (0, 1), tmp_path, run)
+    assert [code for code, _ in ended] == [2, 2], ended
+
+
+@pytest.mark.parametrize("run", ["x", ""])
+def test_a_place_where_another_works(source: Path, tmp_path: Path, run: str) -> None:
+    arguments = ["hf-to-megatron", source, tmp_path / "out"]
+    stays = "import time, mckpt.execute as e\ndef stays(*a): print(flush=True); time.sleep(100)\ne._Run.move = stays"
+    other = subprocess.Popen(patched(stays, arguments), env=environment(0, 1, tmp_path), stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        ended = ranks_end(arguments, (1, 0), tmp_path, run)
+        assert [code for code, _ in ended] == [6, 6], ended
+        assert all("another mckpt is writing here" in said for _, said in ended), ended
+    finally:
+        other.kill()
+        other.communicate()
+    ended = wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])  # its name is in the lock still
+    assert [code for code, _, _ in ended] == [0, 0], ended
+
+
+@pytest.mark.parametrize("run", ["x", ""])
+def test_an_error_of_rank_0_before_the_others_came(source: Path, tmp_path: Path, run: str) -> None:
+    """Nameless, it may be of an earlier run, and is believed when rank 0 has not come for as long as one that is dead."""
+    arguments = ["hf-to-megatron", source, tmp_path / "out"]
+    full = f"{SOON}\nimport os, types, mckpt.execute as e\ne.os = types.SimpleNamespace(**vars(os))"
+    full += "\ne.os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=512)"
+    ended = ranks_end(arguments, (0, 1), tmp_path, run, full)
+    assert [code for code, _ in ended] == [7, 7], ended
+    assert all("512 bytes free" in said for _, said in ended), ended
+    if not run:
+        ended = [(code, said) for code, _, said in wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])]
+        assert [code for code, _ in ended] == [0, 0], ended
+
+
+def test_no_leave_to_write(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root has leave everywhere: what the system says is made up here."""
+    planned = mckpt.plan(source, tmp_path / "a" / "out", helps=True)
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    with pytest.raises(errors.StorageError, match=f"no leave to write {tmp_path}$"):
+        planned.destination.refuse(planned.destination.staging_directory("x"), "")
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("run", ["x", ""])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_that_miss_each_other_with_overwrite(source: Path, tmp_path: Path, run: str, order: tuple[int, int]) -> None:
+    """What is in place is the same plan's, of this run or of an earlier one: neither waits for more than one that died."""
+    arguments = ["hf-to-megatron", source, tmp_path / "out", "--overwrite"]
+    door.good(*arguments[:3])
+    before, written = door.tree(tmp_path / "out"), (tmp_path / "out" / "release" / "mckpt.json").stat().st_mtime_ns
+    ended = ranks_end(arguments, order, tmp_path, run)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert door.tree(tmp_path / "out") == before
+    assert (tmp_path / "out" / "release" / "mckpt.json").stat().st_mtime_ns > written
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
@@ -198,11 +288,14 @@ def test_a_line_of_an_earlier_run_is_none(tmp_path: Path, monkeypatch: pytest.Mo
             old.open()
         for other in {"new", run} - {"old"}:
             with pytest.raises(errors.StorageError, match="rank 0 has not begun"):
-                Session(tmp_path, Ranks(1, 2, other)).join(lambda: False)
+                Session(tmp_path, Ranks(1, 2, other)).join(lambda late: False)
+    with Session(tmp_path, Ranks(0, 3)) as larger, pytest.raises(errors.StorageError, match="rank 0 has not begun"):
+        larger.open()
+        Session(tmp_path, Ranks(1, 2)).join(lambda late: False)  # its share would be another
     for run in ("new", ""):
         with Session(tmp_path, Ranks(0, 2, run)) as first, Session(tmp_path, Ranks(1, 2, run)) as second:
             first.open()
-            second.join(lambda: False)
+            second.join(lambda late: False)
 
 
 def test_when_rank_0_is_done_or_dead_or_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +304,7 @@ def test_when_rank_0_is_done_or_dead_or_begins_anew(tmp_path: Path, monkeypatch:
     def both() -> tuple[Session, Session]:
         first, second = (Session(tmp_path, Ranks(rank, 2, "r")) for rank in (0, 1))
         first.open()
-        second.join(lambda: False)
+        second.join(lambda late: False)
         return first, second
 
     first, second = both()
@@ -249,7 +342,7 @@ def test_a_stopped_process_does_not_take_the_others_for_dead(tmp_path: Path, mon
     monkeypatch.setattr(ranks, "DEAD_S", 0.5)
     with Session(tmp_path, Ranks(0, 2, "r")) as first, Session(tmp_path, Ranks(1, 2, "r")) as second:
         first.open()
-        second.join(lambda: False)
+        second.join(lambda late: False)
         first.over.set()
         second.beat()
         now = ranks.time.monotonic

@@ -50,7 +50,12 @@ class TargetFile(NamedTuple):
     @classmethod
     def whole(cls, path: str, data: bytes) -> TargetFile:
         """A small file whose every byte is known."""
-        return cls(path, len(data), lambda crc_of: [(0, data)])
+        return cls.headed(path, data, 0)
+
+    @classmethod
+    def headed(cls, path: str, head: bytes, nbytes: int) -> TargetFile:
+        """A file of `head` and after it `nbytes` of tensor data."""
+        return cls(path, len(head) + nbytes, lambda crc_of: [(0, head)])
 
     @classmethod
     def copy(cls, path: str, source: Path) -> TargetFile:

@@ -347,8 +347,7 @@ def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_s
         stored.append(
             Stored(b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers, experts, np.array(file_of, "i4")[index], at[index])
         )
-    # h=h binds each header to its own file; mypy cannot type such a default
-    outputs = [TargetFile(n, len(h) + e, lambda crc_of, h=h: [(0, h)]) for n, h, e in zip(names, heads, ends, strict=True)]  # type: ignore[misc]
+    outputs = [TargetFile.headed(n, h, e) for n, h, e in zip(names, heads, ends, strict=True)]
     if count > 1:
         weight_map = {row[1]: names[file_of[i]] for i, row in enumerate(rows)}
         index_json = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(weight_map.items()))}

@@ -133,10 +133,10 @@ def install() -> None:
     for name, shim in shims.items():
         setattr(torch.cuda, name, shim)
     # tied embeddings: LanguageModule moves the shared weight to the GPU before it all-reduces it over the embedding group
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+    tensor: Any = torch.Tensor
+    tensor.cuda = lambda self, *args, **kwargs: self
 
-    if not hasattr(dist, "_mckpt_uneven"):  # gloo cannot cut unevenly, as the tokens of experts at etp > 1 are
-        dist._mckpt_uneven = True  # type: ignore[attr-defined]
+    if dist.all_gather.__module__ != __name__:  # gloo cannot cut unevenly, as the tokens of experts at etp > 1 are
         dist.all_gather = _all_gather(dist.all_gather)
         dist.reduce_scatter = _reduce_scatter(dist.reduce_scatter)
 

@@ -251,8 +251,7 @@ def same_sizes(a: Any, b: Any) -> bool:
 
 def load_into(chunk: Any, state: dict[str, Any], source: str) -> list[str]:
     """load_state_dict that forgives nothing but _extra_state; returns what it forgave (Megatron-LM's strict=True would have refused)."""
-    # strict=False so that all wrong keys are listed at once, below; none but _extra_state is forgiven
-    result = chunk.load_state_dict(state, strict=False)
+    result = chunk.load_state_dict(state, strict=False)  # so that all wrong keys are listed at once, below
     wrong = [f"missing {key}" for key in result.missing_keys] + [f"unknown {key}" for key in result.unexpected_keys]
     problems = [key for key in wrong if not key.endswith("_extra_state")]
     if problems:

@@ -25,7 +25,7 @@ class Norm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
         self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # for finalize_model_grads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.float() + self.offset
