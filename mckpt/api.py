@@ -427,7 +427,7 @@ def _true_vocab(source: Checkpoint) -> int | None:
 def check_sizes(dims: Dims, parallel: Parallel) -> None:
     """UsageError if Megatron could not launch the model at these sizes."""
     parallel.check(dims["num_experts"])
-    parallel.stages(dims["num_layers"])
+    parallel.stages(dims["num_layers"], dims["mtp_layers"])
     if dims["num_heads"] % parallel.tp:
         raise UsageError(f"{dims['num_heads']} attention heads do not divide by tp {parallel.tp}")
     if dims["num_query_groups"] % parallel.tp and parallel.tp % dims["num_query_groups"]:

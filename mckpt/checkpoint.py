@@ -199,7 +199,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if self.format == "torch":
             try:
                 self.parallel.check(self.dims["num_experts"])
-                self.parallel.stages(self.dims["num_layers"])
+                self.parallel.stages(self.dims["num_layers"], self.dims["mtp_layers"])
             except UsageError as e:
                 raise SourceError(f"{self.path}: its sizes ({self.parallel}) do not fit its model: {e}") from None
 

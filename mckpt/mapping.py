@@ -181,13 +181,20 @@ class Rule(NamedTuple):
     stage: str | None  # first or last: the pipeline stage of a tensor that is in no layer
     when: Expression | None
     alias: bool  # a further copy of a tensor that another rule stores
+    written: bool  # False: an alias that is looked at where it is there, and not made
     dtype: str | None  # what it is always stored in
-    indices: tuple[str, ...]  # of "layer", "expert": those that its tensors have
+    mtp: bool  # its layers are those of multi-token prediction, which are numbered behind the decoder's; a key can count them from 0 as {mtp}
+    indices: tuple[str, ...]  # of "layer", "expert": those that its tensors or its key have
     where: str
+
+    @property
+    def shared(self) -> bool:
+        """Whether several keys are copies of one tensor: they name a layer, and it does not."""
+        return "layer" in self.indices and bool(self.of) and "{layer}" not in self.of[0]
 
     def stacked(self) -> tuple[str, ...]:
         """Indices that are leading axes of the stored tensor, because the key does not name them."""
-        return tuple(i for i in self.indices if f"{{{i}}}" not in self.key)
+        return tuple(i for i in self.indices if f"{{{i}}}" not in self.key and not (i == "layer" and self.mtp))
 
 
 class Bound(NamedTuple):
@@ -196,9 +203,14 @@ class Bound(NamedTuple):
     rule: Rule
     layers: np.ndarray
     experts: np.ndarray
+    num_layers: int  # of the decoder
+
+    def key(self, layer: int, expert: int = 0) -> str:
+        """The key of one of its tensors."""
+        return self.rule.key.format(layer=layer, expert=expert, mtp=layer - self.num_layers)
 
     def instances(self) -> tuple[np.ndarray, np.ndarray]:
-        """(layer, expert) of each of its tensors, layer by layer."""
+        """(layer, expert) of each of its keys, layer by layer."""
         return np.repeat(self.layers, len(self.experts)), np.tile(self.experts, len(self.layers))
 
 
@@ -252,19 +264,20 @@ class MappingFile(NamedTuple):
     def bind(self, scope: Mapping[str, Any], rules: Iterable[Rule] | None = None) -> list[Bound]:
         """The rules that apply in this scope, each with its layers and experts."""
         out = []
+        decoder = range(scope["num_layers"])
+        mtp = range(len(decoder), len(decoder) + scope["mtp_layers"])
         for rule in self.rules if rules is None else rules:
+            every = (mtp if rule.mtp else decoder) if "layer" in rule.indices else range(1)
             try:
-                if "layer" not in rule.indices:
-                    layers = [0] if rule.when is None or rule.when(scope) else []
-                elif rule.when is None or "layer" not in rule.when.names:
-                    layers = list(range(scope["num_layers"])) if rule.when is None or rule.when(scope) else []
+                if rule.when is None or "layer" not in rule.when.names:
+                    layers = list(every) if rule.when is None or (every and rule.when(scope)) else []
                 else:
-                    layers = [i for i in range(scope["num_layers"]) if rule.when({**scope, "layer": i})]
+                    layers = [i for i in every if rule.when({**scope, "layer": i})]
             except ExpressionError as e:
                 raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
             if layers:
                 experts = np.arange(scope["num_experts"] if "expert" in rule.indices else 1)
-                out.append(Bound(rule, np.array(layers, "i4"), experts.astype("i4")))
+                out.append(Bound(rule, np.array(layers, "i4"), experts.astype("i4"), len(decoder)))
         return out
 
     def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
@@ -465,7 +478,7 @@ _TOP: dict[str, type] = {
 }
 _INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}  # what each key of a section holds
 _KINDS: dict[type, str] = {Node: "keys and values", list: "a list", str: "text", bool: "true or false"}
-_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "expert")
+_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert")
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
 
 
@@ -584,14 +597,19 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
 
 
 def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression | None], problems: list[str]) -> Iterator[Rule]:
-    """The rules of the top level and of each block, braces expanded, prefixes put on both sides."""
-    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None]] = [(root.get(section) or Node(), "", "", None)]
+    """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
+
+    A block that says `mtp`, a prefix too, has its rules a second time, for the layers of multi-token prediction.
+    """
+    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [(root.get(section) or Node(), "", "", None, False)]
     for prefix, block in (root.get("blocks") or Node()).items():
         other = block.get("instead")
         where = root["blocks"].lines[prefix]
         instead = (other["key"], expression(other["when"], where)) if other else None
-        scopes.append((block.get(section) or Node(), prefix, block.get("is", ""), instead))
-    for node, prefix, logical, instead in scopes:
+        scopes.append((block.get(section) or Node(), prefix, block.get("is", ""), instead, False))
+        if "mtp" in block:
+            scopes.append((block.get(section) or Node(), block["mtp"], block.get("is", ""), None, True))
+    for node, prefix, logical, instead, again in scopes:
         for key, value in node.items():
             where = node.lines[key]
             for spec in value if isinstance(value, list) else [value]:
@@ -601,6 +619,10 @@ def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression
                     problems.append(f"{where}: {prefix + key}: {e}")
                     continue
                 for stored, one in expanded:
+                    if again and one.get("mtp"):
+                        continue
+                    if again or "{mtp}" in prefix:
+                        one = {**one, "mtp": True}
                     try:
                         rule = _rule(prefix + stored, one, logical, where, expression)
                     except (ValueError, TypeError) as e:
@@ -646,15 +668,17 @@ def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression: Callable[[Any, str], Expression | None]) -> Rule:
     if spec.keys() - set(_RULE):
         raise ValueError(f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}")
-    of = tuple(prefix + o for o in spec["of"])
+    of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])  # /embed.weight is none of the block's
     for name in of:
         if name not in hub().tensors:
             raise ValueError(f"logical.yaml has no tensor {name!r}")
-    indices = tuple(i for i in ("layer", "expert") if any(f"{{{i}}}" in n for n in of or (key,)) or (i == "expert" and spec.get("expert")))
-    if not of and "layer" not in indices and "{layer}" in prefix:
-        indices = ("layer", *indices)
+    mtp, alias = bool(spec.get("mtp")), spec.get("alias", False)
+    if alias not in (False, True, "read"):
+        raise ValueError(f"alias is true, or `read` for one that is not written, not {alias!r}")
+    asked = {"layer": mtp or (not of and "{layer}" in prefix), "expert": bool(spec.get("expert"))}
+    indices = tuple(i for i in ("layer", "expert") if asked[i] or any(f"{{{i}}}" in n for n in of or (key,)))
     for index in _INDEX.findall(key):
-        if index not in indices:
+        if index not in (*indices, *(["mtp"] if mtp else [])):
             raise ValueError(f"{{{index}}} is not an index of {', '.join(of) or 'an object'}")
     if any(set(_INDEX.findall(n)) != set(_INDEX.findall(of[0])) for n in of):
         raise ValueError("its tensors do not have the same indices")
@@ -669,7 +693,7 @@ def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression
     when, dtype = expression(spec.get("when"), where), spec.get("dtype")
     if dtype not in (None, *TABLE):
         raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
-    return Rule(key, of, pack, tp, spec.get("stage"), when, spec.get("alias", False), dtype, indices, where)
+    return Rule(key, of, pack, tp, spec.get("stage"), when, bool(alias), alias != "read", dtype, mtp, indices, where)
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

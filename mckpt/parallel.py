@@ -61,9 +61,12 @@ class Parallel:
     def expert_tp(self) -> int:
         return self.tp if self.etp is None else self.etp
 
-    def stages(self, num_layers: int) -> list[list[list[int]]]:
-        """[pipeline rank][virtual stage] -> global layers, as Megatron-Core places them (transformer_block.py, get_num_layers_to_build)."""
-        counts = self._counts(num_layers)
+    def stages(self, num_layers: int, mtp_layers: int = 0) -> list[list[list[int]]]:
+        """[pipeline rank][virtual stage] -> global layers, as Megatron-Core places them (transformer_block.py, get_num_layers_to_build).
+
+        Those of multi-token prediction are not among them: they are all in `mtp_stage`. UsageError if the sizes do not fit.
+        """
+        counts = self._counts(num_layers, mtp_layers)
         placed: list[list[list[int]]] = [[] for _ in range(self.pp)]
         at = 0
         for v in range(self.vpp):  # a virtual stage runs over all pipeline ranks before the next one begins
@@ -74,7 +77,14 @@ class Parallel:
             raise UsageError(f"the pipeline places {at} layers, and the model has {num_layers}")
         return placed
 
-    def _counts(self, num_layers: int) -> list[list[int]]:
+    @property
+    def mtp_stage(self) -> tuple[int, int]:
+        """(pipeline rank, virtual stage) of the layers of multi-token prediction: the last, but where a layout says otherwise."""
+        stages = _parse_layout(self.layout) if self.layout is not None else []
+        at = next((i for i, stage in enumerate(stages) if "m" in stage), self.pp * self.vpp - 1)
+        return at % self.pp, at // self.pp
+
+    def _counts(self, num_layers: int, mtp_layers: int) -> list[list[int]]:
         if self.layout is not None:
             stages = _parse_layout(self.layout)
             if len(stages) != self.pp * self.vpp:
@@ -87,8 +97,10 @@ class Parallel:
                     f"the layout {self.layout!r} places {flat.count('t')} layers between {flat[:1]!r} and {flat[-1:]!r}; "
                     f"the model has {num_layers}, and wants E first and L last, once each"
                 )
-            if "m" in flat:
-                raise UsageError(f"the layout {self.layout!r} places MTP layers (m), which the model does not have")
+            if [n for stage in stages if (n := stage.count("m"))] != [mtp_layers] * bool(mtp_layers):
+                raise UsageError(
+                    f"the layout {self.layout!r} places {flat.count('m')} MTP layers (m), and the model has {mtp_layers}, which belong into one stage"
+                )
             return [[stages[v * self.pp + p].count("t") for v in range(self.vpp)] for p in range(self.pp)]
         given = {p: n for p, n in ((0, self.first_stage_layers), (self.pp - 1, self.last_stage_layers)) if n is not None}
         left = num_layers - sum(given.values()) + self.account_for_embedding + self.account_for_loss

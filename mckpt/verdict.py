@@ -435,7 +435,7 @@ def _keys(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
         templates = list(dict.fromkeys(p.tensor for p in stored.pieces))
         for layer, expert in zip(stored.layer.tolist(), stored.expert.tolist(), strict=True):
             if any(t.format(layer=layer, expert=expert) in wanted for t in templates):
-                out.append(stored.key.format(layer=layer, expert=expert))
+                out.append(stored.key.format(layer=layer, expert=expert, mtp=layer - checkpoint.dims["num_layers"]))
     return list(dict.fromkeys(out))
 
 

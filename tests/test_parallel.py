@@ -86,6 +86,16 @@ def test_layout_strings(layout: str, same: str) -> None:
     assert Parallel(pp=2, layout=layout).vpp == Parallel(pp=2, layout=same).vpp == (same.count("|") + 1) // 2
 
 
+def test_layers_of_multi_token_prediction_are_in_one_stage() -> None:
+    assert Parallel(pp=2, vpp=2).mtp_stage == (1, 1)
+    separate = Parallel(pp=2, layout="Et|tt|tm|L")
+    assert separate.stages(4, mtp_layers=1) == [[[0], [3]], [[1, 2], []]]
+    assert separate.mtp_stage == (0, 1)
+    for layout, mtp_layers in (("Ett|ttL", 1), ("Ettm|ttmL", 2), ("Ett|ttmL", 2)):
+        with pytest.raises(UsageError, match=rf"places {layout.count('m')} MTP layers \(m\), and the model has {mtp_layers}"):
+            Parallel(pp=2, layout=layout).stages(4, mtp_layers)
+
+
 @pytest.mark.parametrize(("layout", "message"), [
     ("Ett|t|tL", "has 3 stages, which do not divide by pp 2"),
     ("Ett|tttL", "places 5 layers"),

@@ -47,8 +47,13 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
     head_dim = c.get("head_dim") or hidden // heads
     deepseek = c["model_type"] == "deepseek_v3"
     table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
-    for layer in range(c["num_hidden_layers"]):
+    decoder, mtp = c["num_hidden_layers"], c.get("num_nextn_predict_layers", 0)
+    for layer in range(decoder + mtp):
         at = f"model.layers.{layer}"
+        if layer >= decoder:
+            table.update({f"{at}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")})
+            table.update({f"{at}.embed_tokens.weight": (vocab, hidden), f"{at}.shared_head.head.weight": (vocab, hidden)})
+            table[f"{at}.eh_proj.weight"] = (hidden, 2 * hidden)
         table[f"{at}.input_layernorm.weight"] = (hidden,)
         if deepseek:
             table.update(_latent_attention(c, at))
@@ -137,8 +142,10 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a config, in `dtype` (ml_dtypes.bfloat16 for bfloat16)."""
+    copies = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}  # of multi-token prediction
+    of = {name: next((whole for end, whole in copies.items() if name.endswith(end)), name) for name in shapes(c)}
     kinds = {name: "float32" if name.endswith("e_score_correction_bias") else dtype for name in shapes(c)}  # as published
-    return {name: values(name, shape, seed).astype(DTYPES[kinds[name]][1]) for name, shape in shapes(c).items()}
+    return {name: values(of[name], shape, seed).astype(DTYPES[kinds[name]][1]) for name, shape in shapes(c).items()}
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:

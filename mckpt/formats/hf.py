@@ -83,13 +83,14 @@ class Checkpoint:
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
         left = dict.fromkeys(self.entries)
         stored: list[Stored] = []
-        for rule, layers, experts in bound:
+        for b in bound:
+            rule = b.rule
             whole = packed(rule, scope)
             shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
             found = []
-            for layer in layers.tolist():
-                for expert in experts.tolist():
-                    key = rule.key.format(layer=layer, expert=expert)
+            for layer in b.layers.tolist():
+                for expert in b.experts.tolist():
+                    key = b.key(layer, expert)
                     entry = self.entries.get(key)
                     left.pop(key, None)
                     if entry is None:
@@ -99,7 +100,7 @@ class Checkpoint:
                         file = self.files[entry.file]
                         problems.missing(f"{key} is {list(entry.shape)} in {Path(file).name}, and should be {list(shape)} by config.json")
                     else:
-                        found.append((layer, expert, entry))
+                        found.append((0 if rule.shared else layer, expert, entry))
             if found:
                 stored += group(rule.key, shape, pieces, found, problems, replica=rule.alias)
         ignored = {}
@@ -306,14 +307,14 @@ def parse_size(text: str) -> int:
 def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_size: int) -> tuple[Layout, list[TargetFile]]:
     """The safetensors files of a model, and their index: layer by layer, cut before a file grows past `max_shard_size` bytes."""
     scope = family.scope(dims)
-    bound = [b for b in family.bind(scope) if not b.rule.alias]
+    bound = [b for b in family.bind(scope) if b.rule.written]
     rows: list[tuple[int, str, str, tuple[int, ...], int, int]] = []  # (rank in the file order, key, dtype, shape, rule, instance)
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
         layers, experts = b.instances()
         for i, (layer, expert) in enumerate(zip(layers.tolist(), experts.tolist(), strict=True)):
             order = layer + 1 if "layer" in b.rule.indices else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
-            rows.append((order, b.rule.key.format(layer=layer, expert=expert), dtype, whole.shape, r, i))
+            rows.append((order, b.key(layer, expert), dtype, whole.shape, r, i))
     rows.sort(key=lambda row: row[0])
     sizes = [math.prod(row[3]) * dtypes.itemsize(row[2]) for row in rows]
     file_of, total = [0], 0
@@ -345,8 +346,11 @@ def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_s
         layers, experts = b.instances()
         index = np.array([place[r, i] for i in range(len(layers))])
         stored.append(
-            Stored(b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers, experts, np.array(file_of, "i4")[index], at[index])
-        )
+            Stored(
+                b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers * (not b.rule.shared), experts, np.array(file_of, "i4")[index], at[index],
+                replica=b.rule.alias,
+            )
+        )  # fmt: skip
     outputs = [TargetFile.headed(n, h, e) for n, h, e in zip(names, heads, ends, strict=True)]
     if count > 1:
         weight_map = {row[1]: names[file_of[i]] for i, row in enumerate(rows)}

@@ -139,7 +139,7 @@ class Checkpoint:
         padded = self.padded_vocab(dialect, parallel)
         if padded is not None and padded < dims["vocab_size"]:
             problems.missing(f"{dialect.vocabulary.key}: {padded} rows over all ranks, fewer than vocab_size {dims['vocab_size']}")
-        stages = parallel.stages(dims["num_layers"])
+        stages = parallel.stages(dims["num_layers"], dims["mtp_layers"])
         left = {d: [dict.fromkeys(k for k, e in m.items() if e is not None) for m in self._rank(d).models] for d in wanted}
         stored: list[Stored] = []
         for b in bound:
@@ -249,23 +249,25 @@ def _shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, i
 def _instances(b: Bound, stage: list[list[int]], p: int, parallel: Parallel, dims: Scope, ep: int) -> list[tuple[int, int, int, str]]:
     """(virtual stage, global layer, global expert, key) of a rule's tensors in a file of pipeline rank `p` and expert rank `ep`."""
     if "layer" not in b.rule.indices:
-        here = {"first": (0, 0), "last": (parallel.pp - 1, parallel.vpp - 1)}[b.rule.stage or "first"]
+        here = {"first": (0, 0), "mtp": parallel.mtp_stage, "last": (parallel.pp - 1, parallel.vpp - 1)}[b.rule.stage or "first"]
         return [(here[1], 0, 0, b.rule.key)] if p == here[0] else []
     has = set(b.layers.tolist())
+    if b.rule.mtp:
+        held = [(parallel.mtp_stage[1], layer, layer) for layer in b.layers.tolist()] if p == parallel.mtp_stage[0] else []
+    else:
+        held = [(v, i, layer) for v, layers in enumerate(stage) for i, layer in enumerate(layers) if layer in has]
     local = dims["num_experts"] // parallel.ep if "expert" in b.rule.indices else 1
     out = []
-    for v, layers in enumerate(stage):
-        for i, layer in enumerate(layers):
-            if layer in has:
-                for j in range(local):
-                    expert = ep * local + j if "expert" in b.rule.indices else 0
-                    out.append((v, layer, expert, b.rule.key.format(layer=i, expert=j)))
+    for v, i, layer in held:  # a key counts the decoder's layers from the first of its stage
+        for j in range(local):
+            expert = ep * local + j if "expert" in b.rule.indices else 0
+            out.append((v, layer, expert, b.key(i, j)))
     return out
 
 
 def _keys(bound: list[Bound], parallel: Parallel, dims: Scope, p: int) -> list[tuple[int, str]]:
     """(virtual stage, key) of every tensor of a pipeline rank."""
-    stage = parallel.stages(dims["num_layers"])[p]
+    stage = parallel.stages(dims["num_layers"], dims["mtp_layers"])[p]
     return [(v, key) for b in bound for v, _, _, key in _instances(b, stage, p, parallel, dims, 0)]
 
 
@@ -283,7 +285,7 @@ def lay_out(
     bound = dialect.bind(scope)
     objects = dialect.bind(scope, dialect.objects)
     grid = parallel.files(bool(dims["num_experts"]))
-    stages = parallel.stages(dims["num_layers"])
+    stages = parallel.stages(dims["num_layers"], dims["mtp_layers"])
     shards = [(b, s) for b in bound for s in _shards(b, packed(b.rule, scope, padded), parallel, grid)]
     shape_of = {id(b): s.shape for b, s in shards}
 

@@ -224,8 +224,8 @@ def _ignored(key: str, dialect: MappingFile) -> str | None:
 
 def _keys(b: Bound) -> list[tuple[str, int]]:
     """(key, layer) of each key of a rule; experts are never in a key."""
-    layers = b.layers.tolist() if "{layer}" in b.rule.key else [0]
-    return [(b.rule.key.format(layer=layer), layer) for layer in layers]
+    layers = [0] if "layer" in b.rule.stacked() or "layer" not in b.rule.indices else b.layers.tolist()
+    return [(b.key(layer), layer) for layer in layers]
 
 
 def _axes(b: Bound, scope: Scope) -> tuple[int, ...]:
@@ -281,7 +281,7 @@ def lay_out(
     for (_, kind, layer, expert), size, f in zip(rows, sizes, bounds, strict=True):
         b, region, _, shape = rules[kind]
         if (kind, layer) not in keys:
-            key = b.rule.key.format(layer=layer)
+            key = b.key(layer)
             keys[kind, layer] = key, tensors[key][2]
         key, chunks = keys[kind, layer]
         index = (layer, expert)

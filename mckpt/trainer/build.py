@@ -37,7 +37,6 @@ REQUIRED_MOE = (
 # Models that this trainer does not build: (arg, the value that means "not used").
 UNSUPPORTED = (
     ("spec", None),
-    ("mtp_num_layers", None),
     ("heterogeneous_layers_config_path", None),
     ("experimental_attention_variant", None),
     ("hybrid_layer_pattern", None),
@@ -283,9 +282,23 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
             qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
         )
     spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage)
-    if uses_te:
-        return spec
-    from mckpt.trainer.local_spec import with_own_modules
+    return spec if uses_te else _with_own_modules(spec)
+
+
+def mtp_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
+    """The modules of the layers of multi-token prediction, where this virtual stage has them: each is like the decoder's last layer."""
+    from megatron.core.models.gpt import gpt_layer_specs as specs
+
+    if not config.mtp_num_layers:
+        return None
+    uses_te = args.transformer_impl == "transformer_engine"
+    last = specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=uses_te, normalization=args.normalization)[-1]
+    spec = specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=uses_te, vp_stage=vp_stage)
+    return spec if uses_te else _with_own_modules(spec)
+
+
+def _with_own_modules(spec: Any) -> Any:
+    from mckpt.trainer.local_spec import with_own_modules  # it imports megatron-core, which `initialize` makes ready first
 
     return with_own_modules(spec)
 
@@ -308,6 +321,7 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
         chunk = GPTModel(
             config=config,
             transformer_layer_spec=layer_spec(args, config, vp_stage),
+            mtp_block_spec=mtp_spec(args, config, vp_stage),
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True) and stage == 0,

@@ -40,6 +40,7 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
     first, last = ps.is_pipeline_first_stage(ignore_virtual=True), ps.is_pipeline_last_stage(ignore_virtual=True)
     hidden: Any = None
     for stage, chunk in enumerate(chunks):
+        without_mtp(chunk)
         if not (first and stage == 0):
             hidden = torch.empty(length // cp // rows, batch, config.hidden_size, dtype=config.params_dtype, device=device)
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
@@ -58,6 +59,11 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
     elif first:
         dist.recv(out, ps.get_pipeline_model_parallel_last_rank())
     return out if first else None
+
+
+def without_mtp(chunk: Any) -> None:
+    """Takes the layers of multi-token prediction out of the forward pass: there they have a loss and no logits."""
+    chunk.mtp_process, chunk.config.mtp_num_layers = False, None
 
 
 def of_this_rank(length: int, cp: int) -> torch.Tensor:
