@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import tempfile
 import zlib
@@ -148,6 +149,11 @@ def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.n
     return {name: values(of[name], shape, seed).astype(DTYPES[kinds[name]][1]) for name, shape in shapes(c).items()}
 
 
+def decoder_only(c: Config, names: Iterable[str]) -> list[str]:
+    """The names that are not of a layer of multi-token prediction."""
+    return [name for name in names if not (found := re.match(r"model\.layers\.(\d+)\.", name)) or int(found[1]) < c["num_hidden_layers"]]
+
+
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write one .safetensors file, wider dtypes first and then in order of name as the safetensors library does, by nothing but json and tobytes."""
     letters = {np.dtype(kind): letter for letter, kind in DTYPES.values()}
@@ -230,17 +236,18 @@ def tiny(
     *,
     bin: bool = False,
     v5: bool = False,
+    **changes: Any,
 ) -> Path:
     """Write the case's checkpoint as transformers' own save_pretrained does; returns the directory.
 
     The config.json has the keys of transformers 4, or with v5 those that transformers 5 writes. With bin, the weights are
-    pytorch_model.bin (or several and their index) in place of safetensors. max_shard_size is in bytes.
+    pytorch_model.bin (or several and their index) in place of safetensors. max_shard_size is in bytes. `changes` replace entries of config.json.
     """
     import torch
 
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
-        model = load(tiny_random(case, Path(work), dtype, seed), dtype)
+        model = load(tiny_random(case, Path(work), dtype, seed, **changes), dtype)
         model.save_pretrained(directory, max_shard_size=max_shard_size or 1 << 40)
         for path in Path(work).iterdir():
             if path.suffix == ".json" and not (v5 and path.name == "config.json"):
@@ -268,6 +275,8 @@ def load(directory: Path, dtype: str = "float32") -> Any:
     model, info = AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
     )
+    # layers of multi-token prediction, behind the decoder's, are none of transformers' model
+    info["unexpected_keys"] = decoder_only(model.config.to_dict(), info["unexpected_keys"])
     wrong = {kind: found for kind, found in info.items() if found}
     assert not wrong, f"{directory}: transformers reports {wrong}"
     return model.eval()

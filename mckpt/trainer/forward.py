@@ -7,6 +7,8 @@ the layers run: virtual stage 0 on every pipeline rank, then virtual stage 1, an
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,12 +42,12 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
     first, last = ps.is_pipeline_first_stage(ignore_virtual=True), ps.is_pipeline_last_stage(ignore_virtual=True)
     hidden: Any = None
     for stage, chunk in enumerate(chunks):
-        without_mtp(chunk)
         if not (first and stage == 0):
             hidden = torch.empty(length // cp // rows, batch, config.hidden_size, dtype=config.params_dtype, device=device)
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(hidden)
-        hidden = chunk(tokens, positions, mask)
+        with without_mtp(chunk):
+            hidden = chunk(tokens, positions, mask)
         if not (last and stage == len(chunks) - 1):
             dist.send(hidden.contiguous(), ps.get_pipeline_model_parallel_next_rank())
 
@@ -61,9 +63,13 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
     return out if first else None
 
 
-def without_mtp(chunk: Any) -> None:
-    """Takes the layers of multi-token prediction out of the forward pass: there they have a loss and no logits."""
+@contextmanager
+def without_mtp(chunk: Any) -> Iterator[None]:
+    """In it the chunk leaves its layers of multi-token prediction out: they have a loss and no logits, and without labels fail."""
+    kept = chunk.mtp_process, chunk.config.mtp_num_layers
     chunk.mtp_process, chunk.config.mtp_num_layers = False, None
+    yield
+    chunk.mtp_process, chunk.config.mtp_num_layers = kept
 
 
 def of_this_rank(length: int, cp: int) -> torch.Tensor:

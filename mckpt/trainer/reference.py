@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,10 +83,18 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
         directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True, trust_remote_code=False, **placed
     )
     model, found = loaded
+    last = model.config.get_text_config().num_hidden_layers
+    found["unexpected_keys"] = [k for k in found["unexpected_keys"] if not _behind(k, last)]
     wrong = [f"{kind}: {', '.join(map(str, keys))}" for kind, keys in found.items() if keys]
     if wrong:
         raise SourceError.of(f"{directory}: transformers does not load it whole:", wrong)
     return (model if placed else model.to(device)).eval()
+
+
+def _behind(key: str, num_layers: int) -> bool:
+    """Whether a key is of a layer behind the decoder's: of multi-token prediction, for which transformers' model has no place."""
+    found = re.search(r"\blayers\.(\d+)\.", key)
+    return found is not None and int(found[1]) >= num_layers
 
 
 @torch.no_grad()
