@@ -71,6 +71,8 @@ class Verdict:
             out.append(
                 f"{tokens['judged']:,} of {tokens['positions']:,} positions of {tokens['sequences']} sequences; {', '.join(reached)}"
             )
+            if compared := [name for name in self.facts.get("compared", []) if not name.startswith("embed.")]:
+                out.append(f"{len(compared):,} tensors of multi-token prediction, which logits do not show, compared as numbers")
         if training := self.facts.get("training"):
             out.append(
                 f"{len(training['losses'][0])} steps at two layouts: losses {training['max_abs']:.3g} apart, tolerance {training['tolerance']:.3g}"
@@ -149,7 +151,8 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
     }  # fmt: skip
     facts["coverage"] = _coverage(pair, runs, judged)
     facts["scatter"] = _scatter(runs)
-    wrong = [*routed, *_unreached(pair), *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
+    facts["compared"] = numbers = _not_run(pair)
+    wrong = [*routed, *_differing(pair, numbers), *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
     if wrong or reasons:
         facts["where"] = _where(pair, runs, facts, judged)
         if facts["where"]["point"]:
@@ -209,14 +212,13 @@ def _judged(runs: _Runs) -> tuple[list[np.ndarray], int, list[str]]:
             held = {k: s for s in runs.states(index) for k in s.files if k.startswith("experts_")}
             for key in sorted((k for k in reference.files if k.startswith("experts_")), key=lambda k: int(k.split("_")[1])):
                 ours, theirs, scores = reference[key], held[key][key], reference[key.replace("experts", "router")]
+                margins = reference[key.replace("experts", "margin")]
                 moved = reference[key.replace("experts", "noise_router")][_steady(reference, len(tokens))]
                 noise = max(float(moved.max(initial=0)), float(np.abs(scores).max()) * ROUNDING)
                 for at in np.flatnonzero((ours != theirs).any(1) & counts):
                     if not counts[at]:
                         continue
-                    k = int(ours[at].sum())
-                    ranked = np.sort(scores[at])[::-1]
-                    if ranked[k - 1] - ranked[min(k, len(ranked) - 1)] <= TIES * noise and theirs[at].sum() == k:
+                    if margins[at] <= TIES * noise and theirs[at].sum() == ours[at].sum():
                         counts[at:] = False
                         ties += 1
                     elif not faults:
@@ -236,9 +238,14 @@ def _steady(reference: Any, length: int) -> np.ndarray:
     return counts
 
 
-def _unreached(pair: Pair) -> list[str]:
-    """Rows of the embedding that no token reached say nothing in the logits: they are compared as numbers."""
-    names = [name for name in pair.left if name.startswith("embed.")]
+def _not_run(pair: Pair) -> list[str]:
+    """What logits say nothing of, or not of all of it: rows of the embedding that no token reached, and layers of multi-token prediction."""
+    behind = range(pair.left.dims["num_layers"], pair.left.dims["num_layers"] + pair.left.dims["mtp_layers"])
+    return [name for name in pair.left if name.startswith(("embed.", *(f"layers.{layer}." for layer in behind)))]
+
+
+def _differing(pair: Pair, names: list[str]) -> list[str]:
+    """Those of these tensors that differ as numbers."""
     try:
         found = comparison.diff({n: pair.left[n] for n in names}, {n: pair.right[n] for n in names if n in pair.right}, atol=0.0)
     except MckptError:  # args that fit no layout are a reason of their own

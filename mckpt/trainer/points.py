@@ -37,10 +37,11 @@ class Recorder:
         self.states: dict[str, np.ndarray] = {}  # point -> [seq, WIDTH] fp32
         self.experts: dict[int, np.ndarray] = {}  # layer -> [seq, experts] bool
         self.router_logits: dict[int, np.ndarray] = {}  # layer -> [seq, experts] fp32; only where the side can tell
+        self.margins: dict[int, np.ndarray] = {}  # layer -> [seq] how much less the best expert not chosen scores than the last that is; likewise
         self._hooks: list[Any] = []
 
     def clear(self) -> None:
-        self.states, self.experts, self.router_logits = {}, {}, {}
+        self.states, self.experts, self.router_logits, self.margins = {}, {}, {}, {}
 
     def state(self, name: str, hidden: torch.Tensor) -> None:
         """Keeps `hidden` [seq, hidden size] under `name`."""

@@ -122,10 +122,11 @@ def watch(model: Any, recorder: points.Recorder) -> None:
     def state(name: str) -> Any:
         return lambda value: recorder.state(name, first(value)[0])  # of a batch of one
 
-    def routed(layer: int) -> Any:
+    def routed(layer: int, router: torch.nn.Module) -> Any:
         def keep(value: Any) -> None:
             scores, chosen = value[0].float(), value[-1]
             recorder.router_logits[layer] = scores.cpu().numpy()
+            recorder.margins[layer] = margin(router, scores, chosen.shape[1]).cpu().numpy()
             recorder.experts[layer] = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True).cpu().numpy()
 
         return keep
@@ -138,8 +139,28 @@ def watch(model: Any, recorder: points.Recorder) -> None:
         recorder.output(mlp, state(f"layers.{index}.mlp"))
         for module in mlp.modules():
             if type(module).__name__.endswith("Router"):  # gives logits [tokens, experts], weights, chosen experts [tokens, k]
-                recorder.output(module, routed(index))
+                recorder.output(module, routed(index, module))
     recorder.input(model.get_output_embeddings(), state("final_norm"))
+
+
+def margin(router: Any, logits: torch.Tensor, chosen: int) -> torch.Tensor:
+    """How close the choice of `chosen` experts was, for each of [tokens, experts] logits; of the groups of experts too where there are any.
+
+    DeepSeek's router chooses by sigmoids with a bias, and first among groups by the sum of their two best.
+    """
+    scores = logits if getattr(router, "e_score_correction_bias", None) is None else logits.sigmoid() + router.e_score_correction_bias
+    closest = torch.full(scores.shape[:1], torch.inf, device=scores.device)
+    groups, best = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
+    if groups > best:
+        parts = scores.view(len(scores), groups, -1)
+        of_group = parts.topk(2, -1)[0].sum(-1)
+        ranked = of_group.sort(-1, descending=True)[0]
+        closest = ranked[:, best - 1] - ranked[:, best]
+        scores = parts.masked_fill((of_group < ranked[:, best - 1, None])[..., None], -torch.inf).flatten(1)
+    if chosen < scores.shape[1]:
+        ranked = scores.sort(-1, descending=True)[0]
+        closest = torch.minimum(closest, ranked[:, chosen - 1] - ranked[:, chosen])
+    return closest
 
 
 # ---------------------------------------------------------------------------------------------------------------- its runs
@@ -153,6 +174,7 @@ def base(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, in
     kept: dict[str, Any] = {f"state_{name}": value for name, value in recorder.states.items()}
     kept |= {f"experts_{layer}": value for layer, value in recorder.experts.items()}
     kept |= {f"router_{layer}": value for layer, value in recorder.router_logits.items()}
+    kept |= {f"margin_{layer}": value for layer, value in recorder.margins.items()}
     np.savez(out / f"reference.{index}.npz", **kept)
     return float(found.abs().max())
 
