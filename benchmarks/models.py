@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,47 +21,63 @@ BLOCK = 8 << 20  # elements drawn at a time
 Config = dict[str, Any]
 
 
+class Tensor(NamedTuple):
+    """One tensor of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.itemsize * math.prod(self.shape)
+
+
 def config(name: str) -> Config:
     """A published config.json of fixtures/configs."""
     found: Config = json.loads((ROOT / "fixtures" / "configs" / f"{name}.json").read_text())
     return found
 
 
-def mixture(num_layers: int, num_dense: int, num_experts: int, **sizes: int) -> Config:
-    """A mixture of experts of any geometry, as a family that mckpt knows; the first `num_dense` layers have none."""
-    return {**config("qwen3-30b-a3b"), "num_hidden_layers": num_layers, "num_experts": num_experts,
-            "mlp_only_layers": list(range(num_dense)), **sizes}  # fmt: skip
+def mixture(num_layers: int, num_experts: int, **sizes: int) -> Config:
+    """A mixture of experts of any geometry, as a family that mckpt knows."""
+    return {**config("qwen3-30b-a3b"), "num_hidden_layers": num_layers, "num_experts": num_experts, **sizes}
 
 
-# DeepSeek-V3's and Kimi-K2's layers, experts and widths; their attention is another, of about as many tensors
-MIXTURE_671B = mixture(61, 3, 256, hidden_size=7168, intermediate_size=18432, moe_intermediate_size=2048, num_attention_heads=128,
-                       num_key_value_heads=8, head_dim=128, vocab_size=129280, num_experts_per_tok=8)  # fmt: skip
-MIXTURE_1T = {**MIXTURE_671B, "num_experts": 384, "mlp_only_layers": [0], "num_attention_heads": 64, "vocab_size": 163840}
-
-
-def shapes(c: Config) -> dict[str, tuple[int, ...]]:
+def tensors(c: Config) -> dict[str, Tensor]:
+    """Every tensor as published: in bf16, or where the config says so, matrices of the layers as fp8 with a scale for each block of them."""
     from tests import tiny
 
-    return tiny.shapes(c)
+    block = (c.get("quantization_config") or {}).get("weight_block_size")
+    whole = ("embed_tokens.weight", "head.weight", "mlp.gate.weight", "eh_proj.weight")  # of either kind: DeepSeek-V3's keeps these in bf16
+    out: dict[str, Tensor] = {}
+    for name, shape in tiny.shapes(c).items():
+        if name.endswith("e_score_correction_bias"):
+            out[name] = Tensor("F32", shape, 4)
+        elif block is None or len(shape) == 1 or name.endswith(whole):
+            out[name] = Tensor("BF16", shape, 2)
+        else:
+            out[name] = Tensor("F8_E4M3", shape, 1)
+            out[f"{name}_scale_inv"] = Tensor("F32", tuple(-(-n // b) for n, b in zip(shape, block, strict=True)), 4)
+    return out
 
 
 def num_bytes(c: Config) -> int:
-    """Of all weights in bf16."""
-    return 2 * sum(map(math.prod, shapes(c).values()))
+    """Of all weights."""
+    return sum(t.nbytes for t in tensors(c).values())
 
 
 def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = SHARD_BYTES) -> Path:
-    """A Hugging Face directory in bf16, in files of `shard_bytes`. `sparse`: weights are holes, which read as zeros and take no room."""
+    """A Hugging Face directory in files of `shard_bytes`. `sparse`: weights are holes, which read as zeros and take no room."""
     directory.mkdir(parents=True)
-    files: list[dict[str, tuple[int, ...]]] = [{}]
+    files: list[dict[str, Tensor]] = [{}]
     size = 0
-    for name, shape in shapes(c).items():
-        nbytes = 2 * math.prod(shape)
-        if size + nbytes > shard_bytes and files[-1]:
+    for name, tensor in tensors(c).items():
+        if size + tensor.nbytes > shard_bytes and files[-1]:
             files.append({})
             size = 0
-        files[-1][name] = shape
-        size += nbytes
+        files[-1][name] = tensor
+        size += tensor.nbytes
     weight_map, work = {}, []
     for i, held in enumerate(files, 1):
         path = directory / f"model-{i:05d}-of-{len(files):05d}.safetensors"
@@ -78,13 +94,12 @@ def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = S
     return directory
 
 
-def _header(path: Path, held: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
     """Writes the header of a file that ends as a hole; where its data begins and ends."""
     header, at = {}, 0
-    for name, shape in held.items():
-        nbytes = 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, at + nbytes]}
-        at += nbytes
+    for name, tensor in held.items():
+        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + tensor.nbytes]}
+        at += tensor.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as f:

@@ -223,8 +223,12 @@ def bears(config: dict[str, Any]) -> dict[str, Any]:
         "intermediate_size", "hidden_act", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias",
         "mlp_bias", "max_position_embeddings", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
         "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "model_type", "architectures",
+        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts",
+        "first_k_dense_replace", "moe_layer_freq", "n_group", "topk_group", "routed_scaling_factor", "scoring_func", "topk_method",
+        "num_nextn_predict_layers",
     ]  # fmt: skip
     out = {k: config[k] for k in keys if config.get(k) is not None}
+    out["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])  # the same model
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         out["sliding_window"] = config["sliding_window"]
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -263,7 +267,8 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     free = {d for d, spec in family.dims.items() if spec.free}
     apart = {k for k in dims if dims[k] != again[k]} - free
     assert apart <= inexact.keys()
-    wanted = {"mistral-7b-v0.1": {"sliding_window"}, "llama-3.2-1b": {"rope_factor"}}.get(path.stem, set())
+    known = {"mistral-7b-v0.1": {"sliding_window"}, "llama-3.2-1b": {"rope_factor"}, "kimi-k2": {"rope_beta_fast"}}
+    wanted = known.get(path.stem, set())
     assert inexact.keys() == wanted, inexact
 
     source: Any = SimpleNamespace(known=api.Known(), dims=again, path=path)

@@ -46,7 +46,7 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor on disk, for a config.json of one of the seven families."""
     hidden, heads, groups, vocab = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["vocab_size"]
     head_dim = c.get("head_dim") or hidden // heads
-    deepseek = c["model_type"] == "deepseek_v3"
+    deepseek = c["architectures"] == ["DeepseekV3ForCausalLM"]
     table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
     decoder, mtp = c["num_hidden_layers"], c.get("num_nextn_predict_layers", 0)
     for layer in range(decoder + mtp):
