@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mckpt import __version__, comparison, dtypes, mapping, megatron_args, safe_pickle
+from mckpt import __version__, comparison, dtypes, mapping, megatron_args, quantisation, safe_pickle
 from mckpt.box import Layout, gaps
 from mckpt.checkpoint import CONFIG, DIALECT, MANIFEST, Checkpoint, Known, VocabSizeUnknown, family_of
 from mckpt.errors import DestinationError, MappingError, SourceError, StorageError, UsageError
@@ -151,7 +151,8 @@ class Plan:
             try:
                 return execute(
                     self.joined.copies, self.joined.casts, self.source.layout.files, [Output(*o) for o in self.outputs], session.staging / "data",
-                    max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, session=session, progress=progress,
+                    max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, grids=self.joined.grids,
+                    session=session, progress=progress,
                 )  # fmt: skip
             except Overflow as e:
                 raise UsageError(f"{self.joined.name(e.tensor)}: {e.where}") from e
@@ -312,9 +313,9 @@ def _facts(
     """What decides the output: no time, no host, no path."""
     headers = hashlib.sha256()
     for s in moved.layout.stored:
-        for a in (s.file, s.at, s.layer, s.expert):
+        for a in (s.file, s.at, s.layer, s.expert, *([s.scales.grids] if s.scales else [])):
             headers.update(np.ascontiguousarray(a).tobytes())
-        headers.update(f"{s.key} {s.dtype} {s.shape}".encode())
+        headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
     return {
         "mckpt": __version__,
         "source": {
@@ -343,7 +344,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     if isinstance(source.stored, hf.Checkpoint):
         inexact = dialect.inexact(dims, GIVEN)
         inexact.update({k: f"config.json says {k} {mapping.lookup(source.stored.config, k)!r}, of which {source.mapping.path.name} knows nothing"
-                        for k in source.mapping.unknown(source.stored.config)})  # fmt: skip
+                        for k in source.mapping.unknown(source.stored.config) if k != hf.QUANTISED or source.stored.block is None})  # fmt: skip
         inexact = _refuse_inexact(inexact, target, "Megatron")
     left = source.left_behind()
     if left and not target.no_optimizer:
@@ -386,10 +387,19 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     destination.refuse_other_side(side)
     if not side and (destination.root / "hf" / CONFIG).is_file():
         _refuse_side_of_other(source, destination.root / "hf")
-    facts = _facts(source, moved, target, dialect, inexact, [], parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
+    facts = _facts(source, moved, target, dialect, inexact, _dequantised(moved), parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
                    unit=destination.unit, common=hashlib.sha256(safe_pickle.dumps(common)).hexdigest(), common_as_object=target.common_as_object,
                    args=launch)  # fmt: skip
     return Plan(moved, destination, target, join(moved.layout, layout), layout, outputs, side, [], facts)
+
+
+def _dequantised(source: Checkpoint) -> list[str]:
+    """What of the source is quantised, for people."""
+    num = sum(len(s) for s in source.layout.stored if s.scales)
+    block = source.stored.block if isinstance(source.stored, hf.Checkpoint) else None
+    if not num or block is None:
+        return []
+    return [f"{num:,} tensors are {quantisation.CODES} with a scale for each {block[0]} x {block[1]}, and are dequantised to {quantisation.VALUES}"]
 
 
 def _vocabulary(source: Checkpoint, target: Target) -> tuple[Checkpoint, int]:
@@ -508,6 +518,8 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
         key = "dtype" if "dtype" in base else "torch_dtype"
         assert described is not None
         changed = {**base, **({} if base.get(key) is None else {key: dtype}), "vocab_size": dims["vocab_size"]}
+        if changed.pop(hf.QUANTISED, None):
+            notes.append(f"config.json is written without its {hf.QUANTISED}: no tensor is quantised any more")
         text = read_file(described / CONFIG) if changed == base else (json.dumps(changed, indent=2) + "\n").encode()
     layout, outputs = hf.lay_out(family, dims, kinds, target.max_shard_size)
     names, copied = {o.path for o in outputs}, list[Path]()

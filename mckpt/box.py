@@ -48,6 +48,13 @@ class Move(NamedTuple):
     dst_step: int
 
 
+class Scales(NamedTuple):
+    """How stored tensors keep values as `dtype` and a grid of scales. `grids` has a row, a quantisation.Grid, for each stored tensor."""
+
+    dtype: str
+    grids: np.ndarray
+
+
 @dataclass(frozen=True, eq=False)
 class Stored:
     """Stored tensors of one geometry: one rule and shard, at many layers, experts and files.
@@ -57,7 +64,7 @@ class Stored:
     """
 
     key: str  # template of the stored key, for messages
-    dtype: str
+    dtype: str  # of the values
     shape: tuple[int, ...]  # of one buffer, row-major
     pieces: tuple[Piece, ...]
     layer: np.ndarray
@@ -67,6 +74,7 @@ class Stored:
     replica: bool = False  # a further copy of boxes that another stored tensor holds: written, but not read
     padding: bool = False  # elements that no piece covers are padding, and zero
     view: bool = False  # the buffer is all that a strided view reaches over; of its other elements nothing is said
+    scales: Scales | None = None  # what the elements are to be multiplied with
 
     def __len__(self) -> int:
         return len(self.file)
@@ -74,6 +82,11 @@ class Stored:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def stored_as(self) -> str:
+        """The dtype of the elements in the buffer."""
+        return self.scales.dtype if self.scales else self.dtype
 
 
 @dataclass(eq=False)
@@ -180,6 +193,36 @@ def coalesce(listed: Iterable[Move]) -> list[Move]:
                     out[-1] = last._replace(rows=last.rows + 1)
                     continue
         out.append(m)
+    return out
+
+
+def by_rows(move: Move, width: int) -> list[Move]:
+    """The same elements in moves that go along the rows of a source [.., width] and down its columns, one axis each.
+
+    So the row of an element depends on one of its two indices, and its column on the other. Runs that pass a row's end are cut there:
+
+        width 3, one row of 8 from 2 on     . . a | b c d | e f g | h . .     ->     a, [b c d][e f g], h
+    """
+    start, src, dst = move.src_start % width, move.src_step, move.dst_step
+
+    def along(n: int, step: int) -> bool:
+        return n == 1 or start + (n - 1) * step < width
+
+    def down(n: int, step: int) -> bool:
+        return n == 1 or step % width == 0
+
+    if (along(move.run, src) and down(move.rows, move.src_pitch)) or (down(move.run, src) and along(move.rows, move.src_pitch)):
+        return [move]
+    if move.rows > 1:
+        starts = [(move.src_start + i * move.src_pitch, move.dst_start + i * move.dst_pitch) for i in range(move.rows)]
+        return [part for s, d in starts for part in by_rows(move._replace(rows=1, src_start=s, dst_start=d), width)]
+    out, done = [], 0
+    while done < move.run:
+        at = move.src_start + done * src
+        run = min(move.run - done, -(-(width - at % width) // src))  # as far as the row's end
+        rows = (move.run - done) // run if run * src == width else 1
+        out.append(Move(rows, run, at, run * src, src, move.dst_start + done * dst, run * dst, dst))
+        done += rows * run
     return out
 
 

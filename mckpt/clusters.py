@@ -20,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from mckpt.dtypes import itemsize, numpy_dtype
-from mckpt.planning import COPY
+from mckpt.planning import COPY, UNSCALED
+from mckpt.quantisation import scratch
 
 UNIT = 256 << 20  # bytes between two entries of the journal: what each thread may have to do again; smaller ones sync files more often
 SLAB = 16 << 20  # bytes a thread takes at a time: 5 ms of work, against 0.1 ms to hand it out
@@ -31,9 +32,9 @@ CONFLICT = 256  # bytes; spans a multiple of it apart share few cache sets: a tr
 FOLD = 8192  # elements in a row of a long 1-D cast or strided copy, cut so that a buffer can take any number of them
 SAME = -1  # the cast of a copy that has none
 
-# COPY whose steps may be pitches, and the bytes of an element; 82 bytes. At 10**5 to 10**6 copies, arrays are changed in place, by column.
+# COPY whose steps may be pitches, and the bytes of an element; 86 bytes. At 10**5 to 10**6 copies, arrays are changed in place, by column.
 _WORK = np.dtype(
-    [(name, "i4") for name in ("tensor", "src_file", "dst_file", "cast")]
+    [(name, "i4") for name in ("tensor", "src_file", "dst_file", "cast", "grid")]
     + [(name, "i8") for name in ("rows", "run", "src_at", "dst_at", "src_pitch", "dst_pitch", "src_step", "dst_step")]
     + [(name, "u1") for name in ("src_item", "dst_item")]
 )
@@ -66,6 +67,7 @@ class Copy(NamedTuple):
     src_file: int
     dst_file: int
     cast: int
+    grid: int
     rows: int
     run: int
     src_at: int
@@ -81,6 +83,11 @@ class Copy(NamedTuple):
     def transposed(self) -> bool:
         """Whether neighbours in a row lie further apart in the source than neighbouring rows."""
         return self.rows > 1 and self.src_step > self.src_pitch
+
+    def scratch(self, rows: int) -> int:
+        """Bytes that placing `rows` rows takes beside the buffer."""
+        mask = self.run * rows if self.cast != SAME else 0  # of the overflow check
+        return mask if self.grid == UNSCALED else mask + scratch(rows, self.run)
 
     def half(self, second: bool) -> Copy:
         """The first or second half of every row."""
@@ -116,6 +123,7 @@ def _normal(copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> np.ndarray:
     for one, other in (("rows", "run"), ("src_pitch", "src_step"), ("dst_pitch", "dst_step")):
         w[one], w[other] = np.where(turn, w[other], w[one]), np.where(turn, w[one], w[other])
     even = (w["src_pitch"] == w["run"] * w["src_step"]) & (w["dst_pitch"] == w["run"] * w["dst_step"])
+    even &= w["grid"] == UNSCALED  # which is scaled by its rows and columns
     w["run"] = np.where(even, w["run"] * w["rows"], w["run"])
     w["rows"] = np.where(even, 1, w["rows"])
     for side in ("src", "dst"):
@@ -180,7 +188,7 @@ def _joined(w: np.ndarray) -> np.ndarray:
 def _folded(w: np.ndarray) -> np.ndarray:
     """Long single rows become many rows and a rest: 100 -> 3 rows of 32, 1 row of 4."""
     width = np.where(_is_flat(w), SLAB, FOLD)
-    rows = np.where((w["rows"] == 1) & (w["run"] >= 2 * width), w["run"] // width, 0)
+    rows = np.where((w["rows"] == 1) & (w["run"] >= 2 * width) & (w["grid"] == UNSCALED), w["run"] // width, 0)
     if not rows.any():
         for side in ("src", "dst"):
             np.copyto(w[f"{side}_pitch"], w["run"] * w[f"{side}_step"], where=w["rows"] == 1)
@@ -379,8 +387,7 @@ class Cluster:
             at = _up(at)
             strips.append(at)
             at += strip.width * rows
-        masks = max((c.run * rows for c in self.copies if c.cast != SAME), default=0)  # of the overflow check
-        return bands, strips, at + masks
+        return bands, strips, at + max(c.scratch(rows) for c in self.copies)
 
     def rows_within(self, limit: int, most: int) -> int:
         """The most rows, up to `most`, that a buffer of `limit` bytes takes; may be 0."""

@@ -29,7 +29,10 @@ import numpy as np
 from isal import isal_zlib
 
 from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
+from mckpt.dtypes import numpy_dtype
 from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.planning import UNSCALED
+from mckpt.quantisation import VALUES, Grid, dequantise
 from mckpt.ranks import Ranks, Session, awaited
 
 PIECE = 1 << 20  # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
@@ -86,14 +89,16 @@ def execute(
     threads: int = 0,
     checksum: str = "crc32",
     allow_overflow: bool = False,
+    grids: np.ndarray | None = None,
     session: Session | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
 
     `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, KNEE at most; `checksum` is none,
-    crc32 or sha256. When the same call failed or was killed before, what it finished is not done again: the caller names `staging` after the
-    plan. `progress` gets (bytes done, bytes in all, files done, files in all) from the calling thread. Files and directories are synced on
+    crc32 or sha256; `grids` is Joined.grids, for copies that are scaled. When the same call failed or was killed before, what it finished is
+    not done again: the caller names `staging` after the plan. `progress` gets (bytes done, bytes in all, files done, files in all) from the
+    calling thread. Files and directories are synced on
     return; nothing is renamed.
 
     With several ranks in a `session` each process does its share of the units, then of the files' ends, and returns when all of that is
@@ -108,7 +113,7 @@ def execute(
     work = Work.of(copies, casts)
     session.begin(lambda: _lay_out(outputs, staging, control / "done"))
     journal = _Journal(control / "done", work, outputs)
-    run = _Run(work, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow)
+    run = _Run(work, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow, grids)
     run.in_kernel = checksum != "crc32" and len(outputs) >= 2 * threads
     crew = _Crew(threads, max(256, max_memory // threads))
     total = int(work.slabs["bytes"].sum())
@@ -168,9 +173,10 @@ class _Run:
         journal: _Journal,
         summing: bool,
         allow_overflow: bool,
+        grids: np.ndarray | None,
     ) -> None:
         self.work, self.casts, self.journal = work, casts, journal
-        self.summing, self.allow_overflow = summing, allow_overflow
+        self.summing, self.allow_overflow, self.grids = summing, allow_overflow, grids
         self.in_kernel = False
         self.sources = _Files(sources, os.O_RDONLY)
         # not for reading: an NFS client would read whole pages in and write them back, with what another node has written there since
@@ -233,7 +239,8 @@ class _Run:
         records = self.work.cluster(slab)
         copies = [Copy(*c) for c in records.tolist()]
         mover = _Mover(self, memory, check)
-        with self.sources.held(c.src_file for c in copies) as mover.src, self.targets_.held(c.dst_file for c in copies) as mover.dst:
+        sources = {c.src_file for c in copies} | {self.grid(c).file for c in copies if c.grid != UNSCALED}
+        with self.sources.held(sources) as mover.src, self.targets_.held(c.dst_file for c in copies) as mover.dst:
             if is_ranges(records[:1]).all():
                 mover.pump(copies[0], row, end)
             else:
@@ -255,6 +262,11 @@ class _Run:
                 self.done[unit] = ranges
 
         return keep
+
+    def grid(self, c: Copy) -> Grid:
+        """What a scaled copy's source is scaled by."""
+        assert self.grids is not None, "copies are scaled, and no grids were given"
+        return Grid(*self.grids[c.grid].tolist())
 
     def _count(self, slab: int) -> None:
         """Takes what a slab writes from what its files wait for."""
@@ -398,19 +410,38 @@ class _Mover:
 
     def _place(self, c: Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
         """One copy of one tile, cast as it moves."""
-        width = LINES if c.transposed else c.run
-        with np.errstate(all="ignore"):
-            for j in range(0, c.run, width):
-                np.copyto(dst[:, j : j + width], src[:, j : j + width], casting="unsafe")
+        if c.grid != UNSCALED:
+            self._dequantise(c, src, dst, row)
+        else:
+            width = LINES if c.transposed else c.run
+            with np.errstate(all="ignore"):
+                for j in range(0, c.run, width):
+                    np.copyto(dst[:, j : j + width], src[:, j : j + width], casting="unsafe")
         if c.cast == SAME:
             return
         if self.run.allow_overflow or self.run.casts[c.cast][1] != "float16" or not np.isinf(dst).any():
             return
         for i in range(len(dst)):
-            for j in np.flatnonzero(np.isinf(dst[i]) & np.isfinite(src[i])).tolist():
+            if not np.isinf(dst[i]).any():
+                continue
+            held = src[i : i + 1]
+            if c.grid != UNSCALED:
+                held = np.empty(held.shape, numpy_dtype(VALUES))
+                self._dequantise(c, src[i : i + 1], held, row + i)
+            for j in np.flatnonzero(np.isinf(dst[i]) & np.isfinite(held[0])).tolist():
                 at = c.src_at + (row + i) * c.src_pitch + j * c.src_step
-                path, value = self.run.sources.paths[c.src_file], float(src[i, j])
+                path, value = self.run.sources.paths[c.src_file], float(held[0, j])
                 raise Overflow(c.tensor, f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow writes inf")
+
+    def _dequantise(self, c: Copy, codes: np.ndarray, out: np.ndarray, row: int) -> None:
+        """Rows of a scaled copy from `row` on. Scales are read where they are needed, a few hundred bytes: the kernel keeps their pages."""
+
+        def read(file: int, at: int, nbytes: int) -> bytearray:
+            raw = bytearray(nbytes)
+            self._read(file, memoryview(raw), at)
+            return raw
+
+        dequantise(self.run.grid(c), codes, out, c.src_at + row * c.src_pitch, c.src_pitch, c.src_step, read)
 
     def _flush(self, strip: Strip, view: memoryview, row: int, rows: int) -> None:
         """Writes a strip's rows: all at once, row by row, or element by element, whatever leaves the neighbours alone."""

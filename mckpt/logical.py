@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mckpt.box import Box, Layout, Piece, Stored, gaps, moves, row_major
+from mckpt.box import Box, Layout, Piece, Stored, by_rows, gaps, moves, row_major
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import SourceError, StorageError
 from mckpt.lazy import numpy as np
+from mckpt.quantisation import Grid, dequantise
 
 if TYPE_CHECKING:
     import torch
@@ -114,27 +115,35 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return name in self._order
 
     def dtype(self, name: str) -> str:
-        """The dtype it is stored in."""
+        """The dtype of its elements; of block-quantised ones that of their values."""
         template, layer, expert = self._order[name]
         return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """The bytes of a box, as unsigned integers of the dtype's size, dense."""
         template, layer, expert = self._order[name]
-        size = itemsize(self.dtype(name))
-        out = np.empty(math.prod(box.shape), f"u{size}")
+        out = np.empty(math.prod(box.shape), f"u{itemsize(self.dtype(name))}")
         into = Piece(template, box, 0, row_major(box.shape))
         for s, pieces, row_of in self._held[template]:
             row = row_of.get((layer, expert))
-            if row is None:
-                continue
-            for m in (m for p in pieces for m in moves(p, into)):
-                span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
-                raw = self._pread(int(s.file[row]), int(s.at[row]) + m.src_start * size, span * size)
-                rows = np.lib.stride_tricks.as_strided(raw.view(out.dtype), (m.rows, m.run), (m.src_pitch * size, m.src_step * size))
-                to = np.lib.stride_tricks.as_strided(out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * size, m.dst_step * size))
-                to[...] = rows
+            if row is not None:
+                self._place(s, row, pieces, into, out)
         return out
+
+    def _place(self, s: Stored, row: int, pieces: list[Piece], into: Piece, out: np.ndarray) -> None:
+        """Fills what one stored tensor's `pieces` hold of the box of `into`, which lies in `out`."""
+        size, wide = itemsize(s.stored_as), out.itemsize
+        for m in (m for p in pieces for whole in moves(p, into) for m in (by_rows(whole, s.shape[-1]) if s.scales else [whole])):
+            span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
+            at = int(s.at[row]) + m.src_start * size
+            raw = self._pread(int(s.file[row]), at, span * size).view(f"u{size}")
+            rows = np.lib.stride_tricks.as_strided(raw, (m.rows, m.run), (m.src_pitch * size, m.src_step * size))
+            to = np.lib.stride_tricks.as_strided(out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide))
+            if s.scales:
+                grid = Grid(*s.scales.grids[row].tolist())
+                dequantise(grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, self._pread)
+            else:
+                to[...] = rows
 
     def check_replicas(self) -> list[str]:
         """Tensors that several ranks hold and that are not the same in all of them."""
@@ -154,11 +163,10 @@ class Reader(Mapping[str, "LogicalTensor"]):
 
     def _same(self, s: Stored, row: int, p: Piece, name: str) -> bool:
         """Whether a box of a stored tensor holds what is read for it."""
-        size = itemsize(s.dtype)
-        span = 1 + sum((n - 1) * step for n, step in zip(p.box.shape, p.strides, strict=True))
-        raw = self._pread(int(s.file[row]), int(s.at[row]) + p.start * size, span * size).view(f"u{size}")
-        mine = np.lib.stride_tricks.as_strided(raw, p.box.shape, tuple(n * size for n in p.strides))
-        return np.array_equal(mine, self.read(name, p.box).reshape(p.box.shape))
+        theirs = self.read(name, p.box)
+        mine = np.empty_like(theirs)
+        self._place(s, row, [p], Piece(p.tensor, p.box, 0, row_major(p.box.shape)), mine)
+        return np.array_equal(mine, theirs)
 
     def padding(self) -> list[str]:
         """Padding that is not zero: how many rows of which stored tensor hold values that no logical tensor has."""

@@ -6,18 +6,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mckpt.box import Layout, Piece, Stored, coalesce, gaps, moves, tiles
+from mckpt.box import Layout, Piece, Stored, by_rows, coalesce, gaps, moves, tiles
 from mckpt.dtypes import itemsize
 from mckpt.errors import CoverError
+from mckpt.quantisation import Grid
 
 # One copy: `rows` rows of `run` elements, a pitch apart on either side; a step is the distance of neighbouring elements in a row.
-# 2-D and affine on both sides, so it covers shards of columns, interleaving and transposes. 70 bytes.
+# 2-D and affine on both sides, so it covers shards of columns, interleaving and transposes. 74 bytes.
 COPY = np.dtype(
     [
         ("tensor", "i4"),  # copies of one number move parts of one logical tensor, so one staging pass can serve them all
         ("src_file", "i4"),
         ("dst_file", "i4"),
-        ("cast", "u2"),  # index into Plan.casts: (source dtype, target dtype)
+        ("cast", "u2"),  # index into Joined.casts: (source dtype, target dtype)
+        ("grid", "i4"),  # index into Joined.grids, by which the source is scaled; UNSCALED
         ("rows", "i8"),
         ("run", "i8"),  # elements
         ("src_at", "i8"),  # bytes from here on
@@ -28,6 +30,7 @@ COPY = np.dtype(
         ("dst_step", "i4"),
     ]
 )
+UNSCALED = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +39,7 @@ class Joined:
 
     copies: np.ndarray  # of COPY
     casts: tuple[tuple[str, str], ...]  # (source dtype, target dtype)
+    grids: np.ndarray  # a quantisation.Grid in each row
     names: tuple[str, ...]  # logical templates
     layers: int
     experts: int
@@ -63,27 +67,35 @@ def join(source: Layout, target: Layout) -> Joined:
     names = tuple(sorted(source.shapes))
     number = {name: i * layers * experts for i, name in enumerate(names)}
     casts: dict[tuple[str, str], int] = {}
-    holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray]]] = {}
+    grids = [np.empty((0, len(Grid._fields)), "i8")]
+    holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray, int | None]]] = {}
     for s in source.stored:
         if not s.replica and len(s):
+            first = None
+            if s.scales:
+                first = sum(map(len, grids))
+                grids.append(s.scales.grids)
             row_of = np.full(layers * experts, -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
-                holders.setdefault(name, []).append((s, pieces, row_of))
+                holders.setdefault(name, []).append((s, pieces, row_of, first))
     parts = []
     for t in target.stored:
         ids = _ids(t, experts)
         for name, wanted in _by_name(t).items():
-            for s, pieces, row_of in holders.get(name, ()):
+            for s, pieces, row_of, first in holders.get(name, ()):
                 found = coalesce(m for p in pieces for w in wanted for m in moves(p, w))
+                if first is not None:
+                    found = [part for m in found for part in by_rows(m, s.shape[-1])]
                 rows = row_of[ids] if found else ids
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
-                cast = casts.setdefault((s.dtype, t.dtype), len(casts))
-                src, dst = itemsize(s.dtype), itemsize(t.dtype)
+                cast = casts.setdefault((s.stored_as, t.dtype), len(casts))
+                src, dst = itemsize(s.stored_as), itemsize(t.dtype)
                 for m in found if len(here) else ():
                     part = np.empty(len(here), COPY)
                     part["tensor"], part["cast"], part["rows"], part["run"] = number[name] + ids[here], cast, m.rows, m.run
+                    part["grid"] = UNSCALED if first is None else first + rows
                     part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
                     part["src_at"], part["dst_at"] = s.at[rows] + m.src_start * src, t.at[here] + m.dst_start * dst
                     part["src_pitch"], part["src_step"], part["dst_pitch"], part["dst_step"] = (
@@ -92,7 +104,7 @@ def join(source: Layout, target: Layout) -> Joined:
                     parts.append(part)
     copies = np.concatenate(parts) if parts else np.empty(0, COPY)
     order = np.lexsort((copies["src_at"], copies["src_file"]))
-    return Joined(copies[order], tuple(casts), names, layers, experts)
+    return Joined(copies[order], tuple(casts), np.concatenate(grids), names, layers, experts)
 
 
 def _ids(s: Stored, experts: int) -> np.ndarray:

@@ -33,7 +33,7 @@ RNG = np.random.default_rng(7)
 
 def copy(rows, run, src, dst, *, tensor=0, cast=0):
     """One COPY; src and dst are (file, at, pitch, step)."""
-    return (tensor, src[0], dst[0], cast, rows, run, src[1], dst[1], src[2], dst[2], src[3], dst[3])
+    return (tensor, src[0], dst[0], cast, -1, rows, run, src[1], dst[1], src[2], dst[2], src[3], dst[3])
 
 
 def copies(*rows):
@@ -409,8 +409,8 @@ CHILD = textwrap.dedent(
 
     folder, nbytes, delay, budget = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     rows, w = nbytes // 8192, 512
-    plan = [(0, 0, k, 0, rows, w, k * w * 2, 0, 8192, w * 2, 2, 2) for k in range(8)]
-    plan += [(1, 0, 8, 1, 1, nbytes // 4, 0, 0, 0, 0, 4, 2), (2, 0, 9, 0, 1, nbytes // 2, 0, 0, 0, 0, 2, 2)]
+    plan = [(0, 0, k, 0, -1, rows, w, k * w * 2, 0, 8192, w * 2, 2, 2) for k in range(8)]
+    plan += [(1, 0, 8, 1, -1, 1, nbytes // 4, 0, 0, 0, 0, 4, 2), (2, 0, 9, 0, -1, 1, nbytes // 2, 0, 0, 0, 0, 2, 2)]
     sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
     if delay:
         clusters.UNIT = clusters.SLAB = 1 << 20

@@ -251,7 +251,7 @@ def test_write_of_read_is_the_config(path: Path) -> None:
     assert {k: found.get(k) for k in wanted} == wanted
     assert family.read(written) == dims
     assert family.inexact(dims) == {}
-    assert family.unknown(config) == []
+    assert set(family.unknown(config)) <= {"quantization_config"}  # which is about how weights are stored, and not the family's
     assert all(type(v) in (int, float, bool, str, list, type(None)) for v in dims.values())
 
 

@@ -23,6 +23,7 @@ FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 CASES = tuple(sorted(path.stem for path in (FIXTURES / "tiny").glob("*.json")))
 
 DTYPES = {"float32": ("F32", np.float32), "float16": ("F16", np.float16), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
+LETTERS = {np.dtype(kind): letter for letter, kind in [*DTYPES.values(), ("F8_E4M3", ml_dtypes.float8_e4m3fn), ("I8", np.int8)]}
 
 Config = dict[str, Any]
 
@@ -156,13 +157,12 @@ def decoder_only(c: Config, names: Iterable[str]) -> list[str]:
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write one .safetensors file, wider dtypes first and then in order of name as the safetensors library does, by nothing but json and tobytes."""
-    letters = {np.dtype(kind): letter for letter, kind in DTYPES.values()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     for name in order:
         start, end = end, end + arrays[name].nbytes
-        header[name] = {"dtype": letters[arrays[name].dtype], "shape": list(arrays[name].shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": LETTERS[arrays[name].dtype], "shape": list(arrays[name].shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(arrays[name].tobytes() for name in order))
@@ -225,6 +225,47 @@ def tiny_random(
     write_json(directory / "config.json", c)
     _write_side_files(directory, c)
     return directory
+
+
+def quantised(
+    arrays: Mapping[str, np.ndarray], block: tuple[int, int] = (128, 128), scale_dtype: str = "float32"
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Tensors as block-quantised checkpoints hold them, with the scales of linears behind all else; and what they are worth, in bfloat16.
+
+    Linears are what published ones quantise: matrices but for embeddings, the head and routers. Each block's largest value becomes 448.
+    """
+    held, scales, worth = {}, {}, {}
+    for name, array in arrays.items():
+        if array.ndim != 2 or "embed" in name or "lm_head" in name or name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+            held[name] = worth[name] = array
+            continue
+        rows, columns = (-(-n // b) for n, b in zip(array.shape, block, strict=True))
+        scale = np.empty((rows, columns), DTYPES[scale_dtype][1])
+        codes = np.empty(array.shape, ml_dtypes.float8_e4m3fn)
+        value = np.empty(array.shape, ml_dtypes.bfloat16)
+        for i in range(rows):
+            for j in range(columns):
+                at = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+                scale[i, j] = np.abs(array[at].astype(np.float32)).max() / 448
+                codes[at] = (array[at].astype(np.float32) / np.float32(scale[i, j])).astype(codes.dtype)
+                value[at] = (codes[at].astype(np.float32) * np.float32(scale[i, j])).astype(value.dtype)
+        held[name], scales[f"{name}_scale_inv"], worth[name] = codes, scale, value
+    return {**held, **scales}, worth
+
+
+def tiny_quantised(
+    case: str, directory: Path, block: tuple[int, int] = (128, 128), max_shard_size: int | None = None, scale_dtype: str = "float32",
+    **changes: Any,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """Write the case's checkpoint with its linears in 8 bits; returns what its tensors are worth, in bfloat16."""
+    tiny_random(case, directory, **changes)
+    held, worth = quantised(tensors({**config(case), **changes}), block, scale_dtype)
+    (directory / "model.safetensors").unlink()
+    write_weights(directory, held, max_shard_size)
+    c = json.loads((directory / "config.json").read_text())
+    method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    write_json(directory / "config.json", {**c, "quantization_config": method})
+    return worth
 
 
 def tiny(

@@ -162,10 +162,10 @@ def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: li
             )
             continue
         layer, expert, file, at = (np.array(x) for x in zip(*((la, ex, e.file, e.at) for la, ex, e in members), strict=True))
-        where = {"layer": layer.astype("i4"), "expert": expert.astype("i4"), "file": file.astype("i4"), "at": at.astype("i8")}
+        where = layer.astype("i4"), expert.astype("i4"), file.astype("i4"), at.astype("i8")
         numel_known = tuple(p for p in placed if p is not None)
         held = shape if strides is None else _extent(shape, strides)
-        out.append(Stored(key, dtype, held, numel_known, **where, replica=replica, padding=padding, view=strides is not None))
+        out.append(Stored(key, dtype, held, numel_known, *where, replica=replica, padding=padding, view=strides is not None))
     return out
 
 

@@ -17,15 +17,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from mckpt import dtypes, mapping, safe_pickle, torch_file
-from mckpt.box import Layout, Stored
+from mckpt import dtypes, mapping, quantisation, safe_pickle, torch_file
+from mckpt.box import Layout, Piece, Scales, Stored
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, entry_of, group, packed, read_file, shapes_of, whole_box
 from mckpt.lazy import numpy as np
-from mckpt.mapping import MappingFile, Scope
+from mckpt.mapping import MappingFile, Rule, Scope
 from mckpt.packing import buffer
 from mckpt.parallel import Parallel
 
+QUANTISED = "quantization_config"  # the key of config.json
+SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
 ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
@@ -55,6 +57,17 @@ class Checkpoint:
     def config(self) -> dict[str, Any]:
         """config.json; SourceError if there is none."""
         return read_config(self.root)
+
+    @cached_property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a quantised weight that share a scale, by config.json; None where it says no quantisation that is read."""
+        how = self.config.get(QUANTISED)
+        if not isinstance(how, dict) or how.get("quant_method") != "fp8" or how.get("fmt", "e4m3") != "e4m3":
+            return None
+        match how.get("weight_block_size"):
+            case [int(rows), int(columns)] if rows > 0 and columns > 0:
+                return int(rows), int(columns)
+        return None
 
     def parallel(self) -> Parallel:
         """One of everything: nothing is sharded."""
@@ -87,7 +100,7 @@ class Checkpoint:
             rule = b.rule
             whole = packed(rule, scope)
             shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
-            found = []
+            found, coded = [], []
             for layer in b.layers.tolist():
                 for expert in b.experts.tolist():
                     key = b.key(layer, expert)
@@ -99,17 +112,77 @@ class Checkpoint:
                     elif entry.shape != shape:
                         file = self.files[entry.file]
                         problems.missing(f"{key} is {list(entry.shape)} in {Path(file).name}, and should be {list(shape)} by config.json")
+                    elif entry.dtype == quantisation.CODES:
+                        left.pop(key + SCALES, None)
+                        coded.append((layer, expert, key, entry, self.entries.get(key + SCALES)))
                     else:
                         found.append((0 if rule.shared else layer, expert, entry))
             if found:
                 stored += group(rule.key, shape, pieces, found, problems, replica=rule.alias)
+            if coded:
+                stored += self._scaled(rule, shape, pieces, coded, problems)
         ignored = {}
         for pattern, why in family.ignore.items():
             match = mapping.key_pattern(pattern)
             ignored.update({key: why for key in left if match.fullmatch(key)})
-        problems.extend(f"{key} {list(self.entries[key].shape)} is in no rule of {family.path.name}" for key in left if key not in ignored)
+        for key in [k for k in left if k not in ignored]:
+            weight = key.removesuffix(SCALES)
+            if weight in ignored:
+                ignored[key] = ignored[weight]
+            elif weight == key or weight in left:
+                problems.append(f"{key} {list(self.entries[key].shape)} is in no rule of {family.path.name}")
+            else:
+                what = f"holds {self.entries[weight].dtype}" if weight in self.entries else "is not there"
+                problems.missing(f"{key} in {self._file(key)} has scales, and {weight} {what}")
+        if problems and self.block is None and self.config.get(QUANTISED):
+            problems.damaged = True  # in front, as all others may follow from it
+            problems.insert(0, f"config.json says {QUANTISED} {_short(self.config[QUANTISED])}; of quantised models, those of quant_method fp8, "
+                               "fmt e4m3 and a weight_block_size are read: dequantise it first")  # fmt: skip
         problems.check()
         return Layout(self.files, stored, shapes_of(bound, scope), ignored)
+
+    def _scaled(self, rule: Rule, shape: tuple[int, ...], pieces: tuple[Piece, ...],
+                coded: list[tuple[int, int, str, Entry, Entry | None]], problems: Problems) -> Iterator[Stored]:  # fmt: skip
+        """Weights in 8 bits, each (layer, expert, key, its entry, that of its scales), as what they are worth."""
+        block, dtype = self.block, quantisation.CODES
+        where = f"{list(shape)} holds {dtype}, "
+        if block is None or len(shape) != 2:
+            lacks = "no weight_block_size (two numbers)" if block is None else f"blocks of {block[0]} x {block[1]}, and this is no matrix"
+            problems.extend(f"{key} {where}and {QUANTISED} of config.json says {lacks}: dequantise it first" for _, _, key, _, _ in coded)
+            problems.damaged = True
+            return
+        wanted = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+        good: dict[str, list[tuple[int, int, Entry, Entry]]] = {}
+        for layer, expert, key, entry, scales in coded:
+            if scales is None:
+                problems.missing(
+                    f"{key} {where}and {key}{SCALES} {list(wanted)} is missing: find the file that has it, or dequantise the model"
+                )
+            elif scales.shape != wanted:
+                problems.missing(f"{key}{SCALES} is {list(scales.shape)} in {self._file(key + SCALES)}, and should be {list(wanted)}: "
+                                 f"{key} is {list(shape)}, in blocks of {block[0]} x {block[1]}")  # fmt: skip
+            elif scales.dtype not in quantisation.SCALES:
+                problems.missing(
+                    f"{key}{SCALES} holds {scales.dtype} in {self._file(key + SCALES)}, and scales are {', '.join(quantisation.SCALES)}"
+                )
+            elif entry.strides or scales.strides:
+                problems.missing(f"{key} {where}and it or its scales are a view with strides; save both as dense tensors")
+            else:
+                good.setdefault(scales.dtype, []).append((layer, expert, entry, scales))
+        for kind, members in good.items():
+            layers, experts, files, ats, scale_files, scale_ats = np.array(
+                [(la, ex, e.file, e.at, s.file, s.at) for la, ex, e, s in members], "i8"
+            ).T
+            share = map(min, block, shape)  # so that no block, however large it is said to be, is larger than the weight
+            grids = (ats, shape[1], *share, scale_files, scale_ats, quantisation.SCALES.index(kind))
+            yield Stored(
+                rule.key, quantisation.VALUES, shape, pieces, layers.astype("i4"), experts.astype("i4"), files.astype("i4"), ats,
+                replica=rule.alias, scales=Scales(dtype, np.stack(np.broadcast_arrays(*grids), 1)),
+            )  # fmt: skip
+
+    def _file(self, key: str) -> str:
+        """The name of the file that holds a tensor."""
+        return Path(self.files[self.entries[key].file]).name
 
     # ---- headers
 
@@ -171,6 +244,11 @@ class Checkpoint:
             if name != os.path.basename(name) or name in ("", ".", ".."):
                 raise SourceError(f"{path}: names the file {name!r}; only files beside it are read")
         return found
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else text[:200] + " ..."
 
 
 def read_config(root: Path) -> dict[str, Any]:
