@@ -209,9 +209,18 @@ class Bound(NamedTuple):
         """The key of one of its tensors."""
         return self.rule.key.format(layer=layer, expert=expert, mtp=layer - self.num_layers)
 
+    def keys(self) -> list[str]:
+        """All keys that name layer and expert, layer by layer."""
+        experts = list(map(str, self.experts.tolist()))
+        out: list[str] = []
+        for layer in self.layers.tolist():
+            before, *after = self.rule.key.replace("{expert}", "\0").format(layer=layer, mtp=layer - self.num_layers).split("\0")
+            out += [expert.join([before, *after]) for expert in experts] if after else [before] * len(experts)
+        return out
+
     def instances(self) -> tuple[np.ndarray, np.ndarray]:
-        """(layer, expert) of each of its keys, layer by layer."""
-        return np.repeat(self.layers, len(self.experts)), np.tile(self.experts, len(self.layers))
+        """(layer, expert) of what each of `keys` holds."""
+        return np.repeat(self.layers * (not self.rule.shared), len(self.experts)), np.tile(self.experts, len(self.layers))
 
 
 class Dim(NamedTuple):

@@ -103,7 +103,9 @@ def test_args_that_change_the_model_are_not_overlooked(name: str, value: Any, so
 )  # fmt: skip
 def test_a_router_that_no_family_with_these_tensors_has_is_refused(name: str, value: Any, dim: str, sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update({name: value}))
-    with pytest.raises(MappingError, match=rf"(?s)no family computes.*deepseek_v3: it is for models where mla.*qwen3_moe: .*{dim} is {value!r}"):
+    with pytest.raises(
+        MappingError, match=rf"(?s)no family computes.*deepseek_v3: it is for models where mla.*qwen3_moe: .*{dim} is {value!r}"
+    ):
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 

@@ -144,7 +144,10 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.ndarray]:
     """Every tensor of a config, in `dtype` (ml_dtypes.bfloat16 for bfloat16)."""
-    copies = {".embed_tokens.weight": "model.embed_tokens.weight", ".shared_head.head.weight": "lm_head.weight"}  # of multi-token prediction
+    copies = {
+        ".embed_tokens.weight": "model.embed_tokens.weight",
+        ".shared_head.head.weight": "lm_head.weight",
+    }  # of multi-token prediction
     of = {name: next((whole for end, whole in copies.items() if name.endswith(end)), name) for name in shapes(c)}
     kinds = {name: "float32" if name.endswith("e_score_correction_bias") else dtype for name in shapes(c)}  # as published
     return {name: values(of[name], shape, seed).astype(DTYPES[kinds[name]][1]) for name, shape in shapes(c).items()}
@@ -236,7 +239,12 @@ def quantised(
     """
     held, scales, worth = {}, {}, {}
     for name, array in arrays.items():
-        if array.ndim != 2 or "embed" in name or "lm_head" in name or name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+        if (
+            array.ndim != 2
+            or "embed" in name
+            or name.endswith("head.weight")
+            or name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))
+        ):
             held[name] = worth[name] = array
             continue
         rows, columns = (-(-n // b) for n, b in zip(array.shape, block, strict=True))

@@ -94,33 +94,32 @@ class Checkpoint:
         scope = family.scope(dims)
         bound = family.bind(scope)
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
-        left = dict.fromkeys(self.entries)
+        used: set[str] = set()
         stored: list[Stored] = []
-        for b in bound:
-            rule = b.rule
+        for b in bound:  # of up to 10**5 tensors, so that what is done for each is little
+            rule, keys = b.rule, b.keys()
             whole = packed(rule, scope)
             shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
-            found, coded = [], []
-            for layer in b.layers.tolist():
-                for expert in b.experts.tolist():
-                    key = b.key(layer, expert)
-                    entry = self.entries.get(key)
-                    left.pop(key, None)
-                    if entry is None:
-                        if not rule.alias:
-                            problems.missing(f"{key} is missing; it should be {list(shape)}")
-                    elif entry.shape != shape:
-                        file = self.files[entry.file]
-                        problems.missing(f"{key} is {list(entry.shape)} in {Path(file).name}, and should be {list(shape)} by config.json")
-                    elif entry.dtype == quantisation.CODES:
-                        left.pop(key + SCALES, None)
-                        coded.append((layer, expert, key, entry, self.entries.get(key + SCALES)))
-                    else:
-                        found.append((0 if rule.shared else layer, expert, entry))
-            if found:
-                stored += group(rule.key, shape, pieces, found, problems, replica=rule.alias)
-            if coded:
+            used.update(keys)
+            held = list(map(self.entries.get, keys))
+            if any(e is None or e.shape != shape for e in held):
+                for key, entry in zip(keys, held, strict=True):
+                    if entry is not None and entry.shape != shape:
+                        problems.missing(f"{key} is {list(entry.shape)} in {self._file(key)}, and should be {list(shape)} by config.json")
+                    elif entry is None and not rule.alias:
+                        problems.missing(f"{key} is missing; it should be {list(shape)}")
+            layers, experts = b.instances()
+            found = [
+                (layer, expert, key, e)
+                for layer, expert, key, e in zip(layers.tolist(), experts.tolist(), keys, held, strict=True)
+                if e is not None and e.shape == shape
+            ]
+            if coded := [(*row, self.entries.get(row[2] + SCALES)) for row in found if row[3].dtype == quantisation.CODES]:
+                used.update(row[2] + SCALES for row in coded)
                 stored += self._scaled(rule, shape, pieces, coded, problems)
+            if plain := [(layer, expert, e) for layer, expert, _, e in found if e.dtype != quantisation.CODES]:
+                stored += group(rule.key, shape, pieces, plain, problems, replica=rule.alias)
+        left = {key: None for key in self.entries if key not in used}
         ignored = {}
         for pattern, why in family.ignore.items():
             match = mapping.key_pattern(pattern)
@@ -152,8 +151,8 @@ class Checkpoint:
             problems.damaged = True
             return
         wanted = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
-        good: dict[str, list[tuple[int, int, Entry, Entry]]] = {}
-        for layer, expert, key, entry, scales in coded:
+        fit = [(row, s) for row in coded if (s := row[4]) and s.shape == wanted and s.dtype in quantisation.SCALES]
+        for _, _, key, _, scales in coded if len(fit) < len(coded) else ():
             if scales is None:
                 problems.missing(
                     f"{key} {where}and {key}{SCALES} {list(wanted)} is missing: find the file that has it, or dequantise the model"
@@ -165,13 +164,12 @@ class Checkpoint:
                 problems.missing(
                     f"{key}{SCALES} holds {scales.dtype} in {self._file(key + SCALES)}, and scales are {', '.join(quantisation.SCALES)}"
                 )
-            elif entry.strides or scales.strides:
-                problems.missing(f"{key} {where}and it or its scales are a view with strides; save both as dense tensors")
-            else:
-                good.setdefault(scales.dtype, []).append((layer, expert, entry, scales))
-        for kind, members in good.items():
+        strided = [row[2] for row, scales in fit if row[3].strides or scales.strides]
+        problems.extend(f"{key} {where}and it or its scales are a view with strides; save both as dense tensors" for key in strided)
+        problems.damaged |= bool(strided)
+        for kind in dict.fromkeys(scales.dtype for _, scales in fit):
             layers, experts, files, ats, scale_files, scale_ats = np.array(
-                [(la, ex, e.file, e.at, s.file, s.at) for la, ex, e, s in members], "i8"
+                [(row[0], row[1], row[3].file, row[3].at, s.file, s.at) for row, s in fit if s.dtype == kind], "i8"
             ).T
             share = map(min, block, shape)  # so that no block, however large it is said to be, is larger than the weight
             grids = (ats, shape[1], *share, scale_files, scale_ats, quantisation.SCALES.index(kind))
@@ -219,14 +217,16 @@ class Checkpoint:
                 continue
             files.append(str(path))
             header = read_safetensors if kind == ".safetensors" else read_bin
-            for key, entry in header(str(path), len(files) - 1):
+            held = header(str(path), len(files) - 1)
+            strange = [] if weight_map is None else [key for key in held if weight_map.get(key) != name]
+            for key in dict.fromkeys([*(key for key in held if key in entries), *strange]):
                 if key in entries:
                     problems.append(f"{key} is in {Path(files[entries[key].file]).name} and in {name}")
-                elif weight_map is not None and weight_map.get(key, name) != name:
+                elif weight_map is not None and key in weight_map:
                     problems.append(f"{key} is in {name}, and {INDEX[kind]} says {weight_map[key]}")
-                elif weight_map is not None and key not in weight_map:
+                else:
                     problems.append(f"{key} is in {name}, and {INDEX[kind]} does not name it")
-                entries[key] = entry
+            entries.update(held)
         if weight_map is not None:
             here = {Path(f).name for f in files}
             problems.extend(
@@ -237,7 +237,7 @@ class Checkpoint:
     def _weight_map(self, path: Path) -> dict[str, str]:
         try:
             found = json.loads(read_file(path))["weight_map"]
-            assert isinstance(found, dict) and all(isinstance(v, str) for v in found.values())
+            assert isinstance(found, dict) and {str}.issuperset(map(type, found.values()))
         except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
             raise SourceError(f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted") from None
         for name in sorted(set(found.values())):
@@ -280,8 +280,8 @@ def side_files(root: Path) -> list[str]:
     return out
 
 
-def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
-    """(key, entry) of each tensor of one file, in the order of the data. SourceError says which bytes are wrong."""
+def read_safetensors(path: str, file: int) -> dict[str, Entry]:
+    """The tensors of one file by key, in the order of the data. SourceError says which bytes are wrong."""
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
@@ -329,26 +329,27 @@ def read_safetensors(path: str, file: int) -> Iterator[tuple[str, Entry]]:
                 known[code, shape] = dtype, shape, math.prod(shape) * dtypes.itemsize(dtype)
         except (TypeError, KeyError, ValueError, AssertionError):
             raise SourceError(f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes: {str(t)[:200]}") from None
-        dtype, shape, wanted = known[code, shape]
-        if end - start != wanted:
-            raise SourceError(f"{path}: {key}: {code} {list(shape)} takes {wanted:,} bytes, and data_offsets give {end - start:,}")
-        rows.append((start, end, key, Entry(dtype, shape, file, 8 + length + start)))
+        rows.append((start, end, key, known[code, shape]))
     rows.sort(key=itemgetter(0, 1))
-    at = 0
-    for start, end, key, _ in rows:
+    at, first = 0, 8 + length
+    out = {}
+    for start, end, key, (dtype, shape, wanted) in rows:
+        if end - start != wanted:
+            raise SourceError(f"{path}: {key}: {dtype} {list(shape)} takes {wanted:,} bytes, and data_offsets give {end - start:,}")
         if start != at:
             raise SourceError(
                 f"{path}: {key} starts at byte {start:,} of the data, and the tensor before it ends at {at:,}: a hole or an overlap"
             )
         at = end
+        out[key] = Entry(dtype, shape, file, first + start)
     if size != 8 + length + at:
         what = "truncated" if size < 8 + length + at else "padded"
         raise SourceError(f"{path}: {size:,} bytes, and its header describes {8 + length + at:,}: {what}")
-    return ((key, entry) for _, _, key, entry in rows)
+    return out
 
 
-def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
-    """(key, entry) of each tensor of a pytorch_model*.bin. Nothing in its pickle is imported or called."""
+def read_bin(path: str, file: int) -> dict[str, Entry]:
+    """The tensors of a pytorch_model*.bin by key. Nothing in its pickle is imported or called."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as e:
@@ -361,13 +362,13 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
         os.close(fd)
     if not isinstance(value, dict):
         raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a state dict")
-    out = []
+    out = {}
     for key, record in value.items():
         view = safe_pickle.as_tensor(record)
         if view is None or not isinstance(key, str):
             raise SourceError(f"{path}: {key!r} is no tensor but {safe_pickle.short(record)}")
-        out.append((key, entry_of(view, data, file)))
-    return iter(out)
+        out[key] = entry_of(view, data, file)
+    return out
 
 
 # ---------------------------------------------------------------------------------------------------------------- writing
@@ -389,10 +390,10 @@ def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_s
     rows: list[tuple[int, str, str, tuple[int, ...], int, int]] = []  # (rank in the file order, key, dtype, shape, rule, instance)
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
-        layers, experts = b.instances()
-        for i, (layer, expert) in enumerate(zip(layers.tolist(), experts.tolist(), strict=True)):
+        for i, key in enumerate(b.keys()):
+            layer = int(b.layers[i // len(b.experts)])
             order = layer + 1 if "layer" in b.rule.indices else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
-            rows.append((order, b.key(layer, expert), dtype, whole.shape, r, i))
+            rows.append((order, key, dtype, whole.shape, r, i))
     rows.sort(key=lambda row: row[0])
     sizes = [math.prod(row[3]) * dtypes.itemsize(row[2]) for row in rows]
     file_of, total = [0], 0
@@ -425,7 +426,7 @@ def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_s
         index = np.array([place[r, i] for i in range(len(layers))])
         stored.append(
             Stored(
-                b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers * (not b.rule.shared), experts, np.array(file_of, "i4")[index], at[index],
+                b.rule.key, dtype_of(b.rule, kinds), shape, pieces, layers, experts, np.array(file_of, "i4")[index], at[index],
                 replica=b.rule.alias,
             )
         )  # fmt: skip
