@@ -6,16 +6,17 @@ A safetensors file is 8 bytes of header length, a JSON header (dtype, shape, dat
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import os
 import re
 import struct
 from collections.abc import Iterator
 from functools import cached_property
-from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mckpt import dtypes, mapping, quantisation, safe_pickle, torch_file
 from mckpt.box import Layout, Piece, Scales, Stored
@@ -28,6 +29,7 @@ from mckpt.parallel import Parallel
 
 QUANTISED = "quantization_config"  # the key of config.json
 SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales
+_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')  # what most headers begin with, and is no tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
 ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
@@ -102,7 +104,7 @@ class Checkpoint:
             shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
             used.update(keys)
             held = list(map(self.entries.get, keys))
-            if any(e is None or e.shape != shape for e in held):
+            if {None if e is None else e.shape for e in held} - {shape}:
                 for key, entry in zip(keys, held, strict=True):
                     if entry is not None and entry.shape != shape:
                         problems.missing(f"{key} is {list(entry.shape)} in {self._file(key)}, and should be {list(shape)} by config.json")
@@ -114,9 +116,10 @@ class Checkpoint:
                 for layer, expert, key, e in zip(layers.tolist(), experts.tolist(), keys, held, strict=True)
                 if e is not None and e.shape == shape
             ]
-            if coded := [(*row, self.entries.get(row[2] + SCALES)) for row in found if row[3].dtype == quantisation.CODES]:
-                used.update(row[2] + SCALES for row in coded)
-                stored += self._scaled(rule, shape, pieces, coded, problems)
+            if coded := [row for row in found if row[3].dtype == quantisation.CODES]:
+                scales = [row[2] + SCALES for row in coded]
+                used.update(scales)
+                stored += self._scaled(rule, shape, pieces, coded, list(map(self.entries.get, scales)), problems)
             if plain := [(layer, expert, e) for layer, expert, _, e in found if e.dtype != quantisation.CODES]:
                 stored += group(rule.key, shape, pieces, plain, problems, replica=rule.alias)
         left = {key: None for key in self.entries if key not in used}
@@ -141,18 +144,18 @@ class Checkpoint:
         return Layout(self.files, stored, shapes_of(bound, scope), ignored)
 
     def _scaled(self, rule: Rule, shape: tuple[int, ...], pieces: tuple[Piece, ...],
-                coded: list[tuple[int, int, str, Entry, Entry | None]], problems: Problems) -> Iterator[Stored]:  # fmt: skip
-        """Weights in 8 bits, each (layer, expert, key, its entry, that of its scales), as what they are worth."""
+                coded: list[tuple[int, int, str, Entry]], held: list[Entry | None], problems: Problems) -> Iterator[Stored]:  # fmt: skip
+        """Weights in 8 bits, each (layer, expert, key, its entry), and the entries of their scales, as what they are worth."""
         block, dtype = self.block, quantisation.CODES
         where = f"{list(shape)} holds {dtype}, "
         if block is None or len(shape) != 2:
             lacks = "no weight_block_size (two numbers)" if block is None else f"blocks of {block[0]} x {block[1]}, and this is no matrix"
-            problems.extend(f"{key} {where}and {QUANTISED} of config.json says {lacks}: dequantise it first" for _, _, key, _, _ in coded)
+            problems.extend(f"{key} {where}and {QUANTISED} of config.json says {lacks}: dequantise it first" for _, _, key, _ in coded)
             problems.damaged = True
             return
         wanted = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
-        fit = [(row, s) for row in coded if (s := row[4]) and s.shape == wanted and s.dtype in quantisation.SCALES]
-        for _, _, key, _, scales in coded if len(fit) < len(coded) else ():
+        fit = [(row, s) for row, s in zip(coded, held, strict=True) if s and s.shape == wanted and s.dtype in quantisation.SCALES]
+        for (_, _, key, _), scales in zip(coded, held, strict=True) if len(fit) < len(coded) else ():
             if scales is None:
                 problems.missing(
                     f"{key} {where}and {key}{SCALES} {list(wanted)} is missing: find the file that has it, or dequantise the model"
@@ -168,11 +171,12 @@ class Checkpoint:
         problems.extend(f"{key} {where}and it or its scales are a view with strides; save both as dense tensors" for key in strided)
         problems.damaged |= bool(strided)
         for kind in dict.fromkeys(scales.dtype for _, scales in fit):
-            layers, experts, files, ats, scale_files, scale_ats = np.array(
-                [(row[0], row[1], row[3].file, row[3].at, s.file, s.at) for row, s in fit if s.dtype == kind], "i8"
-            ).T
-            share = map(min, block, shape)  # so that no block, however large it is said to be, is larger than the weight
-            grids = (ats, shape[1], *share, scale_files, scale_ats, quantisation.SCALES.index(kind))
+            alike = [both for both in fit if both[1].dtype == kind]
+            columns = ([row[0] for row, _ in alike], [row[1] for row, _ in alike], [row[3].file for row, _ in alike],
+                       [row[3].at for row, _ in alike], [s.file for _, s in alike], [s.at for _, s in alike])  # fmt: skip
+            layers, experts, files, ats, scale_files, scale_ats = (np.array(column, "i8") for column in columns)
+            rows, width = min(block[0], shape[0]), min(block[1], shape[1])  # no block, however large it is said to be, is larger than the weight
+            grids = (ats, shape[1], rows, width, scale_files, scale_ats, quantisation.SCALES.index(kind))
             yield Stored(
                 rule.key, quantisation.VALUES, shape, pieces, layers.astype("i4"), experts.astype("i4"), files.astype("i4"), ats,
                 replica=rule.alias, scales=Scales(dtype, np.stack(np.broadcast_arrays(*grids), 1)),
@@ -235,11 +239,13 @@ class Checkpoint:
         return files, entries, problems
 
     def _weight_map(self, path: Path) -> dict[str, str]:
+        import msgspec
+
         try:
-            found = json.loads(read_file(path))["weight_map"]
-            assert isinstance(found, dict) and {str}.issuperset(map(type, found.values()))
-        except (ValueError, KeyError, TypeError, AssertionError, RecursionError):
+            index: Any = msgspec.json.decode(read_file(path), type=msgspec.defstruct("Index", [("weight_map", dict[str, str])]))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             raise SourceError(f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted") from None
+        found: dict[str, str] = index.weight_map
         for name in sorted(set(found.values())):
             if name != os.path.basename(name) or name in ("", ".", ".."):
                 raise SourceError(f"{path}: names the file {name!r}; only files beside it are read")
@@ -299,6 +305,57 @@ def read_safetensors(path: str, file: int) -> dict[str, Entry]:
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
 
+    header = _header(path, raw)
+    starts = [t.data_offsets for t in header.values()]
+    if any(map(operator.gt, starts, starts[1:])):
+        header = dict(sorted(header.items(), key=lambda item: item[1].data_offsets))
+    out: dict[str, Entry] = {}
+    known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # (dtype, shape) -> dtype as we call it, bytes
+    at = 0
+    for key, t in header.items():
+        kind, (start, end) = (t.dtype, t.shape), t.data_offsets
+        if kind not in known:
+            if t.dtype not in dtypes.OF_SAFETENSORS:
+                raise SourceError(f"{path}: {key}: unknown dtype {t.dtype!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
+            dtype = dtypes.OF_SAFETENSORS[t.dtype]
+            known[kind] = dtype, math.prod(t.shape) * dtypes.itemsize(dtype)
+        dtype, wanted = known[kind]
+        if end - start != wanted:
+            raise SourceError(f"{path}: {key}: {t.dtype} {list(t.shape)} takes {wanted:,} bytes, and data_offsets give {end - start:,}")
+        if start != at:
+            raise SourceError(
+                f"{path}: {key} starts at byte {start:,} of the data, and the tensor before it ends at {at:,}: a hole or an overlap"
+            )
+        at = end
+        out[key] = Entry(dtype, kind[1], file, 8 + length + start)
+    if size != 8 + length + at:
+        what = "truncated" if size < 8 + length + at else "padded"
+        raise SourceError(f"{path}: {size:,} bytes, and its header describes {8 + length + at:,}: {what}")
+    return out
+
+
+@functools.cache
+def _tensor() -> Any:
+    """What a header says of one tensor, as a type for msgspec, which decodes JSON into it three times as fast as json into a dict."""
+    import msgspec
+
+    size: Any = Annotated[int, msgspec.Meta(ge=0)]
+    return msgspec.defstruct("Tensor", [("dtype", str), ("shape", tuple[size, ...]), ("data_offsets", tuple[size, size])], gc=False)
+
+
+def _header(path: str, raw: bytes) -> dict[str, Any]:
+    """The tensors of a header by key, each a `_tensor`; SourceError names the one that is none."""
+    import msgspec
+
+    metadata = _METADATA.match(raw)
+    try:
+        every: Any = dict[str, _tensor()]  # type: ignore[misc]  # made at run time
+        header: dict[str, Any] = msgspec.json.decode(b"{" + raw[metadata.end() :] if metadata else raw, type=every)
+        if raw.count(b'"data_offsets"') == len(header):  # else a name may stand twice
+            return header
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        pass  # what is wrong is found, and said, below
+
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
@@ -307,45 +364,18 @@ def read_safetensors(path: str, file: int) -> dict[str, Entry]:
         return out
 
     try:
-        header = json.loads(raw)
-        if isinstance(header, dict) and raw.count(b'"data_offsets"') != len(header) - ("__metadata__" in header):
-            header = json.loads(raw, object_pairs_hook=unique)  # three times slower: only where a name may stand twice
+        found = json.loads(raw, object_pairs_hook=unique)
     except (ValueError, RecursionError) as e:
         raise SourceError(f"{path}: the header is no JSON: {e}") from None
-    if not isinstance(header, dict):
+    if not isinstance(found, dict):
         raise SourceError(f"{path}: the header is no JSON object")
-    header.pop("__metadata__", None)
-    rows = []
-    known: dict[tuple[str, tuple[int, ...]], tuple[str, tuple[int, ...], int]] = {}  # (dtype, shape) as read -> as proved, bytes
-    for key, t in header.items():
+    found.pop("__metadata__", None)
+    for key, t in found.items():
         try:
-            code, shape, (start, end) = t["dtype"], tuple(t["shape"]), t["data_offsets"]
-            assert type(start) is type(end) is int and start >= 0
-            if (code, shape) not in known:
-                assert type(code) is str and {int}.issuperset(map(type, shape)) and min(shape, default=0) >= 0
-                if code not in dtypes.OF_SAFETENSORS:
-                    raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
-                dtype = dtypes.OF_SAFETENSORS[code]
-                known[code, shape] = dtype, shape, math.prod(shape) * dtypes.itemsize(dtype)
-        except (TypeError, KeyError, ValueError, AssertionError):
+            found[key] = msgspec.convert(t, _tensor())
+        except msgspec.ValidationError:
             raise SourceError(f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes: {str(t)[:200]}") from None
-        rows.append((start, end, key, known[code, shape]))
-    rows.sort(key=itemgetter(0, 1))
-    at, first = 0, 8 + length
-    out = {}
-    for start, end, key, (dtype, shape, wanted) in rows:
-        if end - start != wanted:
-            raise SourceError(f"{path}: {key}: {dtype} {list(shape)} takes {wanted:,} bytes, and data_offsets give {end - start:,}")
-        if start != at:
-            raise SourceError(
-                f"{path}: {key} starts at byte {start:,} of the data, and the tensor before it ends at {at:,}: a hole or an overlap"
-            )
-        at = end
-        out[key] = Entry(dtype, shape, file, first + start)
-    if size != 8 + length + at:
-        what = "truncated" if size < 8 + length + at else "padded"
-        raise SourceError(f"{path}: {size:,} bytes, and its header describes {8 + length + at:,}: {what}")
-    return out
+    return found
 
 
 def read_bin(path: str, file: int) -> dict[str, Entry]:
