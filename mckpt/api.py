@@ -228,8 +228,8 @@ def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = Fal
     target = target or Target(**wanted)
     if target.format not in FORMATS:
         raise UsageError(f"no format {target.format!r}; known: {', '.join(FORMATS)}")
-    if target.format == "hf" and source.format == "hf":
-        raise UsageError(f"{source.path}: is a Hugging Face directory already")
+    if target.format == "hf" and source.format == "hf" and not source.quantised:
+        raise UsageError(f"{source.path}: is a Hugging Face directory already, and none of its tensors is quantised")
     destination = Destination(
         Path(dst), None if target.format == "hf" else _unit(source, target), source.root, overwrite=overwrite, update_tracker=update_tracker, helps=helps
     )

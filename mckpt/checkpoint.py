@@ -175,8 +175,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return other
 
     @property
+    def quantised(self) -> bool:
+        """Whether config.json says that weights are stored in 8 bits with scales."""
+        return isinstance(self.stored, hf.Checkpoint) and self.stored.block is not None
+
+    @property
     def described_by(self) -> Path | None:
-        """The Hugging Face directory that describes the model of a Megatron checkpoint: --like, else DST/hf."""
+        """The Hugging Face directory that describes the model: this one, or of a Megatron checkpoint --like, else DST/hf."""
+        if self.format == "hf":
+            return self.path
         return Path(self.known.like) if self.known.like else self.side_directory
 
     @cached_property

@@ -99,7 +99,8 @@ def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict
     vocab_size = left.dims["vocab_size"]
     sequences = [*read_tokens(options.tokens, vocab_size), *_sequences(left, options)]
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
-    launching.launch("mckpt.trainer.reference", {"hf": str(left.path), "out": str(work), "dtype": subjects[0].dtype, **held}, work, device)
+    path = _as_transformers_reads_it(left, work)
+    launching.launch("mckpt.trainer.reference", {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held}, work, device)
 
     def run(suffix: str, sizes: dict[str, int]) -> None:
         jobs = [
@@ -128,6 +129,18 @@ def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict
         if options.level == "train" and one.verdict != "fail":
             _train(subject, one, work, options)
     return found
+
+
+def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
+    """The directory, or of a quantised one a copy that is not.
+
+    transformers 5 runs 8 bits on few GPUs, and elsewhere reads blocks wrongly that do not divide a weight (integrations/finegrained_fp8.py).
+    """
+    if not left.quantised:
+        return left.path
+    copy = work / "dequantised"
+    api.plan(left, copy, format="hf").run(checksum="none")
+    return copy
 
 
 # ---------------------------------------------------------------------------------------------------------------- bytes
@@ -228,9 +241,10 @@ def _dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
 
 
 def _notes(left: Checkpoint) -> list[str]:
-    """What stock Megatron would compute otherwise, though its args say it: the trainer here goes by the args."""
+    """What is not run as it is stored; what stock Megatron would compute otherwise, though its args say it: the trainer here goes by the args."""
     found = mapping.load("megatron", DIALECT).inexact(left.dims, api.GIVEN)
-    return [f"{name}: {why}; here the checkpoint's args are gone by" for name, why in found.items()]
+    quantised = ["transformers runs on a copy of the Hugging Face side in bfloat16, dequantised by mckpt"] * left.quantised
+    return [*quantised, *(f"{name}: {why}; here the checkpoint's args are gone by" for name, why in found.items())]
 
 
 def differing_dims(left: Checkpoint, right: Checkpoint, window: bool = False) -> tuple[list[dict[str, Any]], str | None]:

@@ -418,3 +418,19 @@ def test_a_value_beyond_float16_is_named(one, tmp_path):
     args = ("hf-to-megatron", src, tmp_path / "dst", "--dtype", "fp16")
     refused(2, "layers.2.mlp.up.weight", "65504", "--allow-overflow", args=args)
     good(*args, "--allow-overflow")
+
+
+def test_a_copy_that_is_not_quantised(checkpoint, tmp_path):
+    """From Hugging Face to Hugging Face: what it is worth, and a config that says no quantisation; of that there is no further copy."""
+    package.plan(checkpoint / "fp8", tmp_path / "copy", format="hf").run()
+    assert not package.diff(checkpoint / "plain", tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text()) == json.loads((checkpoint / "plain" / "config.json").read_text())
+    refused(2, "none of its tensors is quantised", args=("megatron-to-hf", tmp_path / "copy", tmp_path / "again"))
+
+
+@pytest.mark.slow
+def test_megatron_core_computes_what_transformers_does_with_the_values(tmp_path):
+    tiny.tiny_quantised("deepseek-v3", tmp_path / "hf", (16, 16))
+    good("hf-to-megatron", tmp_path / "hf", tmp_path / "megatron", "--tp", 2)
+    said = good("verify", tmp_path / "hf", tmp_path / "megatron").out
+    assert "PASS" in said and "dequantised by mckpt" in said
