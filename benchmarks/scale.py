@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale [--ranks 8,64,512]
 
-A mixture of 1T parameters with Adam state: bf16 weights, and fp32 master, first and second moment of each, 14 bytes a parameter. The plan is
+Kimi-K2 (1T parameters) with Adam state: bf16 weights, and fp32 master, first and second moment of each, 14 bytes a parameter. The plan is
 that of its weights (tp8 pp16 ep32, as in `benchmarks/run`); the three fp32 copies are the same boxes at twice the bytes, in files of their own.
 """
 
@@ -29,9 +29,10 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,64,512")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
-        hf = models.write(models.MIXTURE_1T, Path(work) / "hf", sparse=True, shard_bytes=5_000_000_000)
+        in_bf16 = {**models.config("kimi-k2"), "quantization_config": None}
+        hf = models.write(in_bf16, Path(work) / "hf", sparse=True, shard_bytes=5_000_000_000)
         begun = time.perf_counter()
-        plan = api.plan(hf, Path(work) / "out", format="torch_dist", parallel=SIZES)
+        plan = api.plan(hf, Path(work) / "out", format="torch_dist", parallel=SIZES, allow_inexact=["rope_beta_fast"])
         planned = time.perf_counter() - begun
     copies, casts = plan.joined.copies, plan.joined.casts
     num_sources, num_targets = len(plan.source.layout.files), len(plan.outputs)

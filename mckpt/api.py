@@ -28,6 +28,7 @@ from mckpt.publishing import Destination
 from mckpt.ranks import Ranks, Session
 
 FORMATS = ("hf", "torch", "torch_dist")
+MAX_SHARD_SIZE = 2 * 10**9  # bytes; so that a small model too has files for several threads: two writers of one inode wait for each other
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 Progress = Callable[..., None]  # (bytes done, bytes in all), and of what writes files (files done, files in all) too
 
@@ -56,7 +57,7 @@ class Target:
     allow_inexact: Sequence[str] = ()
     no_optimizer: bool = False
     tokenizer: str | Path | None = None
-    max_shard_size: int = 5 * 10**9
+    max_shard_size: int = MAX_SHARD_SIZE
     keep_padding: bool = False
 
 

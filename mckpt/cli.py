@@ -142,7 +142,7 @@ def hf_to_megatron(form: str, **o: Any) -> None:
 @click.option(
     "--tokenizer", type=click.Path(file_okay=False, path_type=Path), help="A directory whose tokenizer and other side files are copied."
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Largest safetensors file.")
+@click.option("--max-shard-size", default="2GB", show_default=True, help="Largest safetensors file.")
 @click.option("--keep-padding", is_flag=True, help="Keep the padded rows of the vocabulary.")
 @_megatron_source
 @_knowing
@@ -179,7 +179,7 @@ def reshard(form: str | None, **o: Any) -> None:
     "--to", "form", type=click.Choice(["hf", "torch", "torch_dist"]), help="Target format; torch_dist from Hugging Face, else hf."
 )
 @click.option("--tokenizer", type=click.Path(file_okay=False, path_type=Path))
-@click.option("--max-shard-size", default="5GB", show_default=True)
+@click.option("--max-shard-size", default="2GB", show_default=True)
 @click.option("--no-optimizer", is_flag=True)
 @_megatron_source
 @_megatron_target
@@ -412,7 +412,8 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         grouped_experts=o.get("grouped_experts"), divisible_by=o.get("divisible_by") or api.DIVISIBLE_BY,
         layer_keys=o.get("layer_keys"),
         common_as_object=o.get("common_state") == "object", iteration=o.get("target_iteration"), allow_inexact=o["allow_inexact"],
-        no_optimizer=o.get("no_optimizer", False), tokenizer=o.get("tokenizer"), max_shard_size=parse_size(o.get("max_shard_size") or "5GB"),
+        no_optimizer=o.get("no_optimizer", False), tokenizer=o.get("tokenizer"),
+        max_shard_size=parse_size(o["max_shard_size"]) if o.get("max_shard_size") else api.MAX_SHARD_SIZE,
         keep_padding=o.get("keep_padding", False),
     )  # fmt: skip
     ranks = Ranks() if dry_run else Ranks.of_environment()
