@@ -302,24 +302,21 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
     rest = b"".join((e.constant(layout), b"\x89", e.constant(encoding), b"\x89tb"))
     sizes: dict[Index, bytes] = {}
     ends: dict[int, bytes] = {}  # by length: there are few
-    strings: dict[str, bytes] = {}
 
     def size(t: Index) -> bytes:
         if t not in sizes:
             sizes[t] = size_class + b"(" + b"".join(map(emit_int, t)) + b"t\x85R"
         return sizes[t]
 
-    def string(s: str) -> bytes:
-        if s not in strings:
-            strings[s] = e.word(s)
-        return strings[s]
-
+    items = list(items)
+    texts = list(dict.fromkeys([*tensors, *(key for key, *_ in items), *(file for _, _, file, _, _ in items)]))
+    string = dict(zip(texts, e.words(texts), strict=True))
     out = e.out
     out += new["Metadata"] + b"}("
     e.save("state_dict_metadata")
     out += b"}"
     for key, tensor in tensors.items():
-        k = string(key)
+        k = string[key]
         if tensor is None:
             out += k + new["BytesStorageMetadata"] + b"s"
             continue
@@ -339,7 +336,7 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
     info = word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
     at, then = word["offset"], word["length"]
     for key, at_chunk, file, offset, length in items:
-        k, f, o = string(key), string(file), b"N" if at_chunk is None else size(at_chunk)
+        k, f, o = string[key], string[file], b"N" if at_chunk is None else size(at_chunk)
         if length not in ends:
             ends[length] = then + emit_int(length) + b"ubs"
         out += b"".join((index, k, at, o, info, f, at, emit_int(offset), ends[length]))

@@ -651,13 +651,15 @@ class Emitter:
         self._keep.append(value)
         return self._get(self._memo[id(value)])
 
-    def word(self, text: str) -> bytes:
-        """`constant` of a string that is not in the memo yet; there may be 10**5 of them."""
-        raw = text.encode("utf-8", "surrogatepass")
-        n = self._memo[id(text)] = len(self._memo)
-        self._keep.append(text)
-        got = self._get(n)
-        self.out += b"X%b%b%b%b0" % (struct.pack("<I", len(raw)), raw, b"q" if n < 256 else b"r", got[1:])
+    def words(self, texts: list[str]) -> list[bytes]:
+        """`constant` of each of these strings, none of which is in the memo yet; there may be 10**5 of them."""
+        first, pack = len(self._memo), struct.Struct("<I").pack
+        raws = [text.encode("utf-8", "surrogatepass") for text in texts]
+        got = [self._get(n) for n in range(first, first + len(texts))]
+        put = {b"h": b"q", b"j": b"r"}
+        self.out += b"".join([b"X%b%b%b%b0" % (pack(len(raw)), raw, put[get[:1]], get[1:]) for raw, get in zip(raws, got, strict=True)])
+        self._memo.update(zip(map(id, texts), range(first, first + len(texts)), strict=True))
+        self._keep += texts
         return got
 
     def _put(self, value: Any) -> None:
