@@ -1,5 +1,5 @@
 """`python -m mckpt`."""
 
-from mckpt.cli import main
+from mckpt.cli import process
 
-main()
+process()

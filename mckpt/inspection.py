@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +11,23 @@ from mckpt import mapping, megatron_args
 from mckpt.checkpoint import DIALECT, Checkpoint
 from mckpt.dtypes import itemsize
 from mckpt.errors import MappingError
-from mckpt.formats import hf, torch, torch_dist
+from mckpt.formats import hf, torch_dist
 from mckpt.mapping import hub
 
 SHOWN = 40  # lines of tensors in the text form; --json has all
 
 
-def inspect(source: Checkpoint) -> dict[str, Any]:
-    """Format, model, sizes, iteration and every stored tensor, from headers alone."""
+def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
+    """Format, model, sizes, iteration and stored tensors, every one or the first `most`, from headers alone."""
     stored = source.stored
     out: dict[str, Any] = {"path": str(source.path), "format": stored.format}
-    tensors: dict[str, dict[str, Any]] = {}
+    rows: list[tuple[str, str, tuple[int, ...], dict[str, Any]]]  # key, dtype, shape, and what else is said
     if isinstance(stored, hf.Checkpoint):
         config = stored.config if (source.path / "config.json").is_file() else {}
         out["model"] = ", ".join(config.get("architectures") or []) or None
         out["files"] = len(stored.files)
         out["problems"] = stored.problems
-        tensors = {k: {"shape": list(e.shape), "dtype": e.dtype} for k, e in stored.entries.items()}
+        rows = [(k, e.dtype, e.shape, {}) for k, e in stored.entries.items()]
     else:
         args = stored.common.args or {}
         out["iteration"] = stored.common.fields.get("iteration")
@@ -38,16 +39,17 @@ def inspect(source: Checkpoint) -> dict[str, Any]:
         if isinstance(stored, torch_dist.Checkpoint):
             out["files"] = len(stored.files)
             out["objects"] = len(stored.metadata.objects)
-            for key, (dtype, size, chunks) in stored.metadata.tensors.items():
-                tensors[key] = {"shape": list(size), "dtype": dtype, "chunks": len(chunks)}
-        elif isinstance(stored, torch.Checkpoint):
+            rows = [(k, dtype, size, {"chunks": len(chunks)}) for k, (dtype, size, chunks) in stored.metadata.tensors.items()]
+        else:
             out["files"] = len(stored.directories)
-            tensors = {k: {"shape": list(e.shape), "dtype": e.dtype} for k, e in stored.first_rank_tensors().items()}
+            rows = [(k, e.dtype, e.shape, {}) for k, e in stored.first_rank_tensors().items()]
             out["shown"] = f"tensors of {stored.directories[0]}, one of {len(stored.directories)} ranks"
-    for t in tensors.values():
-        t["bytes"] = math.prod(t["shape"]) * itemsize(t["dtype"])
-    out["tensors"] = tensors
-    out["num_tensors"], out["bytes"] = len(tensors), sum(t["bytes"] for t in tensors.values())
+    kinds = Counter((dtype, shape) for _, dtype, shape, _ in rows)  # few, of up to 10**5 tensors
+    size = {(dtype, shape): math.prod(shape) * itemsize(dtype) for dtype, shape in kinds}
+    out["tensors"] = {
+        k: {"shape": list(shape), "dtype": dtype, **more, "bytes": size[dtype, shape]} for k, dtype, shape, more in rows[:most]
+    }
+    out["num_tensors"], out["bytes"] = len(rows), sum(n * size[kind] for kind, n in kinds.items())
     return out
 
 
@@ -55,10 +57,10 @@ def text(found: dict[str, Any]) -> str:
     """The same for people."""
     lines = [f"{k}: {v}" for k, v in found.items() if k not in ("tensors", "problems") and v is not None]
     lines += [f"problem: {p}" for p in found.get("problems", ())]
-    rows = list(found["tensors"].items())
-    lines += [f"  {k}  {t['dtype']} {t['shape']}" + (f" in {t['chunks']} chunks" if "chunks" in t else "") for k, t in rows[:SHOWN]]
-    if len(rows) > SHOWN:
-        lines.append(f"  and {len(rows) - SHOWN:,} more; --json lists all")
+    rows = list(found["tensors"].items())[:SHOWN]
+    lines += [f"  {k}  {t['dtype']} {t['shape']}" + (f" in {t['chunks']} chunks" if "chunks" in t else "") for k, t in rows]
+    if found["num_tensors"] > len(rows):
+        lines.append(f"  and {found['num_tensors'] - len(rows):,} more; --json lists all")
     return "\n".join(lines)
 
 

@@ -104,7 +104,7 @@ def test_a_closed_pipe_is_no_difference(src):
 
 
 def test_internal_errors_say_so(monkeypatch, src):
-    monkeypatch.setattr("mckpt.inspection.inspect", lambda source: 1 // 0)
+    monkeypatch.setattr("mckpt.inspection.inspect", lambda source, most: 1 // 0)
     said = mckpt("inspect", src)
     assert said.code == 70 and "ZeroDivisionError" in said.err and "internal error" in said.err
 

@@ -236,10 +236,10 @@ def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
 def test_rows_that_no_token_reaches_are_compared(directory: Path, verdicts: dict[str, mckpt.Verdict]) -> None:
     left, right = Checkpoint(directory / "hf"), Checkpoint(directory / "clean", Known(like=directory / "hf"))
     pair = verdict.Pair("checkpoint0", left, right, directory, verdicts["clean"].facts["sizes"], [])
-    assert verdict._unreached(pair) == []
+    assert verdict._differing(pair, verdict._not_run(pair)) == []
     shifted = directory / f"fault{[name for name, _, _ in FAULTS].index('vocabulary shifted by one row')}"
     pair.right = Checkpoint(shifted, Known(like=directory / "hf"))
-    assert verdict._unreached(pair)[0].startswith("embed.weight: ")
+    assert verdict._differing(pair, verdict._not_run(pair))[0].startswith("embed.weight: ")
 
 
 def test_choices_that_transformers_itself_changes_are_left_out() -> None:

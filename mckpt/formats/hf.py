@@ -222,16 +222,13 @@ class Checkpoint:
             files.append(str(path))
             header = read_safetensors if kind == ".safetensors" else read_bin
             held = header(str(path), len(files) - 1)
-            strange = [] if weight_map is None else [key for key in held if weight_map.get(key) != name]
-            for key in dict.fromkeys([*(key for key in held if key in entries), *strange]):
-                if key in entries:
-                    problems.append(f"{key} is in {Path(files[entries[key].file]).name} and in {name}")
-                elif weight_map is not None and key in weight_map:
-                    problems.append(f"{key} is in {name}, and {INDEX[kind]} says {weight_map[key]}")
-                else:
-                    problems.append(f"{key} is in {name}, and {INDEX[kind]} does not name it")
+            problems.extend(f"{key} is in {Path(files[entries[key].file]).name} and in {name}" for key in sorted(held.keys() & entries.keys()))
+            if weight_map is not None and not dict.fromkeys(held, name).items() <= weight_map.items():
+                for key in (key for key in held if key not in entries and weight_map.get(key) != name):
+                    said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
+                    problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
             entries.update(held)
-        if weight_map is not None:
+        if weight_map is not None and len(entries) < len(weight_map):
             here = {Path(f).name for f in files}
             problems.extend(
                 f"{k}: {INDEX[kind]} says it is in {f}, and it is not" for k, f in weight_map.items() if k not in entries and f in here
