@@ -130,7 +130,7 @@ def execute(
     def move(rank: int) -> None:
         share = ranks.share(run.num_units, rank)
         run.load(share)
-        crew.each(run.todo(share), run.targets, run.move, tick)
+        crew.each(run.todo(share, threads), run.targets, run.move, tick)
 
     def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
         journal.write_sum(file, run.finish(file, outputs[file], run.ranges(file), checksum, memory, check))
@@ -220,14 +220,15 @@ class _Run:
         found: list[int] = np.unique(slabs["unit"][clusters[slabs["cluster"]]]).tolist()
         return found
 
-    def todo(self, units: range) -> Iterator[int]:
-        """The slabs of those units that are not done."""
+    def todo(self, units: range, lanes: int) -> Iterator[int]:
+        """The slabs of those units that are not done, of `lanes` parts by turns: threads are then far apart, and seldom in one target file."""
         unit = self.work.slabs["unit"]
         first, last = np.searchsorted(unit, [units.start, units.stop])
         slabs = [s for s in range(int(first), int(last)) if int(unit[s]) not in self.done]
         self.left = Counter(unit[slabs].tolist())
         self.open = {u: [] for u in self.left}
-        return iter(slabs)
+        size = -(-len(slabs) // lanes)
+        return (slabs[i] for first in range(size) for i in range(first, len(slabs), size))
 
     def targets(self, slab: int) -> frozenset[int]:
         """The files a slab writes."""

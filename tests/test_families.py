@@ -16,9 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mckpt
 from mckpt import safe_pickle, torch_file
+from mckpt.formats import hf as hf_format
 from mckpt.formats import torch as torch_format
 from mckpt.formats import torch_dist
 from mckpt.parallel import Parallel
@@ -218,19 +221,45 @@ def index(directory: Path) -> None:
 
 
 def test_shards_are_cut_at_the_size(sources: dict[str, Path], tmp_path: Path) -> None:
-    """No file of more than one tensor is larger; no two neighbours would fit into one."""
+    """No file of more than one tensor is larger; no two neighbours would fit into one, where tensors are about as large as files may be."""
     mckpt.plan(sources["qwen3-moe"], tmp_path / "a").run()
     mckpt.plan(tmp_path / "a", tmp_path / "hf", format="hf", max_shard_size=60_000).run()
     index(tmp_path / "hf")
     sizes = []
     for path in sorted((tmp_path / "hf").glob("*.safetensors")):
-        raw = path.read_bytes()
-        header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        held = [t["data_offsets"][1] - t["data_offsets"][0] for name, t in header.items() if name != "__metadata__"]
+        held = safetensors_of(path)
         assert sum(held) <= 60_000 or len(held) == 1
         sizes.append((held[0], sum(held)))
     assert len(sizes) > 3
     assert all(before[1] + after[0] > 60_000 for before, after in itertools.pairwise(sizes))
+
+
+def test_shards_are_of_about_the_same_size(sources: dict[str, Path], tmp_path: Path) -> None:
+    """No more of them than there must be, and none larger."""
+    mckpt.plan(sources["qwen3-moe"], tmp_path / "a").run()
+    mckpt.plan(tmp_path / "a", tmp_path / "hf", format="hf", max_shard_size=700_000).run()
+    index(tmp_path / "hf")
+    found = [safetensors_of(path) for path in sorted((tmp_path / "hf").glob("*.safetensors"))]
+    sizes, largest = [sum(held) for held in found], max(size for held in found for size in held)
+    assert len(sizes) == -(-sum(sizes) // 700_000) == 4
+    assert max(sizes) <= 700_000 and max(sizes) - min(sizes) <= 2 * largest
+
+
+def safetensors_of(path: Path) -> list[int]:
+    """Bytes of each tensor of a file."""
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    return [t["data_offsets"][1] - t["data_offsets"][0] for name, t in header.items() if name != "__metadata__"]
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 400))
+def test_files_are_cut_in_order(sizes: list[int], most: int) -> None:
+    files = hf_format.cut(sizes, most)
+    assert files[0] == 0 and all(after - before in (0, 1) for before, after in itertools.pairwise(files))
+    for file in range(files[-1] + 1):
+        held = [size for size, f in zip(sizes, files, strict=True) if f == file]
+        assert sum(held) <= most or len(held) == 1
+    assert files[-1] + 1 <= 2 * -(-sum(sizes) // most) + 1 or max(sizes) > most / 2
 
 
 # ---------------------------------------------------------------------------------------------------------------- corners

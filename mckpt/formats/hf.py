@@ -410,8 +410,29 @@ def parse_size(text: str) -> int:
     return size
 
 
+def cut(sizes: list[int], most: int) -> list[int]:
+    """The file of each tensor, of these bytes and in this order: files of about the same size, so that threads that write them end together.
+
+    None is larger than `most` bytes but by one tensor alone.
+    """
+    each = np.array(sizes, "i8")
+    total = int(each.sum())
+    middle = np.cumsum(each) - each / 2
+    least = max(1, -(-total // most))
+    for count in range(least, least + least // 8 + 2):  # the fewest, or a few more
+        _, even = np.unique(np.minimum(middle * count // max(1, total), count - 1), return_inverse=True)
+        if not ((np.bincount(even, each) > most) & (np.bincount(even) > 1)).any():
+            return [int(file) for file in even]
+    files, held = [0], 0  # tensors about as large as `most`: as many as fit, one file after the other
+    for i, size in enumerate(sizes):
+        full = i > 0 and held + size > most
+        held = size if full else held + size
+        files.append(files[-1] + full)
+    return files[1:]
+
+
 def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_size: int) -> tuple[Layout, list[TargetFile]]:
-    """The safetensors files of a model, and their index: layer by layer, cut before a file grows past `max_shard_size` bytes."""
+    """The safetensors files of a model, and their index: layer by layer, cut so that no file grows past `max_shard_size` bytes."""
     scope = family.scope(dims)
     bound = [b for b in family.bind(scope) if b.rule.written]
     rows: list[tuple[int, str, str, tuple[int, ...], int, int]] = []  # (rank in the file order, key, dtype, shape, rule, instance)
@@ -423,12 +444,7 @@ def lay_out(family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_s
             rows.append((order, key, dtype, whole.shape, r, i))
     rows.sort(key=lambda row: row[0])
     sizes = [math.prod(row[3]) * dtypes.itemsize(row[2]) for row in rows]
-    file_of, total = [0], 0
-    for i, size in enumerate(sizes):
-        new = i > 0 and total + size > max_shard_size
-        total = size if new else total + size
-        file_of.append(file_of[-1] + new)
-    file_of = file_of[1:]
+    file_of = cut(sizes, max_shard_size)
     count = file_of[-1] + 1
     names = [SINGLE[".safetensors"]] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     place = {(row[4], row[5]): i for i, row in enumerate(rows)}
