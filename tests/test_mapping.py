@@ -331,6 +331,15 @@ def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
     assert mapping.load("hf", str(tmp_path / "my.yaml")).inert == mapping.load("hf", "llama").inert | {"one_key", "another"}
 
 
+def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
+    """By megatron-core (multi_latent_attention.py), and by no family."""
+    dialect, family = mapping.load("megatron", "mcore"), mapping.load("hf", "deepseek_v3")
+    args = dialect.write(family.read(tiny.config("deepseek-v3-plain")), api.GIVEN)
+    assert dialect.read(args)["rope_type"] == "default"
+    dims = dialect.read({**args, "rotary_scaling_factor": 40, "mscale_all_dim": 1.0})
+    assert "rope_type" in family.inexact(dims)
+
+
 def test_an_arg_that_no_dim_says_is_refused() -> None:
     """Expectations of the dialect: unset is as listed, another value is another model."""
     dialect = mapping.load("megatron", "mcore")
