@@ -326,7 +326,7 @@ def read_safetensors(path: str, file: int) -> dict[str, Entry]:
         at = end
         out[key] = Entry(dtype, kind[1], file, 8 + length + start)
     if size != 8 + length + at:
-        what = "truncated" if size < 8 + length + at else "padded"
+        what = "truncated; download or copy it again" if size < 8 + length + at else "padded"
         raise SourceError(f"{path}: {size:,} bytes, and its header describes {8 + length + at:,}: {what}")
     return out
 
