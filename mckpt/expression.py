@@ -130,7 +130,7 @@ def _value(node: ast.AST, scope: Mapping[str, Any]) -> Any:
         case ast.Call(func=ast.Name(id=name)):
             return _FUNCTIONS[name](*(_value(a, scope) for a in node.args))
         case ast.ListComp(generators=[ast.comprehension(target=ast.Name(id=name)) as each]):
-            items = _value(each.iter, scope)
-            inner = (ChainMap({name: item}, scope) for item in items)  # type: ignore[arg-type]  # it wants scopes to write in, and none is written
+            outer: Any = scope  # ChainMap wants scopes to write in, and none is written
+            inner = (ChainMap({name: item}, outer) for item in _value(each.iter, scope))
             return [_value(node.elt, s) for s in inner if all(_value(test, s) for test in each.ifs)]
     raise ExpressionError(f"{ast.dump(node)} is not allowed in a mapping")

@@ -182,8 +182,8 @@ def target(shapes: dict[str, tuple[int, int]], how: str, dtype: str) -> tuple[La
             continue
         down, across = {"whole": (1, 1), "rows": (4, 1), "columns": (1, 4)}[how]
         cuts = [np.linspace(0, n, k + 1).astype(int).tolist() for n, k in ((rows, down), (columns, across))]
-        for r, s in zip(cuts[0], cuts[0][1:], strict=False):
-            for c, d in zip(cuts[1], cuts[1][1:], strict=False):
+        for r, s in itertools.pairwise(cuts[0]):
+            for c, d in itertools.pairwise(cuts[1]):
                 add((s - r, d - c), Piece(name, Box((r, c), (s - r, d - c)), 0, (d - c, 1)))
     return Layout([str(i) for i in range(len(ends))], stored, dict(shapes)), ends
 

@@ -13,6 +13,7 @@ import operator
 import os
 import re
 import struct
+import types
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -346,7 +347,7 @@ def _header(path: str, raw: bytes) -> dict[str, Any]:
 
     metadata = _METADATA.match(raw)
     try:
-        every: Any = dict[str, _tensor()]  # type: ignore[misc]  # made at run time
+        every: Any = types.GenericAlias(dict, (str, _tensor()))
         header: dict[str, Any] = msgspec.json.decode(b"{" + raw[metadata.end() :] if metadata else raw, type=every)
         if raw.count(b'"data_offsets"') == len(header):  # else a name may stand twice
             return header

@@ -24,8 +24,9 @@ class Norm(torch.nn.Module):
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0  # the weight is then stored less 1
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
         self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
+        parameter: Any  # with a mark that finalize_model_grads looks for
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # for finalize_model_grads
+            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.float() + self.offset
