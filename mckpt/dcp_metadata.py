@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -283,6 +283,18 @@ def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 # ------------------------------------------------------------------------------------------------ writing
 
 
+class _Opcodes(dict[Any, bytes]):
+    """Value -> the opcodes that push it or are made of it, which `make` is asked for once."""
+
+    def __init__(self, make: Callable[[Any], bytes]) -> None:
+        super().__init__()
+        self.make = make
+
+    def __missing__(self, value: Any) -> bytes:
+        made = self[value] = self.make(value)
+        return made
+
+
 def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[str, Index | None, str, int, int]]) -> bytes:
     """The `.metadata` pickle. tensors: key -> (dtype, global shape, [(offsets, sizes)]), or None for an object;
     items: (key, offsets or None, file, offset, length), one for each chunk and object.
@@ -300,21 +312,19 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
     layout: Record = glob("torch.serialization", "_get_layout")("torch.strided")
     encoding: Record = glob(_DCP, "_MEM_FORMAT_ENCODING")(0)
     rest = b"".join((e.constant(layout), b"\x89", e.constant(encoding), b"\x89tb"))
-    sizes: dict[Index, bytes] = {}
-    ends: dict[int, bytes] = {}  # by length: there are few
-
-    def size(t: Index) -> bytes:
-        if t not in sizes:
-            sizes[t] = size_class + b"(" + b"".join(map(emit_int, t)) + b"t\x85R"
-        return sizes[t]
+    number = _Opcodes(emit_int)
+    size = _Opcodes(lambda t: b"".join((size_class, b"(", *map(number.__getitem__, t), b"t\x85R")))
+    size[None] = b"N"
 
     items = list(items)
-    texts = list(dict.fromkeys([*tensors, *(key for key, *_ in items), *(file for _, _, file, _, _ in items)]))
+    texts = list({**dict.fromkeys(tensors), **dict.fromkeys(map(itemgetter(0), items)), **dict.fromkeys(map(itemgetter(2), items))})
     string = dict(zip(texts, e.words(texts), strict=True))
     out = e.out
     out += new["Metadata"] + b"}("
     e.save("state_dict_metadata")
     out += b"}"
+    chunk = new["ChunkStorageMetadata"] + b"}(" + word["offsets"]
+    rest_of_chunk = _Opcodes(lambda lengths: word["sizes"] + size[lengths] + b"ub")
     for key, tensor in tensors.items():
         k = string[key]
         if tensor is None:
@@ -323,10 +333,8 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
         dtype, shape, chunks = tensor
         out += b"".join((k, new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"("))
         e.save(safe_pickle.torch_dtype(dtype))
-        out += b"".join((rest, word["size"], size(shape), word["chunks"], b"]("))
-        start, middle, end = new["ChunkStorageMetadata"] + b"}(" + word["offsets"], word["sizes"], b"ub"
-        for offsets, lengths in chunks:
-            out += b"".join((start, size(offsets), middle, size(lengths), end))
+        out += b"".join((rest, word["size"], size[shape], word["chunks"], b"]("))
+        out += b"".join([b for offsets, lengths in chunks for b in (chunk, size[offsets], rest_of_chunk[lengths])])
         out += b"eubs"
     e.save("planner_data")
     out += b"N"
@@ -334,12 +342,13 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
     out += b"}"
     index = new["MetadataIndex"] + b"}(" + word["fqn"]
     info = word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
-    at, then = word["offset"], word["length"]
-    for key, at_chunk, file, offset, length in items:
-        k, f, o = string[key], string[file], b"N" if at_chunk is None else size(at_chunk)
-        if length not in ends:
-            ends[length] = then + emit_int(length) + b"ubs"
-        out += b"".join((index, k, at, o, info, f, at, emit_int(offset), ends[length]))
+    of_key = _Opcodes(lambda key: index + string[key] + word["offset"])
+    of_file = _Opcodes(lambda file: info + string[file] + word["offset"])
+    rest_of_item = _Opcodes(lambda length: word["length"] + number[length] + b"ubs")
+    for batch in (items[i : i + 1000] for i in range(0, len(items), 1000)):
+        out += b"".join(
+            [b for key, at, file, offset, n in batch for b in (of_key[key], size[at], of_file[file], emit_int(offset), rest_of_item[n])]
+        )
     e.save("storage_meta")
     out += b"Nub"
     return e.done()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -12,6 +13,7 @@ from mckpt.checkpoint import DIALECT, Checkpoint
 from mckpt.dtypes import itemsize
 from mckpt.errors import MappingError
 from mckpt.formats import hf, torch_dist
+from mckpt.lazy import numpy as np
 from mckpt.mapping import hub
 
 SHOWN = 40  # lines of tensors in the text form; --json has all
@@ -22,12 +24,15 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
     stored = source.stored
     out: dict[str, Any] = {"path": str(source.path), "format": stored.format}
     rows: list[tuple[str, str, tuple[int, ...], dict[str, Any]]]  # key, dtype, shape, and what else is said
+    kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()  # few, of up to 10**5 tensors
     if isinstance(stored, hf.Checkpoint):
         config = stored.config if (source.path / "config.json").is_file() else {}
         out["model"] = ", ".join(config.get("architectures") or []) or None
         out["files"] = len(stored.files)
         out["problems"] = stored.problems
-        rows = [(k, e.dtype, e.shape, {}) for k, e in stored.entries.items()]
+        rows = [(k, e.dtype, e.shape, {}) for k, e in itertools.islice(stored.entries.items(), most)]
+        for kind, n in zip(stored.entries.kinds, np.bincount(stored.entries.kind).tolist(), strict=True):
+            kinds[kind.dtype, kind.shape] += n
     else:
         args = stored.common.args or {}
         out["iteration"] = stored.common.fields.get("iteration")
@@ -44,12 +49,12 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
             out["files"] = len(stored.directories)
             rows = [(k, e.dtype, e.shape, {}) for k, e in stored.first_rank_tensors().items()]
             out["shown"] = f"tensors of {stored.directories[0]}, one of {len(stored.directories)} ranks"
-    kinds = Counter((dtype, shape) for _, dtype, shape, _ in rows)  # few, of up to 10**5 tensors
+    kinds = kinds or Counter((dtype, shape) for _, dtype, shape, _ in rows)
     size = {(dtype, shape): math.prod(shape) * itemsize(dtype) for dtype, shape in kinds}
     out["tensors"] = {
         k: {"shape": list(shape), "dtype": dtype, **more, "bytes": size[dtype, shape]} for k, dtype, shape, more in rows[:most]
     }
-    out["num_tensors"], out["bytes"] = len(rows), sum(n * size[kind] for kind, n in kinds.items())
+    out["num_tensors"], out["bytes"] = kinds.total(), sum(n * size[kind] for kind, n in kinds.items())
     return out
 
 

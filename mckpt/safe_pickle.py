@@ -642,7 +642,7 @@ class Emitter:
 
     def done(self) -> bytes:
         """The pickle."""
-        return bytes(self.out) + b"."
+        return b"".join((self.out, b"."))
 
     def constant(self, value: Any) -> bytes:
         """Puts `value` into the memo only; the opcode that pushes it."""

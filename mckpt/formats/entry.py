@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +30,54 @@ class Entry(NamedTuple):
     file: int
     at: int
     strides: tuple[int, ...] | None = None
+
+
+class Kind(NamedTuple):
+    """What buffers may have in common: dtype, shape, and strides if they are not dense."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+
+class Entries(Mapping[str, Entry]):
+    """Buffers by key, in columns: there may be 10**5 of them, so that each must cost little.
+
+    `kind`, an index into `kinds`, `file` and `at` are parallel to `names`. Of a key that is there twice, the last counts.
+    """
+
+    def __init__(self, names: list[str], kinds: list[Kind], kind: np.ndarray, file: np.ndarray, at: np.ndarray) -> None:
+        self.names, self.kinds, self.kind, self.file, self.at = names, kinds, kind, file, at
+        self._row = dict(zip(names, range(len(names)), strict=True))
+
+    @classmethod
+    def of(cls, entries: Iterable[tuple[str, Entry]]) -> Entries:
+        """The same of (key, entry) pairs."""
+        number: defaultdict[Kind, int] = defaultdict(itertools.count().__next__)
+        rows = [(key, number[Kind(e.dtype, e.shape, e.strides)], e.file, e.at) for key, e in entries]
+        columns = (np.array([row[i] for row in rows], "i8") for i in (1, 2, 3))
+        return cls([row[0] for row in rows], list(number), *columns)
+
+    def rows(self, keys: Iterable[str]) -> np.ndarray:
+        """Where in the columns each key is; -1 if it is not there."""
+        return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), "i8")
+
+    def are(self, rows: np.ndarray, wanted: list[bool]) -> np.ndarray:
+        """Which of these rows are there, and of a kind that is `wanted`, which is parallel to `kinds`."""
+        out: np.ndarray = rows >= 0
+        out[out] = np.array(wanted, bool)[self.kind[rows[out]]]
+        return out
+
+    def __getitem__(self, key: str) -> Entry:
+        row = self._row[key]
+        dtype, shape, strides = self.kinds[self.kind[row]]
+        return Entry(dtype, shape, int(self.file[row]), int(self.at[row]), strides)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
 
 
 def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], file: int) -> Entry:
@@ -145,28 +195,34 @@ def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
 def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: list[tuple[int, int, Entry]], problems: Problems, *,
           replica: bool = False, padding: bool = False) -> list[Stored]:  # fmt: skip
     """Entries of one geometry, each with its layer and expert -> stored tensors, one group for each dtype and each kind of view."""
-    kinds: dict[tuple[str, tuple[int, ...] | None], list[tuple[int, int, Entry]]] = {}
-    for one in found:
-        kinds.setdefault((one[2].dtype, one[2].strides), []).append(one)
+    kinds: dict[Kind, list[tuple[int, int, int, int]]] = {}
+    for layer, expert, e in found:
+        kinds.setdefault(Kind(e.dtype, shape, e.strides), []).append((layer, expert, e.file, e.at))
     out = []
-    for (dtype, strides), members in kinds.items():
-        if dtype not in WEIGHT_DTYPES:
-            problems.missing(
-                f"{key} {list(shape)} holds {dtype}, and weights are {', '.join(WEIGHT_DTYPES)}: a quantised model must be dequantised first"
-            )
-        placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
-        repeated = strides is not None and any(step == 0 and n > 1 for n, step in zip(shape, strides, strict=True))  # expand()
-        if repeated or any(p is None for p in placed):
-            problems.missing(
-                f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can follow; save it as a dense tensor"
-            )
-            continue
-        layer, expert, file, at = (np.array(x) for x in zip(*((la, ex, e.file, e.at) for la, ex, e in members), strict=True))
-        where = layer.astype("i4"), expert.astype("i4"), file.astype("i4"), at.astype("i8")
-        numel_known = tuple(p for p in placed if p is not None)
-        held = shape if strides is None else _extent(shape, strides)
-        out.append(Stored(key, dtype, held, numel_known, *where, replica=replica, padding=padding, view=strides is not None))
+    for kind, members in kinds.items():
+        out += stored(key, pieces, kind, np.array(members, "i8").T, problems, replica=replica, padding=padding)
     return out
+
+
+def stored(key: str, pieces: tuple[Piece, ...], kind: Kind, where: np.ndarray, problems: Problems, *,
+           replica: bool = False, padding: bool = False) -> list[Stored]:  # fmt: skip
+    """Buffers of one kind, whose layers, experts, files and bytes are the rows of `where`, as stored tensors; none if there is a problem."""
+    dtype, shape, strides = kind
+    if dtype not in WEIGHT_DTYPES:
+        problems.missing(
+            f"{key} {list(shape)} holds {dtype}, and weights are {', '.join(WEIGHT_DTYPES)}: a quantised model must be dequantised first"
+        )
+    placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
+    repeated = strides is not None and any(step == 0 and n > 1 for n, step in zip(shape, strides, strict=True))  # expand()
+    if repeated or any(p is None for p in placed):
+        problems.missing(
+            f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can follow; save it as a dense tensor"
+        )
+        return []
+    layer, expert, file = where[:3].astype("i4")
+    held = shape if strides is None else _extent(shape, strides)
+    known = tuple(p for p in placed if p is not None)
+    return [Stored(key, dtype, held, known, layer, expert, file, where[3], replica=replica, padding=padding, view=strides is not None)]
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ A safetensors file is 8 bytes of header length, a JSON header (dtype, shape, dat
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import operator
@@ -14,6 +15,8 @@ import os
 import re
 import struct
 import types
+from array import array
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +25,20 @@ from typing import Annotated, Any
 from mckpt import dtypes, mapping, quantisation, safe_pickle, torch_file
 from mckpt.box import Layout, Piece, Scales, Stored
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, entry_of, group, packed, read_file, shapes_of, whole_box
+from mckpt.formats.entry import (
+    Entries,
+    Entry,
+    Kind,
+    Problems,
+    TargetFile,
+    dtype_of,
+    entry_of,
+    packed,
+    read_file,
+    shapes_of,
+    stored,
+    whole_box,
+)  # fmt: skip
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, Rule, Scope
 from mckpt.packing import buffer
@@ -33,6 +49,7 @@ SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of it
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')  # what most headers begin with, and is no tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
+TOO_LARGE = 1 << 62  # bytes: no file has as many
 ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
@@ -97,33 +114,37 @@ class Checkpoint:
         scope = family.scope(dims)
         bound = family.bind(scope)
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
-        used: set[str] = set()
-        stored: list[Stored] = []
-        for b in bound:  # of up to 10**5 tensors, so that what is done for each is little
+        entries = self.entries
+        used = np.zeros(len(entries.names), bool)
+        held: list[Stored] = []
+        for b in bound:
             rule, keys = b.rule, b.keys()
             whole = packed(rule, scope)
             shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
-            used.update(keys)
-            held = list(map(self.entries.get, keys))
-            if {None if e is None else e.shape for e in held} - {shape}:
-                for key, entry in zip(keys, held, strict=True):
-                    if entry is not None and entry.shape != shape:
-                        problems.missing(f"{key} is {list(entry.shape)} in {self._file(key)}, and should be {list(shape)} by config.json")
-                    elif entry is None and not rule.alias:
-                        problems.missing(f"{key} is missing; it should be {list(shape)}")
-            layers, experts = b.instances()
-            found = [
-                (layer, expert, key, e)
-                for layer, expert, key, e in zip(layers.tolist(), experts.tolist(), keys, held, strict=True)
-                if e is not None and e.shape == shape
-            ]
-            if coded := [row for row in found if row[3].dtype == quantisation.CODES]:
-                scales = [row[2] + SCALES for row in coded]
-                used.update(scales)
-                stored += self._scaled(rule, shape, pieces, coded, list(map(self.entries.get, scales)), problems)
-            if plain := [(layer, expert, e) for layer, expert, _, e in found if e.dtype != quantisation.CODES]:
-                stored += group(rule.key, shape, pieces, plain, problems, replica=rule.alias)
-        left = {key: None for key in self.entries if key not in used}
+            rows = entries.rows(keys)
+            used[rows[rows >= 0]] = True
+            fit = entries.are(rows, [kind.shape == shape for kind in entries.kinds])
+            for i in np.flatnonzero(~fit).tolist():
+                if rows[i] >= 0:
+                    problems.missing(
+                        f"{keys[i]} is {list(entries[keys[i]].shape)} in {self._file(keys[i])}, and should be {list(shape)} by config.json"
+                    )
+                elif not rule.alias:
+                    problems.missing(f"{keys[i]} is missing; it should be {list(shape)}")
+            here = np.flatnonzero(fit)
+            rows = rows[here]
+            where = np.stack([*(index[here] for index in b.instances()), entries.file[rows], entries.at[rows]])
+            kinds = entries.kind[rows]
+            for number in np.unique(kinds).tolist():
+                kind, alike = entries.kinds[number], kinds == number
+                if kind.dtype == quantisation.CODES:
+                    scales = [keys[i] + SCALES for i in here[alike].tolist()]
+                    known = entries.rows(scales)
+                    used[known[known >= 0]] = True
+                    held += self._scaled(rule, kind, pieces, where[:, alike], scales, known, problems)
+                else:
+                    held += stored(rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias)
+        left = dict.fromkeys(entries.names[i] for i in np.flatnonzero(~used).tolist())
         ignored = {}
         for pattern, why in family.ignore.items():
             match = mapping.key_pattern(pattern)
@@ -133,55 +154,60 @@ class Checkpoint:
             if weight in ignored:
                 ignored[key] = ignored[weight]
             elif weight == key or weight in left:
-                problems.append(f"{key} {list(self.entries[key].shape)} is in no rule of {family.path.name}")
+                problems.append(f"{key} {list(entries[key].shape)} is in no rule of {family.path.name}")
             else:
-                what = f"holds {self.entries[weight].dtype}" if weight in self.entries else "is not there"
+                what = f"holds {entries[weight].dtype}" if weight in entries else "is not there"
                 problems.missing(f"{key} in {self._file(key)} has scales, and {weight} {what}")
         if problems and self.block is None and self.config.get(QUANTISED):
             problems.damaged = True  # in front, as all others may follow from it
             problems.insert(0, f"config.json says {QUANTISED} {_short(self.config[QUANTISED])}; of quantised models, those of quant_method fp8, "
                                "fmt e4m3 and a weight_block_size are read: dequantise it first")  # fmt: skip
         problems.check()
-        return Layout(self.files, stored, shapes_of(bound, scope), ignored)
+        return Layout(self.files, held, shapes_of(bound, scope), ignored)
 
-    def _scaled(self, rule: Rule, shape: tuple[int, ...], pieces: tuple[Piece, ...],
-                coded: list[tuple[int, int, str, Entry]], held: list[Entry | None], problems: Problems) -> Iterator[Stored]:  # fmt: skip
-        """Weights in 8 bits, each (layer, expert, key, its entry), and the entries of their scales, as what they are worth."""
-        block, dtype = self.block, quantisation.CODES
-        where = f"{list(shape)} holds {dtype}, "
+    def _scaled(self, rule: Rule, kind: Kind, pieces: tuple[Piece, ...], where: np.ndarray,
+                names: list[str], rows: np.ndarray, problems: Problems) -> list[Stored]:  # fmt: skip
+        """Weights in 8 bits, as `stored` takes them, and the keys and rows of their scales, as what they are worth."""
+        entries, block, shape = self.entries, self.block, kind.shape
+        keys = [name.removesuffix(SCALES) for name in names]
+        holds = f"{list(shape)} holds {kind.dtype}, "
         if block is None or len(shape) != 2:
             lacks = "no weight_block_size (two numbers)" if block is None else f"blocks of {block[0]} x {block[1]}, and this is no matrix"
-            problems.extend(f"{key} {where}and {QUANTISED} of config.json says {lacks}: dequantise it first" for _, _, key, _ in coded)
+            problems.extend(f"{key} {holds}and {QUANTISED} of config.json says {lacks}: dequantise it first" for key in keys)
             problems.damaged = True
-            return
+            return []
         wanted = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
-        fit = [(row, s) for row, s in zip(coded, held, strict=True) if s and s.shape == wanted and s.dtype in quantisation.SCALES]
-        for (_, _, key, _), scales in zip(coded, held, strict=True) if len(fit) < len(coded) else ():
-            if scales is None:
+        fit = entries.are(rows, [s.shape == wanted and s.dtype in quantisation.SCALES for s in entries.kinds])
+        for i in np.flatnonzero(~fit).tolist():
+            if (scales := entries.get(names[i])) is None:
                 problems.missing(
-                    f"{key} {where}and {key}{SCALES} {list(wanted)} is missing: find the file that has it, or dequantise the model"
+                    f"{keys[i]} {holds}and {names[i]} {list(wanted)} is missing: find the file that has it, or dequantise the model"
                 )
             elif scales.shape != wanted:
-                problems.missing(f"{key}{SCALES} is {list(scales.shape)} in {self._file(key + SCALES)}, and should be {list(wanted)}: "
-                                 f"{key} is {list(shape)}, in blocks of {block[0]} x {block[1]}")  # fmt: skip
-            elif scales.dtype not in quantisation.SCALES:
+                problems.missing(f"{names[i]} is {list(scales.shape)} in {self._file(names[i])}, and should be {list(wanted)}: "
+                                 f"{keys[i]} is {list(shape)}, in blocks of {block[0]} x {block[1]}")  # fmt: skip
+            else:
                 problems.missing(
-                    f"{key}{SCALES} holds {scales.dtype} in {self._file(key + SCALES)}, and scales are {', '.join(quantisation.SCALES)}"
+                    f"{names[i]} holds {scales.dtype} in {self._file(names[i])}, and scales are {', '.join(quantisation.SCALES)}"
                 )
-        strided = [row[2] for row, scales in fit if row[3].strides or scales.strides]
-        problems.extend(f"{key} {where}and it or its scales are a view with strides; save both as dense tensors" for key in strided)
-        problems.damaged |= bool(strided)
-        for kind in dict.fromkeys(scales.dtype for _, scales in fit):
-            alike = [both for both in fit if both[1].dtype == kind]
-            columns = ([row[0] for row, _ in alike], [row[1] for row, _ in alike], [row[3].file for row, _ in alike],
-                       [row[3].at for row, _ in alike], [s.file for _, s in alike], [s.at for _, s in alike])  # fmt: skip
-            layers, experts, files, ats, scale_files, scale_ats = (np.array(column, "i8") for column in columns)
-            rows, width = min(block[0], shape[0]), min(block[1], shape[1])  # no block, however large it is said to be, is larger than the weight
-            grids = (ats, shape[1], rows, width, scale_files, scale_ats, quantisation.SCALES.index(kind))
-            yield Stored(
-                rule.key, quantisation.VALUES, shape, pieces, layers.astype("i4"), experts.astype("i4"), files.astype("i4"), ats,
-                replica=rule.alias, scales=Scales(dtype, np.stack(np.broadcast_arrays(*grids), 1)),
-            )  # fmt: skip
+        strided = fit & entries.are(rows, [(s.strides or kind.strides) is not None for s in entries.kinds])
+        at = np.flatnonzero(strided).tolist()
+        problems.extend(f"{keys[i]} {holds}and it or its scales are a view with strides; save both as dense tensors" for i in at)
+        problems.damaged |= bool(at)
+        height, width = map(min, block, shape)  # no block, however large it is said to be, is larger than the weight
+        out = []
+        for number, dtype in enumerate(quantisation.SCALES):
+            alike = fit & entries.are(rows, [s.dtype == dtype for s in entries.kinds])
+            if alike.any():
+                layers, experts, files, ats = where[:, alike]
+                grids = (ats, shape[1], height, width, entries.file[rows[alike]], entries.at[rows[alike]], number)
+                out.append(
+                    Stored(
+                        rule.key, quantisation.VALUES, shape, pieces, layers.astype("i4"), experts.astype("i4"), files.astype("i4"), ats,
+                        replica=rule.alias, scales=Scales(kind.dtype, np.stack(np.broadcast_arrays(*grids), 1)),
+                    )
+                )  # fmt: skip
+        return out
 
     def _file(self, key: str) -> str:
         """The name of the file that holds a tensor."""
@@ -189,7 +215,7 @@ class Checkpoint:
 
     # ---- headers
 
-    def _index(self) -> tuple[list[str], dict[str, Entry], list[str]]:
+    def _index(self) -> tuple[list[str], Entries, list[str]]:
         kind = next((k for k in INDEX if (self.root / INDEX[k]).exists() or (self.root / SINGLE[k]).exists()), None)
         problems: list[str] = []
         named_by = "wanted"
@@ -214,25 +240,28 @@ class Checkpoint:
         else:
             names = [SINGLE[kind]]
         files: list[str] = []
-        entries: dict[str, Entry] = {}
         for name in names:
-            path = self.root / name
-            if not path.is_file():
-                problems.append(f"{name}: {named_by}, and {'no file' if path.exists() else 'not there'}")
-                continue
-            files.append(str(path))
-            header = read_safetensors if kind == ".safetensors" else read_bin
-            held = header(str(path), len(files) - 1)
-            problems.extend(f"{key} is in {Path(files[entries[key].file]).name} and in {name}" for key in sorted(held.keys() & entries.keys()))
-            if weight_map is not None and not dict.fromkeys(held, name).items() <= weight_map.items():
-                for key in (key for key in held if key not in entries and weight_map.get(key) != name):
+            path = os.path.join(self.root, name)
+            if os.path.isfile(path):
+                files.append(path)
+            else:
+                problems.append(f"{name}: {named_by}, and {'no file' if os.path.exists(path) else 'not there'}")
+        bins = (pair for number, file in enumerate(files) for pair in read_bin(file, number))
+        entries = read_safetensors(files) if kind == ".safetensors" else Entries.of(bins)
+        here = [os.path.basename(file) for file in files]
+        if len(entries) < len(entries.names):
+            first: dict[str, str] = {}
+            for key, name in zip(entries.names, map(here.__getitem__, entries.file.tolist()), strict=True):
+                if first.setdefault(key, name) != name:
+                    problems.append(f"{key} is in {first[key]} and in {name}")
+        listed = dict(zip(entries.names, map(here.__getitem__, entries.file.tolist()), strict=True))
+        if weight_map is not None and listed != weight_map:
+            for key, name in listed.items():
+                if weight_map.get(key) != name:
                     said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
                     problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
-            entries.update(held)
-        if weight_map is not None and len(entries) < len(weight_map):
-            here = {Path(f).name for f in files}
             problems.extend(
-                f"{k}: {INDEX[kind]} says it is in {f}, and it is not" for k, f in weight_map.items() if k not in entries and f in here
+                f"{k}: {INDEX[kind]} says it is in {f}, and it is not" for k, f in weight_map.items() if k not in listed and f in set(here)
             )
         return files, entries, problems
 
@@ -284,8 +313,61 @@ def side_files(root: Path) -> list[str]:
     return out
 
 
-def read_safetensors(path: str, file: int) -> dict[str, Entry]:
-    """The tensors of one file by key, in the order of the data. SourceError says which bytes are wrong."""
+def read_safetensors(paths: list[str]) -> Entries:
+    """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong."""
+    names: list[str] = []
+    number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
+    kind, ends = array("i"), array("q")
+    starts, sizes, counts = [], [], []
+    kind_of, ends_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
+    for path in paths:
+        header, start, size = _read_header(path)
+        names += header
+        kind.extend(map(number.__getitem__, map(kind_of, header.values())))
+        ends.extend(itertools.chain.from_iterable(map(ends_of, header.values())))
+        starts.append(start)
+        sizes.append(size)
+        counts.append(len(header))
+    file = np.repeat(np.arange(len(paths)), counts)
+    which, (begin, end) = np.array(kind, "i8"), np.array(ends, "i8").reshape(-1, 2).T
+    order = np.lexsort((end, begin, file))
+    if (order[1:] < order[:-1]).any():
+        names = [names[i] for i in order.tolist()]
+        which, begin, end = which[order], begin[order], end[order]
+
+    kinds, nbytes = [], []
+    for i, (code, shape) in enumerate(number):
+        if code not in dtypes.OF_SAFETENSORS:
+            at = int((which == i).argmax())
+            raise SourceError(f"{paths[file[at]]}: {names[at]}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
+        kinds.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
+        nbytes.append(math.prod(shape) * dtypes.itemsize(kinds[-1].dtype))
+    held = np.zeros(len(paths) + 1, "i8")  # where each file's tensors begin
+    np.cumsum(counts, out=held[1:])
+    before = np.roll(end, 1)
+    before[held[:-1][np.array(counts) > 0]] = 0
+    if (wrong := end - begin != np.array([min(n, TOO_LARGE) for n in nbytes], "i8")[which]).any():
+        i = int(wrong.argmax())
+        code, shape = list(number)[which[i]]
+        raise SourceError(
+            f"{paths[file[i]]}: {names[i]}: {code} {list(shape)} takes {nbytes[which[i]]:,} bytes, and data_offsets give {end[i] - begin[i]:,}"
+        )
+    if (wrong := begin != before).any():
+        i = int(wrong.argmax())
+        raise SourceError(
+            f"{paths[file[i]]}: {names[i]} starts at byte {begin[i]:,} of the data, and the tensor before it ends at {before[i]:,}: "
+            "a hole or an overlap"
+        )
+    for path, start, size, some, last in zip(paths, starts, sizes, counts, held[1:].tolist(), strict=True):
+        wanted = start + (int(end[last - 1]) if some else 0)
+        if size != wanted:
+            what = "truncated; download or copy it again" if size < wanted else "padded"
+            raise SourceError(f"{path}: {size:,} bytes, and its header describes {wanted:,}: {what}")
+    return Entries(names, kinds, which, file, begin + np.array(starts, "i8")[file])
+
+
+def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
+    """What a safetensors file says of its tensors, the byte where their data begin, and the bytes of the file."""
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
@@ -294,7 +376,7 @@ def read_safetensors(path: str, file: int) -> dict[str, Entry]:
                 raise SourceError(f"{path}: has {size} bytes, and a safetensors file at least 8: download or copy it again")
             if first == LFS_POINTER[:8]:
                 raise SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
-            length = struct.unpack("<Q", first)[0]
+            length = int.from_bytes(first, "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise SourceError(
                     f"{path}: says that its header has {length:,} bytes, and the file has {size:,}: truncated, or no safetensors file"
@@ -302,34 +384,7 @@ def read_safetensors(path: str, file: int) -> dict[str, Entry]:
             raw = f.read(length)
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
-
-    header = _header(path, raw)
-    starts = [t.data_offsets for t in header.values()]
-    if any(map(operator.gt, starts, starts[1:])):
-        header = dict(sorted(header.items(), key=lambda item: item[1].data_offsets))
-    out: dict[str, Entry] = {}
-    known: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}  # (dtype, shape) -> dtype as we call it, bytes
-    at = 0
-    for key, t in header.items():
-        kind, (start, end) = (t.dtype, t.shape), t.data_offsets
-        if kind not in known:
-            if t.dtype not in dtypes.OF_SAFETENSORS:
-                raise SourceError(f"{path}: {key}: unknown dtype {t.dtype!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
-            dtype = dtypes.OF_SAFETENSORS[t.dtype]
-            known[kind] = dtype, math.prod(t.shape) * dtypes.itemsize(dtype)
-        dtype, wanted = known[kind]
-        if end - start != wanted:
-            raise SourceError(f"{path}: {key}: {t.dtype} {list(t.shape)} takes {wanted:,} bytes, and data_offsets give {end - start:,}")
-        if start != at:
-            raise SourceError(
-                f"{path}: {key} starts at byte {start:,} of the data, and the tensor before it ends at {at:,}: a hole or an overlap"
-            )
-        at = end
-        out[key] = Entry(dtype, kind[1], file, 8 + length + start)
-    if size != 8 + length + at:
-        what = "truncated; download or copy it again" if size < 8 + length + at else "padded"
-        raise SourceError(f"{path}: {size:,} bytes, and its header describes {8 + length + at:,}: {what}")
-    return out
+    return _header(path, raw), 8 + length, size
 
 
 @functools.cache
@@ -338,7 +393,16 @@ def _tensor() -> Any:
     import msgspec
 
     size: Any = Annotated[int, msgspec.Meta(ge=0)]
-    return msgspec.defstruct("Tensor", [("dtype", str), ("shape", tuple[size, ...]), ("data_offsets", tuple[size, size])], gc=False)
+    at: Any = Annotated[int, msgspec.Meta(ge=0, lt=TOO_LARGE)]
+    return msgspec.defstruct("Tensor", [("dtype", str), ("shape", tuple[size, ...]), ("data_offsets", tuple[at, at])], gc=False)
+
+
+@functools.cache
+def _decoder() -> Any:
+    import msgspec
+
+    every: Any = types.GenericAlias(dict, (str, _tensor()))
+    return msgspec.json.Decoder(every)
 
 
 def _header(path: str, raw: bytes) -> dict[str, Any]:
@@ -347,8 +411,7 @@ def _header(path: str, raw: bytes) -> dict[str, Any]:
 
     metadata = _METADATA.match(raw)
     try:
-        every: Any = types.GenericAlias(dict, (str, _tensor()))
-        header: dict[str, Any] = msgspec.json.decode(b"{" + raw[metadata.end() :] if metadata else raw, type=every)
+        header: dict[str, Any] = _decoder().decode(b"{" + raw[metadata.end() :] if metadata else raw)
         if raw.count(b'"data_offsets"') == len(header):  # else a name may stand twice
             return header
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -376,8 +439,8 @@ def _header(path: str, raw: bytes) -> dict[str, Any]:
     return found
 
 
-def read_bin(path: str, file: int) -> dict[str, Entry]:
-    """The tensors of a pytorch_model*.bin by key. Nothing in its pickle is imported or called."""
+def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
+    """The tensors of a pytorch_model*.bin and their keys. Nothing in its pickle is imported or called."""
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as e:
@@ -390,13 +453,11 @@ def read_bin(path: str, file: int) -> dict[str, Entry]:
         os.close(fd)
     if not isinstance(value, dict):
         raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a state dict")
-    out = {}
     for key, record in value.items():
         view = safe_pickle.as_tensor(record)
         if view is None or not isinstance(key, str):
             raise SourceError(f"{path}: {key!r} is no tensor but {safe_pickle.short(record)}")
-        out[key] = entry_of(view, data, file)
-    return out
+        yield key, entry_of(view, data, file)
 
 
 # ---------------------------------------------------------------------------------------------------------------- writing

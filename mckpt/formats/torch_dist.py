@@ -247,7 +247,7 @@ def lay_out(
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
     rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []  # (rule, region, dtype, shape of a chunk with its leading axes of 1)
     held: list[torch_file.TorchFile] = []  # for each of `rules` the container of one chunk: of 10**5 chunks all but a few are alike
-    rows: list[tuple[int, int, int, int]] = []  # (order, chunk kind in `rules`, layer, expert)
+    columns = [np.empty((4, 0), "i8")]  # of each chunk: order, number of its rule, layer, expert
     for b in bound:
         whole, dtype = packed(b.rule, scope, padded), dtype_of(b.rule, kinds)
         axes = _axes(b, scope)
@@ -256,42 +256,49 @@ def lay_out(
                 raise UsageError(f"{key} would hold {known[0]} and {dtype}: say --dtype")
             tensors[key] = (dtype, (*axes, *whole.shape), [])
         layers, experts = b.instances()
+        outside = 0 if b.rule.stage == "first" else dims["num_layers"] + 1
         for region in _regions(b, whole, dtype, parallel):
             shape = (*(1,) * len(axes), *region.shape)
-            rules.append((b, region, dtype, shape))
             if (dtype, shape) not in containers:
                 containers[dtype, shape] = torch_file.lay_out(safe_pickle.tensor(dtype, shape, "0"), "archive")
+            order = layers + 1 if "layer" in b.rule.indices else outside
+            columns.append(np.stack(np.broadcast_arrays(order, len(rules), layers, experts)))
+            rules.append((b, region, dtype, shape))
             held.append(containers[dtype, shape])
-            for layer, expert in zip(layers.tolist(), experts.tolist(), strict=True):
-                order = layer + 1 if "layer" in b.rule.indices else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
-                rows.append((order, len(rules) - 1, layer, expert))
-    rows.sort(key=lambda row: row[0])
+    chunks = np.concatenate(columns, 1)
+    _, number, layer, expert = chunks[:, np.argsort(chunks[0], kind="stable")]
 
-    sizes = [held[kind].size for _, kind, _, _ in rows]
-    count = max(1, min(MAX_FILES, math.ceil(sum(sizes) / FILE_BYTES)))
+    size = np.array([container.size for container in held], "i8")[number]
+    end = np.cumsum(size)
+    total = int(size.sum())
+    count = max(1, min(MAX_FILES, math.ceil(total / FILE_BYTES)))
     names = [f"__{i}_0.distcp" for i in range(count)]
-    bounds = np.minimum(np.cumsum([0, *sizes])[:-1] * count // max(1, sum(sizes)), count - 1).tolist() if sizes else []
-    ends = [0] * count
+    file = np.minimum((end - size) * count // max(1, total), count - 1)
+    cuts = np.searchsorted(file, np.arange(count + 1))
+    begins = np.append(end - size, total)[cuts]  # of each file, were they one behind the other; and the end
+    at = end - size - begins[file]
+    ends = np.diff(begins).tolist()
+    lies = list(zip(at.tolist(), map(held.__getitem__, number.tolist()), strict=True))
+    parts = [lies[begin:stop] for begin, stop in itertools.pairwise(cuts.tolist())]
+
+    stored: list[Stored] = []
     items: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
-    parts: list[list[tuple[int, torch_file.TorchFile]]] = [[] for _ in names]
-    placed: list[list[tuple[int, int, int, int]]] = [[] for _ in rules]
-    stacked = [[("layer", "expert").index(i) for i in b.rule.stacked()] for b, _, _, _ in rules]
-    starts = [container.data["0"][0] for container in held]
-    keys: dict[tuple[int, int], tuple[str, list[Any]]] = {}  # (kind, layer): the key, and the chunks of its tensor
-    for (_, kind, layer, expert), size, f in zip(rows, sizes, bounds, strict=True):
-        b, region, _, shape = rules[kind]
-        if (kind, layer) not in keys:
-            key = b.key(layer)
-            keys[kind, layer] = key, tensors[key][2]
-        key, chunks = keys[kind, layer]
-        index = (layer, expert)
-        offsets = (*[index[i] for i in stacked[kind]], *region.offset)
-        end = ends[f]
-        chunks.append((offsets, shape))
-        items.append((key, offsets, names[f], end, size))
-        parts[f].append((end, held[kind]))
-        placed[kind].append((layer, expert, f, end + starts[kind]))
-        ends[f] = end + size
+    for i, ((b, region, dtype, chunk), container) in enumerate(zip(rules, held, strict=True)):
+        rows = np.flatnonzero(number == i)
+        index = {"layer": layer[rows].tolist(), "expert": expert[rows].tolist()}
+        leading = zip(*map(index.get, b.rule.stacked()), strict=True) if b.rule.stacked() else [()] * len(rows)
+        lies_at = zip(leading, file[rows].tolist(), at[rows].tolist(), strict=True)
+        where = [((*which, *region.offset), names[f], start) for which, f, start in lies_at]
+        cuts = np.flatnonzero(np.diff(layer[rows], prepend=-1)) if "{layer}" in b.rule.key else np.array([0])
+        for begin, stop in itertools.pairwise([*cuts.tolist(), len(rows)]):
+            key = b.key(index["layer"][begin])
+            tensors[key][2].extend((offsets, chunk) for offsets, _, _ in where[begin:stop])
+            items += [(key, *one, container.size) for one in where[begin:stop]]
+        shape, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
+        stored.append(
+            Stored(b.rule.key, dtype, shape, pieces, layer[rows].astype("i4"), expert[rows].astype("i4"), file[rows].astype("i4"),
+                   at[rows] + container.data["0"][0], replica=b.rule.alias, padding=b.rule.tp == "vocab")
+        )  # fmt: skip
 
     objects: list[tuple[str, torch_file.TorchFile]] = []
     empty = torch_file.lay_out([None], "archive")
@@ -313,14 +320,6 @@ def lay_out(
     marker = {k: v for k, v in MARKER_LONG.items() if not (common_as_object and k.startswith("common"))}
     outputs.append(TargetFile.whole(MARKER, json.dumps(marker).encode()))
 
-    stored = []
-    for kind, (b, region, dtype, _) in enumerate(rules):
-        shape, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
-        layer, expert, file, at = np.array(placed[kind], "i8").reshape(-1, 4).T
-        stored.append(
-            Stored(b.rule.key, dtype, shape, pieces, layer.astype("i4"), expert.astype("i4"), file.astype("i4"), at,
-                   replica=b.rule.alias, padding=b.rule.tp == "vocab")
-        )  # fmt: skip
     return Layout(names, stored, shapes_of(bound, scope)), outputs
 
 
