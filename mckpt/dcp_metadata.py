@@ -12,10 +12,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from operator import attrgetter, itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 from mckpt import dtypes, safe_pickle
 from mckpt.errors import PickleError, SourceError, StorageError
@@ -283,23 +283,34 @@ def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 # ------------------------------------------------------------------------------------------------ writing
 
 
-class _Opcodes(dict[Any, bytes]):
-    """Value -> the opcodes that push it or are made of it, which `make` is asked for once."""
+class Chunks(NamedTuple):
+    """Some chunks of one tensor, all of one size."""
 
-    def __init__(self, make: Callable[[Any], bytes]) -> None:
-        super().__init__()
-        self.make = make
-
-    def __missing__(self, value: Any) -> bytes:
-        made = self[value] = self.make(value)
-        return made
+    key: str
+    offsets: np.ndarray  # [chunks, rank]
+    sizes: Index
 
 
-def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[str, Index | None, str, int, int]]) -> bytes:
-    """The `.metadata` pickle. tensors: key -> (dtype, global shape, [(offsets, sizes)]), or None for an object;
-    items: (key, offsets or None, file, offset, length), one for each chunk and object.
+class Items(NamedTuple):
+    """Where some chunks of one tensor lie, or some objects: in items of one length."""
 
-    Chunks are formatted, not walked: what repeats is put into the memo once and popped, and a chunk is then a dozen opcodes.
+    keys: list[str]  # the tensor's; or of each object
+    offsets: np.ndarray | None  # [chunks, rank]; None for objects
+    file: np.ndarray  # [items] index into the files
+    at: np.ndarray  # [items] bytes
+    length: int
+
+
+_Part = Union[bytes, "np.ndarray"]  # of rows of opcodes, see `_rows`
+
+
+def emit_metadata(
+    tensors: Mapping[str, tuple[str, Index] | None], chunks: Iterable[Chunks], items: Iterable[Items], files: list[str]
+) -> bytes:
+    """The `.metadata` pickle. tensors: key -> (dtype, global shape), or None for an object.
+
+    Of 10**5 chunks none is walked: what repeats is put into the memo once and popped, and then all chunks of a tensor are rows of opcodes
+    that differ in some numbers.
     """
     e = Emitter()
     module = {"_StorageInfo": "torch.distributed.checkpoint.filesystem", "Size": "torch"}
@@ -312,43 +323,74 @@ def emit_metadata(tensors: Mapping[str, Tensor | None], items: Iterable[tuple[st
     layout: Record = glob("torch.serialization", "_get_layout")("torch.strided")
     encoding: Record = glob(_DCP, "_MEM_FORMAT_ENCODING")(0)
     rest = b"".join((e.constant(layout), b"\x89", e.constant(encoding), b"\x89tb"))
-    number = _Opcodes(emit_int)
-    size = _Opcodes(lambda t: b"".join((size_class, b"(", *map(number.__getitem__, t), b"t\x85R")))
-    size[None] = b"N"
 
-    items = list(items)
-    texts = list({**dict.fromkeys(tensors), **dict.fromkeys(map(itemgetter(0), items)), **dict.fromkeys(map(itemgetter(2), items))})
-    string = dict(zip(texts, e.words(texts), strict=True))
+    texts = list(dict.fromkeys([*tensors, *files]))
+    number = dict(zip(texts, e.words(texts), strict=True))
+    file_number = np.array([number[file] for file in files], "<u4")
+
+    def strings(which: list[str]) -> list[_Part]:
+        return [b"j", np.array([number[text] for text in which], "<u4")]
+
+    def size(axes: Iterable[np.ndarray] | Index) -> list[_Part]:
+        return [size_class, b"(", *(part for axis in axes for part in _ints(axis)), b"t\x85R"]
+
+    of_tensor: dict[str, list[Chunks]] = {}
+    for each in chunks:
+        of_tensor.setdefault(each.key, []).append(each)
     out = e.out
     out += new["Metadata"] + b"}("
     e.save("state_dict_metadata")
-    out += b"}"
-    chunk = new["ChunkStorageMetadata"] + b"}(" + word["offsets"]
-    rest_of_chunk = _Opcodes(lambda lengths: word["sizes"] + size[lengths] + b"ub")
+    out += b"}("
+    objects = [key for key, tensor in tensors.items() if tensor is None]
+    out += _rows(len(objects), *strings(objects), new["BytesStorageMetadata"])
     for key, tensor in tensors.items():
-        k = string[key]
         if tensor is None:
-            out += k + new["BytesStorageMetadata"] + b"s"
             continue
-        dtype, shape, chunks = tensor
-        out += b"".join((k, new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"("))
+        dtype, shape = tensor
+        out += _rows(1, *strings([key]), new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"(")
         e.save(safe_pickle.torch_dtype(dtype))
-        out += b"".join((rest, word["size"], size[shape], word["chunks"], b"]("))
-        out += b"".join([b for offsets, lengths in chunks for b in (chunk, size[offsets], rest_of_chunk[lengths])])
-        out += b"eubs"
+        out += _rows(1, rest, word["size"], *size(shape), word["chunks"], b"](")
+        for alike in of_tensor.get(key, ()):
+            start = [new["ChunkStorageMetadata"], b"}(", word["offsets"], *size(alike.offsets.T)]
+            out += _rows(len(alike.offsets), *start, word["sizes"], *size(alike.sizes), b"ub")
+        out += b"eub"
+    out += b"u"
     e.save("planner_data")
     out += b"N"
     e.save("storage_data")
-    out += b"}"
-    index = new["MetadataIndex"] + b"}(" + word["fqn"]
-    info = word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
-    of_key = _Opcodes(lambda key: index + string[key] + word["offset"])
-    of_file = _Opcodes(lambda file: info + string[file] + word["offset"])
-    rest_of_item = _Opcodes(lambda length: word["length"] + number[length] + b"ubs")
-    for batch in (items[i : i + 1000] for i in range(0, len(items), 1000)):
-        out += b"".join(
-            [b for key, at, file, offset, n in batch for b in (of_key[key], size[at], of_file[file], emit_int(offset), rest_of_item[n])]
-        )
+    out += b"}("
+    index, info = new["MetadataIndex"] + b"}(" + word["fqn"], word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
+    for some in items:
+        where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else size(some.offsets.T))]
+        path: list[_Part] = [info, b"j", file_number[some.file], word["offset"], *_ints(some.at), word["length"], *_ints(some.length)]
+        out += _rows(len(some.at), index, *strings(some.keys), *where, *path, b"ub")
+    out += b"u"
     e.save("storage_meta")
     out += b"Nub"
     return e.done()
+
+
+def _ints(values: np.ndarray | int) -> list[_Part]:
+    """Opcode and argument of a number, or of many of them, in as many bytes as the largest needs."""
+    if isinstance(values, int) or len(values) == 1:
+        return [emit_int(values if isinstance(values, int) else int(values[0]))]
+    low, high = int(values.min()), int(values.max())
+    if low >= 0 and high < 1 << 16:
+        return [b"K", values.astype("u1")] if high < 1 << 8 else [b"M", values.astype("<u2")]
+    return [b"J", values.astype("<i4")] if low >= -(1 << 31) and high < 1 << 31 else [b"\x8a\x08", values.astype("<i8")]
+
+
+def _rows(count: int, *parts: _Part) -> bytes:
+    """`count` rows of these parts side by side: some bytes, a number, or of an array a number for each row."""
+    if count < 2:
+        return b"".join([part if isinstance(part, bytes) else part.tobytes() for part in parts]) * count
+    columns: list[np.ndarray] = []
+    same = b""
+    for part in parts:
+        if isinstance(part, bytes):
+            same += part
+        else:
+            columns += [np.frombuffer(same, "u1"), part.reshape(-1, 1).view("u1")]
+            same = b""
+    columns.append(np.frombuffer(same, "u1"))
+    return np.concatenate([np.broadcast_to(column, (count, column.shape[-1])) for column in columns], 1).tobytes()

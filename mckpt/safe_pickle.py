@@ -651,16 +651,15 @@ class Emitter:
         self._keep.append(value)
         return self._get(self._memo[id(value)])
 
-    def words(self, texts: list[str]) -> list[bytes]:
-        """`constant` of each of these strings, none of which is in the memo yet; there may be 10**5 of them."""
+    def words(self, texts: list[str]) -> list[int]:
+        """Puts these strings, none of which is in the memo yet, into it: the number of each there. There may be 10**5 of them."""
         first, pack = len(self._memo), struct.Struct("<I").pack
+        numbers = range(first, first + len(texts))
         raws = [text.encode("utf-8", "surrogatepass") for text in texts]
-        got = [self._get(n) for n in range(first, first + len(texts))]
-        put = {b"h": b"q", b"j": b"r"}
-        self.out += b"".join([b"X%b%b%b%b0" % (pack(len(raw)), raw, put[get[:1]], get[1:]) for raw, get in zip(raws, got, strict=True)])
-        self._memo.update(zip(map(id, texts), range(first, first + len(texts)), strict=True))
+        self.out += b"".join([b"X%b%br%b0" % (pack(len(raw)), raw, pack(n)) for raw, n in zip(raws, numbers, strict=True)])
+        self._memo.update(zip(map(id, texts), numbers, strict=True))
         self._keep += texts
-        return got
+        return list(numbers)
 
     def _put(self, value: Any) -> None:
         n = self._memo[id(value)] = len(self._memo)

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
-from mckpt import cli, safe_pickle, torch_file
+import numpy as np
+
+from mckpt import cli, dcp_metadata, safe_pickle, torch_file
 from tests.tiny import tiny_random
 
 ROOT = Path(__file__).parent.parent
@@ -134,3 +136,20 @@ def save_hostile(path: Path, mark: Path) -> None:
     """A torch.save file with such a pickle."""
     made = torch_file.TorchFile(path.stem, hostile_pickle(mark), {})
     path.write_bytes(b"".join(piece for _, piece in made.fixed()))
+
+
+def emit(tensors: dict[str, Any], items: list[Any]) -> bytes:
+    """The .metadata of tensors, (dtype, shape, [(offsets, sizes)]) or None for an object, and items, (key, offsets, file, offset, length).
+
+    One by one, so that what they say need not fit together.
+    """
+    files = list(dict.fromkeys(file for _, _, file, _, _ in items))
+    return dcp_metadata.emit_metadata(
+        {key: tensor and tensor[:2] for key, tensor in tensors.items()},
+        [dcp_metadata.Chunks(key, np.array([o]), sizes) for key, tensor in tensors.items() if tensor for o, sizes in tensor[2]],
+        [
+            dcp_metadata.Items([key], None if o is None else np.array([o]), np.array([files.index(file)]), np.array([at]), length)
+            for key, o, file, at, length in items
+        ],
+        files,
+    )

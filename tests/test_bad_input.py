@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 import mckpt as package
-from mckpt.dcp_metadata import emit_metadata, read_metadata
+from mckpt.dcp_metadata import read_metadata
 from mckpt.formats import torch_dist
 from tests import tiny
-from tests.door import Pt, edit_json, good, hf, hostile_pickle, mckpt, refused, save_hostile, save_pt, shard, tree, write_shard
+from tests.door import Pt, edit_json, emit, good, hf, hostile_pickle, mckpt, refused, save_hostile, save_pt, shard, tree, write_shard
 
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -496,7 +496,7 @@ def metadata(change: Any) -> Any:
         tensors = {k: (dtype, size, list(chunks)) for k, (dtype, size, chunks) in found.tensors.items()}
         items = dict(found.items)
         change(tensors, items)
-        path.write_bytes(emit_metadata({**tensors, **dict.fromkeys(found.objects)}, [(k, o, *item) for (k, o), item in items.items()]))
+        path.write_bytes(emit({**tensors, **dict.fromkeys(found.objects)}, [(k, o, *item) for (k, o), item in items.items()]))
 
     return damage
 

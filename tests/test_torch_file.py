@@ -15,11 +15,13 @@ import zipfile
 import zlib
 from collections import OrderedDict
 
+import numpy as np
 import pytest
 
 from mckpt import dcp_metadata, torch_file
 from mckpt import safe_pickle as sp
 from mckpt.errors import MckptError, SourceError
+from tests.door import emit
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
@@ -277,7 +279,7 @@ def write_dist(path, tensors=TENSORS):
                 f.write(body)
                 items.append((key, offsets, "__0_0.distcp", end, laid.size))
                 end += laid.size
-    (path / ".metadata").write_bytes(dcp_metadata.emit_metadata(tensors, items))
+    (path / ".metadata").write_bytes(emit(tensors, items))
     return items
 
 
@@ -316,7 +318,7 @@ def test_reads_what_torch_and_megatron_write(tmp_path):
 def test_all_that_is_wrong_is_listed():
     def error(tensors, items):
         with pytest.raises(SourceError) as e:
-            dcp_metadata.read_metadata(dcp_metadata.emit_metadata(tensors, items), "m")
+            dcp_metadata.read_metadata(emit(tensors, items), "m")
         return str(e.value)
 
     one = ("a", (0,), "f", 0, 1)
@@ -339,7 +341,7 @@ def test_uneven_chunks_tile():
     chunks = [((0, 0), (2, 3)), ((0, 3), (1, 1)), ((1, 3), (1, 1)), ((2, 0), (2, 1)), ((2, 1), (2, 3))]
     tensors = {"a": ("float32", (4, 4), chunks)}
     items = [("a", o, "f", 0, 1) for o, _ in chunks]
-    assert dcp_metadata.read_metadata(dcp_metadata.emit_metadata(tensors, items)).tensors == tensors
+    assert dcp_metadata.read_metadata(emit(tensors, items)).tensors == tensors
 
 
 def test_many_chunks_are_cheap():
@@ -349,7 +351,14 @@ def test_many_chunks_are_cheap():
 
     chunks = [((i, j, 0), (1, 1, 300)) for i in range(100) for j in range(200)]
     items = [("a", o, f"__{o[0] % 7}_0.distcp", n * 1000, 1000) for n, (o, _) in enumerate(chunks)]
-    ours = dcp_metadata.emit_metadata({"a": ("float32", (100, 200, 300), chunks)}, items)
+    at = np.arange(len(chunks))
+    rows = dcp_metadata.Items(["a"], np.array([o for o, _ in chunks]), at // 200 % 7, at * 1000, 1000)
+    ours = dcp_metadata.emit_metadata(
+        {"a": ("float32", (100, 200, 300))},
+        [dcp_metadata.Chunks("a", rows.offsets, (1, 1, 300))],
+        [rows],
+        [f"__{n}_0.distcp" for n in range(7)],
+    )
     size, kinds = torch.Size, of_torch
     described = kinds.TensorStorageMetadata(
         kinds.TensorProperties(torch.float32), size((100, 200, 300)), [kinds.ChunkStorageMetadata(size(o), size(s)) for o, s in chunks]

@@ -8,6 +8,7 @@ import os
 import stat
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,7 +49,10 @@ class Entries(Mapping[str, Entry]):
 
     def __init__(self, names: list[str], kinds: list[Kind], kind: np.ndarray, file: np.ndarray, at: np.ndarray) -> None:
         self.names, self.kinds, self.kind, self.file, self.at = names, kinds, kind, file, at
-        self._row = dict(zip(names, range(len(names)), strict=True))
+
+    @cached_property
+    def _row(self) -> dict[str, int]:
+        return dict(zip(self.names, range(len(self.names)), strict=True))
 
     @classmethod
     def of(cls, entries: Iterable[tuple[str, Entry]]) -> Entries:

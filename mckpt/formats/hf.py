@@ -249,20 +249,18 @@ class Checkpoint:
         bins = (pair for number, file in enumerate(files) for pair in read_bin(file, number))
         entries = read_safetensors(files) if kind == ".safetensors" else Entries.of(bins)
         here = [os.path.basename(file) for file in files]
-        if len(entries) < len(entries.names):
-            first: dict[str, str] = {}
-            for key, name in zip(entries.names, map(here.__getitem__, entries.file.tolist()), strict=True):
-                if first.setdefault(key, name) != name:
-                    problems.append(f"{key} is in {first[key]} and in {name}")
-        listed = dict(zip(entries.names, map(here.__getitem__, entries.file.tolist()), strict=True))
-        if weight_map is not None and listed != weight_map:
-            for key, name in listed.items():
-                if weight_map.get(key) != name:
-                    said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
-                    problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
-            problems.extend(
-                f"{k}: {INDEX[kind]} says it is in {f}, and it is not" for k, f in weight_map.items() if k not in listed and f in set(here)
-            )
+        held_by = list(map(here.__getitem__, entries.file.tolist()))
+        if weight_map is not None and len(weight_map) == len(held_by) and all(map(operator.eq, map(weight_map.get, entries.names), held_by)):
+            return files, entries, problems  # all is where the index says, and so nothing is there twice
+        found: dict[str, str] = {}
+        for key, name in zip(entries.names, held_by, strict=True):
+            if found.setdefault(key, name) != name:
+                problems.append(f"{key} is in {found[key]} and in {name}")
+            elif weight_map is not None and weight_map.get(key) != name:
+                said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
+                problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
+        lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found and name in set(here)]
+        problems.extend(f"{key}: {INDEX[kind]} says it is in {name}, and it is not" for key, name in lost)
         return files, entries, problems
 
     def _weight_map(self, path: Path) -> dict[str, str]:

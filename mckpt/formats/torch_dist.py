@@ -22,7 +22,7 @@ from typing import Any
 
 from mckpt import safe_pickle, torch_file
 from mckpt.box import Box, Layout, Stored
-from mckpt.dcp_metadata import emit_metadata, read_metadata
+from mckpt.dcp_metadata import Chunks, Items, emit_metadata, read_metadata
 from mckpt.dtypes import itemsize
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of, whole_box
@@ -243,7 +243,7 @@ def lay_out(
     """The files of one checkpoint: a chunk for each layer and expert, cut by `parallel.tp` where it is large."""
     scope = dialect.scope(dims, **chosen)
     bound = dialect.bind(scope)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...]] | None] = {}
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
     rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []  # (rule, region, dtype, shape of a chunk with its leading axes of 1)
     held: list[torch_file.TorchFile] = []  # for each of `rules` the container of one chunk: of 10**5 chunks all but a few are alike
@@ -254,7 +254,7 @@ def lay_out(
         for key, _ in _keys(b):
             if (known := tensors.get(key)) is not None and known[0] != dtype:
                 raise UsageError(f"{key} would hold {known[0]} and {dtype}: say --dtype")
-            tensors[key] = (dtype, (*axes, *whole.shape), [])
+            tensors[key] = (dtype, (*axes, *whole.shape))
         layers, experts = b.instances()
         outside = 0 if b.rule.stage == "first" else dims["num_layers"] + 1
         for region in _regions(b, whole, dtype, parallel):
@@ -265,55 +265,47 @@ def lay_out(
             columns.append(np.stack(np.broadcast_arrays(order, len(rules), layers, experts)))
             rules.append((b, region, dtype, shape))
             held.append(containers[dtype, shape])
-    chunks = np.concatenate(columns, 1)
-    _, number, layer, expert = chunks[:, np.argsort(chunks[0], kind="stable")]
+    every = np.concatenate(columns, 1)
+    _, number, layer, expert = every[:, np.argsort(every[0], kind="stable")]
 
-    size = np.array([container.size for container in held], "i8")[number]
-    end = np.cumsum(size)
-    total = int(size.sum())
-    count = max(1, min(MAX_FILES, math.ceil(total / FILE_BYTES)))
-    names = [f"__{i}_0.distcp" for i in range(count)]
-    file = np.minimum((end - size) * count // max(1, total), count - 1)
-    cuts = np.searchsorted(file, np.arange(count + 1))
-    begins = np.append(end - size, total)[cuts]  # of each file, were they one behind the other; and the end
-    at = end - size - begins[file]
-    ends = np.diff(begins).tolist()
-    lies = list(zip(at.tolist(), map(held.__getitem__, number.tolist()), strict=True))
-    parts = [lies[begin:stop] for begin, stop in itertools.pairwise(cuts.tolist())]
+    file, at, cuts = _in_files(np.array([container.size for container in held], "i8")[number])
+    names = [f"__{i}_0.distcp" for i in range(len(cuts) - 1)]
+    lie = list(zip(at.tolist(), map(held.__getitem__, number.tolist()), strict=True))
+    parts = [lie[begin:end] for begin, end in itertools.pairwise(cuts)]
 
     stored: list[Stored] = []
-    items: list[tuple[str, tuple[int, ...] | None, str, int, int]] = []
-    for i, ((b, region, dtype, chunk), container) in enumerate(zip(rules, held, strict=True)):
+    chunks: list[Chunks] = []
+    items: list[Items] = []
+    for i, ((b, region, dtype, sizes), container) in enumerate(zip(rules, held, strict=True)):
         rows = np.flatnonzero(number == i)
-        index = {"layer": layer[rows].tolist(), "expert": expert[rows].tolist()}
-        leading = zip(*map(index.get, b.rule.stacked()), strict=True) if b.rule.stacked() else [()] * len(rows)
-        lies_at = zip(leading, file[rows].tolist(), at[rows].tolist(), strict=True)
-        where = [((*which, *region.offset), names[f], start) for which, f, start in lies_at]
-        cuts = np.flatnonzero(np.diff(layer[rows], prepend=-1)) if "{layer}" in b.rule.key else np.array([0])
-        for begin, stop in itertools.pairwise([*cuts.tolist(), len(rows)]):
-            key = b.key(index["layer"][begin])
-            tensors[key][2].extend((offsets, chunk) for offsets, _, _ in where[begin:stop])
-            items += [(key, *one, container.size) for one in where[begin:stop]]
+        index = {"layer": layer[rows], "expert": expert[rows]}
+        offsets = np.empty((len(rows), len(sizes)), "i8")
+        for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *region.offset]):
+            offsets[:, axis] = offset
+        starts = np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist() if "{layer}" in b.rule.key else [0]
+        for begin, end in itertools.pairwise([*starts, len(rows)]):  # of one key each
+            key, some = b.key(int(index["layer"][begin])), rows[begin:end]
+            chunks.append(Chunks(key, offsets[begin:end], sizes))
+            items.append(Items([key], offsets[begin:end], file[some], at[some], container.size))
         shape, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
         stored.append(
             Stored(b.rule.key, dtype, shape, pieces, layer[rows].astype("i4"), expert[rows].astype("i4"), file[rows].astype("i4"),
                    at[rows] + container.data["0"][0], replica=b.rule.alias, padding=b.rule.tp == "vocab")
         )  # fmt: skip
 
-    objects: list[tuple[str, torch_file.TorchFile]] = []
-    empty = torch_file.lay_out([None], "archive")
-    for b in dialect.bind(scope, dialect.objects):
-        objects += [(key, empty) for key in _object_keys(b, scope)]
+    objects = {torch_file.lay_out([None], "archive"): [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)]}
     if common_as_object:
-        objects.append((COMMON_OBJECT, torch_file.lay_out([common], "archive")))
-    for key, container in objects:
-        tensors[key] = None
-        items.append((key, None, names[-1], ends[-1], container.size))
-        parts[-1].append((ends[-1], container))
-        ends[-1] += container.size
+        objects[torch_file.lay_out([common], "archive")] = [COMMON_OBJECT]
+    last = sum(container.size for _, container in parts[-1])  # bytes of the last file
+    for container, named in objects.items():
+        tensors.update(dict.fromkeys(named))
+        where = last + np.arange(len(named)) * container.size
+        items.append(Items(named, None, np.full(len(named), len(names) - 1), where, container.size))
+        parts[-1] += zip(where.tolist(), itertools.repeat(container), strict=False)
+        last += len(named) * container.size
 
-    outputs = [TargetFile(n, size, _fixed(inside)) for n, size, inside in zip(names, ends, parts, strict=True)]
-    outputs.append(TargetFile.whole(METADATA, emit_metadata(tensors, items)))
+    outputs = [TargetFile(n, sum(container.size for _, container in inside), _fixed(inside)) for n, inside in zip(names, parts, strict=True)]
+    outputs.append(TargetFile.whole(METADATA, emit_metadata(tensors, chunks, items, names)))
     if not common_as_object:
         laid = torch_file.lay_out(common, "common")
         outputs.append(TargetFile(COMMON, laid.size, laid.fixed))
@@ -321,6 +313,19 @@ def lay_out(
     outputs.append(TargetFile.whole(MARKER, json.dumps(marker).encode()))
 
     return Layout(names, stored, shapes_of(bound, scope)), outputs
+
+
+def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
+    """Items of these bytes, one behind the other in files of about the same size: the file and the byte of each, and the first of each file.
+
+    Behind those firsts stands the number of items.
+    """
+    total = int(sizes.sum())
+    count = max(1, min(MAX_FILES, math.ceil(total / FILE_BYTES)))
+    start = np.append(0, np.cumsum(sizes))
+    file = np.minimum(start[:-1] * count // max(1, total), count - 1)
+    firsts = np.searchsorted(file, np.arange(count + 1))
+    return file, start[:-1] - start[firsts][file], firsts.tolist()
 
 
 def _regions(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
@@ -335,12 +340,10 @@ def _regions(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
 
 def _object_keys(b: Bound, scope: Scope) -> list[str]:
     """key/shard_I_N of a rule without tensors, once for each index that its key does not name (ShardedObject.unique_key)."""
-    out = []
-    for key, _ in _keys(b):
-        sizes = _axes(b, scope) or (1,)
-        for index in itertools.product(*map(range, sizes)):
-            out.append(f"{key}/shard_{'.'.join(map(str, index))}_{'.'.join(map(str, sizes))}")
-    return out
+    sizes = _axes(b, scope) or (1,)
+    of = ".".join(map(str, sizes))
+    shards = [f"/shard_{'.'.join(index)}_{of}" for index in itertools.product(*(map(str, range(size)) for size in sizes))]
+    return [key + shard for key, _ in _keys(b) for shard in shards]
 
 
 def _fixed(parts: list[tuple[int, torch_file.TorchFile]]) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
