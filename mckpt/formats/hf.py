@@ -250,7 +250,11 @@ class Checkpoint:
         entries = read_safetensors(files) if kind == ".safetensors" else Entries.of(bins)
         here = [os.path.basename(file) for file in files]
         held_by = list(map(here.__getitem__, entries.file.tolist()))
-        if weight_map is not None and len(weight_map) == len(held_by) and all(map(operator.eq, map(weight_map.get, entries.names), held_by)):
+        if (
+            weight_map is not None
+            and len(weight_map) == len(held_by)
+            and all(map(operator.eq, map(weight_map.get, entries.names), held_by))
+        ):
             return files, entries, problems  # all is where the index says, and so nothing is there twice
         found: dict[str, str] = {}
         for key, name in zip(entries.names, held_by, strict=True):
