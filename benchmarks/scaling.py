@@ -1,6 +1,6 @@
 """How conversion speeds up with threads and with processes on one machine, beside `cp` and as many `cp`s at once.
 
-    python -m benchmarks.scaling [DIRECTORY] [--models llama-3.1-8b,llama-3.1-70b] [--counts 1,2,4,8] [--out FILE.jsonl]
+    python -m benchmarks.scaling [DIRECTORY] [--models llama-3.1-8b,llama-3.3-70b] [--counts 1,2,4,8] [--out FILE.jsonl]
 
 Every figure is a whole process from start to exit, page cache warm. The machine's copy bandwidth is that of the fastest number of `cp`s, one for
 each file, in the same run. DIRECTORY, /dev/shm if none is given, holds the model and one output of its size.
@@ -30,7 +30,7 @@ LAYOUTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--models", default="llama-3.1-8b,llama-3.1-70b")
+    parser.add_argument("--models", default="llama-3.1-8b,llama-3.3-70b")
     parser.add_argument("--counts", help="of threads, processes and cps; powers of two up to the cores")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
     parser.add_argument("--rounds", type=int, default=3, help="the fastest of as many counts: others may share the machine")
