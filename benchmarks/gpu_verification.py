@@ -573,7 +573,8 @@ def grid(**o: Any) -> None:
         hf = work / "models" / f"{name}-{dtype}"
         if not (hf / "config.json").exists():
             tiny.tiny_random(name, hf, dtype)
-        for sizes in DENSE_SIZES + (MOE_SIZES if "moe" in name or name == "mixtral" else []):
+        experts = {"num_experts", "num_local_experts", "n_routed_experts"} & tiny.config(name).keys()
+        for sizes in DENSE_SIZES + (MOE_SIZES if experts else []):
             formats, why = possible(hf, sizes)
             where = f"grid/{name}/{dtype}/{said(sizes)}"
             if why and machine.only in where and where not in known:

@@ -146,9 +146,10 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     items = _items(stored, problems)
     for key, tensor in tensors.items():
         problems += [f"{key[:200]}: {p}" for p in _tiling(*tensor)]
-        missing = [o for o, _ in tensor[2] if (key, o) not in items]
-        if missing:
-            problems.append(f"{key[:200]}: {len(missing)} of {len(tensor[2])} chunks have no item, the first at {list(missing[0])}")
+        offsets = list(map(itemgetter(0), tensor[2]))
+        if not all(map(items.__contains__, zip(itertools.repeat(key), offsets))):
+            missing = [o for o in offsets if (key, o) not in items]
+            problems.append(f"{key[:200]}: {len(missing)} of {len(offsets)} chunks have no item, the first at {list(missing[0])}")
     problems += [f"{key[:200]}: an object without an item" for key in objects if (key, None) not in items]
     if problems:
         raise SourceError.of(f"{where}: is damaged:", problems)
@@ -296,7 +297,7 @@ class Items(NamedTuple):
 
     keys: list[str]  # the tensor's; or of each object
     offsets: np.ndarray | None  # [chunks, rank]; None for objects
-    file: np.ndarray  # [items] index into the files
+    file: np.ndarray  # [items] index into `files` of emit_metadata
     at: np.ndarray  # [items] bytes
     length: int
 
@@ -307,7 +308,7 @@ _Part = Union[bytes, "np.ndarray"]  # of rows of opcodes, see `_rows`
 def emit_metadata(
     tensors: Mapping[str, tuple[str, Index] | None], chunks: Iterable[Chunks], items: Iterable[Items], files: list[str]
 ) -> bytes:
-    """The `.metadata` pickle. tensors: key -> (dtype, global shape), or None for an object.
+    """The `.metadata` pickle. tensors: key -> (dtype, global shape), or None for an object; all that `chunks` and `items` name is in it.
 
     Of 10**5 chunks none is walked: what repeats is put into the memo once and popped, and then all chunks of a tensor are rows of opcodes
     that differ in some numbers.
@@ -374,14 +375,14 @@ def _ints(values: np.ndarray | int) -> list[_Part]:
     """Opcode and argument of a number, or of many of them, in as many bytes as the largest needs."""
     if isinstance(values, int) or len(values) == 1:
         return [emit_int(values if isinstance(values, int) else int(values[0]))]
-    low, high = int(values.min()), int(values.max())
+    low, high = int(values.min(initial=0)), int(values.max(initial=0))
     if low >= 0 and high < 1 << 16:
         return [b"K", values.astype("u1")] if high < 1 << 8 else [b"M", values.astype("<u2")]
     return [b"J", values.astype("<i4")] if low >= -(1 << 31) and high < 1 << 31 else [b"\x8a\x08", values.astype("<i8")]
 
 
 def _rows(count: int, *parts: _Part) -> bytes:
-    """`count` rows of these parts side by side: some bytes, a number, or of an array a number for each row."""
+    """`count` rows of parts side by side. A part is bytes, the same in each row, or an array of numbers as they are written, [1] or [count]."""
     if count < 2:
         return b"".join([part if isinstance(part, bytes) else part.tobytes() for part in parts]) * count
     columns: list[np.ndarray] = []

@@ -24,7 +24,7 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
     stored = source.stored
     out: dict[str, Any] = {"path": str(source.path), "format": stored.format}
     rows: list[tuple[str, str, tuple[int, ...], dict[str, Any]]]  # key, dtype, shape, and what else is said
-    kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()  # few, of up to 10**5 tensors
+    kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()  # how many of each dtype and shape: few, of up to 10**5 tensors
     if isinstance(stored, hf.Checkpoint):
         config = stored.config if (source.path / "config.json").is_file() else {}
         out["model"] = ", ".join(config.get("architectures") or []) or None
@@ -49,7 +49,8 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
             out["files"] = len(stored.directories)
             rows = [(k, e.dtype, e.shape, {}) for k, e in stored.first_rank_tensors().items()]
             out["shown"] = f"tensors of {stored.directories[0]}, one of {len(stored.directories)} ranks"
-    kinds = kinds or Counter((dtype, shape) for _, dtype, shape, _ in rows)
+    if not isinstance(stored, hf.Checkpoint):
+        kinds.update((dtype, shape) for _, dtype, shape, _ in rows)
     size = {(dtype, shape): math.prod(shape) * itemsize(dtype) for dtype, shape in kinds}
     out["tensors"] = {
         k: {"shape": list(shape), "dtype": dtype, **more, "bytes": size[dtype, shape]} for k, dtype, shape, more in rows[:most]

@@ -34,7 +34,7 @@ import struct
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -651,15 +651,16 @@ class Emitter:
         self._keep.append(value)
         return self._get(self._memo[id(value)])
 
-    def words(self, texts: list[str]) -> list[int]:
+    def words(self, texts: list[str]) -> Sequence[int]:
         """Puts these strings, none of which is in the memo yet, into it: the number of each there. There may be 10**5 of them."""
         first, pack = len(self._memo), struct.Struct("<I").pack
         numbers = range(first, first + len(texts))
         raws = [text.encode("utf-8", "surrogatepass") for text in texts]
         self.out += b"".join([b"X%b%br%b0" % (pack(len(raw)), raw, pack(n)) for raw, n in zip(raws, numbers, strict=True)])
         self._memo.update(zip(map(id, texts), numbers, strict=True))
+        assert len(self._memo) == first + len(texts), "a string that is in the memo already"
         self._keep += texts
-        return list(numbers)
+        return numbers
 
     def _put(self, value: Any) -> None:
         n = self._memo[id(value)] = len(self._memo)

@@ -373,6 +373,35 @@ def test_many_chunks_are_cheap():
         assert found.tensors == {"a": ("float32", (100, 200, 300), chunks)} and [(*k, *v) for k, v in found.items.items()] == items
 
 
+def test_numbers_of_every_width():
+    """Rows of opcodes take the width of their largest number; torch reads the same out of them."""
+    for largest in (1, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**40, 2**62):
+        at, names = np.array([0, largest, 7]), ["a", "é"]
+        tensors = {"w": ("float32", (3, 5)), "s": ("float32", ()), "o/1": None, "o/2": None}
+        chunks = [
+            dcp_metadata.Chunks("w", np.array([[0, 0], [1, 0], [2, 0]]), (1, 5)),
+            dcp_metadata.Chunks("s", np.empty((1, 0), "i8"), ()),
+        ]
+        items = [
+            dcp_metadata.Items(["w"], chunks[0].offsets, np.array([0, 1, 0]), at, largest),
+            dcp_metadata.Items(["s"], chunks[1].offsets, np.array([1]), at[1:2], 4),
+            dcp_metadata.Items(["o/1", "o/2"], None, np.array([1, 0]), at[:2], 9),
+            dcp_metadata.Items([], None, at[:0], at[:0], 9),
+        ]
+        data = dcp_metadata.emit_metadata(tensors, chunks, items, names)
+        wanted = {
+            ("w", (0, 0)): ("a", 0, largest), ("w", (1, 0)): ("é", largest, largest), ("w", (2, 0)): ("a", 7, largest),
+            ("s", ()): ("é", largest, 4), ("o/1", None): ("é", 0, 9), ("o/2", None): ("a", largest, 9),
+        }  # fmt: skip
+        found, theirs = dcp_metadata.read_metadata(data), pickle.loads(data)
+        assert found.items == wanted and found.objects == ["o/1", "o/2"]
+        assert found.tensors == {"w": ("float32", (3, 5), [((i, 0), (1, 5)) for i in range(3)]), "s": ("float32", (), [((), ())])}
+        stored = {(k.fqn, k.offset): (v.relative_path, v.offset, v.length) for k, v in theirs.storage_data.items()}
+        assert stored == wanted
+        described = theirs.state_dict_metadata["w"]
+        assert (described.size, [c.offsets[0] for c in described.chunks]) == ((3, 5), [0, 1, 2])
+
+
 def test_flips_in_metadata_raise_nothing_else(tmp_path):
     write_dist(tmp_path)
     dcp.save({"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True)

@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 class Entries(Mapping[str, Entry]):
     """Buffers by key, in columns: there may be 10**5 of them, so that each must cost little.
 
-    `kind`, an index into `kinds`, `file` and `at` are parallel to `names`. Of a key that is there twice, the last counts.
+    `kind` [n] (index into `kinds`), `file` [n] and `at` [n] (bytes) are parallel to `names`. Of a key that is there twice, the last counts.
     """
 
     def __init__(self, names: list[str], kinds: list[Kind], kind: np.ndarray, file: np.ndarray, at: np.ndarray) -> None:
@@ -56,14 +56,14 @@ class Entries(Mapping[str, Entry]):
 
     @classmethod
     def of(cls, entries: Iterable[tuple[str, Entry]]) -> Entries:
-        """The same of (key, entry) pairs."""
+        """Columns of (key, entry) pairs."""
         number: defaultdict[Kind, int] = defaultdict(itertools.count().__next__)
         rows = [(key, number[Kind(e.dtype, e.shape, e.strides)], e.file, e.at) for key, e in entries]
         columns = (np.array([row[i] for row in rows], "i8") for i in (1, 2, 3))
         return cls([row[0] for row in rows], list(number), *columns)
 
     def rows(self, keys: Iterable[str]) -> np.ndarray:
-        """Where in the columns each key is; -1 if it is not there."""
+        """The row of each key, [keys]; -1 if it is not there."""
         return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), "i8")
 
     def are(self, rows: np.ndarray, wanted: list[bool]) -> np.ndarray:
@@ -204,13 +204,13 @@ def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: li
         kinds.setdefault(Kind(e.dtype, shape, e.strides), []).append((layer, expert, e.file, e.at))
     out = []
     for kind, members in kinds.items():
-        out += stored(key, pieces, kind, np.array(members, "i8").T, problems, replica=replica, padding=padding)
+        out += stored_of(key, pieces, kind, np.array(members, "i8").T, problems, replica=replica, padding=padding)
     return out
 
 
-def stored(key: str, pieces: tuple[Piece, ...], kind: Kind, where: np.ndarray, problems: Problems, *,
-           replica: bool = False, padding: bool = False) -> list[Stored]:  # fmt: skip
-    """Buffers of one kind, whose layers, experts, files and bytes are the rows of `where`, as stored tensors; none if there is a problem."""
+def stored_of(key: str, pieces: tuple[Piece, ...], kind: Kind, where: np.ndarray, problems: Problems, *,
+              replica: bool = False, padding: bool = False) -> list[Stored]:  # fmt: skip
+    """Buffers of one kind as stored tensors; none where no copy can follow their strides. `where`: layer, expert, file, byte [4, buffers]."""
     dtype, shape, strides = kind
     if dtype not in WEIGHT_DTYPES:
         problems.missing(

@@ -36,9 +36,9 @@ from mckpt.formats.entry import (
     packed,
     read_file,
     shapes_of,
-    stored,
+    stored_of,
     whole_box,
-)  # fmt: skip
+)
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, Rule, Scope
 from mckpt.packing import buffer
@@ -116,7 +116,7 @@ class Checkpoint:
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
         entries = self.entries
         used = np.zeros(len(entries.names), bool)
-        held: list[Stored] = []
+        stored: list[Stored] = []
         for b in bound:
             rule, keys = b.rule, b.keys()
             whole = packed(rule, scope)
@@ -141,9 +141,9 @@ class Checkpoint:
                     scales = [keys[i] + SCALES for i in here[alike].tolist()]
                     known = entries.rows(scales)
                     used[known[known >= 0]] = True
-                    held += self._scaled(rule, kind, pieces, where[:, alike], scales, known, problems)
+                    stored += self._scaled(rule, kind, pieces, where[:, alike], scales, known, problems)
                 else:
-                    held += stored(rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias)
+                    stored += stored_of(rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias)
         left = dict.fromkeys(entries.names[i] for i in np.flatnonzero(~used).tolist())
         ignored = {}
         for pattern, why in family.ignore.items():
@@ -163,11 +163,11 @@ class Checkpoint:
             problems.insert(0, f"config.json says {QUANTISED} {_short(self.config[QUANTISED])}; of quantised models, those of quant_method fp8, "
                                "fmt e4m3 and a weight_block_size are read: dequantise it first")  # fmt: skip
         problems.check()
-        return Layout(self.files, held, shapes_of(bound, scope), ignored)
+        return Layout(self.files, stored, shapes_of(bound, scope), ignored)
 
     def _scaled(self, rule: Rule, kind: Kind, pieces: tuple[Piece, ...], where: np.ndarray,
                 names: list[str], rows: np.ndarray, problems: Problems) -> list[Stored]:  # fmt: skip
-        """Weights in 8 bits, as `stored` takes them, and the keys and rows of their scales, as what they are worth."""
+        """Weights in 8 bits as what they are worth. `where` as in `stored_of`; `names` [n] are the keys of their scales, `rows` [n] where they are."""
         entries, block, shape = self.entries, self.block, kind.shape
         keys = [name.removesuffix(SCALES) for name in names]
         holds = f"{list(shape)} holds {kind.dtype}, "
@@ -246,8 +246,10 @@ class Checkpoint:
                 files.append(path)
             else:
                 problems.append(f"{name}: {named_by}, and {'no file' if os.path.exists(path) else 'not there'}")
-        bins = (pair for number, file in enumerate(files) for pair in read_bin(file, number))
-        entries = read_safetensors(files) if kind == ".safetensors" else Entries.of(bins)
+        if kind == ".safetensors":
+            entries = read_safetensors(files)
+        else:
+            entries = Entries.of(pair for number, file in enumerate(files) for pair in read_bin(file, number))
         here = [os.path.basename(file) for file in files]
         held_by = list(map(here.__getitem__, entries.file.tolist()))
         if (
@@ -263,8 +265,11 @@ class Checkpoint:
             elif weight_map is not None and weight_map.get(key) != name:
                 said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
                 problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
-        lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found and name in set(here)]
-        problems.extend(f"{key}: {INDEX[kind]} says it is in {name}, and it is not" for key, name in lost)
+        lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found]
+        there = set(here)
+        problems.extend(f"{key}: {INDEX[kind]} says it is in {name}, and it is not" for key, name in lost if name in there)
+        if len(found) < len(entries.names):
+            entries = Entries.of(entries.items())  # each key once
         return files, entries, problems
 
     def _weight_map(self, path: Path) -> dict[str, str]:
@@ -319,53 +324,63 @@ def read_safetensors(paths: list[str]) -> Entries:
     """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong."""
     names: list[str] = []
     number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
-    kind, ends = array("i"), array("q")
-    starts, sizes, counts = [], [], []
-    kind_of, ends_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
+    kinds, offsets = array("i"), array("q")
+    starts, sizes, counts = [], [], []  # of each file: where its data begin, its bytes, its tensors
+    kind_of, offsets_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
     for path in paths:
         header, start, size = _read_header(path)
         names += header
-        kind.extend(map(number.__getitem__, map(kind_of, header.values())))
-        ends.extend(itertools.chain.from_iterable(map(ends_of, header.values())))
+        kinds.extend(map(number.__getitem__, map(kind_of, header.values())))
+        offsets.extend(itertools.chain.from_iterable(map(offsets_of, header.values())))
         starts.append(start)
         sizes.append(size)
         counts.append(len(header))
-    file = np.repeat(np.arange(len(paths)), counts)
-    which, (begin, end) = np.array(kind, "i8"), np.array(ends, "i8").reshape(-1, 2).T
+    file = np.repeat(np.arange(len(paths)), np.array(counts, "i8"))
+    kind, (begin, end) = np.array(kinds, "i8"), np.array(offsets, "i8").reshape(-1, 2).T
     order = np.lexsort((end, begin, file))
     if (order[1:] < order[:-1]).any():
         names = [names[i] for i in order.tolist()]
-        which, begin, end = which[order], begin[order], end[order]
-
-    kinds, nbytes = [], []
+        kind, begin, end = kind[order], begin[order], end[order]
+    known = []
     for i, (code, shape) in enumerate(number):
         if code not in dtypes.OF_SAFETENSORS:
-            at = int((which == i).argmax())
-            raise SourceError(f"{paths[file[at]]}: {names[at]}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
-        kinds.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
-        nbytes.append(math.prod(shape) * dtypes.itemsize(kinds[-1].dtype))
-    held = np.zeros(len(paths) + 1, "i8")  # where each file's tensors begin
-    np.cumsum(counts, out=held[1:])
+            row = int((kind == i).argmax())
+            raise SourceError(f"{paths[file[row]]}: {names[row]}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
+        known.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
+    entries = Entries(names, known, kind, file, begin + np.array(starts, "i8")[file])
+    _without_holes(entries, paths, list(zip(starts, sizes, counts, strict=True)), begin, end)
+    return entries
+
+
+def _without_holes(entries: Entries, paths: list[str], files: list[tuple[int, int, int]], begin: np.ndarray, end: np.ndarray) -> None:
+    """Proves that the data of each file are its tensors, one behind the other. SourceError names the first that does not fit.
+
+    `files`: where the data begin, bytes of the file, and tensors; `begin`, `end` [tensors]: bytes from there on.
+    """
+
+    def where(row: int) -> str:
+        return f"{paths[entries.file[row]]}: {entries.names[row]}"
+
+    nbytes = [math.prod(kind.shape) * dtypes.itemsize(kind.dtype) for kind in entries.kinds]
+    wrong = end - begin != np.array([min(n, TOO_LARGE) for n in nbytes], "i8")[entries.kind]
+    if wrong.any():
+        row = int(wrong.argmax())
+        kind = entries.kinds[entries.kind[row]]
+        what = f"{dtypes.TABLE[kind.dtype].safetensors} {list(kind.shape)} takes {nbytes[entries.kind[row]]:,} bytes"
+        raise SourceError(f"{where(row)}: {what}, and data_offsets give {end[row] - begin[row]:,}")
     before = np.roll(end, 1)
-    before[held[:-1][np.array(counts) > 0]] = 0
-    if (wrong := end - begin != np.array([min(n, TOO_LARGE) for n in nbytes], "i8")[which]).any():
-        i = int(wrong.argmax())
-        code, shape = list(number)[which[i]]
-        raise SourceError(
-            f"{paths[file[i]]}: {names[i]}: {code} {list(shape)} takes {nbytes[which[i]]:,} bytes, and data_offsets give {end[i] - begin[i]:,}"
-        )
-    if (wrong := begin != before).any():
-        i = int(wrong.argmax())
-        raise SourceError(
-            f"{paths[file[i]]}: {names[i]} starts at byte {begin[i]:,} of the data, and the tensor before it ends at {before[i]:,}: "
-            "a hole or an overlap"
-        )
-    for path, start, size, some, last in zip(paths, starts, sizes, counts, held[1:].tolist(), strict=True):
-        wanted = start + (int(end[last - 1]) if some else 0)
+    before[np.flatnonzero(np.diff(entries.file, prepend=-1))] = 0  # the first of each file
+    if (begin != before).any():
+        row = int((begin != before).argmax())
+        starts = f"starts at byte {begin[row]:,} of the data, and the tensor before it ends at {before[row]:,}"
+        raise SourceError(f"{where(row)} {starts}: a hole or an overlap")
+    last = -1
+    for path, (start, size, count) in zip(paths, files, strict=True):
+        last += count
+        wanted = start + (int(end[last]) if count else 0)
         if size != wanted:
             what = "truncated; download or copy it again" if size < wanted else "padded"
             raise SourceError(f"{path}: {size:,} bytes, and its header describes {wanted:,}: {what}")
-    return Entries(names, kinds, which, file, begin + np.array(starts, "i8")[file])
 
 
 def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
@@ -437,7 +452,9 @@ def _header(path: str, raw: bytes) -> dict[str, Any]:
         try:
             found[key] = msgspec.convert(t, _tensor())
         except msgspec.ValidationError:
-            raise SourceError(f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes: {str(t)[:200]}") from None
+            raise SourceError(
+                f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes below 2**62: {str(t)[:200]}"
+            ) from None
     return found
 
 

@@ -282,7 +282,7 @@ def lay_out(
         offsets = np.empty((len(rows), len(sizes)), "i8")
         for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *region.offset]):
             offsets[:, axis] = offset
-        starts = np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist() if "{layer}" in b.rule.key else [0]
+        starts = np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist() if "{layer}" in b.rule.key else [0][: len(rows)]
         for begin, end in itertools.pairwise([*starts, len(rows)]):  # of one key each
             key, some = b.key(int(index["layer"][begin])), rows[begin:end]
             chunks.append(Chunks(key, offsets[begin:end], sizes))
@@ -293,18 +293,22 @@ def lay_out(
                    at[rows] + container.data["0"][0], replica=b.rule.alias, padding=b.rule.tp == "vocab")
         )  # fmt: skip
 
-    objects = {torch_file.lay_out([None], "archive"): [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)]}
+    objects = [
+        (torch_file.lay_out([None], "archive"), [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)])
+    ]
     if common_as_object:
-        objects[torch_file.lay_out([common], "archive")] = [COMMON_OBJECT]
+        objects.append((torch_file.lay_out([common], "archive"), [COMMON_OBJECT]))
     last = sum(container.size for _, container in parts[-1])  # bytes of the last file
-    for container, named in objects.items():
+    for container, named in objects:
         tensors.update(dict.fromkeys(named))
         where = last + np.arange(len(named)) * container.size
         items.append(Items(named, None, np.full(len(named), len(names) - 1), where, container.size))
         parts[-1] += zip(where.tolist(), itertools.repeat(container), strict=False)
         last += len(named) * container.size
 
-    outputs = [TargetFile(n, sum(container.size for _, container in inside), _fixed(inside)) for n, inside in zip(names, parts, strict=True)]
+    outputs = [
+        TargetFile(n, sum(container.size for _, container in inside), _fixed(inside)) for n, inside in zip(names, parts, strict=True)
+    ]
     outputs.append(TargetFile.whole(METADATA, emit_metadata(tensors, chunks, items, names)))
     if not common_as_object:
         laid = torch_file.lay_out(common, "common")
@@ -316,9 +320,9 @@ def lay_out(
 
 
 def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Items of these bytes, one behind the other in files of about the same size: the file and the byte of each, and the first of each file.
+    """Items of these bytes, one behind the other in files of about the same size -> file [items], byte in it [items], cuts [files + 1].
 
-    Behind those firsts stands the number of items.
+    File i holds the items from cuts[i] to cuts[i + 1].
     """
     total = int(sizes.sum())
     count = max(1, min(MAX_FILES, math.ceil(total / FILE_BYTES)))

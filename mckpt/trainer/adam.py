@@ -21,7 +21,7 @@ class Adam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(self, closure: Any = None) -> Any:  # None: there is no closure, so no loss
         for group in self.param_groups:
             if not group["params"]:
                 continue

@@ -1,0 +1,65 @@
+"""Headers of safetensors as they may lawfully be, in several files; unlawful ones are in test_bad_input.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mckpt
+from mckpt.formats import hf
+from mckpt.formats.entry import Entry
+from mckpt.inspection import inspect
+
+
+def write(path: Path, nbytes: int, **tensors: Any) -> int:
+    """A file of these tensors, (dtype, shape, begin, end), in this order; the byte where its data begin."""
+    header = {name: {"dtype": t[0], "shape": t[1], "data_offsets": t[2:]} for name, t in tensors.items()}
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+    return 8 + len(text)
+
+
+def index(directory: Path, **weight_map: str) -> None:
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def test_any_lawful_headers(tmp_path: Path) -> None:
+    """Out of the order of the data, of no bytes, of no axes, a file without tensors between two others."""
+    first = write(tmp_path / "a.safetensors", 14, late=("BF16", [3], 8, 14), early=("F32", [1, 2], 0, 8), empty=("F32", [0, 5], 8, 8))
+    write(tmp_path / "b.safetensors", 0)
+    last = write(tmp_path / "c.safetensors", 6, scalar=("F32", [], 0, 4), bytes=("U8", [2], 4, 6))
+    found = hf.read_safetensors([str(tmp_path / f"{name}.safetensors") for name in "abc"])
+    assert list(found.items()) == [
+        ("early", Entry("float32", (1, 2), 0, first)),
+        ("empty", Entry("float32", (0, 5), 0, first + 8)),
+        ("late", Entry("bfloat16", (3,), 0, first + 8)),
+        ("scalar", Entry("float32", (), 2, last)),
+        ("bytes", Entry("uint8", (2,), 2, last + 4)),
+    ]
+    assert found.rows(["bytes", "no such", "early"]).tolist() == [4, -1, 0]
+    assert not hf.read_safetensors([])
+
+
+@pytest.mark.parametrize("nbytes, begin", [(8, 1), (9, 1), (12, 4)])
+def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin: int) -> None:
+    """What ends the file before is no tensor before it."""
+    write(tmp_path / "a.safetensors", begin, one=("U8", [begin], 0, begin))
+    write(tmp_path / "b.safetensors", nbytes, two=("U8", [8], begin, begin + 8))
+    with pytest.raises(mckpt.errors.SourceError, match=rf"b.safetensors: two starts at byte {begin} of the data"):
+        hf.read_safetensors([str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
+
+
+def test_a_key_in_two_files_is_one_tensor(tmp_path: Path) -> None:
+    for name in "ab":
+        write(tmp_path / f"{name}.safetensors", 8, x=("F32", [2], 0, 8))
+    write(tmp_path / "c.safetensors", 4, y=("F32", [1], 0, 4))
+    index(tmp_path, x="a.safetensors", y="c.safetensors", z="b.safetensors")
+    found = inspect(mckpt.open(tmp_path))
+    assert (found["num_tensors"], found["bytes"], list(found["tensors"])) == (2, 12, ["x", "y"])
+    assert found["problems"] == [
+        "x is in a.safetensors and in b.safetensors",
+        "z: model.safetensors.index.json says it is in b.safetensors, and it is not",
+    ]
