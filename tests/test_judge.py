@@ -52,6 +52,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 TE = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}
+LATENT = {"multi_latent_attention": True, "qk_layernorm": True, "group_query_attention": False, "num_query_groups": HEADS, "q_lora_rank": 24,
+          "kv_lora_rank": 16, "qk_head_dim": 10, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "rope_type": "rope"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +175,10 @@ def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict
     cases += loads(work / "te-qwen3_moe-torch", "to-local-torch", [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}], impl="local")
     cases += loads(work / "qwen3_moe-torch", "from-local-torch", [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}], args=TE)
     cases += loads(work / "qwen3_moe-torch_dist", "from-local-moe", [{"tp": 2}], args=TE)
+    for of, other in (("local", "transformer_engine"), ("transformer_engine", "local")):  # down projections: cut in the one, whole in the other
+        directory = work / f"latent-{of}"
+        cases += saves(directory, f"latent-{of}", MOE | LATENT | {"transformer_impl": of}, "torch", tp=2, pp=2, ep=2, etp=1)
+        cases += loads(directory, f"latent-{of}-other", [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}], impl=other)
     cases.append({"name": "grid-wide-tp", "kind": "grid", "tp": 4, "pp": 2, "ep": 2, "etp": 1})
     cases.append({"name": "grid-wide-ep", "kind": "grid", "tp": 2, "ep": 4, "etp": 1})
     cases.append({"name": "grid-cp", "kind": "grid", "tp": 2, "cp": 2, "pp": 2})
@@ -200,6 +206,13 @@ def test_each_spec_reads_the_other(results: dict[str, dict[str, Any]], te_result
         reference = results["llama3-whole-save" if name == "from-local-" else "qwen3_moe-whole-save"]["logits"]
         np.testing.assert_allclose(result["logits"], reference, atol=1e-5 * np.abs(reference).max(), rtol=0, err_msg=name)
     assert "missing decoder.final_layernorm._extra_state" in te_results["from-local-"]["forgiven"]
+
+
+@pytest.mark.parametrize("of", ["local", "transformer_engine"])
+def test_each_spec_reads_what_the_other_cuts(te_results: dict[str, dict[str, Any]], of: str) -> None:
+    saved, loaded = te_results[f"latent-{of}-save"], te_results[f"latent-{of}-other-tp2pp2ep2etp1"]
+    assert not explain(saved) + explain(loaded)
+    np.testing.assert_allclose(loaded["logits"], saved["logits"], atol=1e-5 * np.abs(saved["logits"]).max(), rtol=0)
 
 
 def test_keys(te_results: dict[str, dict[str, Any]]) -> None:

@@ -68,6 +68,11 @@ def forward(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
                     mckpt.plan(source, out, format=form, parallel=written, transformer_impl="local", allow_inexact=INEXACT).run()
                 cases.append({"name": named(case, form, size), "kind": "forward", "checkpoint": str(out), "format": form, "tokens": tokens, **size,
                               "args": {**written.args(), **parallel(size).args()}})  # fmt: skip
+    for size in TORCH_MOE_SIZES:  # files of Transformer Engine's layers, which cut some tensors otherwise
+        out = work / "torch" / named("te", "torch", size)
+        mckpt.plan(sources["deepseek-v3"], out, format="torch", parallel=parallel(size), allow_inexact=INEXACT).run()
+        cases.append({"name": named("te", "torch", size), "kind": "forward", "checkpoint": str(out), "tokens": tiny.tokens("deepseek-v3").tolist(),
+                      "impl": "local", **size})  # fmt: skip
     for case in ("qwen3", "mixtral"):  # a key for each layer, though all are alike
         out = work / "per_layer" / case
         mckpt.plan(sources[case], out, transformer_impl="local", layer_keys="per_layer").run()
@@ -88,6 +93,15 @@ def test_megatron_core_computes_what_transformers_does(case: str, sources: dict[
             apart = np.abs(result["logits"] - reference).max()
             print(f"{case:18} {form:10} {parallel(size)!s:24} max logit difference {apart:.1e} of {np.abs(reference).max():.1f}")
             assert apart < LOGITS_ATOL
+
+
+@pytest.mark.parametrize("size", TORCH_MOE_SIZES)
+def test_local_layers_read_the_files_of_transformer_engine(
+    size: dict[str, Any], sources: dict[str, Path], forward: dict[str, dict[str, Any]]
+) -> None:
+    result = forward[named("te", "torch", size)]
+    assert result["ok"], explain(result)
+    assert np.abs(result["logits"] - tiny.hf_logits(sources["deepseek-v3"], tiny.tokens("deepseek-v3"))).max() < LOGITS_ATOL
 
 
 @pytest.mark.parametrize("case", ["qwen3", "mixtral"])

@@ -41,6 +41,9 @@ TWO_NAMES = (
      (r"self_attention\.(q|kv)_layernorm\.(weight|bias)$", r"self_attention.linear_\1_up_proj.layer_norm_\2")),
 )  # fmt: skip
 
+# Whole on every rank in a Transformer Engine layer; in a local one cut in rows over the tensor-parallel ranks. `torch_dist` knows no ranks.
+TWO_CUTS = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight$")
+
 
 def unit_directory(checkpoint: str | Path) -> Path:
     """The iteration directory: `checkpoint` itself, or the one that its tracker file names."""
@@ -170,8 +173,12 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
     forgiven = []
     for key, chunk in zip(keys, chunks, strict=True):
         weights = state.pop(key)
-        wanted = chunk.state_dict().keys()
-        named = {name if name in wanted else other_name(name, wanted): value for name, value in weights.items()}
+        wanted = chunk.state_dict()
+        named = {}
+        for name, value in weights.items():
+            here = name if name in wanted else other_name(name, wanted.keys())
+            cut = TWO_CUTS.search(here) and here in wanted and value.shape != wanted[here].shape
+            named[here] = other_cut(name, value, wanted[here], path, key) if cut else value
         forgiven += load_into(chunk, named, f"{path} ({key})")
     if optimizer is not None:
         file = path.with_name(OPTIMIZER_FILE)
@@ -192,6 +199,18 @@ def other_name(name: str, there: Collection[str]) -> str:
             if other != name and other in there:
                 return other
     return name
+
+
+def other_cut(name: str, value: torch.Tensor, wanted: torch.Tensor, path: Path, key: str) -> torch.Tensor:
+    """This rank's rows of a tensor that is whole in its file; or the whole of one of which the file of each tensor-parallel rank has some."""
+    from megatron.core import parallel_state as ps
+
+    rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
+    if len(value) == ranks * len(wanted):
+        return value.chunk(ranks)[rank]
+    stage = f"_{ps.get_pipeline_model_parallel_rank():03d}" if ps.get_pipeline_model_parallel_world_size() > 1 else ""
+    files = [min(path.parent.parent.glob(f"mp_rank_{other:02d}{stage}*/{MODEL_FILE}")) for other in range(ranks)]  # of any expert rank
+    return torch.cat([read_rank_file(file)[key][name] for file in files])
 
 
 def stored_names(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
