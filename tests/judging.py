@@ -67,11 +67,10 @@ def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_t
         "WORLD_SIZE": str(world_size),
         "JUDGE_PARENT": str(os.getpid()),
     }
-    command = f'for RANK in $(seq 0 {world_size - 1}); do RANK=$RANK LOCAL_RANK=$RANK "$@" & done; wait'
     log = directory / "log.txt"
     with log.open("w") as stream:
         group = subprocess.Popen(
-            ["sh", "-c", command, "sh", sys.executable, str(HERE / "judge.py"), str(directory / "cases.json"), str(directory)],
+            [sys.executable, str(HERE / "judge.py"), str(directory / "cases.json"), str(directory)],
             env=environ,
             stdout=stream,
             stderr=stream,
