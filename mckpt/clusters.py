@@ -54,6 +54,10 @@ class Work(NamedTuple):
         w, starts = _clustered(_normal(copies, casts))
         return cls(w, np.append(starts, np.int32(len(w))), _slabs(w, starts))
 
+    def is_flat(self) -> bool:
+        """Whether all of it is moved as ranges of bytes, and nothing through staging."""
+        return bool(is_ranges(self.copies).all())
+
     def cluster(self, slab: int) -> np.ndarray:
         """The copies of a slab's cluster."""
         cluster = self.slabs["cluster"][slab]
