@@ -507,10 +507,10 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
         base = None
         family, note = _choose_family(source)
         notes.append(note)
-    _refuse_inexact(family.inexact(dims), target, f"family {family.name}")
+    inexact = _refuse_inexact(family.inexact(dims), target, f"family {family.name}")
     if described is None and not source.manifest:  # trained, not converted: what the trainer computed is not what its args say
         said = {k: why for k, why in source.mapping.warnings(dims).items() if k not in source.known.dims}
-        _refuse_inexact(said, target, "config.json")
+        inexact = inexact | _refuse_inexact(said, target, "config.json")
     kinds, dtype = _kinds(source, target)
     if base is None:
         config = {"architectures": [family.architectures[0]], **family.write(dims), "torch_dtype": dtype}
@@ -534,7 +534,7 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
                 copied.append(root / name)
                 names.add(name)
     outputs.append(TargetFile.whole(CONFIG, text))
-    facts = _facts(source, source, target, family, {}, notes, max_shard_size=target.max_shard_size, config=hashlib.sha256(text).hexdigest(),
+    facts = _facts(source, source, target, family, inexact, notes, max_shard_size=target.max_shard_size, config=hashlib.sha256(text).hexdigest(),
                    side=[[o.path, o.size] for o in outputs])  # fmt: skip
     return Plan(source, destination, target, join(source.layout, layout), layout, outputs, [], copied, facts)
 

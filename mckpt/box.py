@@ -117,6 +117,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def whole_box(shape: tuple[int, ...]) -> Box:
+    """All of a tensor of this shape."""
+    return Box((0,) * len(shape), shape)
+
+
 def overlap(a: Box, b: Box) -> Box | None:
     """The box that both share, or None."""
     low = tuple(map(max, a.offset, b.offset))

@@ -314,7 +314,7 @@ def emit_metadata(
     that differ in some numbers.
     """
     e = Emitter()
-    module = {"_StorageInfo": "torch.distributed.checkpoint.filesystem", "Size": "torch"}
+    module = {"_StorageInfo": "torch.distributed.checkpoint.filesystem"}
     names = ("Metadata", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
     new = {n: e.constant(glob(module.get(n, _DCP), n)) + b")\x81" for n in (*names, "_StorageInfo")}
     size_class = e.constant(glob("torch", "Size"))

@@ -96,7 +96,7 @@ def execute(
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
 
-    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, up to the knee; `checksum` is none,
+    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, at most KNEE, or KNEE_FLAT if nothing is staged; `checksum` is none,
     crc32 or sha256; `grids` is Joined.grids, for copies that are scaled. When the same call failed or was killed before, what it finished is
     not done again: the caller names `staging` after the plan. `progress` gets (bytes done, bytes in all, files done, files in all) from the
     calling thread. Files and directories are synced on

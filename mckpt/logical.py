@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mckpt.box import Box, Layout, Piece, Stored, by_rows, gaps, moves, row_major
+from mckpt.box import Box, Layout, Piece, Stored, by_rows, gaps, moves, row_major, whole_box
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import SourceError, StorageError
 from mckpt.lazy import numpy as np
@@ -25,7 +25,7 @@ class LogicalTensor:
 
     def __init__(self, reader: Reader, name: str, shape: tuple[int, ...], box: Box | None = None) -> None:
         self._reader, self.name, self.whole = reader, name, shape
-        self._box = box or Box((0,) * len(shape), shape)
+        self._box = box or whole_box(shape)
         self._dropped: tuple[int, ...] = ()  # axes that an integer index took away
         self.dtype = reader.dtype(name)
 

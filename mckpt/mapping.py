@@ -513,7 +513,7 @@ def load(kind: str, name: str) -> MappingFile:
 
 
 def family_of(architecture: str) -> str:
-    """The family that names an architecture of transformers. Only the files' first lines that can name it are read."""
+    """The family that names an architecture of transformers. Only files that have the name in their text are parsed."""
     for name in names("hf"):
         if architecture in (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8") and architecture in load("hf", name).architectures:
             return name
@@ -591,18 +591,26 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
             problems.append(f"{where}: {name} has no key, no const and no read")
     rules = list(_rules(root, "tensors", expression, problems))
     objects = list(_rules(root, "objects", expression, problems))
-    if problems:
-        raise MappingError.of(f"{path}: not a mapping:", problems)
-    return MappingFile(
+    warned: dict[str, tuple[Expression, str]] = {}
+    inexact = root.get("inexact") or Node()
+    for name, value in inexact.items():
+        if not isinstance(value, dict) or {"when", "why"} - value.keys():
+            problems.append(f"{inexact.lines[name]}: {name} wants `when` and `why`")
+        elif (when := expression(value["when"], inexact.lines[name])) is not None:
+            warned[name] = when, value["why"]
+    found = MappingFile(
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),
         {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
         expressions("said"),
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
-        {k: (e, v["why"]) for k, v in (root.get("inexact") or {}).items() if (e := expression(v["when"], path.name)) is not None},
+        warned,
         frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),
         tuple(rules), tuple(objects),
     )  # fmt: skip
+    if problems:
+        raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))  # a block is read for tensors and for objects
+    return found
 
 
 def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression | None], problems: list[str]) -> Iterator[Rule]:
@@ -612,8 +620,12 @@ def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression
     """
     scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [(root.get(section) or Node(), "", "", None, False)]
     for prefix, block in (root.get("blocks") or Node()).items():
+        block = block or Node()
         other = block.get("instead")
         where = root["blocks"].lines[prefix]
+        if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
+            problems.append(f"{where}: `instead` of {prefix} wants `key` and `when`")
+            other = None
         instead = (other["key"], expression(other["when"], where)) if other else None
         scopes.append((block.get(section) or Node(), prefix, block.get("is", ""), instead, False))
         if "mtp" in block:
@@ -641,7 +653,8 @@ def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression
                         yield rule
                         continue
                     other_prefix, condition = instead
-                    assert condition is not None
+                    if condition is None:  # it is among the problems
+                        continue
                     both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
                     neither = f"not ({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
                     yield rule._replace(when=Expression(neither))

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from mckpt.box import Box, Piece, overlap, row_major
+from mckpt.box import Box, Piece, overlap, row_major, whole_box
 
 Shape = tuple[int, ...]
 
@@ -43,14 +43,14 @@ def _stack(shapes: Sequence[Shape]) -> tuple[Placed, ...]:
     for m, shape in enumerate(shapes):
         if shape[1:] != shapes[0][1:]:
             raise PackingError(f"cannot be stacked along axis 0: {list(shapes[0])} and {list(shape)}")
-        placed.append(Placed(m, Box((0,) * len(shape), shape), (at, *(0,) * (len(shape) - 1))))
+        placed.append(Placed(m, whole_box(shape), (at, *(0,) * (len(shape) - 1))))
         at += shape[0]
     return tuple(placed)
 
 
 def one(shapes: Sequence[Shape], groups: int) -> Packed:
     (shape,) = shapes
-    return Packed(shape, (Placed(0, Box((0,) * len(shape), shape), (0,) * len(shape)),), shape[:1])
+    return Packed(shape, (Placed(0, whole_box(shape), (0,) * len(shape)),), shape[:1])
 
 
 def concat(shapes: Sequence[Shape], groups: int) -> Packed:

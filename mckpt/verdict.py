@@ -413,11 +413,8 @@ def _tensors(pair: Pair, point: str | None) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if point is not None:
         out["logical"] = sorted({n for n in pair.left if feeds(n, point, bool(pair.left.dims["tied"]))}, key=_by_number)
-        out["hf"] = _keys(pair.left, out["logical"])
-    right = pair.right
-    if point is not None:
-        out["stored"] = _keys(right, out["logical"])
-    found = comparison.diff(pair.left, right, atol=0.0)
+        out["hf"], out["stored"] = _keys(pair.left, out["logical"]), _keys(pair.right, out["logical"])
+    found = comparison.diff(pair.left, pair.right, atol=0.0)
     out["differ"] = [c.name for c in found.changed] + found.missing + found.extra
     return out
 
@@ -438,7 +435,7 @@ def feeds(name: str, point: str, tied: bool) -> bool:
 def _keys(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     """The stored tensors that hold these logical tensors."""
     wanted, out = set(names), []
-    for stored in checkpoint.layout.stored:
+    for stored in (s for s in checkpoint.layout.stored if not s.replica):
         templates = list(dict.fromkeys(p.tensor for p in stored.pieces))
         for layer, expert in zip(stored.layer.tolist(), stored.expert.tolist(), strict=True):
             if any(t.format(layer=layer, expert=expert) in wanted for t in templates):

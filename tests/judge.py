@@ -29,7 +29,6 @@ import datetime
 import faulthandler
 import gc
 import json
-import math
 import os
 import signal
 import sys
@@ -45,6 +44,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mckpt import launching
 from mckpt.trainer import build, cpu, forward, load, save, train
 
 TIMEOUT_S = 60  # of one collective: a rank that waits for one that failed gives up then
@@ -138,8 +138,8 @@ def sizes(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def smallest_world(case: dict[str, Any]) -> int:
-    tp = case.get("tp") or 1
-    return (case.get("pp") or 1) * (case.get("cp") or 1) * math.lcm(tp, (case.get("etp") or tp) * (case.get("ep") or 1))
+    given = {name: case.get(name) or 1 for name in ("tp", "pp", "ep", "cp")}
+    return launching.world({**given, "etp": case.get("etp") or given["tp"]})
 
 
 def forward_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def grid_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
 
     tp, pp, cp, ep = (case.get(name) or 1 for name in ("tp", "pp", "cp", "ep"))
     etp = case.get("etp") or tp
-    world = case.get("world") or pp * math.lcm(tp * cp, etp * ep)
+    world = case.get("world") or smallest_world(case)
     order = "tp-cp-ep-dp-pp"  # initialize_model_parallel's default
     dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
     expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)

@@ -29,6 +29,19 @@ TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
 BROKEN: dict[str, tuple[str, str]] = {
     "unknown section": ("extends: llama\ntensor: {}\n", r"my\.yaml:2: 'tensor' is no section of a mapping file; known: architectures, extends"),
     "unknown dim": ("extends: llama\ndims:\n  num_layer: n_layer\n", r"my\.yaml:3: logical\.yaml has no dim 'num_layer'"),
+    "a broken requires": ('extends: llama\nrequires: "mla and ("\n', r"my\.yaml: 'mla and \(' is no expression"),
+    "a broken derive": ("extends: llama\nderive:\n  a: 1 +\n", r"my\.yaml:3: '1 \+' is no expression"),
+    "a broken also": ("extends: llama\nalso:\n  b: c =\n", r"my\.yaml:3: 'c =' is no expression"),
+    "a broken inexact": ("extends: llama\ninexact:\n  x: {when: num_layers !=, why: w}\n", r"my\.yaml:3: 'num_layers !=' is no expression"),
+    "inexact without why": ("extends: llama\ninexact:\n  x: {when: 'True'}\n", r"my\.yaml:3: x wants `when` and `why`"),
+    "a broken instead": (
+        "extends: llama\nblocks:\n  foo.:\n    instead: {when: 1 +, key: bar.}\n    tensors: {a.weight: /embed.weight}\n",
+        r"my\.yaml:3: '1 \+' is no expression",
+    ),
+    "half an instead": (
+        "extends: llama\nblocks:\n  foo.:\n    instead: {key: bar.}\n    tensors: {a.weight: /embed.weight}\n",
+        r"my\.yaml:3: `instead` of foo\. wants `key` and `when`",
+    ),
     "a dim that says nothing": ("extends: llama\ndims:\n  head_dim: {default: '128'}\n", r"my\.yaml:3: head_dim has no key, no const and no read"),
     "unknown word of a dim": ("dims:\n  head_dim: {keys: head_dim}\n", r"my\.yaml:2: head_dim may say key, default, values, const, read"),
     "a dim that is a list": ("dims:\n  head_dim: [head_dim]\n", r"my\.yaml:2: head_dim may say key, .*not \['head_dim'\]"),

@@ -146,6 +146,7 @@ def test_transformers_computes_what_megatron_core_saved(
         out = work / "exported" / f"{case}-{form}"
         planned = mckpt.plan(work / "saved" / f"{case}-{form}", out, format="hf", allow_inexact=INEXACT)
         planned.run(check_replicas=True)
+        assert list(planned.facts["inexact"]) == ["rope_factor"] * (case == "llama-rope-scaled")  # what was allowed is said
         apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - result["logits"]).max()
         print(f"{case:18} from megatron-core's {form:10} max logit difference {apart:.1e}; {'; '.join(planned.facts['notes'])}")
         assert apart < LOGITS_ATOL

@@ -304,7 +304,7 @@ def tiny(
     if bin:
         for path in directory.glob("model*.safetensors*"):
             path.unlink()
-        arrays = tensors(config(case), dtype, seed)
+        arrays = tensors({**config(case), **changes}, dtype, seed)
         files = _files(arrays, max_shard_size, "pytorch_model", "bin")
         for file, names in files.items():
             # through fp32, as torch.from_numpy knows no ml_dtypes; exact, for the values were rounded before

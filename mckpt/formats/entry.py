@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mckpt import dtypes, safe_pickle
-from mckpt.box import Box, Layout, Piece, Stored, restride
+from mckpt.box import Layout, Piece, Stored, restride
 from mckpt.errors import CoverError, SourceError, StorageError, UsageError
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, Rule, Scope, hub
@@ -252,7 +252,3 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
 def shapes_of(bound: Iterable[Bound], scope: Scope) -> dict[str, tuple[int, ...]]:
     """Shape of every logical tensor that the rules name, by template."""
     return {name: hub().shape(name, scope) for b in bound for name in b.rule.of}
-
-
-def whole_box(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)

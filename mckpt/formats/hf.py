@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from mckpt import dtypes, mapping, quantisation, safe_pickle, torch_file
-from mckpt.box import Layout, Piece, Scales, Stored
+from mckpt.box import Layout, Piece, Scales, Stored, whole_box
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.formats.entry import (
     Entries,
@@ -37,7 +37,6 @@ from mckpt.formats.entry import (
     read_file,
     shapes_of,
     stored_of,
-    whole_box,
 )
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, Rule, Scope
@@ -383,6 +382,10 @@ def _without_holes(entries: Entries, paths: list[str], files: list[tuple[int, in
             raise SourceError(f"{path}: {size:,} bytes, and its header describes {wanted:,}: {what}")
 
 
+def _pointer(path: str) -> SourceError:
+    return SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+
+
 def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
     """What a safetensors file says of its tensors, the byte where their data begin, and the bytes of the file."""
     try:
@@ -392,7 +395,7 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
             if len(first) < 8:
                 raise SourceError(f"{path}: has {size} bytes, and a safetensors file at least 8: download or copy it again")
             if first == LFS_POINTER[:8]:
-                raise SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+                raise _pointer(path)
             length = int.from_bytes(first, "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise SourceError(
@@ -466,7 +469,7 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
     try:
         if os.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
-            raise SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+            raise _pointer(path)
         value, data = torch_file.read(fd, path)
     finally:
         os.close(fd)

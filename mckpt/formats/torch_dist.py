@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import safe_pickle, torch_file
-from mckpt.box import Box, Layout, Stored
+from mckpt.box import Box, Layout, Stored, whole_box
 from mckpt.dcp_metadata import Chunks, Items, emit_metadata, read_metadata
 from mckpt.dtypes import itemsize
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of, whole_box
+from mckpt.formats.entry import Entry, Problems, TargetFile, dtype_of, group, packed, read_file, shapes_of
 from mckpt.formats.save_directory import Common, has_tensors
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, MappingFile, Scope

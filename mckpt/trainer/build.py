@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import datetime
 import importlib.util
-import math
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -125,13 +124,6 @@ def choose_impl(args: Namespace) -> str:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
     return "transformer_engine" if HAVE_TE else "local"  # False: installed, but of another CUDA or torch
-
-
-def smallest_world(args: Namespace) -> int:
-    """The fewest processes that hold one whole model at these sizes: pp * lcm(tp * cp, etp * ep)."""
-    dense = args.tensor_model_parallel_size * args.context_parallel_size
-    experts = args.expert_tensor_parallel_size * args.expert_model_parallel_size
-    return args.pipeline_model_parallel_size * math.lcm(dense, experts)
 
 
 def check(args: Namespace) -> None:

@@ -68,8 +68,10 @@ def without_mtp(chunk: Any) -> Iterator[None]:
     """In it the chunk leaves its layers of multi-token prediction out: they have a loss and no logits, and without labels fail."""
     kept = chunk.mtp_process, chunk.config.mtp_num_layers
     chunk.mtp_process, chunk.config.mtp_num_layers = False, None
-    yield
-    chunk.mtp_process, chunk.config.mtp_num_layers = kept
+    try:
+        yield
+    finally:
+        chunk.mtp_process, chunk.config.mtp_num_layers = kept
 
 
 def of_this_rank(length: int, cp: int) -> torch.Tensor:
