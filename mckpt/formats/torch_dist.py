@@ -123,8 +123,21 @@ class Checkpoint:
 
     def layout(self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
         """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+        self._check_sizes()
         with _Files(self.root) as files:
             return self._layout(dialect, dims, chosen, files)
+
+    def _check_sizes(self) -> None:
+        """SourceError for files that end before their last item does, though it be one that nothing reads."""
+        ends = dict.fromkeys(self.files, 0)
+        last: dict[str, str] = {}
+        for (key, _), (file, at, length) in self.metadata.items.items():
+            if at + length > ends[file]:
+                ends[file], last[file] = at + length, key
+        sizes = {file: os.path.getsize(self.root / file) for file in self.files}
+        short = [f"{f}: {sizes[f]} bytes, and its last item, of {last[f]}, ends at {end}" for f, end in ends.items() if sizes[f] < end]
+        if short:
+            raise SourceError.of(f"{self.root}: files are cut short, or {METADATA} is of other ones; copy them again:", short)
 
     def _layout(self, dialect: MappingFile, dims: Scope, chosen: Scope, files: _Files) -> Layout:
         scope = dialect.scope(dims, **chosen)
