@@ -316,7 +316,7 @@ def lay_out(
         tensors.update(dict.fromkeys(named))
         where = last + np.arange(len(named)) * container.size
         items.append(Items(named, None, np.full(len(named), len(names) - 1), where, container.size))
-        parts[-1] += zip(where.tolist(), itertools.repeat(container), strict=False)
+        parts[-1] += [(start, container) for start in where.tolist()]
         last += len(named) * container.size
 
     outputs = [
