@@ -439,10 +439,13 @@ def check_sizes(dims: Dims, parallel: Parallel) -> None:
     """UsageError if Megatron could not launch the model at these sizes."""
     parallel.check(dims["num_experts"])
     parallel.stages(dims["num_layers"], dims["mtp_layers"])
-    if dims["num_heads"] % parallel.tp:
-        raise UsageError(f"{dims['num_heads']} attention heads do not divide by tp {parallel.tp}")
-    if dims["num_query_groups"] % parallel.tp and parallel.tp % dims["num_query_groups"]:
-        raise UsageError(f"{dims['num_query_groups']} query groups (k and v heads) neither divide by tp {parallel.tp} nor divide it")
+    heads, groups = dims["num_heads"], dims["num_query_groups"]
+    fit = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    cure = f"choose a tp of {', '.join(map(str, fit))}"
+    if heads % parallel.tp:
+        raise UsageError(f"{heads} attention heads do not divide by tp {parallel.tp}; {cure}")
+    if groups % parallel.tp and parallel.tp % groups:
+        raise UsageError(f"{groups} query groups (k and v heads) neither divide by tp {parallel.tp} nor divide it; {cure}")
 
 
 def _choices(source: Checkpoint, target: Target) -> dict[str, Any]:

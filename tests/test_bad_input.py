@@ -233,7 +233,7 @@ def test_configs(made, tmp_path, case):
 
 SIZES = {
     "tp of ffn": ("qwen3", ("--tp", 3), ("3",)),
-    "tp of heads": ("qwen3", ("--tp", 32), ("16 attention heads", "tp 32")),
+    "tp of heads": ("qwen3", ("--tp", 32), ("16 attention heads", "tp 32", "choose a tp of 1, 2, 4, 8, 16")),
     "tp of qkv rows": ("mistral", ("--tp", 7, "--format", "torch"), ("7",)),
     "pp": ("qwen3", ("--pp", 3), ("4 layers", "pp 3")),
     "pp above the layers": ("qwen3", ("--pp", 8), ("4 layers", "pp 8")),

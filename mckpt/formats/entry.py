@@ -151,9 +151,9 @@ def stamp(path: Path) -> tuple[int, int]:
 class Problems(list[str]):
     """Everything found wrong with a source, raised at once."""
 
-    def __init__(self, what: str, cure: str = "") -> None:
+    def __init__(self, what: str) -> None:
         super().__init__()
-        self.what, self.cure, self.damaged = what, cure, False
+        self.what, self.damaged = what, False
 
     def missing(self, text: str) -> None:
         """The source is incomplete or not what its config says."""
@@ -162,7 +162,8 @@ class Problems(list[str]):
 
     def check(self) -> None:
         if self:
-            raise (SourceError if self.damaged else CoverError).of(self.what, self, self.cure)
+            cure = "If it should all be there, copy the checkpoint again, with the config or args that belong to it." if self.damaged else ""
+            raise (SourceError if self.damaged else CoverError).of(self.what, self, cure)
 
 
 def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
