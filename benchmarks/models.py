@@ -100,7 +100,7 @@ def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
     for name, tensor in held.items():
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
-    text = json.dumps(header).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()  # as the safetensors library writes it
     text += b" " * (-len(text) % 8)
     with path.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import struct
+from array import array
 from collections.abc import Iterable, Mapping
 from operator import attrgetter, itemgetter
 from pathlib import Path
@@ -175,9 +177,9 @@ def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index
         infos = list(stored.values())
         items = dict(zip(map(attrgetter("held"), stored), map(attrgetter("held"), infos), strict=True))
         keys, offsets = (set(map(type, map(itemgetter(i), items))) for i in range(2))
-        files, ats, lengths = (list(map(itemgetter(i), items.values())) for i in range(3))
+        files, *numbers = (list(map(itemgetter(i), items.values())) for i in range(3))
         sound = len(items) == len(stored) and keys <= {str} and offsets <= {tuple, type(None)} and set(map(type, files)) <= {str}
-        sound = sound and all(set(map(type, column)) <= {int} and min(column, default=0) >= 0 for column in (ats, lengths))
+        sound = sound and all(set(map(type, column)) <= {int} and min(column, default=0) >= 0 for column in numbers)
         if sound and all(map(_is_plain, set(files))) and not any(map(attrgetter("transformed"), infos)):
             return items
     return _listed(stored, problems)
@@ -223,60 +225,68 @@ def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:
     rank = len(shape)
     if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or math.prod(shape) >= 1 << 60:
         return [f"its shape is none, of rank {rank}"]
-    if set(map(len, itertools.chain.from_iterable(chunks))) - {rank}:
+    ranks = (set(map(len, map(itemgetter(i), chunks))) for i in range(2))
+    if set().union(*ranks) - {rank}:
         offsets, sizes = next(c for c in chunks if (len(c[0]), len(c[1])) != (rank, rank))
         return [f"a chunk of rank {len(offsets)} and {len(sizes)} in a tensor {list(shape)}"]
-    flat = list(itertools.chain.from_iterable(itertools.chain.from_iterable(chunks)))
-    if set(map(type, flat)) - {int}:
-        return ["a chunk whose offsets or sizes are no whole numbers"]
-    try:
-        boxes = np.array(flat, np.int64).reshape(len(chunks), 2, rank)
-    except OverflowError:
-        return [f"a chunk with offsets or sizes beyond 2**63 in a tensor {list(shape)}"]
-    low, size = boxes[:, 0], boxes[:, 1]
-    outside = (low < 0) | (size < 0) | (low > np.array(shape, np.int64)) | (size > np.array(shape, np.int64) - low)
+    boxes = np.empty((2, rank, len(chunks)), "i8")
+    for i in range(2):
+        try:
+            numbers = array("q", list(itertools.chain.from_iterable(map(itemgetter(i), chunks))))  # which takes nothing but whole numbers
+        except TypeError:
+            return ["a chunk whose offsets or sizes are no whole numbers"]
+        except OverflowError:
+            return [f"a chunk with offsets or sizes beyond 2**63 in a tensor {list(shape)}"]
+        boxes[i] = np.array(numbers).reshape(len(chunks), rank).T
+    low, size = boxes
+    most = np.array(shape, "i8").reshape(-1, 1)
+    outside = ((low < 0) | (size < 0) | (low > most) | (size > most - low)).any(0)
     if outside.any():
-        i = int(outside.any(1).argmax())
-        return [f"chunk at {low[i].tolist()} of {size[i].tolist()} reaches out of the tensor {list(shape)}"]
-    volume = sum(map(int, size.prod(1))) if len(chunks) else 0
+        i = int(outside.argmax())
+        return [f"chunk at {low[:, i].tolist()} of {size[:, i].tolist()} reaches out of the tensor {list(shape)}"]
+    each = size.prod(0)
+    volume = (int((each >> 30).sum()) << 30) + int((each & (1 << 30) - 1).sum())  # in two halves: the sum may be beyond 2**63
     if volume != math.prod(shape):
         return [f"its {len(chunks)} chunks hold {volume} elements, the tensor {list(shape)} has {math.prod(shape)}"]
-    clash = _overlap(low[size.all(1)], (low + size)[size.all(1)])
+    filled = each > 0
+    clash = _overlap(low, low + size) if filled.all() else _overlap(low[:, filled], (low + size)[:, filled])
     return [f"chunks at {clash[0].tolist()} and {clash[1].tolist()} overlap"] if clash is not None else []
 
 
 def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The offsets of two of the boxes [low, high) that overlap, or None. Boxes are [n, rank], none of them empty.
+    """The offsets of two of the boxes [low, high) that overlap, or None. Boxes are [rank, n], none of them empty.
 
     A grid is settled by one sort: where all boxes are cells between the same cuts of each axis, equal offsets are the only way to
     overlap. Otherwise the boxes are swept along the first axis on which they differ, and each is compared with those still open.
     """
-    n, rank = low.shape
+    rank, n = low.shape
     if n < 2:
         return None
-    cells = np.zeros((n, rank), np.int64)
+    cells = np.zeros((rank, n), "i8")
     regular = True
     for d in range(rank):
-        cuts = np.unique(low[:, d])
-        cells[:, d] = np.searchsorted(cuts, low[:, d])
-        ends = np.append(cuts[1:], np.iinfo(np.int64).max)
-        regular = regular and bool((high[:, d] <= ends[cells[:, d]]).all())
-    order = np.lexsort(cells.T[::-1])
-    same = (cells[order][1:] == cells[order][:-1]).all(1)
+        cuts = np.unique(low[d])
+        if len(cuts) > 1:
+            cells[d] = np.searchsorted(cuts, low[d])
+        ends = np.append(cuts[1:], np.iinfo("i8").max)
+        regular = regular and bool((high[d] <= ends[cells[d]]).all())
+    order = np.lexsort(cells[::-1])
+    cells = cells[:, order]
+    same = (cells[:, 1:] == cells[:, :-1]).all(0)
     if same.any():
         i = int(same.argmax())
-        return low[order[i]], low[order[i + 1]]
+        return low[:, order[i]], low[:, order[i + 1]]
     if regular:
         return None
-    axis = max(range(rank), key=lambda d: len(np.unique(low[:, d])))
-    order = np.argsort(low[:, axis], kind="stable")
-    low, high = low[order], high[order]
-    alive = np.zeros(0, np.int64)
+    axis = max(range(rank), key=lambda d: len(np.unique(low[d])))
+    order = np.argsort(low[axis], kind="stable")
+    low, high = low[:, order], high[:, order]
+    alive = np.zeros(0, "i8")
     for i in range(n):
-        alive = alive[high[alive, axis] > low[i, axis]]
-        hit = ((low[alive] < high[i]) & (low[i] < high[alive])).all(1)
+        alive = alive[high[axis, alive] > low[axis, i]]
+        hit = ((low[:, alive] < high[:, i : i + 1]) & (low[:, i : i + 1] < high[:, alive])).all(0)
         if hit.any():
-            return low[alive[hit.argmax()]], low[i]
+            return low[:, alive[hit.argmax()]], low[:, i]
         alive = np.append(alive, i)
     return None
 
@@ -302,31 +312,77 @@ class Items(NamedTuple):
     length: int
 
 
-_Part = Union[bytes, "np.ndarray"]  # of rows of opcodes, see `_rows`
+_Part = Union[bytes, "np.ndarray"]
+
+
+class Rows(NamedTuple):
+    """Bytes of a pickle whose number is known before they are made: `num` rows of `parts` side by side.
+
+    A part is bytes, the same in each row, or an array, [1] or [num], of numbers as they are written.
+    """
+
+    num: int
+    parts: list[_Part]
+
+    @property
+    def nbytes(self) -> int:
+        return self.num * sum([len(part) if isinstance(part, bytes) else part.itemsize for part in self.parts])
+
+    def data(self) -> bytes:
+        if self.num < 2:
+            return b"".join([part if isinstance(part, bytes) else part.tobytes() for part in self.parts]) * self.num
+        columns: list[np.ndarray] = []
+        same = b""
+        for part in self.parts:
+            if isinstance(part, bytes):
+                same += part
+            else:
+                columns += [np.frombuffer(same, "u1"), part.reshape(-1, 1).view("u1")]
+                same = b""
+        columns.append(np.frombuffer(same, "u1"))
+        return np.concatenate([np.broadcast_to(column, (self.num, column.shape[-1])) for column in columns], 1).tobytes()
+
+
+class Words(NamedTuple):
+    """Bytes of a pickle that put strings into its memo, with numbers from `first` on, and leave nothing on the stack."""
+
+    texts: list[str]
+    first: int
+
+    @property
+    def nbytes(self) -> int:
+        return len("".join(self.texts).encode("utf-8", "surrogatepass")) + 11 * len(self.texts)
+
+    def data(self) -> bytes:
+        pack = struct.Struct("<I").pack
+        raws = [text.encode("utf-8", "surrogatepass") for text in self.texts]
+        return b"".join([b"X%b%br%b0" % (pack(len(raw)), raw, pack(n)) for n, raw in enumerate(raws, self.first)])
 
 
 def emit_metadata(
-    tensors: Mapping[str, tuple[str, Index] | None], chunks: Iterable[Chunks], items: Iterable[Items], files: list[str]
-) -> bytes:
-    """The `.metadata` pickle. tensors: key -> (dtype, global shape), or None for an object; all that `chunks` and `items` name is in it.
+    tensors: Mapping[str, tuple[str, Index]], objects: list[str], chunks: Iterable[Chunks], items: Iterable[Items], files: list[str]
+) -> list[Rows | Words]:
+    """The `.metadata` pickle, piece by piece. tensors: key -> (dtype, global shape). What `chunks` and `items` name is all in the others.
 
     Of 10**5 chunks none is walked: what repeats is put into the memo once and popped, and then all chunks of a tensor are rows of opcodes
-    that differ in some numbers.
+    that differ in some numbers. A piece is made when it is written: a plan asks for its size alone.
     """
     e = Emitter()
     module = {"_StorageInfo": "torch.distributed.checkpoint.filesystem"}
     names = ("Metadata", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
     new = {n: e.constant(glob(module.get(n, _DCP), n)) + b")\x81" for n in (*names, "_StorageInfo")}
     size_class = e.constant(glob("torch", "Size"))
+    attributes = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta")
     words = ("properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
-    word = {w: e.constant(w) for w in words}
+    word = {w: e.constant(w) for w in (*attributes, *words)}
     # torch before 2.2 wrote the global torch.strided instead of this call; both load everywhere
     layout: Record = glob("torch.serialization", "_get_layout")("torch.strided")
     encoding: Record = glob(_DCP, "_MEM_FORMAT_ENCODING")(0)
     rest = b"".join((e.constant(layout), b"\x89", e.constant(encoding), b"\x89tb"))
+    dtype_of = {name: e.constant(safe_pickle.torch_dtype(name)) for name in dict.fromkeys(dtype for dtype, _ in tensors.values())}
 
-    texts = list(dict.fromkeys([*tensors, *files]))
-    number = dict(zip(texts, e.words(texts), strict=True))
+    texts = list(dict.fromkeys([*tensors, *objects, *files]))
+    number = dict(zip(texts, range(e.num_memo, e.num_memo + len(texts)), strict=True))
     file_number = np.array([number[file] for file in files], "<u4")
 
     def strings(which: list[str]) -> list[_Part]:
@@ -338,37 +394,24 @@ def emit_metadata(
     of_tensor: dict[str, list[Chunks]] = {}
     for each in chunks:
         of_tensor.setdefault(each.key, []).append(each)
-    out = e.out
-    out += new["Metadata"] + b"}("
-    e.save("state_dict_metadata")
-    out += b"}("
-    objects = [key for key, tensor in tensors.items() if tensor is None]
-    out += _rows(len(objects), *strings(objects), new["BytesStorageMetadata"])
-    for key, tensor in tensors.items():
-        if tensor is None:
-            continue
-        dtype, shape = tensor
-        out += _rows(1, *strings([key]), new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"(")
-        e.save(safe_pickle.torch_dtype(dtype))
-        out += _rows(1, rest, word["size"], *size(shape), word["chunks"], b"](")
+    out: list[Rows | Words] = [Rows(1, [bytes(e.out)]), Words(texts, e.num_memo)]
+    out.append(Rows(1, [new["Metadata"], b"}(", word["state_dict_metadata"], b"}("]))
+    out.append(Rows(len(objects), [*strings(objects), new["BytesStorageMetadata"]]))
+    for key, (dtype, shape) in tensors.items():
+        head = [*strings([key]), new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"("]
+        out.append(Rows(1, [*head, dtype_of[dtype], rest, word["size"], *size(shape), word["chunks"], b"]("]))
         for alike in of_tensor.get(key, ()):
             start = [new["ChunkStorageMetadata"], b"}(", word["offsets"], *size(alike.offsets.T)]
-            out += _rows(len(alike.offsets), *start, word["sizes"], *size(alike.sizes), b"ub")
-        out += b"eub"
-    out += b"u"
-    e.save("planner_data")
-    out += b"N"
-    e.save("storage_data")
-    out += b"}("
+            out.append(Rows(len(alike.offsets), [*start, word["sizes"], *size(alike.sizes), b"ub"]))
+        out.append(Rows(1, [b"eub"]))
+    out.append(Rows(1, [b"u", word["planner_data"], b"N", word["storage_data"], b"}("]))
     index, info = new["MetadataIndex"] + b"}(" + word["fqn"], word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
     for some in items:
         where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else size(some.offsets.T))]
         path: list[_Part] = [info, b"j", file_number[some.file], word["offset"], *_ints(some.at), word["length"], *_ints(some.length)]
-        out += _rows(len(some.at), index, *strings(some.keys), *where, *path, b"ub")
-    out += b"u"
-    e.save("storage_meta")
-    out += b"Nub"
-    return e.done()
+        out.append(Rows(len(some.at), [index, *strings(some.keys), *where, *path, b"ub"]))
+    out.append(Rows(1, [b"u", word["storage_meta"], b"Nub."]))
+    return out
 
 
 def _ints(values: np.ndarray | int) -> list[_Part]:
@@ -380,18 +423,3 @@ def _ints(values: np.ndarray | int) -> list[_Part]:
         return [b"K", values.astype("u1")] if high < 1 << 8 else [b"M", values.astype("<u2")]
     return [b"J", values.astype("<i4")] if low >= -(1 << 31) and high < 1 << 31 else [b"\x8a\x08", values.astype("<i8")]
 
-
-def _rows(count: int, *parts: _Part) -> bytes:
-    """`count` rows of parts side by side. A part is bytes, the same in each row, or an array of numbers as they are written, [1] or [count]."""
-    if count < 2:
-        return b"".join([part if isinstance(part, bytes) else part.tobytes() for part in parts]) * count
-    columns: list[np.ndarray] = []
-    same = b""
-    for part in parts:
-        if isinstance(part, bytes):
-            same += part
-        else:
-            columns += [np.frombuffer(same, "u1"), part.reshape(-1, 1).view("u1")]
-            same = b""
-    columns.append(np.frombuffer(same, "u1"))
-    return np.concatenate([np.broadcast_to(column, (count, column.shape[-1])) for column in columns], 1).tobytes()

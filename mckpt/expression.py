@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -57,25 +58,7 @@ class Expression:
 
     def __init__(self, text: str | bool | int | float) -> None:
         self.text = str(text)
-        try:
-            self.tree = ast.parse(self.text.strip(), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-            raise ExpressionError(f"{self.text!r} is no expression: {e}") from None
-        loops = [g for n in ast.walk(self.tree) if isinstance(n, ast.ListComp) for g in n.generators]
-        bound = {g.target.id for g in loops if isinstance(g.target, ast.Name)}
-        names = set()
-        for node in ast.walk(self.tree):
-            if not isinstance(node, _NODES):
-                raise ExpressionError(f"{self.text!r}: {type(node).__name__} is not allowed in a mapping")
-            if isinstance(node, ast.Constant) and not (node.value is None or isinstance(node.value, (bool, int, float, str))):
-                raise ExpressionError(f"{self.text!r}: {node.value!r} is not allowed in a mapping")
-            if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords):
-                raise ExpressionError(f"{self.text!r}: only {', '.join(_FUNCTIONS)} can be called")
-            if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
-                raise ExpressionError(f"{self.text!r}: only names have attributes")
-            if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and node.id not in bound:
-                names.add(node.id)
-        self.names = frozenset(names)
+        self.tree, self.names = _parsed(self.text)
 
     def __call__(self, scope: Mapping[str, Any]) -> Any:
         """The value in a scope of names. `config.some_key` reads a dict and is None where it has no such key."""
@@ -88,6 +71,31 @@ class Expression:
 
     def __repr__(self) -> str:
         return f"Expression({self.text!r})"
+
+
+@functools.cache
+def _parsed(text: str) -> tuple[ast.expr, frozenset[str]]:
+    """The tree and the free names of an expression, of which a mapping says the same in many places. ExpressionError if it is none."""
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        raise ExpressionError(f"{text!r} is no expression: {e}") from None
+    nodes = list(ast.walk(tree))
+    loops = [g for n in nodes if isinstance(n, ast.ListComp) for g in n.generators]
+    bound = {g.target.id for g in loops if isinstance(g.target, ast.Name)}
+    names = set()
+    for node in nodes:
+        if not isinstance(node, _NODES):
+            raise ExpressionError(f"{text!r}: {type(node).__name__} is not allowed in a mapping")
+        if isinstance(node, ast.Constant) and not (node.value is None or isinstance(node.value, (bool, int, float, str))):
+            raise ExpressionError(f"{text!r}: {node.value!r} is not allowed in a mapping")
+        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords):
+            raise ExpressionError(f"{text!r}: only {', '.join(_FUNCTIONS)} can be called")
+        if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
+            raise ExpressionError(f"{text!r}: only names have attributes")
+        if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and node.id not in bound:
+            names.add(node.id)
+    return tree, frozenset(names)
 
 
 def _value(node: ast.AST, scope: Mapping[str, Any]) -> Any:

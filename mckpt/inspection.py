@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from pathlib import Path
@@ -30,7 +29,8 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
         out["model"] = ", ".join(config.get("architectures") or []) or None
         out["files"] = len(stored.files)
         out["problems"] = stored.problems
-        rows = [(k, e.dtype, e.shape, {}) for k, e in itertools.islice(stored.entries.items(), most)]
+        shown = ((key, stored.entries.entry(row)) for row, key in enumerate(stored.entries.names[:most]))
+        rows = [(key, e.dtype, e.shape, {}) for key, e in shown]
         for kind, n in zip(stored.entries.kinds, np.bincount(stored.entries.kind).tolist(), strict=True):
             kinds[kind.dtype, kind.shape] += n
     else:

@@ -145,9 +145,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
         for name, pieces in _by_name(s).items() if not s.replica else ():
             holders.setdefault(name, []).append((s, pieces))
     for name, held in holders.items():
-        counts = np.zeros((len(held), layers * experts), "i4")
-        for count, (s, _) in zip(counts, held, strict=True):
-            np.add.at(count, _ids(s, experts), 1)
+        counts = np.stack([np.bincount(_ids(s, experts), minlength=layers * experts) for s, _ in held])
         if (counts > 1).any():
             row, at = (int(x) for x in np.argwhere(counts > 1)[0])
             problems.append(f"{held[row][0].key} is stored {counts[row, at]} times for layer {at // experts}, expert {at % experts}")

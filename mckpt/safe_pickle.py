@@ -34,12 +34,13 @@ import struct
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from mckpt import dtypes
 from mckpt.errors import PickleError
+from mckpt.lazy import numpy as np
 
 MAX_BYTES = 256 << 20  # of a pickle, unless the caller says otherwise; the largest data.pkl seen (70,000 tensors) has 12 MB
 MAX_NESTED = 2000  # elements in a tuple of tuples; the largest seen is Python's RNG state, 628
@@ -174,6 +175,7 @@ _GET = b"(?:h.|j....)"
 _SMALL = 1 << 14  # bytes; below, a scan takes 3 ms at most
 _PERIOD = 16  # ends in a unit: an item of .metadata has 7, a tensor in a state dict 6
 _MAX_UNIT = 1 << 10  # bytes: an item has 110 to 200
+_BATCH = 1000  # what a pickler writes of a list or dict between two marks
 _MAX_UNITS = 32  # what a regular expression tries is bounded by these two
 
 
@@ -323,6 +325,7 @@ class _Unit(NamedTuple):
     width: int  # bytes of the index that each put names; 0: they name none
     named: list[int]  # the groups of the pattern that are such indices
     checked: list[tuple[int, int]]  # (group, weight) of memo indices that must have that weight
+    loose: list[bool]  # of each opcode: whether its argument has no effect
     base: bool  # fills what is on the stack below it
 
 
@@ -374,6 +377,8 @@ class _Repeats:
     def _learn(self, at: int) -> bool:
         history = self.history
         for period in range(1, _PERIOD + 1):
+            if history[-1 - period] != history[-1]:
+                continue
             last = bytes(history[-period:])
             if history[-2 * period : -period] == last:
                 begin = self.ends[-1 - period]
@@ -412,17 +417,39 @@ class _Repeats:
                 if not self._as_learned(unit, found):
                     break
                 memo.extend(unit.puts)
-            at = found.end()
             count += 1
-            if count >= 16 and not single:
-                many = re.compile(b"(?s)(?:%b){64}" % unit.text).match
-                while found := many(data, at):
-                    at = found.end()
-                    count += 64
+            begin, at = at, found.end()
+            if count >= 4 and not single:
+                more = self._alike(unit, begin, at)
+                count += more
+                at += more * (at - begin)
         self.stack.extend(unit.pushes * count)
         if not single:
             memo.extend(unit.puts * count)
         return at
+
+    def _alike(self, unit: _Unit, begin: int, end: int) -> int:
+        """How many more like the one from `begin` to `end` are behind it, each opcode with an argument of as many bytes as there."""
+        data, size = self.data, end - begin
+        fixed, at = np.ones(size, bool), begin
+        for loose in unit.loose:
+            op = data[at]
+            head = at + 1 + _SIZED.get(op, 0)
+            if op == 0x63:
+                at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
+            else:
+                at = head + (_ARGUMENT.get(op) or int.from_bytes(data[at + 1 : head], "little"))
+            if loose:
+                fixed[head - begin : at - begin] = False
+        first, count = np.frombuffer(data, "u1", size, begin), 0
+        while num := min(_BATCH, (len(data) - end) // size - count):
+            rows = np.frombuffer(data, "u1", num * size, end + count * size).reshape(num, size)
+            wrong = ((rows != first) & fixed).ravel()
+            at = int(wrong.argmax())
+            if wrong[at]:
+                return count + at // size
+            count += num
+        return count
 
     def _as_learned(self, unit: _Unit, found: re.Match[bytes]) -> bool:
         """Whether the memo indices that a match names are the next ones, where it sets them, and weigh the same, where it reads them."""
@@ -452,6 +479,7 @@ def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, by
     puts = array("H")
     fixed: dict[int, bytes] = {}  # place in `text` -> the bytes it must be
     got: dict[int, bytes] = {}
+    free: set[int] = set()  # places in `text` of numbers, strings and memo indices
     explicit: set[int] = set()
     base = False
 
@@ -462,6 +490,8 @@ def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, by
     while at < end:
         op, begin = data[at], at
         at += 1
+        if op in b"KMJ\x8ahj\x8cXG":
+            free.add(len(text))
         if op in (0x4B, 0x4D, 0x4A) or (op == 0x8A and data[at] <= 8):
             at += _ARGUMENT.get(op) or 1 + data[at]
             text.append(_NUMBER)
@@ -546,8 +576,9 @@ def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, by
                 text[place] = re.escape(fixed[place])
         elif piece in (b"q(.)", b"r(....)"):
             named.append(len(named) + len(checked) + 1)
+    loose = [place in free and place not in fixed for place in range(len(text))]
     whole = b"".join(text)
-    return _Unit(re.compile(b"(?s)" + whole), whole, [w for w, _ in stack], puts, max(explicit, default=0), named, checked, base)
+    return _Unit(re.compile(b"(?s)" + whole), whole, [w for w, _ in stack], puts, max(explicit, default=0), named, checked, loose, base)
 
 
 @functools.lru_cache(maxsize=64)
@@ -651,16 +682,10 @@ class Emitter:
         self._keep.append(value)
         return self._get(self._memo[id(value)])
 
-    def words(self, texts: list[str]) -> Sequence[int]:
-        """Puts these strings, none of which is in the memo yet, into it: the number of each there. There may be 10**5 of them."""
-        first, pack = len(self._memo), struct.Struct("<I").pack
-        numbers = range(first, first + len(texts))
-        raws = [text.encode("utf-8", "surrogatepass") for text in texts]
-        self.out += b"".join([b"X%b%br%b0" % (pack(len(raw)), raw, pack(n)) for raw, n in zip(raws, numbers, strict=True)])
-        self._memo.update(zip(map(id, texts), numbers, strict=True))
-        assert len(self._memo) == first + len(texts), "a string that is in the memo already"
-        self._keep += texts
-        return numbers
+    @property
+    def num_memo(self) -> int:
+        """How many values are in the memo: the number of the next one."""
+        return len(self._memo)
 
     def _put(self, value: Any) -> None:
         n = self._memo[id(value)] = len(self._memo)
@@ -758,8 +783,8 @@ class Emitter:
 
     def _fill(self, entries: Iterable[Any]) -> None:
         entries = list(entries)
-        for i in range(0, len(entries), 1000):  # CPython's batch size
-            batch = entries[i : i + 1000]
+        for i in range(0, len(entries), _BATCH):
+            batch = entries[i : i + _BATCH]
             if len(batch) > 1:
                 self.out += b"("
             for e in batch:
@@ -768,8 +793,8 @@ class Emitter:
 
     def _fill_items(self, items: Iterable[tuple[Any, Any]]) -> None:
         items = list(items)
-        for i in range(0, len(items), 1000):
-            batch = items[i : i + 1000]
+        for i in range(0, len(items), _BATCH):
+            batch = items[i : i + _BATCH]
             if len(batch) > 1:
                 self.out += b"("
             for key, value in batch:

@@ -144,8 +144,9 @@ def emit(tensors: dict[str, Any], items: list[Any]) -> bytes:
     One by one, so that what they say need not fit together.
     """
     files = list(dict.fromkeys(file for _, _, file, _, _ in items))
-    return dcp_metadata.emit_metadata(
-        {key: tensor and tensor[:2] for key, tensor in tensors.items()},
+    pieces = dcp_metadata.emit_metadata(
+        {key: tensor[:2] for key, tensor in tensors.items() if tensor},
+        [key for key, tensor in tensors.items() if not tensor],
         [dcp_metadata.Chunks(key, np.array([o]), sizes) for key, tensor in tensors.items() if tensor for o, sizes in tensor[2]],
         [
             dcp_metadata.Items([key], None if o is None else np.array([o]), np.array([files.index(file)]), np.array([at]), length)
@@ -153,3 +154,4 @@ def emit(tensors: dict[str, Any], items: list[Any]) -> bytes:
         ],
         files,
     )
+    return b"".join(piece.data() for piece in pieces)

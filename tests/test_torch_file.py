@@ -353,12 +353,9 @@ def test_many_chunks_are_cheap():
     items = [("a", o, f"__{o[0] % 7}_0.distcp", n * 1000, 1000) for n, (o, _) in enumerate(chunks)]
     at = np.arange(len(chunks))
     rows = dcp_metadata.Items(["a"], np.array([o for o, _ in chunks]), at // 200 % 7, at * 1000, 1000)
-    ours = dcp_metadata.emit_metadata(
-        {"a": ("float32", (100, 200, 300))},
-        [dcp_metadata.Chunks("a", rows.offsets, (1, 1, 300))],
-        [rows],
-        [f"__{n}_0.distcp" for n in range(7)],
-    )
+    chunk, files = dcp_metadata.Chunks("a", rows.offsets, (1, 1, 300)), [f"__{n}_0.distcp" for n in range(7)]
+    pieces = dcp_metadata.emit_metadata({"a": ("float32", (100, 200, 300))}, [], [chunk], [rows], files)
+    ours = b"".join(piece.data() for piece in pieces)
     size, kinds = torch.Size, of_torch
     described = kinds.TensorStorageMetadata(
         kinds.TensorProperties(torch.float32), size((100, 200, 300)), [kinds.ChunkStorageMetadata(size(o), size(s)) for o, s in chunks]
@@ -377,7 +374,7 @@ def test_numbers_of_every_width():
     """Rows of opcodes take the width of their largest number; torch reads the same out of them."""
     for largest in (1, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**40, 2**62):
         at, names = np.array([0, largest, 7]), ["a", "é"]
-        tensors = {"w": ("float32", (3, 5)), "s": ("float32", ()), "o/1": None, "o/2": None}
+        tensors = {"w": ("float32", (3, 5)), "s": ("float32", ())}
         chunks = [
             dcp_metadata.Chunks("w", np.array([[0, 0], [1, 0], [2, 0]]), (1, 5)),
             dcp_metadata.Chunks("s", np.empty((1, 0), "i8"), ()),
@@ -388,7 +385,9 @@ def test_numbers_of_every_width():
             dcp_metadata.Items(["o/1", "o/2"], None, np.array([1, 0]), at[:2], 9),
             dcp_metadata.Items([], None, at[:0], at[:0], 9),
         ]
-        data = dcp_metadata.emit_metadata(tensors, chunks, items, names)
+        pieces = dcp_metadata.emit_metadata(tensors, ["o/1", "o/2"], chunks, items, names)
+        data = b"".join(piece.data() for piece in pieces)
+        assert [piece.nbytes for piece in pieces] == [len(piece.data()) for piece in pieces]
         wanted = {
             ("w", (0, 0)): ("a", 0, largest), ("w", (1, 0)): ("é", largest, largest), ("w", (2, 0)): ("a", 7, largest),
             ("s", ()): ("é", largest, 4), ("o/1", None): ("é", 0, 9), ("o/2", None): ("a", largest, 9),

@@ -7,10 +7,10 @@ import math
 import os
 import stat
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mckpt import dtypes, safe_pickle
 from mckpt.box import Layout, Piece, Stored, restride
@@ -73,15 +73,18 @@ class Entries(Mapping[str, Entry]):
         return out
 
     def __getitem__(self, key: str) -> Entry:
-        row = self._row[key]
+        return self.entry(self._row[key])
+
+    def entry(self, row: int) -> Entry:
+        """The buffer of a row."""
         dtype, shape, strides = self.kinds[self.kind[row]]
         return Entry(dtype, shape, int(self.file[row]), int(self.at[row]), strides)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._row)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._row)
+        return len(self.names)
 
 
 def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], file: int) -> Entry:
@@ -89,6 +92,15 @@ def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], fil
     dense = view.strides == safe_pickle.contiguous(view.shape) or math.prod(view.shape) <= 1
     at = data[view.storage][0] + view.offset * dtypes.itemsize(view.dtype)
     return Entry(view.dtype, view.shape, file, at, None if dense else view.strides)
+
+
+class Made(Protocol):
+    """Bytes whose number is known before they are made."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def data(self) -> bytes: ...
 
 
 class TargetFile(NamedTuple):
@@ -110,6 +122,12 @@ class TargetFile(NamedTuple):
     def headed(cls, path: str, head: bytes, nbytes: int) -> TargetFile:
         """A file of `head` and after it `nbytes` of tensor data."""
         return cls(path, len(head) + nbytes, lambda crc_of: [(0, head)])
+
+    @classmethod
+    def pieces(cls, path: str, pieces: Sequence[Made]) -> TargetFile:
+        """A file without tensor data, made when it is written, a piece at a time."""
+        starts = [0, *itertools.accumulate(piece.nbytes for piece in pieces)]
+        return cls(path, starts[-1], lambda crc_of: ((at, piece.data()) for at, piece in zip(starts[:-1], pieces, strict=True)))
 
     @classmethod
     def copy(cls, path: str, source: Path) -> TargetFile:

@@ -10,7 +10,6 @@ import functools
 import itertools
 import json
 import math
-import operator
 import os
 import re
 import struct
@@ -20,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from mckpt import dtypes, mapping, quantisation, safe_pickle, torch_file
 from mckpt.box import Layout, Piece, Scales, Stored, whole_box
@@ -46,6 +45,8 @@ from mckpt.parallel import Parallel
 QUANTISED = "quantization_config"  # the key of config.json
 SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')  # what most headers begin with, and is no tensor
+_SIZE = r"(?:0|[1-9]\d*)"
+_KIND = re.compile(rf'":\{{"dtype":"(\w+)","shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],"data_offsets":\[')  # what follows a name
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
 TOO_LARGE = 1 << 62  # bytes: no file has as many
@@ -134,7 +135,7 @@ class Checkpoint:
             rows = rows[here]
             where = np.stack([*(index[here] for index in b.instances()), entries.file[rows], entries.at[rows]])
             kinds = entries.kind[rows]
-            for number in np.unique(kinds).tolist():
+            for number in np.flatnonzero(np.bincount(kinds)).tolist():
                 kind, alike = entries.kinds[number], kinds == number
                 if kind.dtype == quantisation.CODES:
                     scales = [keys[i] + SCALES for i in here[alike].tolist()]
@@ -168,30 +169,32 @@ class Checkpoint:
                 names: list[str], rows: np.ndarray, problems: Problems) -> list[Stored]:  # fmt: skip
         """Weights in 8 bits as what they are worth. `where` as in `stored_of`; `names` [n] are the keys of their scales, `rows` [n] where they are."""
         entries, block, shape = self.entries, self.block, kind.shape
-        keys = [name.removesuffix(SCALES) for name in names]
         holds = f"{list(shape)} holds {kind.dtype}, "
         if block is None or len(shape) != 2:
             lacks = "no weight_block_size (two numbers)" if block is None else f"blocks of {block[0]} x {block[1]}, and this is no matrix"
-            problems.extend(f"{key} {holds}and {QUANTISED} of config.json says {lacks}: dequantise it first" for key in keys)
+            says = f"{QUANTISED} of config.json says {lacks}: dequantise it first"
+            problems.extend(f"{name.removesuffix(SCALES)} {holds}and {says}" for name in names)
             problems.damaged = True
             return []
         wanted = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
         fit = entries.are(rows, [s.shape == wanted and s.dtype in quantisation.SCALES for s in entries.kinds])
         for i in np.flatnonzero(~fit).tolist():
+            key = names[i].removesuffix(SCALES)
             if (scales := entries.get(names[i])) is None:
                 problems.missing(
-                    f"{keys[i]} {holds}and {names[i]} {list(wanted)} is missing: find the file that has it, or dequantise the model"
+                    f"{key} {holds}and {names[i]} {list(wanted)} is missing: find the file that has it, or dequantise the model"
                 )
             elif scales.shape != wanted:
                 problems.missing(f"{names[i]} is {list(scales.shape)} in {self._file(names[i])}, and should be {list(wanted)}: "
-                                 f"{keys[i]} is {list(shape)}, in blocks of {block[0]} x {block[1]}")  # fmt: skip
+                                 f"{key} is {list(shape)}, in blocks of {block[0]} x {block[1]}")  # fmt: skip
             else:
                 problems.missing(
                     f"{names[i]} holds {scales.dtype} in {self._file(names[i])}, and scales are {', '.join(quantisation.SCALES)}"
                 )
         strided = fit & entries.are(rows, [(s.strides or kind.strides) is not None for s in entries.kinds])
         at = np.flatnonzero(strided).tolist()
-        problems.extend(f"{keys[i]} {holds}and it or its scales are a view with strides; save both as dense tensors" for i in at)
+        views = (f"{names[i].removesuffix(SCALES)} {holds}and it or its scales are a view with strides; save both as dense tensors" for i in at)
+        problems.extend(views)
         problems.damaged |= bool(at)
         height, width = map(min, block, shape)  # no block, however large it is said to be, is larger than the weight
         out = []
@@ -228,8 +231,7 @@ class Checkpoint:
                 )
             kind, names = ".safetensors", loose
         elif (self.root / INDEX[kind]).exists():
-            weight_map = self._weight_map(self.root / INDEX[kind])
-            names = sorted(set(weight_map.values()))
+            weight_map, names = self._weight_map(self.root / INDEX[kind])
             named_by = f"named by {INDEX[kind]}"
             if SINGLE[kind] not in names and (self.root / SINGLE[kind]).exists():  # transformers would read this one, others the index
                 problems.append(f"both {SINGLE[kind]} and {INDEX[kind]} are there, and either may be meant: move one of them away")
@@ -251,11 +253,7 @@ class Checkpoint:
             entries = Entries.of(pair for number, file in enumerate(files) for pair in read_bin(file, number))
         here = [os.path.basename(file) for file in files]
         held_by = list(map(here.__getitem__, entries.file.tolist()))
-        if (
-            weight_map is not None
-            and len(weight_map) == len(held_by)
-            and all(map(operator.eq, map(weight_map.get, entries.names), held_by))
-        ):
+        if weight_map is not None and len(weight_map) == len(held_by) and list(map(weight_map.get, entries.names)) == held_by:
             return files, entries, problems  # all is where the index says, and so nothing is there twice
         found: dict[str, str] = {}
         for key, name in zip(entries.names, held_by, strict=True):
@@ -268,21 +266,30 @@ class Checkpoint:
         there = set(here)
         problems.extend(f"{key}: {INDEX[kind]} says it is in {name}, and it is not" for key, name in lost if name in there)
         if len(found) < len(entries.names):
-            entries = Entries.of(entries.items())  # each key once
+            entries = Entries.of((key, entries[key]) for key in found)
         return files, entries, problems
 
-    def _weight_map(self, path: Path) -> dict[str, str]:
+    def _weight_map(self, path: Path) -> tuple[dict[str, str], list[str]]:
+        """Tensor name -> file name, by an index, and the names of all files."""
         import msgspec
 
-        try:
-            index: Any = msgspec.json.decode(read_file(path), type=msgspec.defstruct("Index", [("weight_map", dict[str, str])]))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            raise SourceError(f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted") from None
+        raw = read_file(path)
+        there: Any = Literal[tuple(name for name in os.listdir(path.parent) if name.isascii())]  # one string for each file, not for each tensor
+        for file in (there, str):
+            weight_map: Any = types.GenericAlias(dict, (str, file))
+            try:
+                index: Any = msgspec.json.decode(raw, type=msgspec.defstruct("Index", [("weight_map", weight_map)]))
+                break
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                pass  # a file that is not there is told later
+        else:
+            raise SourceError(f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted")
         found: dict[str, str] = index.weight_map
-        for name in sorted(set(found.values())):
+        files = sorted(set(found.values()))
+        for name in files:
             if name != os.path.basename(name) or name in ("", ".", ".."):
                 raise SourceError(f"{path}: names the file {name!r}; only files beside it are read")
-        return found
+        return found, files
 
 
 def _short(value: Any) -> str:
@@ -319,35 +326,90 @@ def side_files(root: Path) -> list[str]:
     return out
 
 
+class _Headers:
+    """What the headers of some files say, in columns: `names`, `kinds` (index into `known`) and `offsets`, two for each name."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.kinds, self.offsets = array("i"), array("q")
+        self.known: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # (dtype, shape), numbered
+        self._written: dict[str, int] = {}  # the same by their text
+
+    def add(self, path: str, raw: bytes) -> int:
+        """One more file: how many tensors it has. SourceError names the one that is none."""
+        metadata = _METADATA.match(raw)
+        body = b"{" + raw[metadata.end() :] if metadata else raw
+        before = len(self.names)
+        if not self._as_written_by_safetensors(body.rstrip(b" ")):
+            header = _header(path, raw, body)
+            self.names += header
+            self.kinds.extend(self.known[t.dtype, t.shape] for t in header.values())
+            self.offsets.extend(itertools.chain.from_iterable(t.data_offsets for t in header.values()))
+        return len(self.names) - before
+
+    def _as_written_by_safetensors(self, body: bytes) -> bool:
+        """Takes the columns out of a header without a blank or an escape, by the places of its quotes: three times as fast as decoding JSON.
+
+        False, and nothing is taken, where any byte is not as `{"name":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},...}` has it.
+        """
+        each = np.frombuffer(body, "u1")
+        quotes = np.flatnonzero(each == ord('"'))
+        count, more = divmod(len(quotes), 10)  # a tensor has ten
+        if not count or more or b"\\" in body or not body.isascii() or each.min() < ord(" ") or not body.endswith(b"]}}"):
+            return False
+        name, named, behind = quotes[::10] + 1, quotes[1::10], quotes[9::10] + len('":[')
+        ends = np.append(quotes[10::10], len(body)) - len("]},")
+        commas = np.flatnonzero(each == ord(","))
+        between = commas[np.minimum(np.searchsorted(commas, behind), len(commas) - 1)]
+        offsets = _numbers(each, np.stack([behind, between + 1]), np.stack([between, ends]))
+        if offsets is None or name[0] != len('{"') or any((each[ends + i][:-1] != byte).any() for i, byte in enumerate(b"]},")):
+            return False
+        text = body.decode()
+        names = [text[a:b] for a, b in zip(name.tolist(), named.tolist(), strict=True)]
+        written = [text[a:b] for a, b in zip(named.tolist(), behind.tolist(), strict=True)]
+        found: dict[str, Any] = {new: _KIND.fullmatch(new) for new in set(written) - self._written.keys()}
+        if len(set(names)) != count or not all(found.values()):
+            return False
+        for new, kind in found.items():
+            self._written[new] = self.known[kind[1], tuple(map(int, filter(None, kind[2].split(","))))]
+        self.names += names
+        self.kinds.fromlist([self._written[text] for text in written])
+        self.offsets.frombytes(offsets.T.tobytes())
+        return True
+
+
+def _numbers(text: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray | None:
+    """The numbers, [...] i8, that stand from `start` to `stop` in these bytes of ASCII; None where one is none or has more than 18 digits."""
+    width = stop - start
+    if width.min() < 1 or width.max() > 18 or ((text[start] == ord("0")) & (width > 1)).any():
+        return None
+    place = np.arange(int(width.max())).reshape(-1, *(1,) * start.ndim)  # of a digit, from the last one on
+    digits = np.where(place < width, text[stop - 1 - place] - ord("0"), 0)
+    return np.tensordot(10 ** place.ravel(), digits, 1) if digits.max() < 10 else None
+
+
 def read_safetensors(paths: list[str]) -> Entries:
     """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong."""
-    names: list[str] = []
-    number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
-    kinds, offsets = array("i"), array("q")
-    starts, sizes, counts = [], [], []  # of each file: where its data begin, its bytes, its tensors
-    kind_of, offsets_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
+    headers = _Headers()
+    files = []  # where the data of each begin, its bytes, its tensors
     for path in paths:
-        header, start, size = _read_header(path)
-        names += header
-        kinds.extend(map(number.__getitem__, map(kind_of, header.values())))
-        offsets.extend(itertools.chain.from_iterable(map(offsets_of, header.values())))
-        starts.append(start)
-        sizes.append(size)
-        counts.append(len(header))
-    file = np.repeat(np.arange(len(paths)), np.array(counts, "i8"))
-    kind, (begin, end) = np.array(kinds, "i8"), np.array(offsets, "i8").reshape(-1, 2).T
-    order = np.lexsort((end, begin, file))
-    if (order[1:] < order[:-1]).any():
+        raw, size = _read_header(path)
+        files.append((8 + len(raw), size, headers.add(path, raw)))
+    starts, _, counts = np.array(files, "i8").reshape(-1, 3).T
+    names, known = headers.names, []
+    file = np.repeat(np.arange(len(paths)), counts)
+    kind, (begin, end) = np.array(headers.kinds, "i8"), np.array(headers.offsets, "i8").reshape(-1, 2).T
+    if ((begin[1:] != end[:-1]) & (file[1:] == file[:-1])).any():
+        order = np.lexsort((end, begin, file))
         names = [names[i] for i in order.tolist()]
         kind, begin, end = kind[order], begin[order], end[order]
-    known = []
-    for i, (code, shape) in enumerate(number):
+    for i, (code, shape) in enumerate(headers.known):
         if code not in dtypes.OF_SAFETENSORS:
             row = int((kind == i).argmax())
             raise SourceError(f"{paths[file[row]]}: {names[row]}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
         known.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
-    entries = Entries(names, known, kind, file, begin + np.array(starts, "i8")[file])
-    _without_holes(entries, paths, list(zip(starts, sizes, counts, strict=True)), begin, end)
+    entries = Entries(names, known, kind, file, begin + starts[file])
+    _without_holes(entries, paths, files, begin, end)
     return entries
 
 
@@ -386,8 +448,8 @@ def _pointer(path: str) -> SourceError:
     return SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
 
 
-def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
-    """What a safetensors file says of its tensors, the byte where their data begin, and the bytes of the file."""
+def _read_header(path: str) -> tuple[bytes, int]:
+    """The header of a safetensors file, and the bytes of the file."""
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
@@ -401,10 +463,9 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
                 raise SourceError(
                     f"{path}: says that its header has {length:,} bytes, and the file has {size:,}: truncated, or no safetensors file"
                 )
-            raw = f.read(length)
+            return f.read(length), size
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
-    return _header(path, raw), 8 + length, size
 
 
 @functools.cache
@@ -425,13 +486,12 @@ def _decoder() -> Any:
     return msgspec.json.Decoder(every)
 
 
-def _header(path: str, raw: bytes) -> dict[str, Any]:
-    """The tensors of a header by key, each a `_tensor`; SourceError names the one that is none."""
+def _header(path: str, raw: bytes, body: bytes) -> dict[str, Any]:
+    """The tensors of a header by key, each a `_tensor`; `body`: the same without __metadata__. SourceError names the one that is none."""
     import msgspec
 
-    metadata = _METADATA.match(raw)
     try:
-        header: dict[str, Any] = _decoder().decode(b"{" + raw[metadata.end() :] if metadata else raw)
+        header: dict[str, Any] = _decoder().decode(body)
         if raw.count(b'"data_offsets"') == len(header):  # else a name may stand twice
             return header
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

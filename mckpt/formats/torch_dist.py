@@ -256,7 +256,7 @@ def lay_out(
     """The files of one checkpoint: a chunk for each layer and expert, cut by `parallel.tp` where it is large."""
     scope = dialect.scope(dims, **chosen)
     bound = dialect.bind(scope)
-    tensors: dict[str, tuple[str, tuple[int, ...]] | None] = {}
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
     rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []  # (rule, region, dtype, shape of a chunk with its leading axes of 1)
     held: list[torch_file.TorchFile] = []  # for each of `rules` the container of one chunk: of 10**5 chunks all but a few are alike
@@ -281,28 +281,27 @@ def lay_out(
     every = np.concatenate(columns, 1)
     _, number, layer, expert = every[:, np.argsort(every[0], kind="stable")]
 
-    file, at, cuts = _in_files(np.array([container.size for container in held], "i8")[number])
+    sizes = np.array([container.size for container in held], "i8")[number]
+    file, at, cuts = _in_files(sizes)
     names = [f"__{i}_0.distcp" for i in range(len(cuts) - 1)]
-    lie = list(zip(at.tolist(), map(held.__getitem__, number.tolist()), strict=True))
-    parts = [lie[begin:end] for begin, end in itertools.pairwise(cuts)]
 
     stored: list[Stored] = []
     chunks: list[Chunks] = []
     items: list[Items] = []
-    for i, ((b, region, dtype, sizes), container) in enumerate(zip(rules, held, strict=True)):
+    for i, ((b, region, dtype, shape), container) in enumerate(zip(rules, held, strict=True)):
         rows = np.flatnonzero(number == i)
         index = {"layer": layer[rows], "expert": expert[rows]}
-        offsets = np.empty((len(rows), len(sizes)), "i8")
+        offsets = np.empty((len(rows), len(shape)), "i8")
         for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *region.offset]):
             offsets[:, axis] = offset
         starts = np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist() if "{layer}" in b.rule.key else [0][: len(rows)]
         for begin, end in itertools.pairwise([*starts, len(rows)]):  # of one key each
             key, some = b.key(int(index["layer"][begin])), rows[begin:end]
-            chunks.append(Chunks(key, offsets[begin:end], sizes))
+            chunks.append(Chunks(key, offsets[begin:end], shape))
             items.append(Items([key], offsets[begin:end], file[some], at[some], container.size))
-        shape, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
+        held_as, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
         stored.append(
-            Stored(b.rule.key, dtype, shape, pieces, layer[rows].astype("i4"), expert[rows].astype("i4"), file[rows].astype("i4"),
+            Stored(b.rule.key, dtype, held_as, pieces, layer[rows].astype("i4"), expert[rows].astype("i4"), file[rows].astype("i4"),
                    at[rows] + container.data["0"][0], replica=b.rule.alias, padding=b.rule.tp == "vocab")
         )  # fmt: skip
 
@@ -311,18 +310,20 @@ def lay_out(
     ]
     if common_as_object:
         objects.append((torch_file.lay_out([common], "archive"), [COMMON_OBJECT]))
-    last = sum(container.size for _, container in parts[-1])  # bytes of the last file
-    for container, named in objects:
-        tensors.update(dict.fromkeys(named))
-        where = last + np.arange(len(named)) * container.size
+    ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]  # of the files, in bytes
+    for container, named in objects:  # behind all else
+        where = ends[-1] + np.arange(len(named)) * container.size
         items.append(Items(named, None, np.full(len(named), len(names) - 1), where, container.size))
-        parts[-1] += [(start, container) for start in where.tolist()]
-        last += len(named) * container.size
+        at, number = np.append(at, where), np.append(number, np.full(len(named), len(held)))
+        held.append(container)
+        ends[-1] += len(named) * container.size
+    cuts[-1] = len(at)
 
     outputs = [
-        TargetFile(n, sum(container.size for _, container in inside), _fixed(inside)) for n, inside in zip(names, parts, strict=True)
+        TargetFile(name, nbytes, _fixed(at[begin:end], number[begin:end], held))
+        for name, nbytes, (begin, end) in zip(names, ends, itertools.pairwise(cuts), strict=True)
     ]
-    outputs.append(TargetFile.whole(METADATA, emit_metadata(tensors, chunks, items, names)))
+    outputs.append(TargetFile.pieces(METADATA, emit_metadata(tensors, [key for _, named in objects for key in named], chunks, items, names)))
     if not common_as_object:
         laid = torch_file.lay_out(common, "common")
         outputs.append(TargetFile(COMMON, laid.size, laid.fixed))
@@ -363,11 +364,15 @@ def _object_keys(b: Bound, scope: Scope) -> list[str]:
     return [key + shard for key, _ in _keys(b) for shard in shards]
 
 
-def _fixed(parts: list[tuple[int, torch_file.TorchFile]]) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
+def _fixed(
+    at: np.ndarray, number: np.ndarray, held: list[torch_file.TorchFile]
+) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
+    """What is no tensor data in a file of items, which begin `at` these bytes; `number` of each is the one of `held` that it is like."""
+
     def fixed(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
-        for base, container in parts:
+        for base, container in zip(at.tolist(), map(held.__getitem__, number.tolist()), strict=True):
             inner = None if crc_of is None else (lambda at, n, base=base: crc_of(base + at, n))
-            for at, data in container.fixed(inner):
-                yield base + at, data
+            for where, data in container.fixed(inner):
+                yield base + where, data
 
     return fixed
