@@ -422,4 +422,3 @@ def _ints(values: np.ndarray | int) -> list[_Part]:
     if low >= 0 and high < 1 << 16:
         return [b"K", values.astype("u1")] if high < 1 << 8 else [b"M", values.astype("<u2")]
     return [b"J", values.astype("<i4")] if low >= -(1 << 31) and high < 1 << 31 else [b"\x8a\x08", values.astype("<i8")]
-

@@ -180,7 +180,9 @@ class Problems(list[str]):
 
     def check(self) -> None:
         if self:
-            cure = "If it should all be there, copy the checkpoint again, with the config or args that belong to it." if self.damaged else ""
+            cure = (
+                "If it should all be there, copy the checkpoint again, with the config or args that belong to it." if self.damaged else ""
+            )
             raise (SourceError if self.damaged else CoverError).of(self.what, self, cure)
 
 

@@ -193,7 +193,9 @@ class Checkpoint:
                 )
         strided = fit & entries.are(rows, [(s.strides or kind.strides) is not None for s in entries.kinds])
         at = np.flatnonzero(strided).tolist()
-        views = (f"{names[i].removesuffix(SCALES)} {holds}and it or its scales are a view with strides; save both as dense tensors" for i in at)
+        views = (
+            f"{names[i].removesuffix(SCALES)} {holds}and it or its scales are a view with strides; save both as dense tensors" for i in at
+        )
         problems.extend(views)
         problems.damaged |= bool(at)
         height, width = map(min, block, shape)  # no block, however large it is said to be, is larger than the weight
@@ -274,7 +276,9 @@ class Checkpoint:
         import msgspec
 
         raw = read_file(path)
-        there: Any = Literal[tuple(name for name in os.listdir(path.parent) if name.isascii())]  # one string for each file, not for each tensor
+        there: Any = Literal[
+            tuple(name for name in os.listdir(path.parent) if name.isascii())
+        ]  # one string for each file, not for each tensor
         for file in (there, str):
             weight_map: Any = types.GenericAlias(dict, (str, file))
             try:

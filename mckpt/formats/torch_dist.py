@@ -323,7 +323,9 @@ def lay_out(
         TargetFile(name, nbytes, _fixed(at[begin:end], number[begin:end], held))
         for name, nbytes, (begin, end) in zip(names, ends, itertools.pairwise(cuts), strict=True)
     ]
-    outputs.append(TargetFile.pieces(METADATA, emit_metadata(tensors, [key for _, named in objects for key in named], chunks, items, names)))
+    outputs.append(
+        TargetFile.pieces(METADATA, emit_metadata(tensors, [key for _, named in objects for key in named], chunks, items, names))
+    )
     if not common_as_object:
         laid = torch_file.lay_out(common, "common")
         outputs.append(TargetFile(COMMON, laid.size, laid.fixed))
