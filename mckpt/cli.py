@@ -487,7 +487,7 @@ def _waiting(what: str) -> Iterator[None]:
 def main() -> None:
     """Run `mckpt`; owns the exit codes (README, Exit codes)."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy starts a thread for each core when imported, and none is used here
-    gc.set_threshold(1_000_000)  # a plan has 10**6 objects that live as long as it: walking them again and again took a tenth of the time
+    gc.set_threshold(10_000_000)  # a plan has 10**6 objects that live as long as it: walking them again and again took a tenth of the time
     try:
         code = cli(prog_name="mckpt", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):

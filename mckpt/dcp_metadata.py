@@ -15,14 +15,14 @@ import math
 import struct
 from array import array
 from collections.abc import Iterable, Mapping
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Union, cast
 
 from mckpt import dtypes, safe_pickle
-from mckpt.errors import PickleError, SourceError, StorageError
+from mckpt.errors import MckptError, PickleError, SourceError, StorageError
 from mckpt.lazy import numpy as np
-from mckpt.safe_pickle import Emitter, Global, Record, emit_int, glob
+from mckpt.safe_pickle import Column, Emitter, Global, Record, emit_int, glob
 
 MAX_BYTES = 1 << 30  # of a .metadata: 356,352 chunks are 76 MB, with all_local_plans 106 MB
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -108,24 +108,27 @@ def read_metadata(source: bytes | Path | str, where: str = "") -> Metadata:
             raise StorageError(f"{where}: cannot be read: {e.strerror or e}") from e
     where = where or ".metadata"
     with safe_pickle.no_gc():
-        return _checked(_load(source, where), where)
+        try:
+            return _checked(_load(source, where, True), where)
+        except MckptError:  # what is wrong is said of each chunk, and some sound ones are not for columns
+            return _checked(_load(source, where, False), where)
 
 
-def _load(data: bytes, where: str) -> dict[str, Any]:
+def _load(data: bytes, where: str, columns: bool) -> dict[str, Any]:
     # Megatron-Core appends every rank's save plan, which tells the same chunks again in as many bytes; the attributes before it are read
     # alone, when they are complete
     cut = data.find(_PLANS)
     if cut > 0:
         try:
             # the frame that the cut is in must still be as long as it says
-            return _fields(data[:cut] + b"ub." + data[cut + 3 : cut + (1 << 20)], where)
+            return _fields(data[:cut] + b"ub." + data[cut + 3 : cut + (1 << 20)], where, columns)
         except PickleError:
             pass  # that text stood elsewhere
-    return _fields(data, where)
+    return _fields(data, where, columns)
 
 
-def _fields(data: bytes, where: str) -> dict[str, Any]:
-    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES, classes=_CLASSES))
+def _fields(data: bytes, where: str, columns: bool) -> dict[str, Any]:
+    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES, classes=_CLASSES, columns=columns))
 
 
 def _checked(md: dict[str, Any], where: str) -> Metadata:
@@ -156,6 +159,8 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     if problems:
         raise SourceError.of(f"{where}: is damaged:", problems)
     planner, mcore = md.get("planner_data"), md.get("mcore_data")
+    if _has_column([planner, mcore]):
+        raise SourceError(f"{where}: planner_data refers to a chunk")
     return Metadata(tensors, objects, items, planner if type(planner) is dict else None, mcore if type(mcore) is dict else None)
 
 
@@ -166,22 +171,47 @@ def _tensor(value: Any) -> Tensor:
     dtype = properties["dtype"] if type(properties) is dict else properties[0]
     if not isinstance(dtype, Global) or type(state["size"]) is not tuple or type(state["chunks"]) is not list:
         raise TypeError
-    chunks = [c.held for c in state["chunks"]]
+    chunks: list[Chunk] = []
+    for chunk in state["chunks"]:
+        if type(chunk) is Column and chunk.made is _Chunk:
+            chunks += zip(chunk.rows("offsets"), chunk.rows("sizes"), strict=True)
+        else:
+            chunks.append(chunk.held)
     if not set(map(type, itertools.chain.from_iterable(chunks))) <= {tuple}:
         raise TypeError
     return dtype.name, state["size"], chunks
 
 
+def _has_column(value: Any) -> bool:
+    """Whether plain data hold a Column, which then is one of its objects that is referred to again."""
+    if type(value) is dict:
+        return _has_column([*value, *value.values()])
+    return type(value) is Column or (type(value) in (list, tuple) and any(map(_has_column, value)))
+
+
+def _held(entries: Iterable[Any], made: type, *fields: str) -> list[tuple[Any, ...]]:
+    """What `_Index` or `_Info` hold, of each one. AttributeError, KeyError or TypeError for what is neither."""
+    out: list[tuple[Any, ...]] = []
+    for entry in entries:
+        if type(entry) is Column and entry.made is made and "transform_descriptors" not in entry:
+            out.extend(zip(*(entry.rows(field) for field in fields), strict=True))
+        elif type(entry) is _Info and entry.transformed:
+            raise TypeError
+        else:
+            out.append(entry.held)
+    return out
+
+
 def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index | None], Item]:
-    with contextlib.suppress(AttributeError, TypeError):
-        infos = list(stored.values())
-        items = dict(zip(map(attrgetter("held"), stored), map(attrgetter("held"), infos), strict=True))
+    with contextlib.suppress(AttributeError, TypeError, KeyError, ValueError):
+        every = _held(stored, _Index, "fqn", "offset")
+        items: Any = dict(zip(every, _held(stored.values(), _Info, "relative_path", "offset", "length"), strict=True))
         keys, offsets = (set(map(type, map(itemgetter(i), items))) for i in range(2))
         files, *numbers = (list(map(itemgetter(i), items.values())) for i in range(3))
-        sound = len(items) == len(stored) and keys <= {str} and offsets <= {tuple, type(None)} and set(map(type, files)) <= {str}
+        sound = len(items) == len(every) and keys <= {str} and offsets <= {tuple, type(None)} and set(map(type, files)) <= {str}
         sound = sound and all(set(map(type, column)) <= {int} and min(column, default=0) >= 0 for column in numbers)
-        if sound and all(map(_is_plain, set(files))) and not any(map(attrgetter("transformed"), infos)):
-            return items
+        if sound and all(map(_is_plain, set(files))):
+            return cast("dict[tuple[str, Index | None], Item]", items)
     return _listed(stored, problems)
 
 

@@ -5,6 +5,7 @@ Reading: every global that a pickle names becomes an inert class (`Global`); cal
 records, made by hand, write a new checkpoint.
 
     pickle bytes -> scan (what could hurt) -> C unpickler over inert classes -> dict, list, str, int, Record, Storage ...
+                                           -> what repeats 10**5 times, if the caller wants it so, as columns of numbers (`Column`)
 
 The C unpickler can only reach what `find_class` gives it, but it believes the bytes, so `scan` reads each opcode first:
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import math
 import pickle
 import re
@@ -34,7 +36,7 @@ import struct
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -183,8 +185,26 @@ def _refuse(where: str, at: int, what: str) -> PickleError:
     return PickleError(f"{where}: byte {at} of the pickle: {what}. No checkpoint is written so; nothing in it was run")
 
 
-def scan(data: bytes, where: str) -> int:
-    """Proves that the C unpickler can take `data` without harm; reads each opcode once, runs none. How many it followed one by one.
+class Run(NamedTuple):
+    """Repetitions in a pickle that differ in nothing but numbers, memo indices and texts, each as many bytes as in the others."""
+
+    begin: int  # byte
+    num: int
+    puts: int  # memo entries of each
+    form: bytes  # one of them, zero where they differ
+
+
+class Scanned(NamedTuple):
+    """What `scan` saw."""
+
+    steps: int  # opcodes that it followed one by one
+    stop: int  # byte of the opcode STOP
+    frames: list[int]  # bytes of the opcodes FRAME
+    runs: list[Run]  # of those that only push
+
+
+def scan(data: bytes, where: str) -> Scanned:
+    """Proves that the C unpickler can take `data` without harm; reads each opcode once, runs none.
 
     Raises PickleError with the offset and the opcode. 1 MB costs 0.1 to 0.2 s one opcode at a time. Where a pickle repeats itself, and
     only there can it be large, `_Repeats` takes what repeats as a whole: 1 MB in 0.005 to 0.02 s.
@@ -195,7 +215,9 @@ def scan(data: bytes, where: str) -> int:
     memo = array("H")  # the same, at most _HEAVY; 0: not set
     num_set = 0
     at, size, steps = 0, len(data), 0
-    repeats = _Repeats(data, stack, memo) if size >= _SMALL else None
+    frames: list[int] = []
+    runs: list[Run] = []
+    repeats = _Repeats(data, stack, memo, runs) if size >= _SMALL else None
 
     def put(index: int) -> None:
         nonlocal num_set, repeats
@@ -279,11 +301,12 @@ def scan(data: bytes, where: str) -> int:
                 stack.append(1)
             elif op == 0x95:  # FRAME
                 _sized(data, at, 8, where)
+                frames.append(here)
                 at += 8
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
                     raise IndexError
-                return steps
+                return Scanned(steps, here, frames, runs)
             else:
                 name = _NAMES.get(op)
                 raise _refuse(where, here, f"opcode {name} is refused" if name else f"{op:#04x} is no opcode")
@@ -341,8 +364,8 @@ class _Repeats:
     What is taken for a repetition (`ended`) is a guess that costs time only; failures are counted, so that they cannot cost much.
     """
 
-    def __init__(self, data: bytes, stack: list[int], memo: array[int]) -> None:
-        self.data, self.stack, self.memo = data, stack, memo
+    def __init__(self, data: bytes, stack: list[int], memo: array[int], runs: list[Run]) -> None:
+        self.data, self.stack, self.memo, self.runs = data, stack, memo, runs
         self.shape = bytearray()  # opcodes since the last end
         self.ends = [0] * (2 * _PERIOD + 1)
         self.history = bytearray(range(2 * _PERIOD))  # a number for the shape of what lies between two ends
@@ -420,7 +443,9 @@ class _Repeats:
             count += 1
             begin, at = at, found.end()
             if count >= 4 and not single:
-                more = self._alike(unit, begin, at)
+                more, form = self._alike(unit, begin, at)
+                if more and unit.pushes and not unit.base:
+                    self.runs.append(Run(at, more, len(unit.puts), form))
                 count += more
                 at += more * (at - begin)
         self.stack.extend(unit.pushes * count)
@@ -428,8 +453,8 @@ class _Repeats:
             memo.extend(unit.puts * count)
         return at
 
-    def _alike(self, unit: _Unit, begin: int, end: int) -> int:
-        """How many more like the one from `begin` to `end` are behind it, each opcode with an argument of as many bytes as there."""
+    def _alike(self, unit: _Unit, begin: int, end: int) -> tuple[int, bytes]:
+        """How many more like the one from `begin` to `end` are behind it, each opcode with an argument of as many bytes as there; their form."""
         data, size = self.data, end - begin
         fixed, at = np.ones(size, bool), begin
         for loose in unit.loose:
@@ -442,14 +467,15 @@ class _Repeats:
             if loose:
                 fixed[head - begin : at - begin] = False
         first, count = np.frombuffer(data, "u1", size, begin), 0
+        form = (first * fixed).tobytes()
         while num := min(_BATCH, (len(data) - end) // size - count):
             rows = np.frombuffer(data, "u1", num * size, end + count * size).reshape(num, size)
             wrong = ((rows != first) & fixed).ravel()
             at = int(wrong.argmax())
             if wrong[at]:
-                return count + at // size
+                return count + at // size, form
             count += num
-        return count
+        return count, form
 
     def _as_learned(self, unit: _Unit, found: re.Match[bytes]) -> bool:
         """Whether the memo indices that a match names are the next ones, where it sets them, and weigh the same, where it reads them."""
@@ -593,9 +619,11 @@ def _string(op: int, sixteenth: int) -> bytes:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, known: dict[tuple[str, str], Any], storages: list[Storage] | None) -> None:
-        super().__init__(file)
-        self.known, self.storages = known, storages
+    def __init__(
+        self, data: bytes, known: dict[tuple[str, str], Any], storages: list[Storage] | None, columns: Sequence[Column] = ()
+    ) -> None:
+        super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 18))
+        self.known, self.storages, self.columns = known, storages, columns
 
     def find_class(self, module: str, name: str) -> Any:
         found = self.known.get((module, name))
@@ -605,7 +633,9 @@ class _Unpickler(pickle.Unpickler):
             found = self.known[module, name] = glob(module, name)
         return found
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> Storage | Column:
+        if self.columns and type(pid) is int:
+            return self.columns[pid]
         storage = Storage(pid)
         if self.storages is not None:
             self.storages.append(storage)
@@ -635,6 +665,7 @@ def loads(
     max_bytes: int = MAX_BYTES,
     storages: list[Storage] | None = None,
     classes: Mapping[tuple[str, str], type] | None = None,
+    columns: bool = False,
 ) -> Any:
     """The value of a pickle; `where` names it in errors.
 
@@ -642,18 +673,205 @@ def loads(
     `storages` collects each storage that the pickle names, as often as it does.
     `classes`, (module, name) -> class, replaces inert classes by smaller ones: without a base, with `__slots__` and a `__setstate__` that
     only stores, so that a pickle can do no more with them.
+    `columns`: a Column may stand in lists and dicts for many objects, where nothing else refers to those.
     Raises PickleError when the pickle is hostile, damaged, or longer than `max_bytes`.
     """
     if len(data) > max_bytes:
         raise PickleError(f"{where}: a pickle of {len(data)} bytes; {max_bytes} is the most read here")
     with no_gc():
-        scan(data, where)
+        scanned = scan(data, where)
+        known = {**(_COMPACT if compact else {}), **(classes or {})}
         try:
-            file = io.BufferedReader(io.BytesIO(data), 1 << 18)
-            return _Unpickler(file, {**(_COMPACT if compact else {}), **(classes or {})}, storages).load()
+            return _in_columns(data, scanned, known) if columns and scanned.runs else _Unpickler(data, known, storages).load()
         except Exception as e:  # what is left to find ends in a dozen kinds of error
             cause = str(e).split("\n", 1)[0][:200]
             raise PickleError(f"{where}: not a pickle of a checkpoint: {type(e).__name__}: {cause}") from None
+
+
+# ------------------------------------------------------------------------------------------------ many objects at once
+
+
+class _Objects:
+    """Many objects of one class, made with the same arguments or filled with the same fields."""
+
+    __slots__ = ("fields", "made")
+
+    def __init__(self, made: Any, fields: Any) -> None:
+        self.made, self.fields = made, fields
+
+
+class Column:
+    """Some objects that a pickle makes of one class and fills with the same fields, one behind the other; stands where they would."""
+
+    __slots__ = ("begin", "end", "objects")
+
+    def __init__(self, objects: _Objects, begin: int, end: int) -> None:
+        self.objects, self.begin, self.end = objects, begin, end
+
+    @property
+    def made(self) -> Any:
+        """Their class."""
+        return self.objects.made
+
+    def __contains__(self, field: str) -> bool:
+        return field in self.objects.fields
+
+    def rows(self, field: str) -> Iterable[Any]:
+        """The values of one field, one by one: numbers, tuples of numbers, or what the pickle held already. KeyError if there is none."""
+        value, here = self.objects.fields[field], slice(self.begin, self.end)
+        if isinstance(value, np.ndarray):
+            return value[here].tolist()
+        if type(value) is tuple and value:
+            return zip(*(axis[here].tolist() for axis in value), strict=True)
+        return value[here] if type(value) is list else [value] * (self.end - self.begin)
+
+
+class _Get(NamedTuple):
+    """What memo entries hold, [num]."""
+
+    ids: np.ndarray
+
+
+class _Texts(NamedTuple):
+    """Strings, [num]."""
+
+    values: list[str]
+
+
+class _Call(NamedTuple):
+    """REDUCE: function, arguments."""
+
+    parts: tuple[Any, Any]
+
+
+def _in_columns(data: bytes, scanned: Scanned, known: dict[tuple[str, str], Any]) -> Any:
+    """The value of a pickle whose runs of objects are taken out of it, for what the C unpickler does for each of 10**6 takes seconds.
+
+    A placeholder is left for each, and in each memo entry that its objects would have had, so that all others keep their numbers. At the end of
+    the pickle those memo entries are asked for that the runs refer to. ValueError and the like where this cannot be done.
+    """
+    forms: dict[bytes, list[Run]] = {}
+    for run in scanned.runs:
+        forms.setdefault(run.form, []).append(run)
+    every: list[_Objects] = []
+    columns: list[Column] = []
+    cuts = {at: (at + 9, b"") for at in scanned.frames}  # byte -> where to go on, and what to put there; a frame's length would be wrong
+    for form, runs in forms.items():
+        size, starts = len(form), [0, *itertools.accumulate(run.num for run in runs)]
+        rows = np.concatenate([np.frombuffer(data, "u1", run.num * size, run.begin) for run in runs]).reshape(-1, size)
+        if not (found := _symbols(rows)):
+            continue
+        every += found
+        for run, begin in zip(runs, starts[:-1], strict=True):
+            first, *others = [b"J%bQ" % struct.pack("<i", len(columns) + i) for i in range(len(found))]
+            columns += [Column(objects, begin, begin + run.num) for objects in found]
+            cuts[run.begin] = run.begin + run.num * size, first + b"\x94" * (run.puts * run.num) + b"".join(others)
+    pieces, at = [], 0
+    for begin, (end, instead) in sorted(cuts.items()):
+        pieces += [data[at:begin], instead]
+        at = end
+    ids = {i for objects in every for i in _referred((objects.made, objects.fields))}
+    pieces += [data[at : scanned.stop], b"(", *(b"j" + struct.pack("<I", i) for i in ids), b"t\x86."]
+    value, held = _Unpickler(b"".join(pieces), known, None, columns).load()
+    memo = dict(zip(ids, held, strict=True))
+    for objects in every:
+        objects.made = _one(objects.made, memo)
+        objects.fields = {_one(name, memo): _known(value, memo) for name, value in objects.fields}
+    return value
+
+
+def _symbols(rows: np.ndarray) -> list[_Objects] | None:
+    """What runs of one form [num, bytes] push: their opcodes followed once, over columns in place of values. None if that is no filled objects.
+
+    The columns: an array [num] of numbers, `_Texts`, `_Get`, `_Call`, tuples of them, a list of (name, value) for a dict, and None, True and False.
+    """
+    num, size = rows.shape
+    row, at = rows[0].tobytes(), 0
+    stack: list[Any] = []
+    marks: list[int] = []
+
+    def column(start: int, stop: int, dtype: str) -> np.ndarray:
+        return np.ascontiguousarray(rows[:, start:stop]).view(dtype).ravel()
+
+    while at < size:
+        op = row[at]
+        at += 1
+        if op in _NUMBERS:
+            dtype = np.dtype(_NUMBERS[op])
+            value = column(at, at + dtype.itemsize, dtype.str)
+            at += dtype.itemsize
+            stack.append(_Get(value) if op in b"hj" else value)
+        elif op == 0x8A and row[at] in range(1, 9):  # LONG1
+            wide = np.empty((num, 8), "u1")
+            wide[:, : row[at]] = rows[:, at + 1 : at + 1 + row[at]]
+            wide[:, row[at] :] = np.where(rows[:, at + row[at], None] < 128, 0, 255)
+            stack.append(wide.view("<i8").ravel())
+            at += 1 + row[at]
+        elif op in b"\x8cX":
+            width = _SIZED[op]
+            length = int.from_bytes(row[at : at + width], "little")
+            raw = rows[:, at + width : at + width + length].tobytes()
+            stack.append(_Texts([raw[i : i + length].decode("utf-8", "surrogatepass") for i in range(0, num * length, length)]))
+            at += width + length
+        elif op in b"N\x88\x89":
+            stack.append({0x4E: None, 0x88: True, 0x89: False}[op])
+        elif op == 0x28:
+            marks.append(len(stack))
+        elif op in b")]}":
+            stack.append(() if op == 0x29 else [])
+        elif op in b"\x85\x86\x87t":
+            start = marks.pop() if op == 0x74 else len(stack) - (op - 0x84)
+            stack[start:] = [tuple(stack[start:])]
+        elif op in b"R\x81":
+            args = stack.pop()
+            stack[-1] = _Call((stack[-1], args)) if op == 0x52 else _Objects(stack[-1], args)
+        elif op == 0x75:  # SETITEMS
+            start = marks.pop()
+            stack[start - 1] += zip(stack[start::2], stack[start + 1 :: 2], strict=True)
+            del stack[start:]
+        elif op == 0x62:  # BUILD
+            state = stack.pop()
+            if not isinstance(stack[-1], _Objects) or stack[-1].fields != () or type(state) is not list:
+                return None
+            stack[-1].fields = state
+        elif op != 0x94:
+            return None
+    return stack if all(isinstance(value, _Objects) and type(value.fields) is list for value in stack) else None
+
+
+_NUMBERS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x68: "u1", 0x6A: "<u4"}  # opcodes with a number behind them: K M J h j
+
+
+def _referred(value: Any) -> set[int]:
+    """The memo entries that a value of `_symbols` refers to."""
+    if isinstance(value, _Get):
+        return set(np.unique(value.ids).tolist() if (value.ids != value.ids[0]).any() else value.ids[:1].tolist())
+    return set().union(*map(_referred, value)) if isinstance(value, (tuple, list)) and not isinstance(value, _Texts) else set()
+
+
+def _known(value: Any, memo: dict[int, Any]) -> Any:
+    """A value of `_symbols` as a field. ValueError for what is none."""
+    if isinstance(value, _Get):
+        return list(map(memo.__getitem__, value.ids.tolist()))
+    if isinstance(value, _Texts):
+        return value.values
+    if isinstance(value, _Call):
+        function, args = value.parts
+        if _one(function, memo) is not _COMPACT["torch", "Size"] or type(args) is not tuple:
+            raise ValueError("a call of anything but torch.Size")
+        (value,) = args
+    if type(value) is tuple and not all(isinstance(part, np.ndarray) for part in value):
+        raise ValueError("a tuple of anything but numbers")
+    if type(value) is list:
+        raise ValueError("a list or a dict")
+    return value
+
+
+def _one(value: Any, memo: dict[int, Any]) -> Any:
+    """What all of a `_Get` are. ValueError if it is none, or they differ."""
+    if not isinstance(value, _Get) or (value.ids != value.ids[0]).any():
+        raise ValueError("a name or a class that is not the same for all")
+    return memo[int(value.ids[0])]
 
 
 # ------------------------------------------------------------------------------------------------ writing
