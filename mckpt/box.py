@@ -102,10 +102,11 @@ class Layout:
     def num_tensors(self) -> int:
         """Logical tensors that it holds."""
         places: dict[str, list[np.ndarray]] = {}
+        experts = 1 + max((int(s.expert.max()) for s in self.stored if len(s)), default=0)
         for s in self.stored:
             for name in {p.tensor for p in s.pieces} if not s.replica else ():
-                places.setdefault(name, []).append((s.layer.astype("i8") << 32) + s.expert)
-        return sum(len(np.unique(np.concatenate(held))) for held in places.values())
+                places.setdefault(name, []).append(s.layer.astype("i8") * experts + s.expert)
+        return sum(int(np.count_nonzero(np.bincount(np.concatenate(held)))) for held in places.values())
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

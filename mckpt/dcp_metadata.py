@@ -333,10 +333,11 @@ class Chunks(NamedTuple):
 
 
 class Items(NamedTuple):
-    """Where some chunks of one tensor lie, or some objects: in items of one length."""
+    """Where some chunks lie, or some objects: in items of one length."""
 
-    keys: list[str]  # the tensor's; or of each object
-    offsets: np.ndarray | None  # [chunks, rank]; None for objects
+    keys: list[str]  # of tensors, or of each object
+    tensor: np.ndarray | None  # [items] index into `keys`; None for objects
+    offsets: np.ndarray | None  # [items, rank] of chunks; None for objects
     file: np.ndarray  # [items] index into `files` of emit_metadata
     at: np.ndarray  # [items] bytes
     length: int
@@ -415,8 +416,9 @@ def emit_metadata(
     number = dict(zip(texts, range(e.num_memo, e.num_memo + len(texts)), strict=True))
     file_number = np.array([number[file] for file in files], "<u4")
 
-    def strings(which: list[str]) -> list[_Part]:
-        return [b"j", np.array([number[text] for text in which], "<u4")]
+    def strings(which: list[str], of: np.ndarray | None = None) -> list[_Part]:
+        numbers = np.array([number[text] for text in which], "<u4")
+        return [b"j", numbers if of is None else numbers[of]]
 
     def size(axes: Iterable[np.ndarray] | Index) -> list[_Part]:
         return [size_class, b"(", *(part for axis in axes for part in _ints(axis)), b"t\x85R"]
@@ -439,7 +441,7 @@ def emit_metadata(
     for some in items:
         where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else size(some.offsets.T))]
         path: list[_Part] = [info, b"j", file_number[some.file], word["offset"], *_ints(some.at), word["length"], *_ints(some.length)]
-        out.append(Rows(len(some.at), [index, *strings(some.keys), *where, *path, b"ub"]))
+        out.append(Rows(len(some.at), [index, *strings(some.keys, some.tensor), *where, *path, b"ub"]))
     out.append(Rows(1, [b"u", word["storage_meta"], b"Nub."]))
     return out
 

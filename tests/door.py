@@ -149,7 +149,7 @@ def emit(tensors: dict[str, Any], items: list[Any]) -> bytes:
         [key for key, tensor in tensors.items() if not tensor],
         [dcp_metadata.Chunks(key, np.array([o]), sizes) for key, tensor in tensors.items() if tensor for o, sizes in tensor[2]],
         [
-            dcp_metadata.Items([key], None if o is None else np.array([o]), np.array([files.index(file)]), np.array([at]), length)
+            dcp_metadata.Items([key], None, None if o is None else np.array([o]), np.array([files.index(file)]), np.array([at]), length)
             for key, o, file, at, length in items
         ],
         files,

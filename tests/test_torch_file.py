@@ -353,7 +353,7 @@ def test_many_chunks_are_cheap():
     chunks = [((i, j, 0), (1, 1, 300)) for i in range(100) for j in range(200)]
     items = [("a", o, f"__{o[0] % 7}_0.distcp", n * 1000, 1000) for n, (o, _) in enumerate(chunks)]
     at = np.arange(len(chunks))
-    rows = dcp_metadata.Items(["a"], np.array([o for o, _ in chunks]), at // 200 % 7, at * 1000, 1000)
+    rows = dcp_metadata.Items(["a"], None, np.array([o for o, _ in chunks]), at // 200 % 7, at * 1000, 1000)
     chunk, files = dcp_metadata.Chunks("a", rows.offsets, (1, 1, 300)), [f"__{n}_0.distcp" for n in range(7)]
     pieces = dcp_metadata.emit_metadata({"a": ("float32", (100, 200, 300))}, [], [chunk], [rows], files)
     ours = b"".join(piece.data() for piece in pieces)
@@ -454,10 +454,10 @@ def test_numbers_of_every_width():
             dcp_metadata.Chunks("s", np.empty((1, 0), "i8"), ()),
         ]
         items = [
-            dcp_metadata.Items(["w"], chunks[0].offsets, np.array([0, 1, 0]), at, largest),
-            dcp_metadata.Items(["s"], chunks[1].offsets, np.array([1]), at[1:2], 4),
-            dcp_metadata.Items(["o/1", "o/2"], None, np.array([1, 0]), at[:2], 9),
-            dcp_metadata.Items([], None, at[:0], at[:0], 9),
+            dcp_metadata.Items(["w"], None, chunks[0].offsets, np.array([0, 1, 0]), at, largest),
+            dcp_metadata.Items(["s"], np.array([0]), chunks[1].offsets, np.array([1]), at[1:2], 4),
+            dcp_metadata.Items(["o/1", "o/2"], None, None, np.array([1, 0]), at[:2], 9),
+            dcp_metadata.Items([], None, None, at[:0], at[:0], 9),
         ]
         pieces = dcp_metadata.emit_metadata(tensors, ["o/1", "o/2"], chunks, items, names)
         data = b"".join(piece.data() for piece in pieces)

@@ -295,10 +295,10 @@ def lay_out(
         for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *region.offset]):
             offsets[:, axis] = offset
         starts = np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist() if "{layer}" in b.rule.key else [0][: len(rows)]
-        for begin, end in itertools.pairwise([*starts, len(rows)]):  # of one key each
-            key, some = b.key(int(index["layer"][begin])), rows[begin:end]
-            chunks.append(Chunks(key, offsets[begin:end], shape))
-            items.append(Items([key], offsets[begin:end], file[some], at[some], container.size))
+        firsts = [*starts, len(rows)]
+        keys = [b.key(layer) for layer in index["layer"][starts].tolist()]
+        chunks += [Chunks(key, offsets[begin:end], shape) for key, (begin, end) in zip(keys, itertools.pairwise(firsts), strict=True)]
+        items.append(Items(keys, np.repeat(np.arange(len(keys)), np.diff(firsts)), offsets, file[rows], at[rows], container.size))
         held_as, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
         stored.append(
             Stored(b.rule.key, dtype, held_as, pieces, layer[rows].astype("i4"), expert[rows].astype("i4"), file[rows].astype("i4"),
@@ -313,7 +313,7 @@ def lay_out(
     ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]  # of the files, in bytes
     for container, named in objects:  # behind all else
         where = ends[-1] + np.arange(len(named)) * container.size
-        items.append(Items(named, None, np.full(len(named), len(names) - 1), where, container.size))
+        items.append(Items(named, None, None, np.full(len(named), len(names) - 1), where, container.size))
         at, number = np.append(at, where), np.append(number, np.full(len(named), len(held)))
         held.append(container)
         ends[-1] += len(named) * container.size
