@@ -862,8 +862,8 @@ def _known(value: Any, memo: dict[int, Any]) -> Any:
         (value,) = args
     if type(value) is tuple and not all(isinstance(part, np.ndarray) for part in value):
         raise ValueError("a tuple of anything but numbers")
-    if type(value) is list:
-        raise ValueError("a list or a dict")
+    if type(value) is list or isinstance(value, _Objects):
+        raise ValueError("a list, a dict or an object")
     return value
 
 

@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import struct
@@ -45,8 +46,6 @@ from mckpt.parallel import Parallel
 QUANTISED = "quantization_config"  # the key of config.json
 SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')  # what most headers begin with, and is no tensor
-_SIZE = r"(?:0|[1-9]\d*)"
-_KIND = re.compile(rf'":\{{"dtype":"(\w+)","shape":\[((?:{_SIZE}(?:,{_SIZE})*)?)\],"data_offsets":\[')  # what follows a name
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
 TOO_LARGE = 1 << 62  # bytes: no file has as many
@@ -276,10 +275,8 @@ class Checkpoint:
         import msgspec
 
         raw = read_file(path)
-        there: Any = Literal[
-            tuple(name for name in os.listdir(path.parent) if name.isascii())
-        ]  # one string for each file, not for each tensor
-        for file in (there, str):
+        there = tuple(name for name in os.listdir(path.parent) if name.isascii())
+        for file in (Literal[there], str):  # one string for each file, where all are there, not for each tensor
             weight_map: Any = types.GenericAlias(dict, (str, file))
             try:
                 index: Any = msgspec.json.decode(raw, type=msgspec.defstruct("Index", [("weight_map", weight_map)]))
@@ -330,84 +327,28 @@ def side_files(root: Path) -> list[str]:
     return out
 
 
-class _Headers:
-    """What the headers of some files say, in columns: `names`, `kinds` (index into `known`) and `offsets`, two for each name."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.kinds, self.offsets = array("i"), array("q")
-        self.known: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # (dtype, shape), numbered
-        self._written: dict[str, int] = {}  # the same by their text
-
-    def add(self, path: str, raw: bytes) -> int:
-        """One more file: how many tensors it has. SourceError names the one that is none."""
-        metadata = _METADATA.match(raw)
-        body = b"{" + raw[metadata.end() :] if metadata else raw
-        before = len(self.names)
-        if not self._as_written_by_safetensors(body.rstrip(b" ")):
-            header = _header(path, raw, body)
-            self.names += header
-            self.kinds.extend(self.known[t.dtype, t.shape] for t in header.values())
-            self.offsets.extend(itertools.chain.from_iterable(t.data_offsets for t in header.values()))
-        return len(self.names) - before
-
-    def _as_written_by_safetensors(self, body: bytes) -> bool:
-        """Takes the columns out of a header without a blank or an escape, by the places of its quotes: three times as fast as decoding JSON.
-
-        False, and nothing is taken, where any byte is not as `{"name":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},...}` has it.
-        """
-        each = np.frombuffer(body, "u1")
-        quotes = np.flatnonzero(each == ord('"'))
-        count, more = divmod(len(quotes), 10)  # a tensor has ten
-        if not count or more or b"\\" in body or not body.isascii() or each.min() < ord(" ") or not body.endswith(b"]}}"):
-            return False
-        name, named, behind = quotes[::10] + 1, quotes[1::10], quotes[9::10] + len('":[')
-        ends = np.append(quotes[10::10], len(body)) - len("]},")
-        commas = np.flatnonzero(each == ord(","))
-        between = commas[np.minimum(np.searchsorted(commas, behind), len(commas) - 1)]
-        offsets = _numbers(each, np.stack([behind, between + 1]), np.stack([between, ends]))
-        if offsets is None or name[0] != len('{"') or any((each[ends + i][:-1] != byte).any() for i, byte in enumerate(b"]},")):
-            return False
-        text = body.decode()
-        names = [text[a:b] for a, b in zip(name.tolist(), named.tolist(), strict=True)]
-        written = [text[a:b] for a, b in zip(named.tolist(), behind.tolist(), strict=True)]
-        found: dict[str, Any] = {new: _KIND.fullmatch(new) for new in set(written) - self._written.keys()}
-        if len(set(names)) != count or not all(found.values()):
-            return False
-        for new, kind in found.items():
-            self._written[new] = self.known[kind[1], tuple(map(int, filter(None, kind[2].split(","))))]
-        self.names += names
-        self.kinds.fromlist([self._written[text] for text in written])
-        self.offsets.frombytes(offsets.T.tobytes())
-        return True
-
-
-def _numbers(text: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray | None:
-    """The numbers, [...] i8, that stand from `start` to `stop` in these bytes of ASCII; None where one is none or has more than 18 digits."""
-    width = stop - start
-    if width.min() < 1 or width.max() > 18 or ((text[start] == ord("0")) & (width > 1)).any():
-        return None
-    place = np.arange(int(width.max())).reshape(-1, *(1,) * start.ndim)  # of a digit, from the last one on
-    digits = np.where(place < width, text[stop - 1 - place] - ord("0"), 0)
-    return np.tensordot(10 ** place.ravel(), digits, 1) if digits.max() < 10 else None
-
-
 def read_safetensors(paths: list[str]) -> Entries:
     """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong."""
-    headers = _Headers()
+    names: list[str] = []
+    number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
+    kinds, offsets = array("i"), array("q")
     files = []  # where the data of each begin, its bytes, its tensors
+    kind_of, offsets_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
     for path in paths:
-        raw, size = _read_header(path)
-        files.append((8 + len(raw), size, headers.add(path, raw)))
+        header, start, size = _read_header(path)
+        names += header
+        kinds.fromlist(list(map(number.__getitem__, map(kind_of, header.values()))))
+        offsets.fromlist(list(itertools.chain.from_iterable(map(offsets_of, header.values()))))
+        files.append((start, size, len(header)))
     starts, _, counts = np.array(files, "i8").reshape(-1, 3).T
-    names, known = headers.names, []
     file = np.repeat(np.arange(len(paths)), counts)
-    kind, (begin, end) = np.array(headers.kinds, "i8"), np.array(headers.offsets, "i8").reshape(-1, 2).T
+    kind, (begin, end) = np.array(kinds, "i8"), np.array(offsets, "i8").reshape(-1, 2).T
     if ((begin[1:] != end[:-1]) & (file[1:] == file[:-1])).any():
         order = np.lexsort((end, begin, file))
         names = [names[i] for i in order.tolist()]
         kind, begin, end = kind[order], begin[order], end[order]
-    for i, (code, shape) in enumerate(headers.known):
+    known = []
+    for i, (code, shape) in enumerate(number):
         if code not in dtypes.OF_SAFETENSORS:
             row = int((kind == i).argmax())
             raise SourceError(f"{paths[file[row]]}: {names[row]}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
@@ -452,8 +393,8 @@ def _pointer(path: str) -> SourceError:
     return SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
 
 
-def _read_header(path: str) -> tuple[bytes, int]:
-    """The header of a safetensors file, and the bytes of the file."""
+def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
+    """What a safetensors file says of its tensors, the byte where their data begin, and the bytes of the file."""
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
@@ -467,35 +408,37 @@ def _read_header(path: str) -> tuple[bytes, int]:
                 raise SourceError(
                     f"{path}: says that its header has {length:,} bytes, and the file has {size:,}: truncated, or no safetensors file"
                 )
-            return f.read(length), size
+            raw = f.read(length)
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+    return _header(path, raw), 8 + length, size
 
 
 @functools.cache
-def _tensor() -> Any:
+def _tensor(dtype: Any) -> Any:
     """What a header says of one tensor, as a type for msgspec, which decodes JSON into it three times as fast as json into a dict."""
     import msgspec
 
     size: Any = Annotated[int, msgspec.Meta(ge=0)]
     at: Any = Annotated[int, msgspec.Meta(ge=0, lt=TOO_LARGE)]
-    return msgspec.defstruct("Tensor", [("dtype", str), ("shape", tuple[size, ...]), ("data_offsets", tuple[at, at])], gc=False)
+    return msgspec.defstruct("Tensor", [("dtype", dtype), ("shape", tuple[size, ...]), ("data_offsets", tuple[at, at])], gc=False)
 
 
 @functools.cache
 def _decoder() -> Any:
     import msgspec
 
-    every: Any = types.GenericAlias(dict, (str, _tensor()))
+    every: Any = types.GenericAlias(dict, (str, _tensor(Literal[tuple(dtypes.OF_SAFETENSORS)])))  # one string for each, hashed once
     return msgspec.json.Decoder(every)
 
 
-def _header(path: str, raw: bytes, body: bytes) -> dict[str, Any]:
-    """The tensors of a header by key, each a `_tensor`; `body`: the same without __metadata__. SourceError names the one that is none."""
+def _header(path: str, raw: bytes) -> dict[str, Any]:
+    """The tensors of a header by key, each a `_tensor`; SourceError names the one that is none."""
     import msgspec
 
+    metadata = _METADATA.match(raw)
     try:
-        header: dict[str, Any] = _decoder().decode(body)
+        header: dict[str, Any] = _decoder().decode(b"{" + raw[metadata.end() :] if metadata else raw)
         if raw.count(b'"data_offsets"') == len(header):  # else a name may stand twice
             return header
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -517,7 +460,7 @@ def _header(path: str, raw: bytes, body: bytes) -> dict[str, Any]:
     found.pop("__metadata__", None)
     for key, t in found.items():
         try:
-            found[key] = msgspec.convert(t, _tensor())
+            found[key] = msgspec.convert(t, _tensor(str))
         except msgspec.ValidationError:
             raise SourceError(
                 f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes below 2**62: {str(t)[:200]}"
