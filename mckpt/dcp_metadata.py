@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import pickle
 import struct
 from array import array
 from collections.abc import Iterable, Mapping
@@ -375,25 +376,26 @@ class Rows(NamedTuple):
 
 
 class Words(NamedTuple):
-    """Bytes of a pickle that put strings into its memo, with numbers from `first` on, and leave nothing on the stack."""
+    """Bytes of a pickle that put strings into its memo, with the next numbers, and leave nothing on the stack."""
 
     texts: list[str]
-    first: int
 
     @property
     def nbytes(self) -> int:
-        return len("".join(self.texts).encode("utf-8", "surrogatepass")) + 11 * len(self.texts)
+        return len("".join(self.texts).encode("utf-8", "surrogatepass")) + 7 * len(self.texts)
 
     def data(self) -> bytes:
         pack = struct.Struct("<I").pack
         raws = [text.encode("utf-8", "surrogatepass") for text in self.texts]
-        return b"".join([b"X%b%br%b0" % (pack(len(raw)), raw, pack(n)) for n, raw in enumerate(raws, self.first)])
+        return b"".join([b"X%b%b\x940" % (pack(len(raw)), raw) for raw in raws])
 
 
 def emit_metadata(
     tensors: Mapping[str, tuple[str, Index]], objects: list[str], chunks: Iterable[Chunks], items: Iterable[Items], files: list[str]
 ) -> list[Rows | Words]:
-    """The `.metadata` pickle, piece by piece. tensors: key -> (dtype, global shape). What `chunks` and `items` name is all in the others.
+    """The `.metadata` pickle, protocol 4 as torch writes it, piece by piece. tensors: key -> (dtype, global shape).
+
+    What `chunks` and `items` name is all in the others.
 
     Of 10**5 chunks none is walked: what repeats is put into the memo once and popped, and then all chunks of a tensor are rows of opcodes
     that differ in some numbers. A piece is made when it is written: a plan asks for its size alone.
@@ -426,7 +428,7 @@ def emit_metadata(
     of_tensor: dict[str, list[Chunks]] = {}
     for each in chunks:
         of_tensor.setdefault(each.key, []).append(each)
-    out: list[Rows | Words] = [Rows(1, [bytes(e.out)]), Words(texts, e.num_memo)]
+    out: list[Rows | Words] = [Rows(1, [pickle.PROTO, b"\x04", bytes(e.out[2:])]), Words(texts)]
     out.append(Rows(1, [new["Metadata"], b"}(", word["state_dict_metadata"], b"}("]))
     out.append(Rows(len(objects), [*strings(objects), new["BytesStorageMetadata"]]))
     for key, (dtype, shape) in tensors.items():
