@@ -160,7 +160,7 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     if problems:
         raise SourceError.of(f"{where}: is damaged:", problems)
     planner, mcore = md.get("planner_data"), md.get("mcore_data")
-    if _has_column([planner, mcore]):
+    if _has_column(planner, mcore):
         raise SourceError(f"{where}: planner_data refers to a chunk")
     return Metadata(tensors, objects, items, planner if type(planner) is dict else None, mcore if type(mcore) is dict else None)
 
@@ -183,11 +183,17 @@ def _tensor(value: Any) -> Tensor:
     return dtype.name, state["size"], chunks
 
 
-def _has_column(value: Any) -> bool:
+def _has_column(*values: Any) -> bool:
     """Whether plain data hold a Column, which then is one of its objects that is referred to again."""
-    if type(value) is dict:
-        return _has_column([*value, *value.values()])
-    return type(value) is Column or (type(value) in (list, tuple) and any(map(_has_column, value)))
+    left, seen = list(values), set()  # no recursion, and nothing twice: a pickle may nest and share as it likes
+    while left:
+        value = left.pop()
+        if type(value) is Column:
+            return True
+        if type(value) in (dict, list, tuple) and id(value) not in seen:
+            seen.add(id(value))
+            left += [*value, *value.values()] if type(value) is dict else value
+    return False
 
 
 def _held(entries: Iterable[Any], made: type, *fields: str) -> list[tuple[Any, ...]]:

@@ -431,6 +431,18 @@ def test_columns_say_what_the_unpickler_says(protocol: int, monkeypatch: pytest.
             assert any(type(c) is sp.Column for c in sp.fields(taken[0])["storage_data"])
 
 
+def test_planner_data_nests_and_shares_as_it_likes() -> None:
+    """Lists in one another, 10**5 deep, and 2**200 of them that are one: looking for what refers to a column takes neither a recursion nor forever."""
+    value = many(False, False)
+    nested = pickle.dumps(value, 4).replace(b"\x8c\x0cplanner_data\x94N", b"\x8c\x0cplanner_data\x94" + b"]" * 100_000 + b"a" * 99_999)
+    assert len(dcp_metadata.read_metadata(nested).items) == 1317
+    shared: Any = []
+    for _ in range(200):
+        shared = [shared, shared]
+    value.planner_data = {"a": shared}
+    assert dcp_metadata.read_metadata(pickle.dumps(value, 4)).planner_data is not None
+
+
 def test_columns_of_damaged_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any byte changed, both ways see the same, or the same error."""
     data, rng = pickle.dumps(many(False, False), 4), random.Random(1)
