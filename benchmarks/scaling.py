@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import compileall
+import itertools
 import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -33,7 +35,7 @@ def main() -> None:
     parser.add_argument("--models", default="llama-3.1-8b,llama-3.3-70b")
     parser.add_argument("--counts", help="of threads, processes and cps; powers of two up to the cores")
     parser.add_argument("--layouts", default=",".join(LAYOUTS))
-    parser.add_argument("--rounds", type=int, default=3, help="the fastest of as many counts: others may share the machine")
+    parser.add_argument("--rounds", type=int, default=3, help="one after the other over all that is measured; their median counts")
     parser.add_argument("--limit-s", type=float, default=float("inf"), help="starts no measurement after as many seconds")
     parser.add_argument("--out", type=Path, help="one JSON line for each measurement")
     arguments = parser.parse_args()
@@ -50,24 +52,39 @@ def main() -> None:
         for model in arguments.models.split(","):
             subprocess.run([sys.executable, "-c", MAKE, model, str(work / "hf")], check=True, cwd=ROOT)
             nbytes = sum(f.stat().st_size for f in (work / "hf").iterdir())
-            print(f"\n{model}: {nbytes / 1e9:.1f} GB; best of {arguments.rounds}\n{'what':44} {'n':>4} {'s':>7} {'GB/s':>7} {'of cp':>6}")
-            best = 0.0
-            for what, number, command in commands(work / "hf", work / "out", counts, arguments.layouts.split(",")):
+            rows = commands(work / "hf", work / "out", counts, arguments.layouts.split(","))
+            seconds: dict[tuple[str, int], list[float]] = {}
+            for number, (what, n, command) in itertools.product(range(arguments.rounds), rows):
                 if time.monotonic() - started > arguments.limit_s:
                     print("the rest is left out: no time")
                     break
-                seconds = min(measure(command, work / "out") for _ in range(arguments.rounds))
-                rate = nbytes / 1e9 / seconds
-                best = max(best, rate * what.startswith("cp"))
-                print(f"{what:44} {number:4} {seconds:7.2f} {rate:7.2f} {rate / best:6.2f}", flush=True)
+                seconds.setdefault((what, n), []).append(measure(command, work / "out"))
                 if arguments.out:
+                    said = {
+                        "model": model,
+                        "bytes": nbytes,
+                        "cores": cores,
+                        "round": number,
+                        "what": what,
+                        "n": n,
+                        "s": seconds[what, n][-1],
+                    }
                     with arguments.out.open("a") as f:
-                        f.write(
-                            json.dumps({"model": model, "bytes": nbytes, "cores": cores, "what": what, "n": number, "s": seconds}) + "\n"
-                        )
+                        f.write(json.dumps(said) + "\n")
+            report(f"{model}: {nbytes / 1e9:.1f} GB", nbytes, seconds)
             shutil.rmtree(work / "hf")
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def report(title: str, nbytes: int, seconds: dict[tuple[str, int], list[float]]) -> None:
+    """A line for each thing measured; the machine's copy bandwidth is that of the fastest number of `cp`s."""
+    rates = {key: nbytes / 1e9 / statistics.median(found) for key, found in seconds.items()}
+    best = max((rate for (what, _), rate in rates.items() if what.startswith("cp")), default=float("nan"))
+    print(f"\n{title}\n{'what':44} {'n':>4} {'s':>7} {'range':>15} {'GB/s':>7} {'of cp':>6}")
+    for (what, n), found in seconds.items():
+        rate = rates[what, n]
+        print(f"{what:44} {n:4} {statistics.median(found):7.2f} {min(found):7.2f}-{max(found):7.2f} {rate:7.2f} {rate / best:6.2f}")
 
 
 MAKE = """

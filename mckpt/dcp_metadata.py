@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Union, cast
 
 from mckpt import dtypes, safe_pickle
-from mckpt.errors import MckptError, PickleError, SourceError, StorageError
+from mckpt.errors import PickleError, SourceError, StorageError
 from mckpt.lazy import numpy as np
 from mckpt.safe_pickle import Column, Emitter, Global, Record, emit_int, glob
 
@@ -111,7 +111,7 @@ def read_metadata(source: bytes | Path | str, where: str = "") -> Metadata:
     with safe_pickle.no_gc():
         try:
             return _checked(_load(source, where, True), where)
-        except MckptError:  # what is wrong is said of each chunk, and some sound ones are not for columns
+        except Exception:  # whatever it ends in: what is wrong is said of each chunk, and some that are sound cannot be taken so
             return _checked(_load(source, where, False), where)
 
 
@@ -184,25 +184,31 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _has_column(*values: Any) -> bool:
-    """Whether plain data hold a Column, which then is one of its objects that is referred to again."""
+    """Whether data hold a Column, or GONE, which stands for one of its objects that is referred to again."""
     left, seen = list(values), set()  # no recursion, and nothing twice: a pickle may nest and share as it likes
     while left:
         value = left.pop()
-        if type(value) is Column:
+        if value is safe_pickle.GONE or type(value) is Column:
             return True
-        if type(value) in (dict, list, tuple) and id(value) not in seen:
-            seen.add(id(value))
-            left += [*value, *value.values()] if type(value) is dict else value
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, dict):
+            left += [*value, *value.values(), *vars(value).values()] if type(value) is safe_pickle.Ordered else [*value, *value.values()]
+        elif isinstance(value, Record):
+            left += [value.args, value.state, value.items, value.entries]
+        elif type(value) in (list, tuple):
+            left += value
     return False
 
 
-def _held(entries: Iterable[Any], made: type, *fields: str) -> list[tuple[Any, ...]]:
+def _held(entries: Iterable[Any], made: Any, *fields: str) -> list[tuple[Any, ...]]:
     """What `_Index` or `_Info` hold, of each one. AttributeError, KeyError or TypeError for what is neither."""
     out: list[tuple[Any, ...]] = []
     for entry in entries:
         if type(entry) is Column and entry.made is made and "transform_descriptors" not in entry:
             out.extend(zip(*(entry.rows(field) for field in fields), strict=True))
-        elif type(entry) is _Info and entry.transformed:
+        elif not isinstance(entry, made) or (made is _Info and entry.transformed):
             raise TypeError
         else:
             out.append(entry.held)
@@ -232,9 +238,9 @@ def _listed(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Inde
     items: dict[tuple[str, Index | None], Item] = {}
     told: set[str] = set()
     for index, info in stored.items():
-        try:
+        if isinstance(index, _Index) and isinstance(info, _Info) and hasattr(index, "held") and hasattr(info, "held"):
             (key, offsets), (file, at, length), transformed = index.held, info.held, info.transformed
-        except AttributeError:
+        else:
             problems.append(f"an entry of storage_data is none: {safe_pickle.short(index)} -> {safe_pickle.short(info)}")
             continue
         if type(key) is not str or type(file) is not str or type(at) is not int or type(length) is not int or at < 0 or length < 0:
@@ -268,10 +274,11 @@ def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:
         return [f"a chunk of rank {len(offsets)} and {len(sizes)} in a tensor {list(shape)}"]
     boxes = np.empty((2, rank, len(chunks)), "i8")
     for i in range(2):
-        try:
-            numbers = array("q", list(itertools.chain.from_iterable(map(itemgetter(i), chunks))))  # which takes nothing but whole numbers
-        except TypeError:
+        flat = list(itertools.chain.from_iterable(map(itemgetter(i), chunks)))
+        if set(map(type, flat)) - {int}:
             return ["a chunk whose offsets or sizes are no whole numbers"]
+        try:
+            numbers = array("q", flat)
         except OverflowError:
             return [f"a chunk with offsets or sizes beyond 2**63 in a tensor {list(shape)}"]
         boxes[i] = np.array(numbers).reshape(len(chunks), rank).T

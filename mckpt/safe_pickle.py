@@ -36,7 +36,7 @@ import struct
 import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -190,6 +190,7 @@ class Run(NamedTuple):
 
     begin: int  # byte
     num: int
+    memo: int  # entries before it
     puts: int  # memo entries of each
     form: bytes  # one of them, zero where they differ
 
@@ -200,7 +201,7 @@ class Scanned(NamedTuple):
     steps: int  # opcodes that it followed one by one
     stop: int  # byte of the opcode STOP
     frames: list[int]  # bytes of the opcodes FRAME
-    runs: list[Run]  # of those that only push
+    runs: list[Run]  # of those that only push, where lists and dicts take all of what they push, and nothing else touches it
 
 
 def scan(data: bytes, where: str) -> Scanned:
@@ -227,6 +228,7 @@ def scan(data: bytes, where: str) -> Scanned:
             num_set += 1
             return
         repeats = None  # no pickler does that
+        runs.clear()
         if index > len(memo):
             memo.frombytes(bytes(2 * (index + 1 - len(memo))))
         num_set += memo[index] == 0
@@ -313,6 +315,8 @@ def scan(data: bytes, where: str) -> Scanned:
             if marks and marks[-1] > len(stack):  # the C unpickler refuses it too
                 raise IndexError
             if repeats is not None:
+                if repeats.floors:
+                    repeats.keep_runs(op)
                 repeats.shape.append(op)
                 if op in _ENDS or op in _PUTS:
                     at = repeats.ended(op, at)
@@ -366,6 +370,7 @@ class _Repeats:
 
     def __init__(self, data: bytes, stack: list[int], memo: array[int], runs: list[Run]) -> None:
         self.data, self.stack, self.memo, self.runs = data, stack, memo, runs
+        self.floors: list[int] = []  # elements on the stack behind each run whose objects are still there
         self.shape = bytearray()  # opcodes since the last end
         self.ends = [0] * (2 * _PERIOD + 1)
         self.history = bytearray(range(2 * _PERIOD))  # a number for the shape of what lies between two ends
@@ -397,6 +402,15 @@ class _Repeats:
             self.ends[-1] = self.taken = after
         return after
 
+    def keep_runs(self, op: int) -> None:
+        """After each opcode: drops the runs, as things to be taken out, when one of them was touched but by a list or dict that takes it whole."""
+        num, floors = len(self.stack), self.floors
+        while floors and num < floors[-1] and op in b"eu":
+            floors.pop()
+        if floors and (num < floors[-1] or (num == floors[-1] and op not in b"(01\x95")):  # the last object is put, filled, called ...
+            self.runs.clear()
+            floors.clear()
+
     def _learn(self, at: int) -> bool:
         history = self.history
         for period in range(1, _PERIOD + 1):
@@ -423,7 +437,7 @@ class _Repeats:
         while more:
             more = False
             for i, unit in enumerate(self.units):
-                if (not unit.base or self.stack) and (after := self._all(unit, at)) != at:
+                if (not unit.base or (self.stack and self.floors[-1:] != [len(self.stack)])) and (after := self._all(unit, at)) != at:
                     at, more = after, True
                     self.credit = min(self.credit + 8, 4000)
                     if i:
@@ -435,6 +449,8 @@ class _Repeats:
         """The offset behind all repetitions of `unit` at `at`."""
         data, memo, count, match = self.data, self.memo, 0, unit.one.match
         single = bool(unit.width or unit.checked)
+        wait = after = 4  # repetitions before rows are compared, again if few of them are alike
+        first_run = len(self.runs)
         while found := match(data, at):
             if single:
                 if not self._as_learned(unit, found):
@@ -442,13 +458,17 @@ class _Repeats:
                 memo.extend(unit.puts)
             count += 1
             begin, at = at, found.end()
-            if count >= 4 and not single:
+            if count >= after and not single:
                 more, form = self._alike(unit, begin, at)
-                if more and unit.pushes and not unit.base:
-                    self.runs.append(Run(at, more, len(unit.puts), form))
+                if more >= 16 and unit.pushes and not unit.base:
+                    self.runs.append(Run(at, more, len(memo) + count * len(unit.puts), len(unit.puts), form))
                 count += more
                 at += more * (at - begin)
+                wait = 4 if more >= 16 else min(2 * wait, 256)
+                after = count + wait
         self.stack.extend(unit.pushes * count)
+        if len(self.runs) > first_run:
+            self.floors.append(len(self.stack))
         if not single:
             memo.extend(unit.puts * count)
         return at
@@ -468,7 +488,7 @@ class _Repeats:
                 fixed[head - begin : at - begin] = False
         first, count = np.frombuffer(data, "u1", size, begin), 0
         form = (first * fixed).tobytes()
-        while num := min(_BATCH, (len(data) - end) // size - count):
+        while num := min(_BATCH, 16 + 4 * count, (len(data) - end) // size - count):
             rows = np.frombuffer(data, "u1", num * size, end + count * size).reshape(num, size)
             wrong = ((rows != first) & fixed).ravel()
             at = int(wrong.argmax())
@@ -620,7 +640,7 @@ def _string(op: int, sixteenth: int) -> bytes:
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, data: bytes, known: dict[tuple[str, str], Any], storages: list[Storage] | None, columns: Sequence[Column] = ()
+        self, data: bytes, known: dict[tuple[str, str], Any], storages: list[Storage] | None, columns: dict[int, Any] | None = None
     ) -> None:
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 18))
         self.known, self.storages, self.columns = known, storages, columns
@@ -633,9 +653,9 @@ class _Unpickler(pickle.Unpickler):
             found = self.known[module, name] = glob(module, name)
         return found
 
-    def persistent_load(self, pid: Any) -> Storage | Column:
-        if self.columns and type(pid) is int:
-            return self.columns[pid]
+    def persistent_load(self, pid: Any) -> Any:
+        if self.columns is not None:
+            return GONE if pid is None else self.columns.pop(pid)
         storage = Storage(pid)
         if self.storages is not None:
             self.storages.append(storage)
@@ -673,7 +693,7 @@ def loads(
     `storages` collects each storage that the pickle names, as often as it does.
     `classes`, (module, name) -> class, replaces inert classes by smaller ones: without a base, with `__slots__` and a `__setstate__` that
     only stores, so that a pickle can do no more with them.
-    `columns`: a Column may stand in lists and dicts for many objects, where nothing else refers to those.
+    `columns`: a Column may stand in lists and dicts for many objects, and GONE wherever the pickle refers to one of them again. No `storages`.
     Raises PickleError when the pickle is hostile, damaged, or longer than `max_bytes`.
     """
     if len(data) > max_bytes:
@@ -700,6 +720,9 @@ class _Objects:
         self.made, self.fields = made, fields
 
 
+GONE = object()  # in place of an object that is in a Column
+
+
 class Column:
     """Some objects that a pickle makes of one class and fills with the same fields, one behind the other; stands where they would."""
 
@@ -707,6 +730,10 @@ class Column:
 
     def __init__(self, objects: _Objects, begin: int, end: int) -> None:
         self.objects, self.begin, self.end = objects, begin, end
+
+    def __setstate__(self, state: Any) -> None:
+        """Opcode BUILD, which is meant for one of the objects."""
+        raise pickle.UnpicklingError("a state for one object of a column")
 
     @property
     def made(self) -> Any:
@@ -747,30 +774,38 @@ class _Call(NamedTuple):
 def _in_columns(data: bytes, scanned: Scanned, known: dict[tuple[str, str], Any]) -> Any:
     """The value of a pickle whose runs of objects are taken out of it, for what the C unpickler does for each of 10**6 takes seconds.
 
-    A placeholder is left for each, and in each memo entry that its objects would have had, so that all others keep their numbers. At the end of
-    the pickle those memo entries are asked for that the runs refer to. ValueError and the like where this cannot be done.
+    A placeholder is left for each run, and GONE in each memo entry that its objects would have had, so that all others keep their numbers. At the
+    end of the pickle those memo entries are asked for that the runs refer to. ValueError and the like where this cannot be done.
     """
     forms: dict[bytes, list[Run]] = {}
     for run in scanned.runs:
         forms.setdefault(run.form, []).append(run)
     every: list[_Objects] = []
-    columns: list[Column] = []
+    columns: dict[int, Column] = {}
     cuts = {at: (at + 9, b"") for at in scanned.frames}  # byte -> where to go on, and what to put there; a frame's length would be wrong
+    ids: set[int] = set()
     for form, runs in forms.items():
         size, starts = len(form), [0, *itertools.accumulate(run.num for run in runs)]
         rows = np.concatenate([np.frombuffer(data, "u1", run.num * size, run.begin) for run in runs]).reshape(-1, size)
-        if not (found := _symbols(rows)):
+        try:
+            found = _symbols(rows)
+        except (ValueError, TypeError, IndexError):  # opcodes that the C unpickler follows itself
             continue
+        gets = [get for objects in found for get in _gets((objects.made, objects.fields))]
+        before = np.repeat([run.memo for run in runs], [run.num for run in runs])
+        if any((get.ids >= before).any() for get in gets):
+            raise ValueError("refers to what is not in the memo yet, or to one of its own objects")
+        ids.update(*(np.unique(get.ids).tolist() if (get.ids != get.ids[0]).any() else get.ids[:1].tolist() for get in gets))
         every += found
         for run, begin in zip(runs, starts[:-1], strict=True):
-            first, *others = [b"J%bQ" % struct.pack("<i", len(columns) + i) for i in range(len(found))]
-            columns += [Column(objects, begin, begin + run.num) for objects in found]
-            cuts[run.begin] = run.begin + run.num * size, first + b"\x94" * (run.puts * run.num) + b"".join(others)
+            placed = range(len(columns), len(columns) + len(found))
+            columns.update(zip(placed, (Column(objects, begin, begin + run.num) for objects in found), strict=True))
+            gone = b"NQ" + b"\x94" * (run.puts * run.num) + b"0"
+            cuts[run.begin] = run.begin + run.num * size, gone + b"".join([b"J%bQ" % struct.pack("<i", n) for n in placed])
     pieces, at = [], 0
     for begin, (end, instead) in sorted(cuts.items()):
         pieces += [data[at:begin], instead]
         at = end
-    ids = {i for objects in every for i in _referred((objects.made, objects.fields))}
     pieces += [data[at : scanned.stop], b"(", *(b"j" + struct.pack("<I", i) for i in ids), b"t\x86."]
     value, held = _Unpickler(b"".join(pieces), known, None, columns).load()
     memo = dict(zip(ids, held, strict=True))
@@ -780,8 +815,10 @@ def _in_columns(data: bytes, scanned: Scanned, known: dict[tuple[str, str], Any]
     return value
 
 
-def _symbols(rows: np.ndarray) -> list[_Objects] | None:
-    """What runs of one form [num, bytes] push: their opcodes followed once, over columns in place of values. None if that is no filled objects.
+def _symbols(rows: np.ndarray) -> list[_Objects]:
+    """What runs of one form [num, bytes] push: their opcodes followed once, over columns in place of values.
+
+    ValueError, TypeError or IndexError if that is anything but filled objects.
 
     The columns: an array [num] of numbers, `_Texts`, `_Get`, `_Call`, tuples of them, a list of (name, value) for a dict, and None, True and False.
     """
@@ -832,21 +869,25 @@ def _symbols(rows: np.ndarray) -> list[_Objects] | None:
         elif op == 0x62:  # BUILD
             state = stack.pop()
             if not isinstance(stack[-1], _Objects) or stack[-1].fields != () or type(state) is not list:
-                return None
+                raise ValueError("a state that is no dict")
             stack[-1].fields = state
         elif op != 0x94:
-            return None
-    return stack if all(isinstance(value, _Objects) and type(value.fields) is list for value in stack) else None
+            raise ValueError("an opcode that makes no such object")
+    if not all(isinstance(value, _Objects) and type(value.fields) is list for value in stack):
+        raise ValueError("no objects with a state")
+    return stack
 
 
 _NUMBERS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x68: "u1", 0x6A: "<u4"}  # opcodes with a number behind them: K M J h j
 
 
-def _referred(value: Any) -> set[int]:
-    """The memo entries that a value of `_symbols` refers to."""
+def _gets(value: Any) -> Iterator[_Get]:
+    """Those within a value of `_symbols`."""
     if isinstance(value, _Get):
-        return set(np.unique(value.ids).tolist() if (value.ids != value.ids[0]).any() else value.ids[:1].tolist())
-    return set().union(*map(_referred, value)) if isinstance(value, (tuple, list)) and not isinstance(value, _Texts) else set()
+        yield value
+    elif isinstance(value, (tuple, list)) and not isinstance(value, _Texts):
+        for part in value:
+            yield from _gets(part)
 
 
 def _known(value: Any, memo: dict[int, Any]) -> Any:
@@ -857,7 +898,7 @@ def _known(value: Any, memo: dict[int, Any]) -> Any:
         return value.values
     if isinstance(value, _Call):
         function, args = value.parts
-        if _one(function, memo) is not _COMPACT["torch", "Size"] or type(args) is not tuple:
+        if _one(function, memo) is not _COMPACT["torch", "Size"] or len(args) != 1 or type(args[0]) is not tuple:
             raise ValueError("a call of anything but torch.Size")
         (value,) = args
     if type(value) is tuple and not all(isinstance(part, np.ndarray) for part in value):

@@ -275,8 +275,11 @@ class Checkpoint:
         import msgspec
 
         raw = read_file(path)
-        there = tuple(name for name in os.listdir(path.parent) if name.isascii())
-        for file in (Literal[there], str):  # one string for each file, where all are there, not for each tensor
+        try:
+            there = [name for name in os.listdir(path.parent) if name.isascii()]
+        except OSError:  # a directory may be for passing through
+            there = []
+        for file in (Literal[tuple(there or [""])], str):  # one string for each file, where all are there, not for each tensor
             weight_map: Any = types.GenericAlias(dict, (str, file))
             try:
                 index: Any = msgspec.json.decode(raw, type=msgspec.defstruct("Index", [("weight_map", weight_map)]))
