@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import pickle
 import struct
 from array import array
 from collections.abc import Iterable, Mapping
@@ -441,7 +440,7 @@ def emit_metadata(
     of_tensor: dict[str, list[Chunks]] = {}
     for each in chunks:
         of_tensor.setdefault(each.key, []).append(each)
-    out: list[Rows | Words] = [Rows(1, [pickle.PROTO, b"\x04", bytes(e.out[2:])]), Words(texts)]
+    out: list[Rows | Words] = [Rows(1, [b"\x80\x04", bytes(e.out[2:])]), Words(texts)]  # PROTO 4, which has MEMOIZE
     out.append(Rows(1, [new["Metadata"], b"}(", word["state_dict_metadata"], b"}("]))
     out.append(Rows(len(objects), [*strings(objects), new["BytesStorageMetadata"]]))
     for key, (dtype, shape) in tensors.items():
