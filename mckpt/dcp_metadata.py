@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, Union, cast
 from mckpt import dtypes, safe_pickle
 from mckpt.errors import PickleError, SourceError, StorageError
 from mckpt.lazy import numpy as np
-from mckpt.safe_pickle import Column, Emitter, Global, Record, emit_int, glob
+from mckpt.pickle_columns import GONE, Column
+from mckpt.safe_pickle import Emitter, Global, Record, emit_int, glob
 
 MAX_BYTES = 1 << 30  # of a .metadata: 356,352 chunks are 76 MB, with all_local_plans 106 MB
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -187,7 +188,7 @@ def _has_column(*values: Any) -> bool:
     left, seen = list(values), set()  # no recursion, and nothing twice: a pickle may nest and share as it likes
     while left:
         value = left.pop()
-        if value is safe_pickle.GONE or type(value) is Column:
+        if value is GONE or type(value) is Column:
             return True
         if id(value) in seen:
             continue

@@ -279,17 +279,15 @@ class MappingFile(NamedTuple):
         for rule in self.rules if rules is None else rules:
             every = (mtp if rule.mtp else decoder) if "layer" in rule.indices else range(1)
             which = every, rule.when.text if rule.when else None
-            try:
-                if which in found:
-                    pass
-                elif rule.when is None or "layer" not in rule.when.names:
-                    found[which] = list(every) if rule.when is None or (every and rule.when(scope)) else []
-                else:
-                    found[which] = [i for i in every if rule.when({**scope, "layer": i})]
-            except ExpressionError as e:
-                raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
-            layers = found[which]
-            if layers:
+            if which not in found:
+                try:
+                    if rule.when is None or "layer" not in rule.when.names:
+                        found[which] = list(every) if rule.when is None or (every and rule.when(scope)) else []
+                    else:
+                        found[which] = [i for i in every if rule.when({**scope, "layer": i})]
+                except ExpressionError as e:
+                    raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
+            if layers := found[which]:
                 experts = np.arange(scope["num_experts"] if "expert" in rule.indices else 1)
                 out.append(Bound(rule, np.array(layers, "i4"), experts.astype("i4"), len(decoder)))
         return out

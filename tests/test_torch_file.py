@@ -22,6 +22,7 @@ import pytest
 from mckpt import dcp_metadata, torch_file
 from mckpt import safe_pickle as sp
 from mckpt.errors import MckptError, SourceError
+from mckpt.pickle_columns import Column
 from tests.door import emit
 
 torch = pytest.importorskip("torch")
@@ -427,8 +428,8 @@ def test_columns_say_what_the_unpickler_says(protocol: int, monkeypatch: pytest.
         taken.clear()
         assert read(data) == wanted, (shared, planner)
         if protocol >= 4 and not shared:  # earlier ones name each memo entry
-            assert any(type(c) is sp.Column for c in sp.fields(taken[0])["state_dict_metadata"]["a"].state["chunks"])
-            assert any(type(c) is sp.Column for c in sp.fields(taken[0])["storage_data"])
+            assert any(type(c) is Column for c in sp.fields(taken[0])["state_dict_metadata"]["a"].state["chunks"])
+            assert any(type(c) is Column for c in sp.fields(taken[0])["storage_data"])
 
 
 class ByHand:
@@ -494,7 +495,7 @@ def test_objects_of_a_run_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sp, "_in_columns", lambda *args: taken.append(in_columns(*args)) or taken[-1])
     made = ByHand()
     sound = made.whole()
-    assert len(read(sound).items) == 400 and any(type(k) is sp.Column for k in sp.fields(taken[0])["storage_data"])
+    assert len(read(sound).items) == 400 and any(type(k) is Column for k in sp.fields(taken[0])["storage_data"])
     other, chunk, over = made.other, made.first_chunk, made.other + b"r" + made.name[1:] + b"0"
     state = b"}(" + made.offsets + made.axis(0) + made.sizes + made.axis(0) + b"ub"
     cases = {
