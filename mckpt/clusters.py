@@ -197,15 +197,14 @@ def _folded(w: np.ndarray) -> np.ndarray:
         for side in ("src", "dst"):
             np.copyto(w[f"{side}_pitch"], w["run"] * w[f"{side}_step"], where=w["rows"] == 1)
         return w
-    many, rest = w[rows > 0], w.copy()
-    width, rows = np.where(rows > 0, width, 0), np.maximum(rows, 1)
-    rest["run"] -= np.where(width > 0, width * rows, 0)
-    many["rows"], many["run"] = rows[width > 0], width[width > 0]
+    many = w[rows > 0]
+    many["rows"], many["run"] = rows[rows > 0], width[rows > 0]
+    w["run"] -= rows * width  # and w becomes the rests: there may be 10**6 of them, of which few were long
     for side in ("src", "dst"):
-        rest[f"{side}_at"] += width * rows * w[f"{side}_step"]
+        w[f"{side}_at"] += rows * width * w[f"{side}_step"]
         many[f"{side}_pitch"] = many["run"] * many[f"{side}_step"]
-        rest[f"{side}_pitch"] = np.where(rest["rows"] == 1, rest["run"] * rest[f"{side}_step"], rest[f"{side}_pitch"])
-    return _in_source_order(np.concatenate([many, rest[rest["run"] > 0]]))
+        np.copyto(w[f"{side}_pitch"], w["run"] * w[f"{side}_step"], where=w["rows"] == 1)
+    return _in_source_order(np.concatenate([many, _kept(w, w["run"] > 0)]))
 
 
 def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

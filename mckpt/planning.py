@@ -103,6 +103,7 @@ def join(source: Layout, target: Layout) -> Joined:
                     )  # fmt: skip
                     parts.append(part)
     copies = np.concatenate(parts) if parts else np.empty(0, COPY)
+    parts.clear()  # which are as large
     order = np.lexsort((copies["src_at"], copies["src_file"]))
     return Joined(copies[order], tuple(casts), np.concatenate(grids), names, layers, experts)
 
