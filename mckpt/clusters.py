@@ -193,10 +193,6 @@ def _folded(w: np.ndarray) -> np.ndarray:
     """Long single rows become many rows and a rest: 100 -> 3 rows of 32, 1 row of 4."""
     width = np.where(_is_flat(w), SLAB, FOLD)
     rows = np.where((w["rows"] == 1) & (w["run"] >= 2 * width) & (w["grid"] == UNSCALED), w["run"] // width, 0)
-    if not rows.any():
-        for side in ("src", "dst"):
-            np.copyto(w[f"{side}_pitch"], w["run"] * w[f"{side}_step"], where=w["rows"] == 1)
-        return w
     many = w[rows > 0]
     many["rows"], many["run"] = rows[rows > 0], width[rows > 0]
     w["run"] -= rows * width  # and w becomes the rests: there may be 10**6 of them, of which few were long
@@ -204,7 +200,7 @@ def _folded(w: np.ndarray) -> np.ndarray:
         w[f"{side}_at"] += rows * width * w[f"{side}_step"]
         many[f"{side}_pitch"] = many["run"] * many[f"{side}_step"]
         np.copyto(w[f"{side}_pitch"], w["run"] * w[f"{side}_step"], where=w["rows"] == 1)
-    return _in_source_order(np.concatenate([many, _kept(w, w["run"] > 0)]))
+    return _in_source_order(np.concatenate([many, _kept(w, w["run"] > 0)])) if len(many) else w
 
 
 def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
