@@ -432,7 +432,7 @@ def emit_metadata(
     file_number = np.array([number[file] for file in files], "<u4")
 
     def strings(which: list[str], of: np.ndarray | None = None) -> list[_Part]:
-        numbers = np.array([number[text] for text in which], "<u4")
+        numbers = np.fromiter(map(number.__getitem__, which), "<u4", len(which))
         return [b"j", numbers if of is None else numbers[of]]
 
     def size(axes: Iterable[np.ndarray] | Index) -> list[_Part]:

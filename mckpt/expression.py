@@ -9,6 +9,8 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+_Value = Callable[[Mapping[str, Any]], Any]  # of a scope
+
 MAX_LENGTH = 1_000_000  # of a list that an expression makes: a config can say any number of layers
 
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
@@ -58,12 +60,12 @@ class Expression:
 
     def __init__(self, text: str | bool | int | float) -> None:
         self.text = str(text)
-        self.tree, self.names = _parsed(self.text)
+        self.value, self.names = _parsed(self.text)
 
     def __call__(self, scope: Mapping[str, Any]) -> Any:
         """The value in a scope of names. `config.some_key` reads a dict and is None where it has no such key."""
         try:
-            return _value(self.tree, scope)
+            return self.value(scope)
         except ExpressionError:
             raise
         except Exception as e:  # a wrong type in a config ends in any of a dozen errors
@@ -74,8 +76,8 @@ class Expression:
 
 
 @functools.cache
-def _parsed(text: str) -> tuple[ast.expr, frozenset[str]]:
-    """The tree and the free names of an expression, of which a mapping says the same in many places. ExpressionError if it is none."""
+def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
+    """The value and the free names of an expression, of which a mapping says the same in many places. ExpressionError if it is none."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
@@ -95,50 +97,78 @@ def _parsed(text: str) -> tuple[ast.expr, frozenset[str]]:
             raise ExpressionError(f"{text!r}: only names have attributes")
         if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and node.id not in bound:
             names.add(node.id)
-    return tree, frozenset(names)
+    try:
+        return _compiled(tree), frozenset(names)
+    except RecursionError:
+        raise ExpressionError(f"{text[:100]!r} ... is nested too deeply") from None
 
 
-def _value(node: ast.AST, scope: Mapping[str, Any]) -> Any:
+def _compiled(node: ast.AST) -> _Value:
+    """A node of the tree as a function of the scope: a `when` has a value for each layer, and the tree is walked once."""
     match node:
-        case ast.Constant():
-            return node.value
-        case ast.Name():
-            try:
-                return scope[node.id]
-            except KeyError:
-                raise ExpressionError(f"{node.id} is not known here") from None
-        case ast.Attribute():
-            owner = _value(node.value, scope)
-            return owner.get(node.attr) if isinstance(owner, dict) else None
+        case ast.Constant(value=constant):
+            return lambda scope: constant
+        case ast.Name(id=name):
+            return functools.partial(_named, name)
+        case ast.Attribute(attr=attribute):
+            of = _compiled(node.value)
+            return lambda scope: owner.get(attribute) if isinstance(owner := of(scope), dict) else None
         case ast.BoolOp():
-            value: Any = None
-            for part in node.values:
-                value = _value(part, scope)
-                if bool(value) != isinstance(node.op, ast.And):
-                    return value
-            return value
+            return functools.partial(_either, list(map(_compiled, node.values)), isinstance(node.op, ast.And))
         case ast.UnaryOp():
-            return _UNARY[type(node.op)](_value(node.operand, scope))
+            unary, operand = _UNARY[type(node.op)], _compiled(node.operand)
+            return lambda scope: unary(operand(scope))
         case ast.BinOp():
-            return _BINARY[type(node.op)](_value(node.left, scope), _value(node.right, scope))
+            binary, left, right = _BINARY[type(node.op)], _compiled(node.left), _compiled(node.right)
+            return lambda scope: binary(left(scope), right(scope))
         case ast.IfExp():
-            return _value(node.body if _value(node.test, scope) else node.orelse, scope)
+            test, then, otherwise = map(_compiled, (node.test, node.body, node.orelse))
+            return lambda scope: then(scope) if test(scope) else otherwise(scope)
         case ast.Compare():
-            left = _value(node.left, scope)
-            for op, comparator in zip(node.ops, node.comparators, strict=True):
-                right = _value(comparator, scope)
-                if not _COMPARE[type(op)](left, right):
-                    return False
-                left = right
-            return True
+            compared = [(_COMPARE[type(op)], _compiled(other)) for op, other in zip(node.ops, node.comparators, strict=True)]
+            return functools.partial(_compare, _compiled(node.left), compared)
         case ast.Subscript():
-            return _value(node.value, scope)[_value(node.slice, scope)]
+            whole, index = _compiled(node.value), _compiled(node.slice)
+            return lambda scope: whole(scope)[index(scope)]
         case ast.List():
-            return [_value(e, scope) for e in node.elts]
+            elements = list(map(_compiled, node.elts))
+            return lambda scope: [element(scope) for element in elements]
         case ast.Call(func=ast.Name(id=name)):
-            return _FUNCTIONS[name](*(_value(a, scope) for a in node.args))
+            function, arguments = _FUNCTIONS[name], list(map(_compiled, node.args))
+            return lambda scope: function(*(argument(scope) for argument in arguments))
         case ast.ListComp(generators=[ast.comprehension(target=ast.Name(id=name)) as each]):
-            outer: Any = scope  # ChainMap wants scopes to write in, and none is written
-            inner = (ChainMap({name: item}, outer) for item in _value(each.iter, scope))
-            return [_value(node.elt, s) for s in inner if all(_value(test, s) for test in each.ifs)]
+            return functools.partial(_listed, name, _compiled(each.iter), list(map(_compiled, each.ifs)), _compiled(node.elt))
     raise ExpressionError(f"{ast.dump(node)} is not allowed in a mapping")
+
+
+def _named(name: str, scope: Mapping[str, Any]) -> Any:
+    try:
+        return scope[name]
+    except KeyError:
+        raise ExpressionError(f"{name} is not known here") from None
+
+
+def _either(parts: list[_Value], all_of: bool, scope: Mapping[str, Any]) -> Any:
+    """The first part that decides, or the last."""
+    value: Any = None
+    for part in parts:
+        value = part(scope)
+        if bool(value) != all_of:
+            return value
+    return value
+
+
+def _compare(first: _Value, rest: list[tuple[Callable[[Any, Any], Any], _Value]], scope: Mapping[str, Any]) -> bool:
+    left = first(scope)
+    for compare, part in rest:
+        right = part(scope)
+        if not compare(left, right):
+            return False
+        left = right
+    return True
+
+
+def _listed(name: str, each: _Value, tests: list[_Value], element: _Value, scope: Mapping[str, Any]) -> list[Any]:
+    outer: Any = scope  # ChainMap wants scopes to write in, and none is written
+    inner = (ChainMap({name: item}, outer) for item in each(scope))
+    return [element(s) for s in inner if all(test(s) for test in tests)]

@@ -214,8 +214,8 @@ class Bound(NamedTuple):
         experts = list(map(str, self.experts.tolist()))
         out: list[str] = []
         for layer in self.layers.tolist():
-            before, *after = self.rule.key.replace("{expert}", "\0").format(layer=layer, mtp=layer - self.num_layers).split("\0")
-            out += [expert.join([before, *after]) for expert in experts] if after else [before] * len(experts)
+            key = self.rule.key.replace("{expert}", "\0").format(layer=layer, mtp=layer - self.num_layers)
+            out += [key.replace("\0", expert) for expert in experts]
         return out
 
     def instances(self) -> tuple[np.ndarray, np.ndarray]:

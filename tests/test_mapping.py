@@ -198,6 +198,7 @@ def test_names_are_the_free_ones() -> None:
     "2 ** 9", "1 << 9", "a | 1", "a & 1", "a ^ 1", "~a", "+a", "a @ b", "await a", "yield", "xs[0:1]", "...", "a is b", "a is not b",
     "[i for i, j in xs].x", "config['k'].x", "(a + b).real",
     "print(1)", "getattr(a, 'x')", "type(a)", "range.__call__(3)", "any.x(1)", "", "(", "1 +", "a b", "\x00", "(" * 500 + ")" * 500, "b'x'", "1j",
+    "+".join("1" * 1500),
 ])  # fmt: skip
 def test_what_cannot_be_said(text: str) -> None:
     with pytest.raises(ExpressionError):

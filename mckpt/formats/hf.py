@@ -15,7 +15,6 @@ import os
 import re
 import struct
 import types
-from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cached_property
@@ -241,18 +240,16 @@ class Checkpoint:
             problems.extend(f"{name}: a shard that {INDEX[kind]} does not name" for name in extra)
         else:
             names = [SINGLE[kind]]
-        files: list[str] = []
+        here = [name for name in names if os.path.isfile(os.path.join(self.root, name))]
+        files = [os.path.join(self.root, name) for name in here]
         for name in names:
-            path = os.path.join(self.root, name)
-            if os.path.isfile(path):
-                files.append(path)
-            else:
+            if name not in here:
+                path = os.path.join(self.root, name)
                 problems.append(f"{name}: {named_by}, and {'no file' if os.path.exists(path) else 'not there'}")
         if kind == ".safetensors":
             entries = read_safetensors(files)
         else:
             entries = Entries.of(pair for number, file in enumerate(files) for pair in read_bin(file, number))
-        here = [os.path.basename(file) for file in files]
         held_by = list(map(here.__getitem__, entries.file.tolist()))
         if weight_map is not None and len(weight_map) == len(held_by) and list(map(weight_map.get, entries.names)) == held_by:
             return files, entries, problems  # all is where the index says, and so nothing is there twice
@@ -334,18 +331,18 @@ def read_safetensors(paths: list[str]) -> Entries:
     """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong."""
     names: list[str] = []
     number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
-    kinds, offsets = array("i"), array("q")
+    kinds, offsets = [np.empty(0, "i4")], [np.empty(0, "i8")]
     files = []  # where the data of each begin, its bytes, its tensors
     kind_of, offsets_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
     for path in paths:
         header, start, size = _read_header(path)
         names += header
-        kinds.fromlist(list(map(number.__getitem__, map(kind_of, header.values()))))
-        offsets.fromlist(list(itertools.chain.from_iterable(map(offsets_of, header.values()))))
+        kinds.append(np.fromiter(map(number.__getitem__, map(kind_of, header.values())), "i4", len(header)))
+        offsets.append(np.fromiter(itertools.chain.from_iterable(map(offsets_of, header.values())), "i8", 2 * len(header)))
         files.append((start, size, len(header)))
     starts, _, counts = np.array(files, "i8").reshape(-1, 3).T
     file = np.repeat(np.arange(len(paths)), counts)
-    kind, (begin, end) = np.array(kinds, "i8"), np.array(offsets, "i8").reshape(-1, 2).T
+    kind, (begin, end) = np.concatenate(kinds), np.concatenate(offsets).reshape(-1, 2).T
     if ((begin[1:] != end[:-1]) & (file[1:] == file[:-1])).any():
         order = np.lexsort((end, begin, file))
         names = [names[i] for i in order.tolist()]
