@@ -19,9 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mckpt import casting, quantisation
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.planning import COPY, UNSCALED
-from mckpt.quantisation import scratch
 
 UNIT = 256 << 20  # bytes between two entries of the journal: what each thread may have to do again; smaller ones sync files more often
 SLAB = 16 << 20  # bytes a thread takes at a time: 5 ms of work, against 0.1 ms to hand it out
@@ -90,8 +90,8 @@ class Copy(NamedTuple):
 
     def scratch(self, rows: int) -> int:
         """Bytes that placing `rows` rows takes beside the buffer."""
-        mask = self.run * rows if self.cast != SAME else 0  # of the overflow check
-        return mask if self.grid == UNSCALED else mask + scratch(rows, self.run)
+        cast = casting.scratch(self.run * rows) if self.cast != SAME else 0
+        return cast if self.grid == UNSCALED else cast + quantisation.scratch(rows, self.run)
 
     def half(self, second: bool) -> Copy:
         """The first or second half of every row."""

@@ -28,6 +28,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from isal import isal_zlib
 
+from mckpt.casting import cast, has_infinity
 from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
 from mckpt.dtypes import numpy_dtype
 from mckpt.errors import SourceError, StorageError, UsageError
@@ -416,12 +417,11 @@ class _Mover:
             self._dequantise(c, src, dst, row)
         else:
             width = LINES if c.transposed else c.run
-            with np.errstate(all="ignore"):
-                for j in range(0, c.run, width):
-                    np.copyto(dst[:, j : j + width], src[:, j : j + width], casting="unsafe")
+            for j in range(0, c.run, width):
+                cast(src[:, j : j + width], dst[:, j : j + width])
         if c.cast == SAME:
             return
-        if self.run.allow_overflow or self.run.casts[c.cast][1] != "float16" or not np.isinf(dst).any():
+        if self.run.allow_overflow or self.run.casts[c.cast][1] != "float16" or not has_infinity(dst):
             return
         for i in range(len(dst)):
             if not np.isinf(dst[i]).any():

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from mckpt.casting import cast
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.lazy import numpy as np
 
@@ -96,4 +97,4 @@ def _values(codes: np.ndarray, scale: np.ndarray, out: np.ndarray) -> None:
         rounded = out if out.dtype == numpy_dtype(VALUES) else np.empty(out.shape, numpy_dtype(VALUES))
         np.copyto(rounded, values, casting="unsafe")
         if rounded is not out:
-            np.copyto(out, rounded, casting="unsafe")
+            cast(rounded, out)

@@ -1,0 +1,52 @@
+"""Casts between the dtypes of weights, as numpy has them, at the speed of memory also where 16 bits become or were float16."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+from mckpt.lazy import numpy as np
+
+PIECE = 32 << 10  # elements at a time: what they take beside the arguments stays in L2
+
+
+def scratch(elements: int) -> int:
+    """Bytes that `cast` and `has_infinity` take, beside their arguments, for so many elements."""
+    return 12 * min(elements, PIECE)  # an index of 8 bytes, and a value of up to 4 where `out` has strides
+
+
+def cast(src: np.ndarray, out: np.ndarray) -> None:
+    """Fills `out` [m, n] with the values of `src` [m, n], rounded to even; what is too large becomes infinite."""
+    table = _table(src.dtype, out.dtype)
+    if table is None:
+        with np.errstate(all="ignore"):
+            np.copyto(out, src, casting="unsafe")
+        return
+    codes = src.view("u2")
+    for part in _pieces(*src.shape):
+        table.take(codes[part], out=out[part], mode="wrap")  # no code is beyond the table, and this mode does not buffer `out`
+
+
+def has_infinity(values: np.ndarray) -> bool:
+    """Whether float16 `values` [m, n] has any: a sixth of the time of numpy's isinf."""
+    bits = values.view("u2")
+    return any(((bits[part] & 0x7FFF) == 0x7C00).any() for part in _pieces(*values.shape))
+
+
+@functools.cache
+def _table(src: np.dtype, dst: np.dtype) -> np.ndarray | None:
+    """What each of the 65,536 codes of `src` is as `dst`; None where numpy's cast needs no help.
+
+    Without F16C in its casts numpy takes 4 to 6 ns for an element from or to float16, and a look at a table that stays in L2 takes 2.
+    """
+    if src == dst or src.itemsize != 2 or "float16" not in (src.name, dst.name):
+        return None
+    with np.errstate(all="ignore"):
+        return np.arange(1 << 16, dtype="u2").view(src).astype(dst)
+
+
+def _pieces(m: int, n: int) -> Iterator[tuple[slice, slice]]:
+    rows = max(1, PIECE // max(1, n))
+    for row in range(0, m, rows):
+        for column in range(0, n, PIECE):
+            yield slice(row, row + rows), slice(column, column + PIECE)
