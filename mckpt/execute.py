@@ -28,7 +28,7 @@ from typing import NamedTuple, NoReturn
 import numpy as np
 from isal import isal_zlib
 
-from mckpt.casting import cast, has_infinity
+from mckpt.casting import cast, has_infinity, pieces
 from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
 from mckpt.dtypes import numpy_dtype
 from mckpt.errors import SourceError, StorageError, UsageError
@@ -423,16 +423,16 @@ class _Mover:
             return
         if self.run.allow_overflow or self.run.casts[c.cast][1] != "float16" or not has_infinity(dst):
             return
-        for i in range(len(dst)):
-            if not np.isinf(dst[i]).any():
+        for part in pieces(*dst.shape):
+            if not has_infinity(dst[part]):
                 continue
-            held = src[i : i + 1]
+            held, at = src[part], c.src_at + part[1].start * c.src_step
             if c.grid != UNSCALED:
                 held = np.empty(held.shape, numpy_dtype(VALUES))
-                self._dequantise(c, src[i : i + 1], held, row + i)
-            for j in np.flatnonzero(np.isinf(dst[i]) & np.isfinite(held[0])).tolist():
-                at = c.src_at + (row + i) * c.src_pitch + j * c.src_step
-                path, value = self.run.sources.paths[c.src_file], float(held[0, j])
+                self._dequantise(c._replace(src_at=at), src[part], held, row + part[0].start)
+            for i, j in np.argwhere(np.isinf(dst[part]) & np.isfinite(held)).tolist():
+                at += (row + part[0].start + i) * c.src_pitch + j * c.src_step
+                path, value = self.run.sources.paths[c.src_file], float(held[i, j])
                 raise Overflow(c.tensor, f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow writes inf")
 
     def _dequantise(self, c: Copy, codes: np.ndarray, out: np.ndarray, row: int) -> None:

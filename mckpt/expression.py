@@ -93,6 +93,8 @@ def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
             raise ExpressionError(f"{text!r}: {node.value!r} is not allowed in a mapping")
         if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords):
             raise ExpressionError(f"{text!r}: only {', '.join(_FUNCTIONS)} can be called")
+        if isinstance(node, ast.ListComp) and not (len(node.generators) == 1 and isinstance(node.generators[0].target, ast.Name)):
+            raise ExpressionError(f"{text!r}: a list is made by one `for` and one name")
         if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
             raise ExpressionError(f"{text!r}: only names have attributes")
         if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and node.id not in bound:
@@ -100,7 +102,7 @@ def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
     try:
         return _compiled(tree), frozenset(names)
     except RecursionError:
-        raise ExpressionError(f"{text[:100]!r} ... is nested too deeply") from None
+        raise ExpressionError(f"{text!r} is nested too deeply") from None
 
 
 def _compiled(node: ast.AST) -> _Value:

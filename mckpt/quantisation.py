@@ -47,7 +47,7 @@ class Grid(NamedTuple):
 
 
 def scratch(rows: int, run: int) -> int:
-    """Bytes that dequantise takes, beside its arguments, for [rows, run] elements side by side."""
+    """Bytes that dequantise takes, beside its arguments and what casting.scratch counts, for [rows, run] elements side by side."""
     return 8 * min(rows * run, CHUNK) + 12 * max(rows, run)
 
 

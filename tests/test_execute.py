@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mckpt import clusters
+from mckpt import casting, clusters
 from mckpt import execute as ex
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import SourceError, StorageError
@@ -232,13 +232,26 @@ def test_casts_are_those_of_torch(tmp_path, src, dst):
         assert np.isnan(np.frombuffer(got, numpy_dtype(dst))[nan]).all()
 
 
-def test_overflow_names_the_place(tmp_path):
-    data = np.ones(30000, "f4")
-    data[[12, 20000]] = np.inf, -70000
-    plan = copies(copy(3, 10000, (0, 0, 40000, 4), (0, 0, 20000, 2), tensor=5))
-    with pytest.raises(Overflow, match=r"tensor 5: .*source0: -70000 at byte 80000 .*--allow-overflow") as caught:
-        run(tmp_path, plan, [("float32", "float16")], [data.view("u1")], [60000])
+@pytest.mark.parametrize("run_of", [10000, 100000], ids=["pieces of rows", "rows in pieces"])
+@pytest.mark.parametrize("src", ["float32", "bfloat16"])
+def test_overflow_names_the_place(tmp_path, src, run_of):
+    """Infinities of the source are none."""
+    data, size, wrong = np.ones(3 * run_of, numpy_dtype(src)), itemsize(src), 2 * run_of + run_of * 4 // 5
+    data[[12, run_of + 1, wrong - 1, wrong]] = np.inf, -np.inf, np.inf, -70000
+    plan = copies(copy(3, run_of, (0, 0, run_of * size, size), (0, 0, run_of * 2, 2), tensor=5))
+    place = rf"tensor 5: .*source0: {float(data[wrong]):g} at byte {wrong * size} .*--allow-overflow"
+    with pytest.raises(Overflow, match=place) as caught:
+        run(tmp_path, plan, [(src, "float16")], [data.view("u1")], [6 * run_of])
     assert caught.value.tensor == 5
+
+
+def test_pieces_are_each_element_once():
+    for shape in [(1, 1), (7, 10), (3, casting.PIECE), (2, casting.PIECE + 1), (casting.PIECE + 1, 1), (casting.PIECE // 3, 4)]:
+        times = np.zeros(shape, "i8")
+        for part in casting.pieces(*shape):
+            assert times[part].size <= casting.PIECE
+            times[part] += 1
+        assert (times == 1).all()
 
 
 # Holes, fixed bytes and their checksums

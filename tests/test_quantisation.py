@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -416,7 +417,10 @@ def test_a_value_beyond_float16_is_named(one, tmp_path):
     shutil.copytree(one, src)
     rewritten(lambda t: t[f"{UP}_scale_inv"].__setitem__(2, np.full(8, 1e4, "f4").tobytes()))(src)
     args = ("hf-to-megatron", src, tmp_path / "dst", "--dtype", "fp16")
-    refused(2, "layers.2.mlp.up.weight", "65504", "--allow-overflow", args=args)
+    said = refused(2, "layers.2.mlp.up.weight", "65504", "--allow-overflow", args=args)
+    path, value, at = re.search(r"(\S+): (\S+) at byte (\d+)", said).groups()
+    code = np.frombuffer(Path(path).read_bytes()[int(at) :][:1], E4M3).astype("f4")
+    assert abs(float(value)) > 65504 and value == f"{float((code * np.float32(1e4)).astype(BF16)[0]):g}"
     good(*args, "--allow-overflow")
 
 
