@@ -1,4 +1,4 @@
-"""numpy, imported when it is first used: that takes as long as all else of a start, and `mckpt inspect` needs none of it."""
+"""numpy, imported when it is first used: that takes as long as all else of a start, and `mckpt --help` needs none of it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import io
 import math
 import re
@@ -89,7 +88,13 @@ def _parse(path: Path) -> tuple[Node, str]:
         raise MappingError(f"{path}: no YAML: {e}") from None
     if not isinstance(node, Node):
         raise MappingError(f"{path}: a mapping file holds keys and values, not {type(node).__name__}")
-    return node, hashlib.sha256(text.encode()).hexdigest()[:16]
+    return node, _digest(text)
+
+
+def _digest(text: str) -> str:
+    import hashlib  # loads OpenSSL in 10 ms, and an inspection needs none of it
+
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _merge(base: Node, over: Node) -> Node:
@@ -549,7 +554,7 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
         )
     root, base_digest = _inherit(base, kind, (*above, path))
     root.pop("architectures", None)
-    return _merge(root, node), hashlib.sha256((base_digest + digest).encode()).hexdigest()[:16]
+    return _merge(root, node), _digest(base_digest + digest)
 
 
 def _shaped(node: Node, key: Any, wanted: type) -> None:
