@@ -28,9 +28,8 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
 
 
 def has_infinity(values: np.ndarray) -> bool:
-    """Whether float16 `values` [m, n] has any: a sixth of the time of numpy's isinf."""
-    bits = values.view("u2")
-    return any(((bits[part] & 0x7FFF) == 0x7C00).any() for part in pieces(*values.shape))
+    """Whether float16 `values`, PIECE at most, have any: a sixth of the time of numpy's isinf."""
+    return bool(((values.view("u2") & 0x7FFF) == 0x7C00).any())
 
 
 @functools.cache
@@ -45,9 +44,9 @@ def _table(src: np.dtype, dst: np.dtype) -> np.ndarray | None:
         return np.arange(1 << 16, dtype="u2").view(src).astype(dst)
 
 
-def pieces(m: int, n: int) -> Iterator[tuple[slice, slice]]:
-    """Parts of an [m, n] of at most PIECE elements each, row by row."""
-    rows = max(1, PIECE // max(1, n))
+def pieces(m: int, n: int, most: int = PIECE) -> Iterator[tuple[slice, slice]]:
+    """Parts of an [m, n] of at most `most` elements each, row by row."""
+    rows = max(1, most // max(1, n))
     for row in range(0, m, rows):
-        for column in range(0, n, PIECE):
-            yield slice(row, row + rows), slice(column, column + PIECE)
+        for column in range(0, n, most):
+            yield slice(row, row + rows), slice(column, column + most)

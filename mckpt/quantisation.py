@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mckpt.casting import cast
+from mckpt.casting import cast, pieces
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.lazy import numpy as np
 
@@ -68,11 +68,8 @@ def dequantise(grid: Grid, codes: np.ndarray, out: np.ndarray, at: int, pitch: i
         here = row + i * down
         end = min(m, i + -(-(grid.rows - here % grid.rows) // down))  # where the next row of blocks begins
         scale = grid.scales(here, column, column + (n - 1) * step + 1, read)[::step]
-        size = max(1, CHUNK // n)
-        for a in range(i, end, size):
-            for b in range(0, n, CHUNK):
-                part = slice(a, min(a + size, end)), slice(b, b + CHUNK)
-                _values(codes[part], scale[part[1]], out[part])
+        for part in pieces(end - i, n, CHUNK):
+            _values(codes[i:end][part], scale[part[1]], out[i:end][part])
         i = end
 
 

@@ -240,12 +240,14 @@ class Checkpoint:
             problems.extend(f"{name}: a shard that {INDEX[kind]} does not name" for name in extra)
         else:
             names = [SINGLE[kind]]
-        here = [name for name in names if os.path.isfile(os.path.join(self.root, name))]
-        files = [os.path.join(self.root, name) for name in here]
-        there = set(here)
+        here: list[str] = []
+        files: list[str] = []
         for name in names:
-            if name not in there:
-                path = os.path.join(self.root, name)
+            path = os.path.join(self.root, name)
+            if os.path.isfile(path):
+                here.append(name)
+                files.append(path)
+            else:
                 problems.append(f"{name}: {named_by}, and {'no file' if os.path.exists(path) else 'not there'}")
         if kind == ".safetensors":
             entries = read_safetensors(files)
@@ -262,6 +264,7 @@ class Checkpoint:
                 said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
                 problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
         lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found]
+        there = set(here)
         problems.extend(f"{key}: {INDEX[kind]} says it is in {name}, and it is not" for key, name in lost if name in there)
         if len(found) < len(entries.names):
             entries = Entries.of((key, entries[key]) for key in found)
