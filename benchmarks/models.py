@@ -95,12 +95,13 @@ def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = S
 
 
 def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Writes the header of a file that ends as a hole; where its data begins and ends."""
-    header, at = {}, 0
-    for name, tensor in held.items():
+    """Writes the header of a file that ends as a hole, as the safetensors library does; where its data begins and ends."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, tensor in sorted(held.items(), key=lambda item: (-item[1].itemsize, item[0])):
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + tensor.nbytes]}
         at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()  # as the safetensors library writes it
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)

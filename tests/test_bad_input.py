@@ -650,7 +650,7 @@ def test_no_checkpoint_at_all(tmp_path):
 
 
 def test_an_unreadable_file(made, tmp_path, monkeypatch):
-    import mckpt.formats.hf as module
+    import mckpt.formats.safetensors as module
 
     def refuse(*args: Any, **named: Any) -> Any:
         raise PermissionError(13, "Permission denied", args[0])

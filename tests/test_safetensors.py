@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt.formats import hf
+from mckpt.formats import safetensors
 from mckpt.formats.entry import Entry
 from mckpt.inspection import inspect
 
@@ -31,7 +31,7 @@ def test_any_lawful_headers(tmp_path: Path) -> None:
     first = write(tmp_path / "a.safetensors", 14, late=("BF16", [3], 8, 14), early=("F32", [1, 2], 0, 8), empty=("F32", [0, 5], 8, 8))
     write(tmp_path / "b.safetensors", 0)
     last = write(tmp_path / "c.safetensors", 6, scalar=("F32", [], 0, 4), bytes=("U8", [2], 4, 6))
-    found = hf.read_safetensors([str(tmp_path / f"{name}.safetensors") for name in "abc"])
+    found = safetensors.read([str(tmp_path / f"{name}.safetensors") for name in "abc"])
     assert list(found.items()) == [
         ("early", Entry("float32", (1, 2), 0, first)),
         ("empty", Entry("float32", (0, 5), 0, first + 8)),
@@ -40,7 +40,7 @@ def test_any_lawful_headers(tmp_path: Path) -> None:
         ("bytes", Entry("uint8", (2,), 2, last + 4)),
     ]
     assert found.rows(["bytes", "no such", "early"]).tolist() == [4, -1, 0]
-    assert not hf.read_safetensors([])
+    assert not safetensors.read([])
 
 
 def test_offsets_of_many_digits(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_offsets_of_many_digits(tmp_path: Path) -> None:
         text = f'{{"x":{{"dtype":"U8","shape":[{end}],"data_offsets":[0,{end}]}}}}'.encode()
         (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
         with pytest.raises(mckpt.errors.SourceError, match=what):
-            hf.read_safetensors([str(tmp_path / "x.safetensors")])
+            safetensors.read([str(tmp_path / "x.safetensors")])
 
 
 @pytest.mark.parametrize("nbytes, begin", [(8, 1), (9, 1), (12, 4)])
@@ -65,7 +65,7 @@ def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin:
     write(tmp_path / "a.safetensors", begin, one=("U8", [begin], 0, begin))
     write(tmp_path / "b.safetensors", nbytes, two=("U8", [8], begin, begin + 8))
     with pytest.raises(mckpt.errors.SourceError, match=rf"b.safetensors: two starts at byte {begin} of the data"):
-        hf.read_safetensors([str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
+        safetensors.read([str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
 
 
 def test_a_key_in_two_files_is_one_tensor(tmp_path: Path) -> None:
