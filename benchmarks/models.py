@@ -95,7 +95,7 @@ def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = S
 
 
 def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Writes the header of a file that ends as a hole, as the safetensors library does; where its data begins and ends."""
+    """Writes a header in the form and the order of the safetensors library, and data that are a hole; where they begin and end."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in sorted(held.items(), key=lambda item: (-item[1].itemsize, item[0])):

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import errors
-from mckpt.errors import MckptError, MissingExtra, UsageError
+from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
 from mckpt.ranks import Ranks
 
 LOG_SHOWN = 3000  # characters of a log in an error
@@ -75,7 +76,7 @@ def launch(module: str, job: dict[str, Any], directory: Path, device: str, num_r
     if device == "cpu":
         environ |= {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)), "CUDA_VISIBLE_DEVICES": ""}
     if num_ranks == 1:
-        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     else:
         torchrun = {"--nproc-per-node": num_ranks, "--master-addr": "127.0.0.1", "--master-port": free_port()}
         command[1:1] = ["-m", "torch.distributed.run", *(str(part) for option in torchrun.items() for part in option)]
@@ -178,7 +179,9 @@ def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on: none of those from 32768 on that systems give to whoever asks for any, as somebody may before it is used."""
+    for port in random.sample(range(10_000, 30_000), 1_000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise StorageError("no port from 10000 to 29999 could be had on 127.0.0.1, through which the ranks find each other: are sockets allowed here?")

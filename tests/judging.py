@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from mckpt import launching
 
 HERE = Path(__file__).parent
 
@@ -54,16 +55,13 @@ def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_t
     the manager processes that megatron-core's saver forks, are one process group that is killed at the end, come what may.
     """
     (directory / "cases.json").write_text(json.dumps(cases))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     path = [*([str(HERE / "fake_te")] if fake_te else []), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(launching.free_port()),
         "WORLD_SIZE": str(world_size),
         "JUDGE_PARENT": str(os.getpid()),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -373,6 +374,18 @@ def test_other_sizes_are_others(num_ranks: int) -> None:
     assert second["tp"] != num_ranks or num_ranks == 1
     with pytest.raises(mckpt.errors.UsageError, match="no other sizes"):
         other_sizes(first, {**dims, "num_heads": 1, "num_layers": 1, "num_experts": 0}, {})
+
+
+def test_a_port_that_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", launching.free_port()))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(launching.random, "sample", lambda ports, count: [port, port + 1, port + 2])
+        assert launching.free_port() in (port + 1, port + 2)
+        monkeypatch.setattr(launching.random, "sample", lambda ports, count: [port])
+        with pytest.raises(mckpt.errors.StorageError, match="no port"):
+            launching.free_port()
 
 
 @pytest.mark.slow
