@@ -402,7 +402,7 @@ def _open(o: dict[str, Any]) -> Any:
 
 def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False, as_json: bool = False, **o: Any) -> None:
     """Plan, print or write, and say what was done."""
-    from mckpt import api, launching
+    from mckpt import api
     from mckpt.formats.hf import parse_size
     from mckpt.ranks import Ranks
 
@@ -427,6 +427,7 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         click.echo(json.dumps(planned.json()) if as_json else planned.summary())
         return
     import mckpt.execute  # noqa: F401  before workers are forked, or each of them would
+    from mckpt import launching
 
     budget = parse_size(o["max_memory"])
     how = {

@@ -12,7 +12,6 @@ from mckpt.checkpoint import DIALECT, Checkpoint
 from mckpt.dtypes import itemsize
 from mckpt.errors import MappingError
 from mckpt.formats import hf, torch_dist
-from mckpt.lazy import numpy as np
 from mckpt.mapping import hub
 
 SHOWN = 40  # lines of tensors in the text form; --json has all
@@ -31,8 +30,8 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
         out["problems"] = stored.problems
         shown = ((key, stored.entries.entry(row)) for row, key in enumerate(stored.entries.names[:most]))
         rows = [(key, e.dtype, e.shape, {}) for key, e in shown]
-        for kind, n in zip(stored.entries.kinds, np.bincount(stored.entries.kind).tolist(), strict=True):
-            kinds[kind.dtype, kind.shape] += n
+        for kind, n in Counter(stored.entries.columns[0]).items():
+            kinds[stored.entries.kinds[kind][:2]] += n
     else:
         args = stored.common.args or {}
         out["iteration"] = stored.common.fields.get("iteration")

@@ -7,12 +7,9 @@ import importlib.util
 import json
 import math
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +51,8 @@ def world(sizes: dict[str, int]) -> int:
 
 def run_alone(module: str, job: dict[str, Any], device: str, num_ranks: int) -> None:
     """`launch` in a directory of its own, what rank 0 prints being the result."""
+    import tempfile
+
     with tempfile.TemporaryDirectory(prefix="mckpt-") as directory:
         launch(module, job, Path(directory), device, num_ranks, show=True)
 
@@ -180,6 +179,9 @@ def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
 
 def free_port() -> int:
     """A port that nobody listens on: none of those from 32768 on that systems give to whoever asks for any, as somebody may before it is used."""
+    import random  # and socket: 6 ms, which no conversion needs
+    import socket
+
     for port in random.sample(range(10_000, 30_000), 1_000):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))

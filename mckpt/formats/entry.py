@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import stat
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -44,11 +45,24 @@ class Kind(NamedTuple):
 class Entries(Mapping[str, Entry]):
     """Buffers by key, in columns: there may be 10**5 of them, so that each must cost little.
 
-    `kind` [n] (index into `kinds`), `file` [n] and `at` [n] (bytes) are parallel to `names`. Of a key that is there twice, the last counts.
+    `columns`: of each of `names` its kind (index into `kinds`) and file, of 4 bytes, and where it begins (bytes), of 8; numpy is imported for what
+    looks at many at once. Of a key that is there twice, the last counts.
     """
 
-    def __init__(self, names: list[str], kinds: list[Kind], kind: np.ndarray, file: np.ndarray, at: np.ndarray) -> None:
-        self.names, self.kinds, self.kind, self.file, self.at = names, kinds, kind, file, at
+    def __init__(self, names: list[str], kinds: list[Kind], columns: tuple[array[int], array[int], array[int]]) -> None:
+        self.names, self.kinds, self.columns = names, kinds, columns
+
+    @cached_property
+    def kind(self) -> np.ndarray:
+        return np.frombuffer(self.columns[0], "i4")
+
+    @cached_property
+    def file(self) -> np.ndarray:
+        return np.frombuffer(self.columns[1], "i4")
+
+    @cached_property
+    def at(self) -> np.ndarray:
+        return np.frombuffer(self.columns[2], "i8")
 
     @cached_property
     def _row(self) -> dict[str, int]:
@@ -59,8 +73,8 @@ class Entries(Mapping[str, Entry]):
         """Columns of (key, entry) pairs."""
         number: defaultdict[Kind, int] = defaultdict(itertools.count().__next__)
         rows = [(key, number[Kind(e.dtype, e.shape, e.strides)], e.file, e.at) for key, e in entries]
-        columns = (np.array([row[i] for row in rows], "i8") for i in (1, 2, 3))
-        return cls([row[0] for row in rows], list(number), *columns)
+        names, kind, file, at = zip(*rows, strict=True) if rows else ((), (), (), ())
+        return cls(list(names), list(number), (array("i", kind), array("i", file), array("q", at)))
 
     def rows(self, keys: Iterable[str]) -> np.ndarray:
         """The row of each key, [keys]; -1 if it is not there."""
@@ -77,8 +91,9 @@ class Entries(Mapping[str, Entry]):
 
     def entry(self, row: int) -> Entry:
         """The buffer of a row."""
-        dtype, shape, strides = self.kinds[self.kind[row]]
-        return Entry(dtype, shape, int(self.file[row]), int(self.at[row]), strides)
+        kind, file, at = (column[row] for column in self.columns)
+        dtype, shape, strides = self.kinds[kind]
+        return Entry(dtype, shape, file, at, strides)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)

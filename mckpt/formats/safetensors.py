@@ -14,13 +14,13 @@ import operator
 import os
 import re
 import types
+from array import array
 from collections import defaultdict
 from typing import Annotated, Any, Literal
 
 from mckpt import dtypes
 from mckpt.errors import SourceError, StorageError
 from mckpt.formats.entry import Entries, Kind
-from mckpt.lazy import numpy as np
 
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')  # what most headers begin with, and is no tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
@@ -29,65 +29,54 @@ TOO_LARGE = 1 << 62  # bytes: no file has as many
 
 
 def read(paths: list[str]) -> Entries:
-    """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong."""
-    names: list[str] = []
-    number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
-    kinds, offsets = [np.empty(0, "i4")], [np.empty(0, "i8")]
-    files = []  # where the data of each begin, its bytes, its tensors
-    kind_of, offsets_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
-    for path in paths:
-        header, start, size = _read_header(path)
-        names += header
-        kinds.append(np.fromiter(map(number.__getitem__, map(kind_of, header.values())), "i4", len(header)))
-        offsets.append(np.fromiter(itertools.chain.from_iterable(map(offsets_of, header.values())), "i8", 2 * len(header)))
-        files.append((start, size, len(header)))
-    starts, _, counts = np.array(files, "i8").reshape(-1, 3).T
-    file = np.repeat(np.arange(len(paths)), counts)
-    kind, (begin, end) = np.concatenate(kinds), np.concatenate(offsets).reshape(-1, 2).T
-    if ((begin[1:] != end[:-1]) & (file[1:] == file[:-1])).any():
-        order = np.lexsort((end, begin, file))
-        names = [names[i] for i in order.tolist()]
-        kind, begin, end = kind[order], begin[order], end[order]
-    known = []
-    for i, (code, shape) in enumerate(number):
-        if code not in dtypes.OF_SAFETENSORS:
-            row = int((kind == i).argmax())
-            raise SourceError(f"{paths[file[row]]}: {names[row]}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
-        known.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
-    entries = Entries(names, known, kind, file, begin + starts[file])
-    _without_holes(entries, paths, files, begin, end)
-    return entries
+    """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong.
 
-
-def _without_holes(entries: Entries, paths: list[str], files: list[tuple[int, int, int]], begin: np.ndarray, end: np.ndarray) -> None:
-    """Proves that the data of each file are its tensors, one behind the other. SourceError names the first that does not fit.
-
-    `files`: where the data begin, bytes of the file, and tensors; `begin`, `end` [tensors]: bytes from there on.
+    Without numpy, whose import would take as long as reading some 10**4 headers.
     """
+    names: list[str] = []
+    kind, file, at = array("i"), array("i"), array("q")
+    number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
+    kinds: list[Kind] = []
+    sizes: list[int] = []  # bytes of a tensor of each kind
+    kind_of, offsets_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
+    for i, path in enumerate(paths):
+        header, start, size = _read_header(path)
+        keys, numbers = list(header), list(map(number.__getitem__, map(kind_of, header.values())))
+        for code, shape in itertools.islice(number, len(kinds), None):
+            if code not in dtypes.OF_SAFETENSORS:
+                key = keys[numbers.index(number[code, shape])]
+                raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
+            kinds.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
+            sizes.append(math.prod(shape) * dtypes.itemsize(kinds[-1].dtype))
+        offsets = list(map(offsets_of, header.values()))
+        ends = [0, *itertools.accumulate(map(sizes.__getitem__, numbers))]
+        if offsets != list(itertools.pairwise(ends)):
+            order = sorted(range(len(keys)), key=offsets.__getitem__)
+            keys, numbers, offsets = [keys[k] for k in order], [numbers[k] for k in order], [offsets[k] for k in order]
+            _without_holes(path, keys, [kinds[n] for n in numbers], offsets)
+            ends = [0, *(end for _, end in offsets)]
+        if size != start + ends[-1]:
+            what = "truncated; download or copy it again" if size < start + ends[-1] else "padded"
+            raise SourceError(f"{path}: {size:,} bytes, and its header describes {start + ends[-1]:,}: {what}")
+        names += keys
+        kind.fromlist(numbers)
+        file.fromlist([i] * len(keys))
+        at.fromlist([start + end for end in ends[:-1]])
+    return Entries(names, kinds, (kind, file, at))
 
-    def where(row: int) -> str:
-        return f"{paths[entries.file[row]]}: {entries.names[row]}"
 
-    nbytes = [math.prod(kind.shape) * dtypes.itemsize(kind.dtype) for kind in entries.kinds]
-    wrong = end - begin != np.array([min(n, TOO_LARGE) for n in nbytes], "i8")[entries.kind]
-    if wrong.any():
-        row = int(wrong.argmax())
-        kind = entries.kinds[entries.kind[row]]
-        what = f"{dtypes.TABLE[kind.dtype].safetensors} {list(kind.shape)} takes {nbytes[entries.kind[row]]:,} bytes"
-        raise SourceError(f"{where(row)}: {what}, and data_offsets give {end[row] - begin[row]:,}")
-    before = np.roll(end, 1)
-    before[np.flatnonzero(np.diff(entries.file, prepend=-1))] = 0  # the first of each file
-    if (begin != before).any():
-        row = int((begin != before).argmax())
-        starts = f"starts at byte {begin[row]:,} of the data, and the tensor before it ends at {before[row]:,}"
-        raise SourceError(f"{where(row)} {starts}: a hole or an overlap")
-    last = -1
-    for path, (start, size, count) in zip(paths, files, strict=True):
-        last += count
-        wanted = start + (int(end[last]) if count else 0)
-        if size != wanted:
-            what = "truncated; download or copy it again" if size < wanted else "padded"
-            raise SourceError(f"{path}: {size:,} bytes, and its header describes {wanted:,}: {what}")
+def _without_holes(path: str, keys: list[str], kinds: list[Kind], offsets: list[tuple[int, int]]) -> None:
+    """Proves that the data of a file are its tensors, one behind the other. SourceError names the first that does not fit."""
+    before = 0
+    for key, (dtype, shape), (begin, end) in zip(keys, (k[:2] for k in kinds), offsets, strict=True):
+        nbytes = math.prod(shape) * dtypes.itemsize(dtype)
+        if end - begin != nbytes:
+            what = f"{dtypes.TABLE[dtype].safetensors} {list(shape)} takes {nbytes:,} bytes"
+            raise SourceError(f"{path}: {key}: {what}, and data_offsets give {end - begin:,}")
+        if begin != before:
+            starts = f"starts at byte {begin:,} of the data, and the tensor before it ends at {before:,}"
+            raise SourceError(f"{path}: {key} {starts}: a hole or an overlap")
+        before = end
 
 
 def pointer(path: str) -> SourceError:
@@ -110,7 +99,8 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
                 raise SourceError(
                     f"{path}: says that its header has {length:,} bytes, and the file has {size:,}: truncated, or no safetensors file"
                 )
-            raw = f.read(length)
+            raw = bytearray(length)
+            raw = raw[: f.readinto(raw)]
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
     return _header(path, raw), 8 + length, size
@@ -134,14 +124,17 @@ def _decoder() -> Any:
     return msgspec.json.Decoder(every)
 
 
-def _header(path: str, raw: bytes) -> dict[str, Any]:
+def _header(path: str, raw: bytearray) -> dict[str, Any]:
     """The tensors of a header by key, each a `_tensor`; SourceError names the one that is none."""
     import msgspec
 
-    metadata = _METADATA.match(raw)
+    begin = 0
+    if metadata := _METADATA.match(raw):  # left out where it lies: copying what follows would take as long as reading it
+        begin = metadata.end() - 1
+        raw[begin : begin + 1] = b"{"
     try:
-        header: dict[str, Any] = _decoder().decode(b"{" + raw[metadata.end() :] if metadata else raw)
-        if raw.count(b'"data_offsets"') == len(header):  # else a name may stand twice
+        header: dict[str, Any] = _decoder().decode(memoryview(raw)[begin:])
+        if raw.count(b"{", begin) == len(header) + 1:  # else a name may stand twice
             return header
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         pass  # what is wrong is found, and said, below
@@ -154,7 +147,7 @@ def _header(path: str, raw: bytes) -> dict[str, Any]:
         return out
 
     try:
-        found = json.loads(raw, object_pairs_hook=unique)
+        found = json.loads(raw[begin:], object_pairs_hook=unique)
     except (ValueError, RecursionError) as e:
         raise SourceError(f"{path}: the header is no JSON: {e}") from None
     if not isinstance(found, dict):
