@@ -48,9 +48,9 @@ def read(paths: list[str]) -> Entries:
                 raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
             kinds.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
             sizes.append(math.prod(shape) * dtypes.itemsize(kinds[-1].dtype))
-        offsets = list(map(offsets_of, header.values()))
         ends = [0, *itertools.accumulate(map(sizes.__getitem__, numbers))]
-        if offsets != list(itertools.pairwise(ends)):
+        if not all(map(operator.eq, map(offsets_of, header.values()), itertools.pairwise(ends))):
+            offsets = list(map(offsets_of, header.values()))
             order = sorted(range(len(keys)), key=offsets.__getitem__)
             keys, numbers, offsets = [keys[k] for k in order], [numbers[k] for k in order], [offsets[k] for k in order]
             _without_holes(path, keys, [kinds[n] for n in numbers], offsets)
