@@ -186,4 +186,6 @@ def free_port() -> int:
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise StorageError("no port from 10000 to 29999 could be had on 127.0.0.1, through which the ranks find each other: are sockets allowed here?")
+    raise StorageError(
+        "no port from 10000 to 29999 could be had on 127.0.0.1, through which the ranks find each other: are sockets allowed here?"
+    )
