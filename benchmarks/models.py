@@ -88,7 +88,7 @@ def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = S
         with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
             pool.starmap(_fill, work, chunksize=8)
     (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": num_bytes(c)}, "weight_map": weight_map})
+        json.dumps({"metadata": {"total_size": num_bytes(c)}, "weight_map": weight_map}, indent=2) + "\n"
     )
     (directory / "config.json").write_text(json.dumps({**c, "torch_dtype": "bfloat16"}))
     return directory

@@ -10,6 +10,7 @@ Classes as pickled by torch 2.1 to 2.13 and by Megatron-Core 0.6 to main (MCoreM
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import struct
@@ -435,8 +436,14 @@ def emit_metadata(
         numbers = np.fromiter(map(number.__getitem__, which), "<u4", len(which))
         return [b"j", numbers if of is None else numbers[of]]
 
-    def size(axes: Iterable[np.ndarray] | Index) -> list[_Part]:
-        return [size_class, b"(", *(part for axis in axes for part in _ints(axis)), b"t\x85R"]
+    @functools.cache  # the sizes of 10**3 tensors and of their chunks are few
+    def size(axes: Index) -> bytes:
+        return b"".join((size_class, b"(", *map(emit_int, axes), b"t\x85R"))
+
+    def sizes(offsets: np.ndarray) -> list[_Part]:
+        if len(offsets) == 1:
+            return [size(tuple(offsets[0].tolist()))]
+        return [size_class, b"(", *(part for axis in offsets.T for part in _ints(axis)), b"t\x85R"]
 
     of_tensor: dict[str, list[Chunks]] = {}
     for each in chunks:
@@ -446,15 +453,15 @@ def emit_metadata(
     out.append(Rows(len(objects), [*strings(objects), new["BytesStorageMetadata"]]))
     for key, (dtype, shape) in tensors.items():
         head = [*strings([key]), new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"("]
-        out.append(Rows(1, [*head, dtype_of[dtype], rest, word["size"], *size(shape), word["chunks"], b"]("]))
+        out.append(Rows(1, [*head, dtype_of[dtype], rest, word["size"], size(shape), word["chunks"], b"]("]))
         for alike in of_tensor.get(key, ()):
-            start = [new["ChunkStorageMetadata"], b"}(", word["offsets"], *size(alike.offsets.T)]
-            out.append(Rows(len(alike.offsets), [*start, word["sizes"], *size(alike.sizes), b"ub"]))
+            start = [new["ChunkStorageMetadata"], b"}(", word["offsets"], *sizes(alike.offsets)]
+            out.append(Rows(len(alike.offsets), [*start, word["sizes"], size(alike.sizes), b"ub"]))
         out.append(Rows(1, [b"eub"]))
     out.append(Rows(1, [b"u", word["planner_data"], b"N", word["storage_data"], b"}("]))
     index, info = new["MetadataIndex"] + b"}(" + word["fqn"], word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
     for some in items:
-        where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else size(some.offsets.T))]
+        where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else sizes(some.offsets))]
         path: list[_Part] = [info, b"j", file_number[some.file], word["offset"], *_ints(some.at), word["length"], *_ints(some.length)]
         out.append(Rows(len(some.at), [index, *strings(some.keys, some.tensor), *where, *path, b"ub"]))
     out.append(Rows(1, [b"u", word["storage_meta"], b"Nub."]))

@@ -60,7 +60,7 @@ def read(paths: list[str]) -> Entries:
             raise SourceError(f"{path}: {size:,} bytes, and its header describes {start + ends[-1]:,}: {what}")
         names += keys
         kind.fromlist(numbers)
-        file.fromlist([i] * len(keys))
+        file += array("i", [i]) * len(keys)
         at.fromlist([start + end for end in ends[:-1]])
     return Entries(names, kinds, (kind, file, at))
 
@@ -100,7 +100,7 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
                     f"{path}: says that its header has {length:,} bytes, and the file has {size:,}: truncated, or no safetensors file"
                 )
             raw = bytearray(length)
-            raw = raw[: f.readinto(raw)]
+            del raw[f.readinto(raw) :]
     except OSError as e:
         raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
     return _header(path, raw), 8 + length, size
