@@ -250,6 +250,21 @@ def test_help_imports_little() -> None:
     assert not loaded & {*HEAVY, "numpy"}
 
 
+def test_inspecting_a_model_imports_no_numpy(tmp_path: Path) -> None:
+    """Which takes longer than reading the headers of most models."""
+    source = str(tiny.tiny_random("llama", tmp_path / "hf"))
+    python(
+        """
+        import sys, mckpt.cli
+        try:
+            mckpt.cli.cli(["inspect", sys.argv[1]], standalone_mode=False)
+        finally:
+            assert not {"numpy", "yaml"} & set(sys.modules)
+        """,
+        source,
+    )
+
+
 COMMANDS = """
 import json, os, sys
 sys.stdout = open(os.devnull, "w")
