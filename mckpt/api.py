@@ -312,7 +312,7 @@ def _facts(
     source: Checkpoint, moved: Checkpoint, target: Target, file: MappingFile, inexact: Mapping[str, str], notes: list[str], **more: Any
 ) -> dict[str, Any]:
     """What decides the output: no time, no host, no path."""
-    headers = hashlib.blake2b(digest_size=32)  # of up to megabytes, for which sha256 takes twice as long
+    headers = hashlib.sha256()
     for s in moved.layout.stored:
         for a in (s.file, s.at, s.layer, s.expert, *([s.scales.grids] if s.scales else [])):
             headers.update(np.ascontiguousarray(a).tobytes())

@@ -436,7 +436,7 @@ def emit_metadata(
         numbers = np.fromiter(map(number.__getitem__, which), "<u4", len(which))
         return [b"j", numbers if of is None else numbers[of]]
 
-    @functools.cache  # the sizes of 10**3 tensors and of their chunks are few
+    @functools.cache  # 10**3 tensors and their chunks have a few sizes, and begin at a few offsets
     def size(axes: Index) -> bytes:
         return b"".join((size_class, b"(", *map(emit_int, axes), b"t\x85R"))
 

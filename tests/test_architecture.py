@@ -256,10 +256,8 @@ def test_inspecting_a_model_imports_no_numpy(tmp_path: Path) -> None:
     python(
         """
         import sys, mckpt.cli
-        try:
-            mckpt.cli.cli(["inspect", sys.argv[1]], standalone_mode=False)
-        finally:
-            assert not {"numpy", "yaml"} & set(sys.modules)
+        mckpt.cli.cli(["inspect", sys.argv[1]], standalone_mode=False)
+        assert not {"numpy", "yaml"} & set(sys.modules)
         """,
         source,
     )

@@ -68,6 +68,38 @@ def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin:
         safetensors.read([str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
 
 
+def raw(path: Path, text: str, nbytes: int = 0) -> list[str]:
+    """A file of a header as it stands."""
+    path.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + bytes(nbytes))
+    return [str(path)]
+
+
+TENSOR = '"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
+
+
+def test_metadata_that_seem_to_end_early(tmp_path: Path) -> None:
+    paths = raw(tmp_path / "a.safetensors", '{"__metadata__":{"note":"a}, b"},' + TENSOR + "}", 1)
+    assert list(safetensors.read(paths)) == ["t"]
+
+
+@pytest.mark.parametrize(
+    "header, what",
+    [
+        ('{"__metadata__":{},"__metadata__":{},' + TENSOR + "}", "names '__metadata__' twice"),
+        ("{" + TENSOR + "," + TENSOR + "}", "names 't' twice"),
+        ('{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,9],"data_offsets":[0,1]}}', "names 'data_offsets' twice"),
+        (
+            '{"t":{"dtype":"U8","shape":[' + ",".join([str(2**62)] * 300) + '],"data_offsets":[0,1]}}',
+            r"takes 2\*\*62 or more bytes, and data_offsets give 1",
+        ),
+    ],
+    ids=["metadata", "name", "field", "shape"],
+)
+def test_headers_that_no_library_writes(tmp_path: Path, header: str, what: str) -> None:
+    with pytest.raises(mckpt.errors.SourceError, match=what):
+        safetensors.read(raw(tmp_path / "a.safetensors", header, 1))
+
+
 def test_a_key_in_two_files_is_one_tensor(tmp_path: Path) -> None:
     for name in "ab":
         write(tmp_path / f"{name}.safetensors", 8, x=("F32", [2], 0, 8))

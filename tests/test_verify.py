@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import socket
 import subprocess
@@ -381,9 +382,9 @@ def test_a_port_that_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
         taken.bind(("127.0.0.1", launching.free_port()))
         taken.listen()
         port = taken.getsockname()[1]
-        monkeypatch.setattr(launching.random, "sample", lambda ports, count: [port, port + 1, port + 2])
+        monkeypatch.setattr(random, "sample", lambda ports, count: [port, port + 1, port + 2])
         assert launching.free_port() in (port + 1, port + 2)
-        monkeypatch.setattr(launching.random, "sample", lambda ports, count: [port])
+        monkeypatch.setattr(random, "sample", lambda ports, count: [port])
         with pytest.raises(mckpt.errors.StorageError, match="no port"):
             launching.free_port()
 

@@ -45,8 +45,8 @@ class Kind(NamedTuple):
 class Entries(Mapping[str, Entry]):
     """Buffers by key, in columns: there may be 10**5 of them, so that each must cost little.
 
-    `columns`: of each of `names` its kind (index into `kinds`) and file, of 4 bytes, and where it begins (bytes), of 8; numpy is imported for what
-    looks at many at once. Of a key that is there twice, the last counts.
+    `columns`, parallel to `names`: kind (index into `kinds`, of 4 bytes), file (of 4), first byte (of 8); `kind`, `file` and `at` are the same as
+    numpy arrays, made when they are asked for. Of a key that is there twice, the last counts.
     """
 
     def __init__(self, names: list[str], kinds: list[Kind], columns: tuple[array[int], array[int], array[int]]) -> None:
