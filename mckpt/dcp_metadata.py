@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Union, cast
 
 from mckpt import dtypes, safe_pickle
 from mckpt.errors import PickleError, SourceError, StorageError
+from mckpt.lazy import distinct
 from mckpt.lazy import numpy as np
 from mckpt.pickle_columns import GONE, Column
 from mckpt.safe_pickle import Emitter, Global, Record, emit_int, glob
@@ -310,7 +311,7 @@ def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     cells = np.zeros((rank, n), "i8")
     regular = True
     for d in range(rank):
-        cuts = np.unique(low[d])
+        cuts = distinct(low[d])
         if len(cuts) > 1:
             cells[d] = np.searchsorted(cuts, low[d])
         ends = np.append(cuts[1:], np.iinfo("i8").max)
@@ -323,7 +324,7 @@ def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]
         return low[:, order[i]], low[:, order[i + 1]]
     if regular:
         return None
-    axis = max(range(rank), key=lambda d: len(np.unique(low[d])))
+    axis = max(range(rank), key=lambda d: len(distinct(low[d])))
     order = np.argsort(low[axis], kind="stable")
     low, high = low[:, order], high[:, order]
     alive = np.zeros(0, "i8")

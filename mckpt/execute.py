@@ -32,6 +32,7 @@ from mckpt.casting import cast, has_infinity, pieces
 from mckpt.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip, Work, is_ranges
 from mckpt.dtypes import numpy_dtype
 from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.lazy import distinct
 from mckpt.planning import UNSCALED
 from mckpt.quantisation import VALUES, Grid, dequantise
 from mckpt.ranks import Ranks, Session, awaited
@@ -219,7 +220,7 @@ class _Run:
         copies, bounds, slabs = self.work
         within = (copies["dst_file"] >= files.start) & (copies["dst_file"] < files.stop)
         clusters = np.logical_or.reduceat(within, bounds[:-1]) if len(bounds) > 1 else np.zeros(0, bool)
-        found: list[int] = np.unique(slabs["unit"][clusters[slabs["cluster"]]]).tolist()
+        found: list[int] = distinct(slabs["unit"][clusters[slabs["cluster"]]]).tolist()
         return found
 
     def todo(self, units: range, lanes: int) -> Iterator[int]:
@@ -258,7 +259,7 @@ class _Run:
         ranges = np.array(_merged(self.open.pop(unit)), _RANGE)
 
         def keep() -> None:
-            for file in np.unique(ranges["file"]).tolist():
+            for file in distinct(ranges["file"]).tolist():
                 self.targets_.sync(file, os.fdatasync)
             self.journal.write(unit, ranges)
             with self.lock:

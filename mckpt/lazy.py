@@ -18,4 +18,10 @@ else:
 
     numpy = _Numpy()
 
-__all__ = ["numpy"]
+__all__ = ["distinct", "numpy"]
+
+
+def distinct(values: numpy.ndarray) -> numpy.ndarray:
+    """Each of the values once, in order: what numpy.unique does, which imports numpy.ma, in 12 to 65 ms."""
+    values = numpy.sort(values, axis=None)
+    return values[numpy.append(True, values[1:] != values[:-1])[: len(values)]]

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from mckpt.lazy import distinct
 from mckpt.lazy import numpy as np
 
 
@@ -108,7 +109,7 @@ def take_out(data: bytes, runs: Sequence[Run], frames: Sequence[int], stop: int)
         before = np.repeat([run.memo for run in alike], [run.num for run in alike])
         if any((get.ids >= before).any() for get in gets):
             raise ValueError("refers to what is not in the memo yet, or to one of its own objects")
-        ids.update(*(np.unique(get.ids).tolist() if (get.ids != get.ids[0]).any() else get.ids[:1].tolist() for get in gets))
+        ids.update(*(distinct(get.ids).tolist() if (get.ids != get.ids[0]).any() else get.ids[:1].tolist() for get in gets))
         every += found
         for run, begin in zip(alike, starts[:-1], strict=True):
             placed = range(len(columns), len(columns) + len(found))
