@@ -441,7 +441,7 @@ def emit_metadata(
     def size(axes: Index) -> bytes:
         return b"".join((size_class, b"(", *map(emit_int, axes), b"t\x85R"))
 
-    def sizes(offsets: np.ndarray) -> list[_Part]:
+    def size_of_each(offsets: np.ndarray) -> list[_Part]:  # torch writes offsets as sizes too
         if len(offsets) == 1:
             return [size(tuple(offsets[0].tolist()))]
         return [size_class, b"(", *(part for axis in offsets.T for part in _ints(axis)), b"t\x85R"]
@@ -456,13 +456,13 @@ def emit_metadata(
         head = [*strings([key]), new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"("]
         out.append(Rows(1, [*head, dtype_of[dtype], rest, word["size"], size(shape), word["chunks"], b"]("]))
         for alike in of_tensor.get(key, ()):
-            start = [new["ChunkStorageMetadata"], b"}(", word["offsets"], *sizes(alike.offsets)]
+            start = [new["ChunkStorageMetadata"], b"}(", word["offsets"], *size_of_each(alike.offsets)]
             out.append(Rows(len(alike.offsets), [*start, word["sizes"], size(alike.sizes), b"ub"]))
         out.append(Rows(1, [b"eub"]))
     out.append(Rows(1, [b"u", word["planner_data"], b"N", word["storage_data"], b"}("]))
     index, info = new["MetadataIndex"] + b"}(" + word["fqn"], word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
     for some in items:
-        where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else sizes(some.offsets))]
+        where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else size_of_each(some.offsets))]
         path: list[_Part] = [info, b"j", file_number[some.file], word["offset"], *_ints(some.at), word["length"], *_ints(some.length)]
         out.append(Rows(len(some.at), [index, *strings(some.keys, some.tensor), *where, *path, b"ub"]))
     out.append(Rows(1, [b"u", word["storage_meta"], b"Nub."]))

@@ -30,7 +30,7 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
         out["problems"] = stored.problems
         shown = ((key, stored.entries.entry(row)) for row, key in enumerate(stored.entries.names[:most]))
         rows = [(key, e.dtype, e.shape, {}) for key, e in shown]
-        for kind, n in Counter(stored.entries.columns[0]).items():
+        for kind, n in Counter(stored.entries.columns.kind).items():
             kinds[stored.entries.kinds[kind][:2]] += n
     else:
         args = stored.common.args or {}

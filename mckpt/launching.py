@@ -51,7 +51,7 @@ def world(sizes: dict[str, int]) -> int:
 
 def run_alone(module: str, job: dict[str, Any], device: str, num_ranks: int) -> None:
     """`launch` in a directory of its own, what rank 0 prints being the result."""
-    import tempfile
+    import tempfile  # which imports random, see free_port
 
     with tempfile.TemporaryDirectory(prefix="mckpt-") as directory:
         launch(module, job, Path(directory), device, num_ranks, show=True)

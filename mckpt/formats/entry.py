@@ -42,27 +42,34 @@ class Kind(NamedTuple):
     strides: tuple[int, ...] | None = None
 
 
+class Columns(NamedTuple):
+    """Of each buffer its kind (index into `Entries.kinds`, 4 bytes), file (4 bytes) and first byte (8 bytes)."""
+
+    kind: array[int]
+    file: array[int]
+    at: array[int]
+
+
 class Entries(Mapping[str, Entry]):
     """Buffers by key, in columns: there may be 10**5 of them, so that each must cost little.
 
-    `columns`, parallel to `names`: kind (index into `kinds`, of 4 bytes), file (of 4), first byte (of 8); `kind`, `file` and `at` are the same as
-    numpy arrays, made when they are asked for. Of a key that is there twice, the last counts.
+    `kind`, `file` and `at` are `columns` as numpy arrays, made when they are asked for. Of a key that is there twice, the last counts.
     """
 
-    def __init__(self, names: list[str], kinds: list[Kind], columns: tuple[array[int], array[int], array[int]]) -> None:
+    def __init__(self, names: list[str], kinds: list[Kind], columns: Columns) -> None:
         self.names, self.kinds, self.columns = names, kinds, columns
 
     @cached_property
     def kind(self) -> np.ndarray:
-        return np.frombuffer(self.columns[0], "i4")
+        return np.frombuffer(self.columns.kind, "i4")
 
     @cached_property
     def file(self) -> np.ndarray:
-        return np.frombuffer(self.columns[1], "i4")
+        return np.frombuffer(self.columns.file, "i4")
 
     @cached_property
     def at(self) -> np.ndarray:
-        return np.frombuffer(self.columns[2], "i8")
+        return np.frombuffer(self.columns.at, "i8")
 
     @cached_property
     def _row(self) -> dict[str, int]:
@@ -74,7 +81,7 @@ class Entries(Mapping[str, Entry]):
         number: defaultdict[Kind, int] = defaultdict(itertools.count().__next__)
         rows = [(key, number[Kind(e.dtype, e.shape, e.strides)], e.file, e.at) for key, e in entries]
         names, kind, file, at = zip(*rows, strict=True) if rows else ((), (), (), ())
-        return cls(list(names), list(number), (array("i", kind), array("i", file), array("q", at)))
+        return cls(list(names), list(number), Columns(array("i", kind), array("i", file), array("q", at)))
 
     def rows(self, keys: Iterable[str]) -> np.ndarray:
         """The row of each key, [keys]; -1 if it is not there."""

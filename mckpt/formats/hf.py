@@ -242,7 +242,7 @@ class Checkpoint:
             entries = safetensors.read(files)
         else:
             entries = Entries.of(pair for number, file in enumerate(files) for pair in read_bin(file, number))
-        held_by = list(map(here.__getitem__, entries.columns[1]))
+        held_by = list(map(here.__getitem__, entries.columns.file))
         if weight_map is not None and len(weight_map) == len(held_by) and list(map(weight_map.get, entries.names)) == held_by:
             return files, entries, problems  # all is where the index says, and so nothing is there twice
         found: dict[str, str] = {}

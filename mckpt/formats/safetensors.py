@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal
 
 from mckpt import dtypes
 from mckpt.errors import SourceError, StorageError
-from mckpt.formats.entry import Entries, Kind
+from mckpt.formats.entry import Columns, Entries, Kind
 
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')  # what most headers begin with, and is no tensor
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
@@ -62,7 +62,7 @@ def read(paths: list[str]) -> Entries:
         kind.fromlist(numbers)
         file += array("i", [i]) * len(keys)
         at.fromlist([start + end for end in ends[:-1]])
-    return Entries(names, kinds, (kind, file, at))
+    return Entries(names, kinds, Columns(kind, file, at))
 
 
 def _without_holes(path: str, keys: list[str], kinds: list[Kind], offsets: list[tuple[int, int]]) -> None:
