@@ -209,7 +209,10 @@ def _held(entries: Iterable[Any], made: Any, *fields: str) -> list[tuple[Any, ..
     out: list[tuple[Any, ...]] = []
     for entry in entries:
         if type(entry) is Column and entry.made is made and "transform_descriptors" not in entry:
-            out.extend(zip(*(entry.rows(field) for field in fields), strict=True))
+            if made is _Index and "offset" not in entry:  # of objects
+                out.extend((key, None) for key in entry.rows("fqn"))
+            else:
+                out.extend(zip(*(entry.rows(field) for field in fields), strict=True))
         elif not isinstance(entry, made) or (made is _Info and entry.transformed):
             raise TypeError
         else:

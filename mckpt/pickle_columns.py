@@ -17,16 +17,25 @@ from mckpt.lazy import distinct
 from mckpt.lazy import numpy as np
 
 
-class Run(NamedTuple):
-    """Repetitions in a pickle that differ in nothing but numbers, memo indices and texts, each as many bytes as in the others."""
+# Some opcodes in a row: bytes where they are known, and where an argument is open an opcode for all of its kind, which is one of these.
+Form = tuple["bytes | int", ...]
+NUMBER, GET, SHORT_TEXT, TEXT, FLOAT = b"Kh\x8cXG"  # a number up to 8 bytes, a memo index, texts up to 255 bytes
 
-    begin: int  # byte
-    num: int
+
+class Run(NamedTuple):
+    """Repetitions in a pickle, one behind the other, that differ in nothing but what their form leaves open."""
+
+    begins: np.ndarray  # the byte of each
+    end: int  # the byte behind the last
     memo: int  # entries before it
     puts: int  # memo entries of each
-    form: bytes  # one of them, zero where they differ
+    form: Form
 
 
+_MAX_OPEN = 5 + 255  # bytes of an open opcode, its argument, and what else is looked at there
+_MIN_ANCHOR, _MAX_ANCHOR = 3, 16  # bytes; shorter ones would be found in numbers
+_WINDOW, _MAX_WINDOW = 1 << 16, 1 << 22  # bytes looked at at once
+_WAIT, _MAX_WAIT, _FEW = 16, 1 << 10, 16  # repetitions
 GONE = object()  # in place of an object that is in a Column
 
 
@@ -88,10 +97,10 @@ class TakenOut(NamedTuple):
 def take_out(data: bytes, runs: Sequence[Run], frames: Sequence[int], stop: int) -> TakenOut:
     """`frames` and `stop`: the bytes of those opcodes. ValueError and the like where it cannot be done.
 
-    A placeholder is left for each run, and GONE in each memo entry that its objects would have had, so that all others keep their numbers. At the
-    end of the pickle those memo entries are asked for that the runs refer to.
+    A placeholder is left for each run, and in each memo entry that it would have set GONE, so that all others keep their numbers, or the text that
+    it was. At the end of the pickle those memo entries are asked for that the runs refer to.
     """
-    forms: dict[bytes, list[Run]] = {}
+    forms: dict[Form, list[Run]] = {}
     for run in runs:
         forms.setdefault(run.form, []).append(run)
     every: list[_Objects] = []
@@ -99,29 +108,36 @@ def take_out(data: bytes, runs: Sequence[Run], frames: Sequence[int], stop: int)
     cuts = {at: (at + 9, b"") for at in frames}  # byte -> where to go on, and what to put there; a frame's length would be wrong
     ids: set[int] = set()
     for form, alike in forms.items():
-        size, starts = len(form), [0, *itertools.accumulate(run.num for run in alike)]
-        rows = np.concatenate([np.frombuffer(data, "u1", run.num * size, run.begin) for run in alike]).reshape(-1, size)
+        nums = [len(run.begins) for run in alike]
         try:
-            found = _symbols(rows)
+            found, puts = _symbols(data, np.concatenate([run.begins for run in alike]), form)
         except (ValueError, TypeError, IndexError):  # opcodes that the C unpickler follows itself
             continue
         gets = [get for objects in found for get in _gets((objects.made, objects.fields))]
-        before = np.repeat([run.memo for run in alike], [run.num for run in alike])
+        before = np.repeat([run.memo for run in alike], nums)
         if any((get.ids >= before).any() for get in gets):
             raise ValueError("refers to what is not in the memo yet, or to one of its own objects")
         ids.update(*(distinct(get.ids).tolist() if (get.ids != get.ids[0]).any() else get.ids[:1].tolist() for get in gets))
         every += found
-        for run, begin in zip(alike, starts[:-1], strict=True):
+        for run, (begin, end) in zip(alike, itertools.pairwise(itertools.accumulate(nums, initial=0)), strict=True):
             placed = range(len(columns), len(columns) + len(found))
-            columns.update(zip(placed, (Column(objects, begin, begin + run.num) for objects in found), strict=True))
-            gone = b"NQ" + b"\x94" * (run.puts * run.num) + b"0"
-            cuts[run.begin] = run.begin + run.num * size, gone + b"".join([b"J%bQ" % struct.pack("<i", n) for n in placed])
+            columns.update(zip(placed, (Column(objects, begin, end) for objects in found), strict=True))
+            gone = b"NQ" + _memoised(puts, begin, end) + b"0"
+            cuts[int(run.begins[0])] = run.end, gone + b"".join([b"J%bQ" % struct.pack("<i", n) for n in placed])
     pieces, at = [], 0
     for begin, (end, instead) in sorted(cuts.items()):
         pieces += [data[at:begin], instead]
         at = end
     pieces += [data[at:stop], b"(", *(b"j" + struct.pack("<I", i) for i in ids), b"t\x86."]
     return TakenOut(b"".join(pieces), columns, list(ids), every)
+
+
+def _memoised(puts: Sequence[Any], begin: int, end: int) -> bytes:
+    """Opcodes that set the memo entries of repetitions `begin` to `end` to what is on the stack, or to texts: others may refer to these."""
+    if not any(isinstance(put, _Texts) for put in puts):
+        return b"\x94" * (len(puts) * (end - begin))
+    each = ((put.opcodes[begin:end], [b"\x940"] * (end - begin)) if isinstance(put, _Texts) else ([b"\x94"] * (end - begin),) for put in puts)
+    return b"".join(itertools.chain.from_iterable(zip(*itertools.chain.from_iterable(each), strict=True)))
 
 
 class _Get(NamedTuple):
@@ -131,9 +147,10 @@ class _Get(NamedTuple):
 
 
 class _Texts(NamedTuple):
-    """Strings, [num]."""
+    """Strings, [num], as their opcodes; `head` bytes before each text."""
 
-    values: list[str]
+    opcodes: list[bytes]
+    head: int
 
 
 class _Call(NamedTuple):
@@ -142,71 +159,177 @@ class _Call(NamedTuple):
     parts: tuple[Any, Any]
 
 
-def _symbols(rows: np.ndarray) -> list[_Objects]:
-    """What runs of one form [num, bytes] push: their opcodes followed once, over columns in place of values.
+class Ahead:
+    """Where the repetitions of a form lie further on in a pickle, many at once: one by one takes a microsecond each.
+
+    They are looked for by bytes that all of them hold, their anchor, which may stand elsewhere too: a guess. What proves it: from each anchor
+    the form is followed to its end, from there the next one to its anchor, and the two meet.
+    """
+
+    def __init__(self, form: Form, parts: Sequence[bytes]) -> None:
+        """`parts`: those of the form in one of them, the opcodes where it is open with their arguments."""
+        self.form, self.size = form, sum(map(len, parts))
+        one, around = b"".join(parts), []
+        for i in (i for i, part in enumerate(form) if isinstance(part, bytes)):  # with the memo indices beside them, which name classes and fields
+            low, high = i - (i > 0 and form[i - 1] == GET), i + 1 + (form[i + 1 : i + 2] == (GET,))
+            around.append((b"".join(parts[low:high])[:_MAX_ANCHOR], low))
+        self.anchor, self.place = max(around, key=lambda found: (-one.count(found[0]), len(found[0])), default=(b"", 0))
+        self.rare = min(range(len(self.anchor)), key=lambda i: one.count(self.anchor[i]), default=0)  # of its bytes
+        self.wait = _WAIT  # repetitions that had better be taken one by one before the next are asked for
+        self.stop, self.window, self.taken = 0, _WINDOW, 0  # bytes: up to where was looked, how far, how many of these were taken
+
+    def take(self, data: bytes, at: int) -> tuple[np.ndarray, int]:
+        """Where more of them begin [num], the first at `at` and each where the one before ends, and the byte behind the last. None if they are few."""
+        self.wait = min(2 * self.wait, _MAX_WAIT)
+        if len(self.anchor) >= _MIN_ANCHOR:
+            if at >= self.stop:
+                self._look(np.frombuffer(data, "u1"), at)
+            first = int(np.searchsorted(self.anchors, at))
+            if first < len(self.begins) and self.begins[first] == at:
+                wrong = int(np.searchsorted(self.wrong, first))
+                last = int(self.wrong[wrong]) if wrong < len(self.wrong) else len(self.begins)
+                if last - first >= _FEW:
+                    end = int(self.ends[last - 1])
+                    self.taken, self.wait = self.taken + end - at, 1
+                    return self.begins[first:last], end
+        return np.zeros(0, "i8"), at
+
+    def _look(self, raw: np.ndarray, at: int) -> None:
+        self.window = min(4 * self.window, _MAX_WINDOW) if self.taken > self.window // 2 else _WINDOW
+        self.stop, self.taken = at + self.window, 0
+        # what is followed below stays within the pickle, wherever a wrong guess leads
+        most = sum(len(part) if isinstance(part, bytes) else _MAX_OPEN for part in self.form)
+        num = max(min(self.window, len(raw) - 2 * most - at), 0)
+        found = np.flatnonzero(raw[at + self.rare : at + self.rare + num] == self.anchor[self.rare]) + at
+        whole = f"V{len(self.anchor)}"
+        found = found[at_each_byte(raw, whole)[found] == np.frombuffer(self.anchor, whole)]
+        if len(found) * self.size > 4 * self.window:  # more than there can be of any use
+            found = found[:0]
+        _, ends, fits = follow(raw, found, self.form[self.place :])
+        begins = np.concatenate([np.array([at], "i8"), ends[:-1]])[: len(found)]
+        _, met, fit = follow(raw, begins, self.form[: self.place])
+        self.anchors, self.begins, self.ends = found, begins, ends
+        self.wrong = np.flatnonzero(~(fits & fit & (met == found)))
+
+
+def follow(raw: np.ndarray, at: np.ndarray, form: Form, known: bool = False) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Follows a form from each of the bytes `at` [num] of a pickle, all at once.
+
+    The bytes [num] of each open opcode, those behind the form, and whether all of it was there, which `known` says it is; where it was
+    not, the bytes mean nothing.
+    """
+    places: list[np.ndarray] = []
+    fits = np.ones(len(at), bool)
+    for part in form:
+        if isinstance(part, bytes):
+            if not known:
+                fits &= at_each_byte(raw, f"V{len(part)}")[at] == np.frombuffer(part, f"V{len(part)}")
+            at = at + len(part)
+            continue
+        places.append(at)
+        steps: Any = 9  # of a float
+        if part in (NUMBER, GET):
+            steps = np.frombuffer(_BYTES_OF_NUMBER if part == NUMBER else _BYTES_OF_GET, "u1")[raw[at]]
+            fits &= steps > 0
+            if part == NUMBER and (long := steps == _LONG).any():
+                size = raw[at + 1]
+                fits &= ~long | (size <= 8)
+                steps = np.where(long, 2 + np.minimum(size, 8), steps)
+        else:
+            fits &= raw[at] == part
+            if part != FLOAT:
+                steps = 1 + _LENGTH[part] + raw[at + 1].astype("i8")
+            if part == TEXT:
+                fits &= at_each_byte(raw, "V3")[at + 2] == np.zeros(1, "V3")
+        at = at + steps
+    return places, at, fits
+
+
+def at_each_byte(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """What begins at each byte, read as `dtype`: a view that overlaps itself."""
+    size = np.dtype(dtype).itemsize
+    return np.ndarray(max(len(raw) + 1 - size, 0), dtype, raw, 0, (1,))
+
+
+def _symbols(data: bytes, begins: np.ndarray, form: Form) -> tuple[list[_Objects], list[Any]]:
+    """What repetitions of one form push that begin at those bytes [num], and put: their opcodes followed once, over columns in place of values.
 
     ValueError, TypeError or IndexError if that is anything but filled objects.
 
     The columns: an array [num] of numbers, `_Texts`, `_Get`, `_Call`, tuples of them, a list of (name, value) for a dict, and None, True and False.
     """
-    num, size = rows.shape
-    row, at = rows[0].tobytes(), 0
+    places = iter(follow(np.frombuffer(data, "u1"), begins, form, known=True)[0])
     stack: list[Any] = []
     marks: list[int] = []
-
-    def column(start: int, stop: int, dtype: str) -> np.ndarray:
-        return np.ascontiguousarray(rows[:, start:stop]).view(dtype).ravel()
-
-    while at < size:
-        op = row[at]
-        at += 1
-        if op in _NUMBERS:
-            dtype = np.dtype(_NUMBERS[op])
-            value = column(at, at + dtype.itemsize, dtype.str)
-            at += dtype.itemsize
-            stack.append(_Get(value) if op in b"hj" else value)
-        elif op == 0x8A and row[at] in range(1, 9):  # LONG1
-            wide = np.empty((num, 8), "u1")
-            wide[:, : row[at]] = rows[:, at + 1 : at + 1 + row[at]]
-            wide[:, row[at] :] = np.where(rows[:, at + row[at], None] < 128, 0, 255)
-            stack.append(wide.view("<i8").ravel())
-            at += 1 + row[at]
-        elif op in b"\x8cX":
-            width = _SIZED[op]
-            length = int.from_bytes(row[at : at + width], "little")
-            raw = rows[:, at + width : at + width + length].tobytes()
-            stack.append(_Texts([raw[i : i + length].decode("utf-8", "surrogatepass") for i in range(0, num * length, length)]))
-            at += width + length
-        elif op in b"N\x88\x89":
-            stack.append({0x4E: None, 0x88: True, 0x89: False}[op])
-        elif op == 0x28:
-            marks.append(len(stack))
-        elif op in b")]}":
-            stack.append(() if op == 0x29 else [])
-        elif op in b"\x85\x86\x87t":
-            start = marks.pop() if op == 0x74 else len(stack) - (op - 0x84)
-            stack[start:] = [tuple(stack[start:])]
-        elif op in b"R\x81":
-            args = stack.pop()
-            stack[-1] = _Call((stack[-1], args)) if op == 0x52 else _Objects(stack[-1], args)
-        elif op == 0x75:  # SETITEMS
-            start = marks.pop()
-            stack[start - 1] += zip(stack[start::2], stack[start + 1 :: 2], strict=True)
-            del stack[start:]
-        elif op == 0x62:  # BUILD
-            state = stack.pop()
-            if not isinstance(stack[-1], _Objects) or stack[-1].fields != () or type(state) is not list:
-                raise ValueError("a state that is no dict")
-            stack[-1].fields = state
-        elif op != 0x94:
-            raise ValueError("an opcode that makes no such object")
+    puts: list[Any] = []
+    for part in form:
+        if isinstance(part, int):
+            stack.append(_column(data, next(places), part))
+            continue
+        opcodes = iter(part)
+        for op in opcodes:
+            if op in b"hj":
+                number = int.from_bytes([next(opcodes) for _ in range(1 if op == 0x68 else 4)], "little")
+                stack.append(_Get(np.full(len(begins), number)))
+            elif op in b"N\x88\x89":
+                stack.append({0x4E: None, 0x88: True, 0x89: False}[op])
+            elif op == 0x28:
+                marks.append(len(stack))
+            elif op in b")]}":
+                stack.append(() if op == 0x29 else [])
+            elif op in b"\x85\x86\x87t":
+                start = marks.pop() if op == 0x74 else len(stack) - (op - 0x84)
+                stack[start:] = [tuple(stack[start:])]
+            elif op in b"R\x81":
+                args = stack.pop()
+                stack[-1] = _Call((stack[-1], args)) if op == 0x52 else _Objects(stack[-1], args)
+            elif op == 0x75:  # SETITEMS
+                start = marks.pop()
+                stack[start - 1] += zip(stack[start::2], stack[start + 1 :: 2], strict=True)
+                del stack[start:]
+            elif op == 0x62:  # BUILD
+                state = stack.pop()
+                if not isinstance(stack[-1], _Objects) or stack[-1].fields != () or type(state) is not list:
+                    raise ValueError("a state that is no dict")
+                stack[-1].fields = state
+            elif op == 0x94:
+                puts.append(stack[-1])
+            else:
+                raise ValueError("an opcode that makes no such object")
     if not all(isinstance(value, _Objects) and type(value.fields) is list for value in stack):
         raise ValueError("no objects with a state")
-    return stack
+    return stack, puts
 
 
-_SIZED = {0x8C: 1, 0x58: 4}  # opcodes with a text behind them, and the width of its length
-_NUMBERS = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x68: "u1", 0x6A: "<u4"}  # opcodes with a number behind them: K M J h j
+def _column(data: bytes, at: np.ndarray, part: int) -> Any:
+    """The values of the open opcodes at those bytes [num]."""
+    raw = np.frombuffer(data, "u1")
+    if part == FLOAT:
+        raise ValueError("an opcode that makes no such object")
+    if part in (SHORT_TEXT, TEXT):
+        head = 1 + _LENGTH[part]
+        return _Texts([data[a : a + n] for a, n in zip(at.tolist(), (raw[at + 1] + np.intp(head)).tolist(), strict=True)], head)
+    op, eight = raw[at], at_each_byte(raw, "<i8")  # behind each of a run are more than 8 bytes
+    if (op == op[0]).all() and op[0] in _DTYPES:
+        values = at_each_byte(raw, _DTYPES[op[0]])[at + 1].astype("i8")
+    else:
+        most = np.zeros(256, "i8")
+        most[list(_DTYPES)] = [(1 << 8 * np.dtype(dtype).itemsize) - 1 for dtype in _DTYPES.values()]
+        values = eight[at + 1] & most[op]
+        if (negative := (op == 0x4A) & (values >> 31 == 1)).any():
+            values[negative] -= 1 << 32
+        if len(long := np.flatnonzero(op == 0x8A)):  # LONG1: says of how many bytes it is, and has its sign in the last
+            size = raw[at[long] + 1].astype("i8")
+            over = 64 - 8 * np.maximum(size, 1)
+            values[long] = np.where(size == 0, 0, eight[at[long] + 2] << over >> over)
+    return _Get(values) if part == GET else values
+
+
+_LENGTH = {SHORT_TEXT: 1, TEXT: 4}  # bytes of the length of a text
+_DTYPES = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x68: "u1", 0x6A: "<u4"}  # K M J h j
+_LONG = 127  # in place of what LONG1 takes, which it says itself
+_BYTES_OF_NUMBER = bytes({0x4B: 2, 0x4D: 3, 0x4A: 5, 0x8A: _LONG}.get(op, 0) for op in range(256))  # of each opcode and its argument; 0: it is none
+_BYTES_OF_GET = bytes({0x68: 2, 0x6A: 5}.get(op, 0) for op in range(256))
 
 
 def _gets(value: Any) -> Iterator[_Get]:
@@ -223,7 +346,7 @@ def _known(value: Any, memo: dict[int, Any], size: Any) -> Any:
     if isinstance(value, _Get):
         return list(map(memo.__getitem__, value.ids.tolist()))
     if isinstance(value, _Texts):
-        return value.values
+        return [opcode[value.head :].decode("utf-8", "surrogatepass") for opcode in value.opcodes]
     if isinstance(value, _Call):
         function, args = value.parts
         if _one(function, memo) is not size or len(args) != 1 or type(args[0]) is not tuple:

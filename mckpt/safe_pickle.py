@@ -28,6 +28,7 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import math
 import pickle
 import re
@@ -42,7 +43,7 @@ from typing import Any, NamedTuple
 from mckpt import dtypes, pickle_columns
 from mckpt.errors import PickleError
 from mckpt.lazy import numpy as np
-from mckpt.pickle_columns import GONE, Run
+from mckpt.pickle_columns import GONE, Ahead, Form, Run
 
 MAX_BYTES = 256 << 20  # of a pickle, unless the caller says otherwise; the largest data.pkl seen (70,000 tensors) has 12 MB
 MAX_NESTED = 2000  # elements in a tuple of tuples; the largest seen is Python's RNG state, 628
@@ -169,7 +170,8 @@ _SIZED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x96: 8, 0x55: 1
 _POPS = {0x61: 1, 0x73: 2, 0x62: 1}  # APPEND SETITEM BUILD: take that many, and fill what is below
 _PUTS = b"qr\x94"  # BINPUT LONG_BINPUT MEMOIZE
 _HEAVY = 0xFFFF  # the most that the memo says of a weight: far more than MAX_NESTED
-_ENDS = b"bseuaR\x85\x86\x87t0"  # something is finished: behind it (and its put) a repetition may begin
+_ENDS = b"bseuaR\x81\x85\x86\x87t0"  # something is finished: behind it (and its put) a repetition may begin
+_TEXTS = (b"X", b"\x8c")  # a name and what the memo holds: an item of a dict
 _PUT_BYTES = (b"q", b"r", b"\x94")
 _ALIKE = bytes.maketrans(b"MJ\x8aj", b"KKKh")  # numbers, memo indices
 _NUMBER = b"(?:K.|M..|J....|\\x8a(?:%b))" % b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(9))
@@ -308,7 +310,7 @@ def scan(data: bytes, where: str) -> Scanned:
                 if repeats.floors:
                     repeats.keep_runs(op)
                 repeats.shape.append(op)
-                if op in _ENDS or op in _PUTS:
+                if op in _ENDS or op in _PUTS or (op in b"hj" and repeats.shape[-2:-1] in _TEXTS):
                     at = repeats.ended(op, at)
                     num_set = len(memo)
     except (IndexError, ValueError):
@@ -342,8 +344,9 @@ class _Unit(NamedTuple):
     width: int  # bytes of the index that each put names; 0: they name none
     named: list[int]  # the groups of the pattern that are such indices
     checked: list[tuple[int, int]]  # (group, weight) of memo indices that must have that weight
-    loose: list[bool]  # of each opcode: whether its argument has no effect
     base: bool  # fills what is on the stack below it
+    form: Form  # the same as the pattern, where nothing is named or checked
+    ahead: Ahead
 
 
 class _Repeats:
@@ -376,6 +379,8 @@ class _Repeats:
         shape, data = self.shape, self.data
         if data[at : at + 1] in _PUT_BYTES or self.credit <= 0 or (op in _PUTS and (len(shape) < 2 or shape[-2] not in _ENDS)):
             return at
+        if data[at : at + 1] == b"}" and b"\x81" in shape[-2:]:  # an object is about to be filled
+            return at
         self.history.append(self.shapes.setdefault(bytes(shape.translate(_ALIKE)), len(self.shapes) + 2 * _PERIOD & 255))
         self.ends.append(at)
         shape.clear()
@@ -390,6 +395,7 @@ class _Repeats:
                 after = self._take(at)
         if after != at:
             self.ends[-1] = self.taken = after
+            self.credit = min(self.credit + 8 + (after - at >> 6), 4000)
         return after
 
     def keep_runs(self, op: int) -> None:
@@ -429,7 +435,6 @@ class _Repeats:
             for i, unit in enumerate(self.units):
                 if (not unit.base or (self.stack and self.floors[-1:] != [len(self.stack)])) and (after := self._all(unit, at)) != at:
                     at, more = after, True
-                    self.credit = min(self.credit + 8, 4000)
                     if i:
                         self.units.insert(0, self.units.pop(i))
                     break
@@ -439,7 +444,7 @@ class _Repeats:
         """The offset behind all repetitions of `unit` at `at`."""
         data, memo, count, match = self.data, self.memo, 0, unit.one.match
         single = bool(unit.width or unit.checked)
-        wait = after = 4  # repetitions before rows are compared, again if few of them are alike
+        ahead, after = unit.ahead, unit.ahead.wait
         first_run = len(self.runs)
         while found := match(data, at):
             if single:
@@ -447,45 +452,19 @@ class _Repeats:
                     break
                 memo.extend(unit.puts)
             count += 1
-            begin, at = at, found.end()
+            at = found.end()
             if count >= after and not single:
-                more, form = self._alike(unit, begin, at)
-                if more >= 16 and unit.pushes and not unit.base:
-                    self.runs.append(Run(at, more, len(memo) + count * len(unit.puts), len(unit.puts), form))
-                count += more
-                at += more * (at - begin)
-                wait = 4 if more >= 16 else min(2 * wait, 256)
-                after = count + wait
+                begins, at = ahead.take(data, at)
+                if len(begins) and unit.pushes and not unit.base:
+                    self.runs.append(Run(begins, at, len(memo) + count * len(unit.puts), len(unit.puts), unit.form))
+                count += len(begins)
+                after = count + ahead.wait
         self.stack.extend(unit.pushes * count)
         if len(self.runs) > first_run:
             self.floors.append(len(self.stack))
         if not single:
             memo.extend(unit.puts * count)
         return at
-
-    def _alike(self, unit: _Unit, begin: int, end: int) -> tuple[int, bytes]:
-        """How many more like the one from `begin` to `end` are behind it, each opcode with an argument of as many bytes as there; their form."""
-        data, size = self.data, end - begin
-        fixed, at = np.ones(size, bool), begin
-        for loose in unit.loose:
-            op = data[at]
-            head = at + 1 + _SIZED.get(op, 0)
-            if op == 0x63:
-                at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-            else:
-                at = head + (_ARGUMENT.get(op) or int.from_bytes(data[at + 1 : head], "little"))
-            if loose:
-                fixed[head - begin : at - begin] = False
-        first, count = np.frombuffer(data, "u1", size, begin), 0
-        form = (first * fixed).tobytes()
-        while num := min(_BATCH, 16 + 4 * count, (len(data) - end) // size - count):
-            rows = np.frombuffer(data, "u1", num * size, end + count * size).reshape(num, size)
-            wrong = ((rows != first) & fixed).ravel()
-            at = int(wrong.argmax())
-            if wrong[at]:
-                return count + at // size, form
-            count += num
-        return count, form
 
     def _as_learned(self, unit: _Unit, found: re.Match[bytes]) -> bool:
         """Whether the memo indices that a match names are the next ones, where it sets them, and weigh the same, where it reads them."""
@@ -510,6 +489,7 @@ def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, by
     `before`: the memo indices whose weight mattered when it was learned before; of those that changed, the weight is checked each time.
     """
     text: list[bytes] = []
+    begins: list[int] = []
     stack: list[tuple[int, tuple[int, ...]]] = []  # weight, and the places in `text` of the memo indices that it comes from
     marks: list[int] = []
     puts = array("H")
@@ -526,6 +506,7 @@ def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, by
     while at < end:
         op, begin = data[at], at
         at += 1
+        begins.append(begin)
         if op in b"KMJ\x8ahj\x8cXG":
             free.add(len(text))
         if op in (0x4B, 0x4D, 0x4A) or (op == 0x8A and data[at] <= 8):
@@ -612,9 +593,18 @@ def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, by
                 text[place] = re.escape(fixed[place])
         elif piece in (b"q(.)", b"r(....)"):
             named.append(len(named) + len(checked) + 1)
-    loose = [place in free and place not in fixed for place in range(len(text))]
     whole = b"".join(text)
-    return _Unit(re.compile(b"(?s)" + whole), whole, [w for w, _ in stack], puts, max(explicit, default=0), named, checked, loose, base)
+    form: list[bytes | int] = []
+    parts: list[bytes] = []  # as they are in this one
+    for place, (begin, behind) in enumerate(itertools.pairwise([*begins, end])):
+        known = place not in free or place in fixed
+        if known and form and isinstance(form[-1], bytes):
+            form[-1] = parts[-1] = parts[-1] + data[begin:behind]
+        else:
+            parts.append(data[begin:behind])
+            form.append(parts[-1] if known else _ALIKE[data[begin]])
+    pushes, width = [w for w, _ in stack], max(explicit, default=0)
+    return _Unit(re.compile(b"(?s)" + whole), whole, pushes, puts, width, named, checked, base, tuple(form), Ahead(tuple(form), parts))
 
 
 @functools.lru_cache(maxsize=64)

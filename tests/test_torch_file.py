@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mckpt import dcp_metadata, torch_file
+from mckpt import dcp_metadata, pickle_columns, torch_file
 from mckpt import safe_pickle as sp
 from mckpt.errors import MckptError, SourceError
 from mckpt.pickle_columns import Column
@@ -537,14 +537,89 @@ def test_references_that_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
         assert found == without_columns(monkeypatch, data)
 
 
-def test_widths_that_alternate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are compared less and less often where few are alike."""
-    compared = []
-    alike = sp._Repeats._alike
-    monkeypatch.setattr(sp._Repeats, "_alike", lambda *args: compared.append(1) or alike(*args))
+def test_widths_that_alternate() -> None:
+    """More are looked for at once less and less often where few are found."""
     rows = b"".join(b"K%c0" % (n % 256) if n % 2 else b"M" + struct.pack("<H", n) + b"0" for n in range(60_000))
     assert sp.scan(b"\x80\x04" + rows + b"N.", "x").steps < 1000
-    assert len(compared) < 500
+    data = b"".join(b"K%c(K\x01K\x02t00" % (n % 256) if n % 20 else b"](K\x00(K\x01K\x02te0" for n in range(60_000))
+    looked = []
+    with pytest.MonkeyPatch.context() as patch:
+        look = pickle_columns.Ahead._look
+        patch.setattr(pickle_columns.Ahead, "_look", lambda *args: looked.append(1) or look(*args))
+        assert sp.scan(b"\x80\x04" + data + b"N.", "x").steps < 40_000  # of 360,000 opcodes
+    assert 0 < len(looked) < 100
+
+
+def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> Any:
+    """torch's Metadata of chunks in the order in which ranks wrote them, with strings of their own; numbers, lengths of names and order vary."""
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    size, tensors, written = torch.Size, {}, []
+    for layer in range(layers):
+        key = f"layers.{layer if per_layer else 'all'}.weight"
+        shape = (experts, 4, 300) if per_layer else (layers, experts, 4, 300)
+        described = tensors.setdefault(key, m.TensorStorageMetadata(m.TensorProperties(torch.bfloat16), size(shape), []))
+        for expert, part in np.ndindex(experts, 4):
+            at = [expert, part, 0] if per_layer else [layer, expert, part, 0]
+            described.chunks.append(m.ChunkStorageMetadata(size(at), size([1] * (len(at) - 1) + [300])))
+            written.append((key, at, len(described.chunks) - 1))
+    num.shuffle(written)
+    items: dict[Any, Any] = {}
+    for rank in range(4):
+        keys = {key: key.encode().decode() for key in tensors}
+        for n in range(2):
+            name = f"__{10**rank}_{n}.distcp"
+            for key, at, index in written[2 * rank + n :: 8]:
+                items[m.MetadataIndex(keys[key], size(at), index)] = _StorageInfo(name, num.choice((7, 300, 1 << 20, 1 << 33)), num.choice((9, 999)))
+    for n in range(600):
+        tensors[f"objects/shard_{n}"] = m.BytesStorageMetadata()
+        items[m.MetadataIndex("objects/shard_%d" % n)] = _StorageInfo("__0_0.distcp", n, 9)
+    return m.Metadata(tensors, None, items)
+
+
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_what_ranks_gather_is_read_in_columns(per_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks and items whose numbers take 1 to 9 bytes in turns, and whose names are texts here and memo entries there."""
+    taken, plain = [], []
+    in_columns, load = sp._in_columns, dcp_metadata._load
+    monkeypatch.setattr(sp, "_in_columns", lambda *args: taken.append(in_columns(*args)) or taken[-1])
+    monkeypatch.setattr(dcp_metadata, "_load", lambda data, where, columns: plain.append(not columns) or load(data, where, columns))
+    value = ranked(6, 200, per_layer, random.Random(per_layer))
+    data = pickle.dumps(value, 4)
+    found = read(data)
+    assert not any(plain)  # not read a second time, one by one
+    assert found == without_columns(monkeypatch, data)
+    assert {(k.fqn, k.offset and tuple(k.offset)): (v.relative_path, v.offset, v.length) for k, v in value.storage_data.items()} == found.items
+    chunks = [c for t in sp.fields(taken[0])["state_dict_metadata"].values() if t.state for c in t.state["chunks"]]
+    for entries, num in ((chunks, 4800), (sp.fields(taken[0])["storage_data"], 5400)):
+        assert sum(e.end - e.begin for e in entries if type(e) is Column) > 0.8 * num
+    assert sp.scan(data, "x").steps < len(data) // 40
+
+
+def test_names_within_a_run_are_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names that items of one file brought along, one each, and that those of the next refer to."""
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    size, plain, load = torch.Size, [], dcp_metadata._load
+    keys = [f"layers.{n}.weight" for n in range(300)]
+    chunks = [m.ChunkStorageMetadata(size([n]), size([1])) for n in range(2)]
+    tensors = {key.encode().decode(): m.TensorStorageMetadata(m.TensorProperties(torch.int8), size([2]), chunks) for key in keys}
+    items = {m.MetadataIndex(key, size([n])): _StorageInfo(f"__{n}_0.distcp", i, 9) for n in range(2) for i, key in enumerate(keys)}
+    data = pickle.dumps(m.Metadata(tensors, {"a": (keys[200], keys[299])}, items), 4)
+    monkeypatch.setattr(dcp_metadata, "_load", lambda data, where, columns: plain.append(not columns) or load(data, where, columns))
+    found = read(data)
+    assert not any(plain) and len(found.items) == 600 and found.items[keys[250], (1,)] == ("__1_0.distcp", 250, 9)
+    assert found == without_columns(monkeypatch, data)
+
+
+def test_many_tensors_of_few_chunks() -> None:
+    """What follows each opcode where repetitions end does not run out of patience: 1,000 tensors of 64 chunks, in a row."""
+    tensors = {f"t{i}": ("int8", (64,), [((n,), (1,)) for n in range(64)]) for i in range(1000)}
+    data = emit(tensors, [(key, (n,), "f", n, 1) for key in tensors for n in range(64)])
+    assert sp.scan(data, "x").steps < len(data) // 40
+    assert read(data).tensors == tensors
 
 
 def test_planner_data_nests_and_shares_as_it_likes() -> None:
@@ -559,17 +634,23 @@ def test_planner_data_nests_and_shares_as_it_likes() -> None:
     assert dcp_metadata.read_metadata(pickle.dumps(value, 4)).planner_data is not None
 
 
-def test_columns_of_damaged_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any byte changed, both ways see the same, or the same error."""
-    data, rng = pickle.dumps(many(False, False), 4), random.Random(1)
+@pytest.mark.parametrize("which", ["in order", "gathered"])
+def test_columns_of_damaged_metadata(which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any byte changed, or some bytes put elsewhere, both ways see the same, or the same error."""
+    rng = random.Random(1)
+    data = pickle.dumps(many(False, False) if which == "in order" else ranked(2, 60, True, rng), 4)
     sound = 0
-    for _ in range(120):
+    for n in range(150):
         body = bytearray(data)
-        body[rng.randrange(len(body))] = rng.randrange(256)
+        at, other = rng.randrange(len(body)), rng.randrange(len(body))
+        if n % 3:
+            body[at] = rng.choice((rng.randrange(256), body[other]))
+        else:
+            body[at:at] = body[other : other + rng.randrange(1, 300)]
         found = read(bytes(body))
         assert found == without_columns(monkeypatch, bytes(body))
         sound += not isinstance(found, str)
-    assert 0 < sound < 120
+    assert 0 < sound < 150
 
 
 def test_numbers_of_every_width():
