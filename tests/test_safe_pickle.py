@@ -11,8 +11,10 @@ import sys
 from collections import OrderedDict
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from mckpt import pickle_columns
 from mckpt import safe_pickle as sp
 from mckpt.errors import MckptError, PickleError
 
@@ -316,3 +318,80 @@ def test_gc_is_left_as_it_was():
     with pytest.raises(PickleError):
         sp.loads(b"", "x")
     assert gc.isenabled()
+
+
+def one_of(part, rng):
+    """An opcode that a form leaves open, with an argument, and what it is worth."""
+    if part == b"K"[0]:
+        number = rng.choice((0, 255, 256, 65535, 65536, 2**31 - 1, -1, -(2**31), 2**31, -(2**31) - 1, 2**47, -(2**47), 2**63 - 1, -(2**63)))
+        return rng.choice((pickle.dumps(number, 2)[2:-1], b"\x8a\x08" + number.to_bytes(8, "little", signed=True))), number
+    if part == b"h"[0]:
+        number = rng.choice((0, 7, 255, 256, 1 << 31))
+        return (b"h" + bytes([number]) if number < 256 else b"j" + u32(number)), number
+    if part == b"G"[0]:
+        return b"G" + rng.randbytes(8), None
+    text = rng.choice(("", "a", "é" * 9, "x" * 255))
+    head = bytes([part, len(text.encode())])
+    return head + bytes(0 if part == 0x8C else 3) + text.encode(), text
+
+
+def behind(data, at, form):
+    """Where a form ends that is at a byte, followed opcode by opcode; None if it is not there."""
+    numbers, gets = {0x4B: 1, 0x4D: 2, 0x4A: 4}, {0x68: 1, 0x6A: 4}
+    for part in form:
+        op, argument = data[at], int.from_bytes(data[at + 1 : at + 5], "little")
+        if isinstance(part, bytes):
+            size = len(part) if data[at : at + len(part)] == part else 0
+        elif part == b"K"[0] and op == 0x8A:
+            size = 2 + data[at + 1] if data[at + 1] <= 8 else 0
+        elif part in b"Kh":
+            size = {0x4B: numbers, 0x68: gets}[part].get(op, -1) + 1
+        elif op != part:
+            size = 0
+        else:
+            size = 9 if part == b"G"[0] else 2 + data[at + 1] if op == 0x8C else 5 + argument if argument < 256 else 0
+        if not size:
+            return None
+        at += size
+    return at
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_many_at_once_are_what_they_are_one_by_one(seed):
+    """Repetitions that Ahead finds are those that follow one another, up to the first damage, and columns hold their values."""
+    rng, damaged, whole = random.Random(seed), 0, 0
+    for n in range(250):
+        opens = [rng.choice(b"KKhG\x8cX") for _ in range(rng.randrange(1, 5))]
+        form = [part for o in opens for part in (o, rng.choice((b"N", b"\x85\x94", b")\x81\x94}\x94(")))]
+        form = tuple(form if rng.random() < 0.5 else [rng.choice((b"N", b"ub")), *form])
+        instances = [[(part, None) if isinstance(part, bytes) else one_of(part, rng) for part in form] for _ in range(80)]
+        units = [b"".join(made for made, _ in instance) for instance in instances]
+        data = bytearray(b"".join(units) + bytes(3000))
+        if n % 2:
+            for _ in range(rng.randrange(1, 3)):
+                data[rng.randrange(len(data) - 3000)] = rng.choice((rng.randrange(256), data[rng.randrange(len(data) - 3000)]))
+        data = bytes(data)
+        wanted, at = [], behind(data, 0, form)
+        while at is not None:
+            wanted.append(at)
+            at = behind(data, at, form)
+        if not wanted:
+            continue
+        start, stop = wanted[0], wanted[-1]  # the last is no beginning
+        ahead = pickle_columns.Ahead(form, [made for made, _ in instances[0]])
+        begins, end = ahead.take(data, start)
+        found = [*begins.tolist(), end]
+        assert found == wanted[: len(found)] and end <= stop
+        damaged += n % 2 and 16 < len(found) < 80
+        if b"h"[0] not in form and len(ahead.anchor) >= 3 and units[0].count(ahead.anchor) == 1 and not n % 2:  # it is once in all of them
+            assert len(found) > 40  # in the bytes that are looked at first
+        if len(begins):
+            odd = wanted[20] + 1
+            assert not len(ahead.take(data, odd)[0]) or behind(data, odd, form) is not None
+            for i, place in enumerate(pickle_columns.follow(np.frombuffer(data, "u1"), begins, form, known=True)[0]):
+                part, values = opens[i], [instance[form.index(opens[0]) + 2 * i][1] for instance in instances[1 : len(begins) + 1]]
+                if part in b"Kh" and not n % 2:
+                    column = pickle_columns._column(data, place, part)
+                    assert (column if part == b"K"[0] else column.ids).tolist() == values
+                    whole += 1
+    assert damaged > 5 and whole > 20
