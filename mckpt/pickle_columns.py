@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from mckpt.lazy import distinct
 from mckpt.lazy import numpy as np
 
-
 # Some opcodes in a row: bytes where they are known, and where an argument is open an opcode for all of its kind, which is one of these.
 Form = tuple["bytes | int", ...]
 NUMBER, GET, SHORT_TEXT, TEXT, FLOAT = b"Kh\x8cXG"  # a number up to 8 bytes, a memo index, texts up to 255 bytes
@@ -136,8 +135,10 @@ def _memoised(puts: Sequence[Any], begin: int, end: int) -> bytes:
     """Opcodes that set the memo entries of repetitions `begin` to `end` to what is on the stack, or to texts: others may refer to these."""
     if not any(isinstance(put, _Texts) for put in puts):
         return b"\x94" * (len(puts) * (end - begin))
-    each = ((put.opcodes[begin:end], [b"\x940"] * (end - begin)) if isinstance(put, _Texts) else ([b"\x94"] * (end - begin),) for put in puts)
-    return b"".join(itertools.chain.from_iterable(zip(*itertools.chain.from_iterable(each), strict=True)))
+    num, each = end - begin, list[list[bytes]]()
+    for put in puts:
+        each += [put.opcodes[begin:end], [b"\x940"] * num] if isinstance(put, _Texts) else [[b"\x94"] * num]
+    return b"".join(itertools.chain.from_iterable(zip(*each, strict=True)))
 
 
 class _Get(NamedTuple):
@@ -170,7 +171,8 @@ class Ahead:
         """`parts`: those of the form in one of them, the opcodes where it is open with their arguments."""
         self.form, self.size = form, sum(map(len, parts))
         one, around = b"".join(parts), []
-        for i in (i for i, part in enumerate(form) if isinstance(part, bytes)):  # with the memo indices beside them, which name classes and fields
+        for i in (i for i, part in enumerate(form) if isinstance(part, bytes)):
+            # with the memo indices beside them, which name classes and fields
             low, high = i - (i > 0 and form[i - 1] == GET), i + 1 + (form[i + 1 : i + 2] == (GET,))
             around.append((b"".join(parts[low:high])[:_MAX_ANCHOR], low))
         self.anchor, self.place = max(around, key=lambda found: (-one.count(found[0]), len(found[0])), default=(b"", 0))
@@ -328,7 +330,8 @@ def _column(data: bytes, at: np.ndarray, part: int) -> Any:
 _LENGTH = {SHORT_TEXT: 1, TEXT: 4}  # bytes of the length of a text
 _DTYPES = {0x4B: "u1", 0x4D: "<u2", 0x4A: "<i4", 0x68: "u1", 0x6A: "<u4"}  # K M J h j
 _LONG = 127  # in place of what LONG1 takes, which it says itself
-_BYTES_OF_NUMBER = bytes({0x4B: 2, 0x4D: 3, 0x4A: 5, 0x8A: _LONG}.get(op, 0) for op in range(256))  # of each opcode and its argument; 0: it is none
+# bytes of each opcode with its argument; 0: it is none
+_BYTES_OF_NUMBER = bytes({0x4B: 2, 0x4D: 3, 0x4A: 5, 0x8A: _LONG}.get(op, 0) for op in range(256))
 _BYTES_OF_GET = bytes({0x68: 2, 0x6A: 5}.get(op, 0) for op in range(256))
 
 

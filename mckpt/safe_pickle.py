@@ -42,7 +42,6 @@ from typing import Any, NamedTuple
 
 from mckpt import dtypes, pickle_columns
 from mckpt.errors import PickleError
-from mckpt.lazy import numpy as np
 from mckpt.pickle_columns import GONE, Ahead, Form, Run
 
 MAX_BYTES = 256 << 20  # of a pickle, unless the caller says otherwise; the largest data.pkl seen (70,000 tensors) has 12 MB
@@ -595,16 +594,16 @@ def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, by
             named.append(len(named) + len(checked) + 1)
     whole = b"".join(text)
     form: list[bytes | int] = []
-    parts: list[bytes] = []  # as they are in this one
+    made: list[bytes] = []  # of this one
     for place, (begin, behind) in enumerate(itertools.pairwise([*begins, end])):
         known = place not in free or place in fixed
         if known and form and isinstance(form[-1], bytes):
-            form[-1] = parts[-1] = parts[-1] + data[begin:behind]
+            form[-1] = made[-1] = made[-1] + data[begin:behind]
         else:
-            parts.append(data[begin:behind])
-            form.append(parts[-1] if known else _ALIKE[data[begin]])
+            made.append(data[begin:behind])
+            form.append(made[-1] if known else _ALIKE[data[begin]])
     pushes, width = [w for w, _ in stack], max(explicit, default=0)
-    return _Unit(re.compile(b"(?s)" + whole), whole, pushes, puts, width, named, checked, base, tuple(form), Ahead(tuple(form), parts))
+    return _Unit(re.compile(b"(?s)" + whole), whole, pushes, puts, width, named, checked, base, tuple(form), Ahead(tuple(form), made))
 
 
 @functools.lru_cache(maxsize=64)

@@ -571,10 +571,11 @@ def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> An
         for n in range(2):
             name = f"__{10**rank}_{n}.distcp"
             for key, at, index in written[2 * rank + n :: 8]:
-                items[m.MetadataIndex(keys[key], size(at), index)] = _StorageInfo(name, num.choice((7, 300, 1 << 20, 1 << 33)), num.choice((9, 999)))
+                where = num.choice((7, 300, 1 << 20, 1 << 33)), num.choice((9, 999))
+                items[m.MetadataIndex(keys[key], size(at), index)] = _StorageInfo(name, *where)
     for n in range(600):
         tensors[f"objects/shard_{n}"] = m.BytesStorageMetadata()
-        items[m.MetadataIndex("objects/shard_%d" % n)] = _StorageInfo("__0_0.distcp", n, 9)
+        items[m.MetadataIndex(f"objects/shard_{n}")] = _StorageInfo("__0_0.distcp", n, 9)
     return m.Metadata(tensors, None, items)
 
 
@@ -590,7 +591,8 @@ def test_what_ranks_gather_is_read_in_columns(per_layer: bool, monkeypatch: pyte
     found = read(data)
     assert not any(plain)  # not read a second time, one by one
     assert found == without_columns(monkeypatch, data)
-    assert {(k.fqn, k.offset and tuple(k.offset)): (v.relative_path, v.offset, v.length) for k, v in value.storage_data.items()} == found.items
+    stored = value.storage_data.items()
+    assert found.items == {(k.fqn, k.offset and tuple(k.offset)): (v.relative_path, v.offset, v.length) for k, v in stored}
     chunks = [c for t in sp.fields(taken[0])["state_dict_metadata"].values() if t.state for c in t.state["chunks"]]
     for entries, num in ((chunks, 4800), (sp.fields(taken[0])["storage_data"], 5400)):
         assert sum(e.end - e.begin for e in entries if type(e) is Column) > 0.8 * num
