@@ -199,6 +199,8 @@ def _has_column(*values: Any) -> bool:
             left += [*value, *value.values(), *vars(value).values()] if type(value) is safe_pickle.Ordered else [*value, *value.values()]
         elif isinstance(value, Record):
             left += [value.args, value.state, value.items, value.entries]
+        elif type(value) in (_Chunk, _Index, _Info):
+            left.append(getattr(value, "held", None))
         elif type(value) in (list, tuple):
             left += value
     return False
@@ -227,6 +229,7 @@ def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index
         keys, offsets = (set(map(type, map(itemgetter(i), items))) for i in range(2))
         files, *numbers = (list(map(itemgetter(i), items.values())) for i in range(3))
         sound = len(items) == len(every) and keys <= {str} and offsets <= {tuple, type(None)} and set(map(type, files)) <= {str}
+        sound = sound and set(map(type, itertools.chain.from_iterable(filter(None, map(itemgetter(1), items))))) <= {int}
         sound = sound and all(set(map(type, column)) <= {int} and min(column, default=0) >= 0 for column in numbers)
         if sound and all(map(_is_plain, set(files))):
             return cast("dict[tuple[str, Index | None], Item]", items)

@@ -35,7 +35,19 @@ _MAX_OPEN = 5 + 255  # bytes of an open opcode, its argument, and what else is l
 _MIN_ANCHOR, _MAX_ANCHOR = 3, 16  # bytes; shorter ones would be found in numbers
 _WINDOW, _MAX_WINDOW = 1 << 16, 1 << 22  # bytes looked at at once
 _WAIT, _MAX_WAIT, _FEW = 16, 1 << 10, 16  # repetitions
-GONE = object()  # in place of an object that is in a Column
+
+
+class Gone:
+    """In place of an object that is in a Column, and of what was made for it."""
+
+    __slots__ = ()
+
+    def __setstate__(self, state: Any) -> None:
+        """Opcode BUILD, which is meant for the object."""
+        raise ValueError("a state for an object of a column")
+
+
+GONE = Gone()
 
 
 class _Objects:
@@ -83,14 +95,17 @@ class TakenOut(NamedTuple):
     pickle: bytes  # of a tuple: the value, and the memo entries `ids`
     columns: dict[int, Column]  # what its persistent ids stand for, once each; the persistent id None is GONE
     ids: list[int]
-    objects: list[_Objects]
+    objects: list[list[_Objects]]  # for each form what one repetition of it makes
 
     def fill(self, held: Sequence[Any], size: Any) -> None:
         """Gives the columns their class and fields. `held`: what the memo entries `ids` hold; `size`: torch.Size. ValueError where that fails."""
         memo = dict(zip(self.ids, held, strict=True))
-        for objects in self.objects:
-            objects.made = _one(objects.made, memo)
-            objects.fields = {_one(name, memo): _known(value, memo, size) for name, value in objects.fields}
+        for found in self.objects:
+            for objects in found:
+                objects.made = _one(objects.made, memo)
+                objects.fields = {_one(name, memo): _known(value, memo, size) for name, value in objects.fields}
+            if len({id(objects.made) for objects in found}) < len(found):
+                raise ValueError("objects of one class in turns, whose columns would stand one behind the other")
 
 
 def take_out(data: bytes, runs: Sequence[Run], frames: Sequence[int], stop: int) -> TakenOut:
@@ -102,7 +117,7 @@ def take_out(data: bytes, runs: Sequence[Run], frames: Sequence[int], stop: int)
     forms: dict[Form, list[Run]] = {}
     for run in runs:
         forms.setdefault(run.form, []).append(run)
-    every: list[_Objects] = []
+    every: list[list[_Objects]] = []
     columns: dict[int, Column] = {}
     cuts = {at: (at + 9, b"") for at in frames}  # byte -> where to go on, and what to put there; a frame's length would be wrong
     ids: set[int] = set()
@@ -112,12 +127,14 @@ def take_out(data: bytes, runs: Sequence[Run], frames: Sequence[int], stop: int)
             found, puts = _symbols(data, np.concatenate([run.begins for run in alike]), form)
         except (ValueError, TypeError, IndexError):  # opcodes that the C unpickler follows itself
             continue
+        if len({int(objects.made.ids[0]) for objects in found if isinstance(objects.made, _Get)}) < len(found):  # see `fill`
+            continue
         gets = [get for objects in found for get in _gets((objects.made, objects.fields))]
         before = np.repeat([run.memo for run in alike], nums)
         if any((get.ids >= before).any() for get in gets):
             raise ValueError("refers to what is not in the memo yet, or to one of its own objects")
         ids.update(*(distinct(get.ids).tolist() if (get.ids != get.ids[0]).any() else get.ids[:1].tolist() for get in gets))
-        every += found
+        every.append(found)
         for run, (begin, end) in zip(alike, itertools.pairwise(itertools.accumulate(nums, initial=0)), strict=True):
             placed = range(len(columns), len(columns) + len(found))
             columns.update(zip(placed, (Column(objects, begin, end) for objects in found), strict=True))
@@ -167,6 +184,11 @@ class Ahead:
     the form is followed to its end, from there the next one to its anchor, and the two meet.
     """
 
+    anchors: np.ndarray  # bytes, of those that were looked at
+    begins: np.ndarray  # where the form begins that each is of, if it is of one
+    ends: np.ndarray
+    wrong: np.ndarray  # the numbers of those that are of none
+
     def __init__(self, form: Form, parts: Sequence[bytes]) -> None:
         """`parts`: those of the form in one of them, the opcodes where it is open with their arguments."""
         self.form, self.size = form, sum(map(len, parts))
@@ -181,7 +203,10 @@ class Ahead:
         self.stop, self.window, self.taken = 0, _WINDOW, 0  # bytes: up to where was looked, how far, how many of these were taken
 
     def take(self, data: bytes, at: int) -> tuple[np.ndarray, int]:
-        """Where more of them begin [num], the first at `at` and each where the one before ends, and the byte behind the last. None if they are few."""
+        """Where more of them begin [num], the first at `at` and each where the one before ends, and the byte behind the last.
+
+        Of few it says that there are none.
+        """
         self.wait = min(2 * self.wait, _MAX_WAIT)
         if len(self.anchor) >= _MIN_ANCHOR:
             if at >= self.stop:
@@ -310,7 +335,8 @@ def _column(data: bytes, at: np.ndarray, part: int) -> Any:
         raise ValueError("an opcode that makes no such object")
     if part in (SHORT_TEXT, TEXT):
         head = 1 + _LENGTH[part]
-        return _Texts([data[a : a + n] for a, n in zip(at.tolist(), (raw[at + 1] + np.intp(head)).tolist(), strict=True)], head)
+        ends = at + head + raw[at + 1].astype("i8")  # numpy 1 would add bytes as bytes
+        return _Texts([data[a:b] for a, b in zip(at.tolist(), ends.tolist(), strict=True)], head)
     op, eight = raw[at], at_each_byte(raw, "<i8")  # behind each of a run are more than 8 bytes
     if (op == op[0]).all() and op[0] in _DTYPES:
         values = at_each_byte(raw, _DTYPES[op[0]])[at + 1].astype("i8")

@@ -192,7 +192,8 @@ class Scanned(NamedTuple):
     steps: int  # opcodes that it followed one by one
     stop: int  # byte of the opcode STOP
     frames: list[int]  # bytes of the opcodes FRAME
-    runs: list[Run]  # of those that only push, where lists and dicts take all of what they push, and nothing else touches it
+    # of those that only push, where lists and dicts take all of what they push, and nothing else touches it; none with storages
+    runs: list[Run]
 
 
 def scan(data: bytes, where: str) -> Scanned:
@@ -209,6 +210,7 @@ def scan(data: bytes, where: str) -> Scanned:
     at, size, steps = 0, len(data), 0
     frames: list[int] = []
     runs: list[Run] = []
+    storages = False
     repeats = _Repeats(data, stack, memo, runs) if size >= _SMALL else None
 
     def put(index: int) -> None:
@@ -287,8 +289,9 @@ def scan(data: bytes, where: str) -> Scanned:
             elif op == 0x92:  # NEWOBJ_EX
                 del stack[len(stack) - 2 :]
                 stack[-1] = 1
-            elif op == 0x51:  # BINPERSID
+            elif op == 0x51:  # BINPERSID: a column would be one too
                 stack[-1] = 1
+                storages = True
             elif op == 0x63:  # GLOBAL
                 at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
                 stack.append(1)
@@ -299,7 +302,7 @@ def scan(data: bytes, where: str) -> Scanned:
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
                     raise IndexError
-                return Scanned(steps, here, frames, runs)
+                return Scanned(steps, here, frames, [] if storages else runs)
             else:
                 name = _NAMES.get(op)
                 raise _refuse(where, here, f"opcode {name} is refused" if name else f"{op:#04x} is no opcode")
@@ -344,7 +347,7 @@ class _Unit(NamedTuple):
     named: list[int]  # the groups of the pattern that are such indices
     checked: list[tuple[int, int]]  # (group, weight) of memo indices that must have that weight
     base: bool  # fills what is on the stack below it
-    form: Form  # the same as the pattern, where nothing is named or checked
+    form: Form  # where nothing is named or checked: the pattern, with texts of up to 255 bytes
     ahead: Ahead
 
 

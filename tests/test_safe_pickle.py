@@ -359,7 +359,7 @@ def behind(data, at, form):
 @pytest.mark.parametrize("seed", range(4))
 def test_many_at_once_are_what_they_are_one_by_one(seed):
     """Repetitions that Ahead finds are those that follow one another, up to the first damage, and columns hold their values."""
-    rng, damaged, whole = random.Random(seed), 0, 0
+    rng, taken, damaged, whole = random.Random(seed), 0, 0, 0
     for n in range(250):
         opens = [rng.choice(b"KKhG\x8cX") for _ in range(rng.randrange(1, 5))]
         form = [part for o in opens for part in (o, rng.choice((b"N", b"\x85\x94", b")\x81\x94}\x94(")))]
@@ -388,12 +388,17 @@ def test_many_at_once_are_what_they_are_one_by_one(seed):
         if b"h"[0] not in form and len(ahead.anchor) >= 3 and units[0].count(ahead.anchor) == 1 and not n % 2:  # it is once in all of them
             assert len(found) > 40  # in the bytes that are looked at first
         if len(begins):
-            odd = wanted[len(wanted) // 2] + 1
-            assert not len(ahead.take(data, odd)[0]) or behind(data, odd, form) is not None
+            taken += 1
+            again = pickle_columns.Ahead(form, [made for made, _ in instances[0]])
+            middle, last = again.take(data, wanted[len(begins) - 16])
+            assert len(middle) == 16 and last == end
+            assert not len(again.take(data, start - 1)[0]) or behind(data, start - 1, form) == start
             for i, place in enumerate(pickle_columns.follow(np.frombuffer(data, "u1"), begins, form, known=True)[0]):
                 part, values = opens[i], [instance[form.index(opens[0]) + 2 * i][1] for instance in instances[1 : len(begins) + 1]]
-                if part in b"Kh" and not n % 2:
+                if part != b"G"[0] and not n % 2:
                     column = pickle_columns._column(data, place, part)
-                    assert (column if part == b"K"[0] else column.ids).tolist() == values
+                    if part in b"X\x8c":
+                        column = np.array([opcode[column.head :].decode() for opcode in column.opcodes])
+                    assert (column.ids if part == b"h"[0] else column).tolist() == values
                     whole += 1
-    assert damaged > 5 and whole > 20
+    assert taken > 60 and damaged > 5 and whole > 40

@@ -464,6 +464,15 @@ class ByHand:
         """One of 400, which puts itself into the memo."""
         return self.ChunkStorageMetadata + b")\x81}(" + self.offsets + self.axis(n) + self.sizes + self.axis(0 if n else 400) + b"ub\x94"
 
+    def of_chunk(self, offset: bytes) -> bytes:
+        """An item at that offset."""
+        index = self.MetadataIndex + b")\x81}(\x8c\x03fqn\x8c\x01a\x8c\x06offset" + offset + b"\x8c\x05indexNub"
+        return index + self.info + b")\x81}(\x8c\x0drelative_path\x8c\x0c__0_0.distcp\x8c\x06offsetK\x00\x8c\x06lengthK\x09ub"
+
+    def in_chunk(self, offsets: bytes) -> bytes:
+        """A chunk at those offsets."""
+        return self.ChunkStorageMetadata + b")\x81}(\x8c\x07offsets" + offsets + b"\x8c\x05sizesNub"
+
     def whole(self, chunks: bytes = b"", items: bytes = b"", planner: bytes = b"N", file: bytes = b"") -> bytes:
         """`chunks` behind the chunks, `items` behind the items, `planner` as planner_data; `file` gets the name of a file of those in the middle."""
         words = ("state_dict_metadata", "planner_data", "storage_data", "properties", "chunks", "fqn", "index", "relative_path", "length")
@@ -510,6 +519,11 @@ def test_objects_of_a_run_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
         "a file's name put over before": ByHand().whole(planner=over + b"N"),
         "a file's name put over behind": ByHand().whole(items=over),
         "a file's name put later": ByHand().whole(file=get(chunk + 400), items=other + b"\x940"),
+        "a persistent id of none elsewhere": ByHand().whole(planner=b"NQ0N"),
+        "a chunk filled with nothing": ByHand().whole(planner=get(chunk + 200) + b"Nb0N"),
+        "a chunk filled with less": ByHand().whole(planner=get(chunk + 200) + b"N}\x86b0N"),
+        "a chunk in an item": ByHand().whole(items=made.of_chunk(get(chunk + 200) + b"\x85")),
+        "a chunk in a chunk": ByHand().whole(planner=b"}\x8c\x01x" + made.in_chunk(get(chunk + 200)) + b"s"),
         "a chunk in planner_data": ByHand().whole(planner=b"}\x8c\x01x" + get(chunk + 200) + b"s"),
         "a chunk deep in it": ByHand().whole(planner=b"}\x8c\x01xccollections\nOrderedDict\n)R\x8c\x01y" + get(chunk + 9) + b"ss"),
         "a chunk in a call in it": ByHand().whole(planner=b"}\x8c\x01xcbuiltins\nlist\n" + get(chunk + 9) + b"\x85Rs"),
@@ -523,6 +537,31 @@ def test_objects_of_a_run_are_touched(monkeypatch: pytest.MonkeyPatch) -> None:
             found, wanted = found._replace(planner_data=None), wanted._replace(planner_data=None)
         assert found == wanted, name
     assert accepted >= 8
+
+
+def test_chunks_of_two_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in the order in which the pickle has them, whichever way they are read."""
+    made = ByHand()
+
+    def chunk(n: int) -> bytes:
+        offsets, sizes = made.offsets + made.axis(n), made.sizes + made.axis(0 if n else 400)
+        return made.ChunkStorageMetadata + b")\x81}(" + (sizes + offsets + b"ub\x94" if n % 2 else offsets + sizes + b"ub")
+
+    monkeypatch.setattr(made, "chunk", chunk)
+    data = made.whole()
+    assert [o for o, _ in read(data).tensors["a"][2]] == [(n,) for n in range(400)]
+    assert read(data) == without_columns(monkeypatch, data)
+
+
+def test_long_texts_within_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 255 bytes, whose length and head numpy must not add up as bytes."""
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    items = {m.MetadataIndex(f"{n:0{250 + n % 6}}"): _StorageInfo("__0_0.distcp", n, 9) for n in range(400)}
+    tensors = {key.fqn.encode().decode(): m.BytesStorageMetadata() for key in items}
+    data = pickle.dumps(m.Metadata(tensors, None, items), 4)
+    assert len(read(data).items) == 400 and read(data) == without_columns(monkeypatch, data)
 
 
 def test_references_that_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
