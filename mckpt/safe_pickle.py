@@ -352,7 +352,7 @@ class _Unit(NamedTuple):
 
 
 class _Repeats:
-    """Finds what repeats in a pickle, and takes the repetitions at a regular expression's speed, with the same effect on stack and memo.
+    """Finds what repeats in a pickle, and takes the repetitions by a regular expression, or many at once (`Ahead`), with the same effect.
 
     A unit is learned from opcodes that were followed one by one: a pattern that leaves open only what has no effect. Those are the values
     of numbers, the text of strings, and memo indices read by opcodes that drop them again; an index whose weight goes into a tuple, into
