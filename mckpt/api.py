@@ -328,6 +328,7 @@ def _facts(
         | ({} if (true := _true_vocab(source)) is None else {"vocab_size": true}),
         "format": target.format,
         "dtype": target.dtype,
+        "casts": [*source.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
         "inexact": dict(inexact),
         "notes": notes,
         **more,

@@ -97,6 +97,7 @@ class Layout:
     stored: list[Stored]
     shapes: dict[str, tuple[int, ...]]  # of each logical tensor, by template
     ignored: dict[str, str] = field(default_factory=dict)  # stored key -> why nothing reads it
+    left_out: dict[str, str] = field(default_factory=dict)  # those of `ignored` that are weights of the model
 
     @property
     def num_tensors(self) -> int:

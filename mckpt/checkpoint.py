@@ -175,6 +175,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return other
 
     @property
+    def casts(self) -> list[str]:
+        """The dtypes that all its tensors were cast to, one after the other, since the first source; from its manifests."""
+        found = self.manifest.get("casts")
+        return [str(dtype) for dtype in found] if isinstance(found, list) else []
+
+    @property
     def quantised(self) -> bool:
         """Whether config.json says that weights are stored in 8 bits with scales."""
         return isinstance(self.stored, hf.Checkpoint) and self.stored.block is not None

@@ -241,9 +241,12 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
             click.echo(f"only in {b}: {name}")
         for change in found.changed:
             click.echo(str(change))
+        for text in found.left_out:
+            click.echo(f"not compared, because the mapping ignores it: {text}")
         verdict = "different" if found else "the same" + (" to the last bit" if atol is None else f" within {atol:g}")
         click.echo(
             f"{verdict}: {found.same:,} tensors equal, {len(found.changed):,} differ, {len(found.missing):,} missing, {len(found.extra):,} extra"
+            + (f", {len(found.left_out):,} ignored" if found.left_out else "")
         )
     return 1 if found else 0
 

@@ -1,18 +1,28 @@
-"""The difference of two checkpoints in logical space, across formats and parallel sizes."""
+"""Compares two checkpoints in logical space, across formats, parallel sizes and the casts that were made between them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from mckpt.dtypes import itemsize
+from mckpt.casting import cast
+from mckpt.checkpoint import Checkpoint
+from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.logical import LogicalTensor
 
-BLOCK_BYTES = 8 << 20  # of either side that is in memory at once
+BLOCK_BYTES = 2 << 20  # of either side that one thread holds at once; 1 to 4 MiB measured alike
+THREADS = 32  # at most; each takes 4 blocks of memory
+
+# The dtypes that a value passed through on its way from the left side to the right, by logical
+# template. An empty list means that both sides must hold the same bits of the same dtype.
+Casts = Callable[[str], Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -30,83 +40,206 @@ class Changed:
     def __str__(self) -> str:
         if self.what != "values":
             return f"{self.name}: {self.what} {self.left} against {self.right}"
-        return f"{self.name}: {self.count:,} elements differ, first at {list(self.first or ())} ({self.left} against {self.right}), max abs {self.max_abs:g}"
+        elements = "1 element differs" if self.count == 1 else f"{self.count:,} elements differ"
+        at = f"first at {list(self.first or ())} ({self.left} against {self.right})"
+        return f"{self.name}: {elements}, {at}, max abs {self.max_abs:g}"
 
 
 @dataclass
 class Difference:
-    """What `diff` found; falsy if the two are the same."""
+    """The result of `diff`. It is false if the two sides are the same and nothing was left out."""
 
     missing: list[str] = field(default_factory=list)  # in the first only
     extra: list[str] = field(default_factory=list)  # in the second only
     changed: list[Changed] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # weights of either side that its mapping ignores
     same: int = 0
+    cast: int = 0  # tensors among the `same` that are equal to a cast of the first side
     nbytes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.changed)
+        return bool(self.missing or self.extra or self.changed or self.left_out)
+
+    def swapped(self) -> Difference:
+        """The same difference, seen from the second side."""
+        changed = [replace(c, left=c.right, right=c.left) for c in self.changed]
+        return replace(self, missing=self.extra, extra=self.missing, changed=changed)
 
     def json(self) -> dict[str, Any]:
         return {
-            "same": not self, "tensors_equal": self.same, "bytes_compared": self.nbytes, "missing": self.missing, "extra": self.extra,
-            "changed": [vars(c) for c in self.changed],
+            "same": not self, "tensors_equal": self.same, "equal_after_cast": self.cast, "bytes_compared": self.nbytes,
+            "missing": self.missing, "extra": self.extra, "left_out": self.left_out, "changed": [vars(c) for c in self.changed],
         }  # fmt: skip
 
 
-def diff(a: Mapping[str, LogicalTensor], b: Mapping[str, LogicalTensor], atol: float | None = None,
-         progress: Callable[[int, int], None] | None = None) -> Difference:  # fmt: skip
-    """Compare every logical tensor: bit for bit (NaN payloads count), or within `atol`, where dtypes may then differ too."""
+def diff_converted(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> Difference:
+    """Compares a checkpoint with one that was converted from it, or the other way round.
+
+    The manifests name the casts that were made on the way: the values must be equal to exactly
+    those casts. Tensors that the mapping always stores in one dtype must be equal to that cast.
+    """
+    if left.casts != right.casts and left.casts[: len(right.casts)] == right.casts:
+        return _diff_casts(right, left, stop).swapped()
+    return _diff_casts(left, right, stop)
+
+
+def _diff_casts(left: Checkpoint, right: Checkpoint, stop: threading.Event | None) -> Difference:
+    known = right.casts[: len(left.casts)] == left.casts
+    made = right.casts[len(left.casts) :] if known else []
+    always = {name: [rule.dtype] for rule in right.mapping.rules if rule.dtype for name in rule.of}
+    return diff(left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop)
+
+
+class Stopped(Exception):
+    """The comparison was told to end early."""
+
+
+class _Block(NamedTuple):
+    """Some rows of one tensor that both sides have."""
+
+    name: str
+    row: int
+    rows: int
+
+
+class _Found(NamedTuple):
+    """The differing elements of one block: the first one, its two values, their number and the largest distance."""
+
+    first: tuple[int, ...]
+    left: str
+    right: str
+    num: int
+    max_abs: float
+
+
+def diff(
+    a: Mapping[str, LogicalTensor],
+    b: Mapping[str, LogicalTensor],
+    atol: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    casts: Casts = lambda name: (),
+    threads: int = 0,
+    stop: threading.Event | None = None,
+) -> Difference:
+    """Compares every logical tensor bit for bit (NaN payloads count), or within `atol`, where dtypes may differ too.
+
+    `casts(name)` says which dtypes a tensor was cast to between the two sides; it is then compared
+    with exactly that cast of the first side. threads=0 means one per core. Raises Stopped soon
+    after `stop` is set.
+    """
     out = Difference([n for n in a if n not in b], [n for n in b if n not in a])
-    common = [n for n in a if n in b]
-    total = sum(a[n].nbytes for n in common)
-    for name in common:
+    compared = []
+    for name in (n for n in a if n in b):
         left, right = a[name], b[name]
+        way = list(casts(name))
+        expected = way[-1] if way else left.dtype
         if left.shape != right.shape:
             out.changed.append(Changed(name, "shape", str(list(left.shape)), str(list(right.shape))))
-        elif left.dtype != right.dtype and atol is None:
-            out.changed.append(Changed(name, "dtype", left.dtype, right.dtype))
-        elif (found := _values(name, left, right, atol)) is not None:
-            out.changed.append(found)
+        elif expected != right.dtype and atol is None:
+            out.changed.append(Changed(name, "dtype", expected, right.dtype))
         else:
-            out.same += 1
-        out.nbytes += left.nbytes
-        if progress is not None:
-            progress(out.nbytes, total)
+            compared.append(name)
+            out.cast += any(dtype != left.dtype for dtype in way)
+    total = sum(a[n].nbytes for n in compared)
+    found: dict[str, list[tuple[int, _Found]]] = {}
+
+    def one(block: _Block) -> tuple[_Block, _Found | None]:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        return block, _compare(a, b, block, atol, casts(block.name))
+
+    blocks = [block for name in compared for block in _blocks(a[name], b[name])]
+    threads = threads or min(len(os.sched_getaffinity(0)), THREADS)
+    with ThreadPoolExecutor(threads, "compare") as pool:
+        try:
+            for block, differs in pool.map(one, blocks):
+                if differs:
+                    found.setdefault(block.name, []).append((block.row, differs))
+                whole = a[block.name]
+                out.nbytes += whole.nbytes // max(1, len(whole) if whole.shape else 1) * block.rows
+                if progress is not None:
+                    progress(out.nbytes, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    out.changed += [_merged(name, parts) for name, parts in found.items()]
+    order = {name: i for i, name in enumerate(a)}
+    out.changed.sort(key=lambda c: order[c.name])
+    out.same = len(compared) - len(found)
+    out.cast -= sum(any(dtype != a[name].dtype for dtype in casts(name)) for name in found)
+    out.left_out = [f"{side.path}: {key} ({why})" for side in (a, b) for key, why in _left_out(side)]  # type: ignore[attr-defined]
     return out
 
 
-def _values(name: str, left: LogicalTensor, right: LogicalTensor, atol: float | None) -> Changed | None:
+def _left_out(side: Any) -> list[tuple[str, str]]:
+    """The weights of a checkpoint that its mapping ignores; a plain dictionary of tensors has none."""
+    layout = getattr(side, "layout", None)
+    return list(layout.left_out.items()) if layout is not None else []
+
+
+def _blocks(left: LogicalTensor, right: LogicalTensor) -> Iterator[_Block]:
+    """The tensor's rows in blocks of about BLOCK_BYTES."""
     rows = left.shape[0] if left.shape else 1
-    step = max(1, BLOCK_BYTES // max(1, math.prod(left.shape[1:]) * max(itemsize(left.dtype), itemsize(right.dtype))))
-    first: tuple[int, ...] | None = None
-    shown = ("", "")
-    count, worst = 0, 0.0
-    for start in range(0, rows, step):
-        x, y = left[start : start + step].numpy(), right[start : start + step].numpy()
-        if atol is None:
-            bits = f"u{x.dtype.itemsize}"
-            apart = x.view(bits) != y.view(bits)
-            if not apart.any():
-                continue
-        wide = np.float64 if x.dtype.itemsize == 8 else np.float32
-        xf, yf = x.astype(wide), y.astype(wide)
-        with np.errstate(invalid="ignore", over="ignore"):
-            distance = np.abs(xf - yf)
-        distance[(xf == yf) | (np.isnan(xf) & np.isnan(yf))] = 0
-        distance[np.isnan(distance)] = np.inf
-        if atol is not None:
-            apart = distance > atol
-        if apart.any():
-            if first is None:
-                at = np.unravel_index(int(np.argmax(apart)), apart.shape)
-                first = (start + int(at[0]), *map(int, at[1:]))
-                shown = (_show(x[at]), _show(y[at]))
-            count += int(apart.sum())
-            worst = max(worst, float(distance[apart].max()))
-    return Changed(name, "values", *shown, first, worst, count) if count else None
+    row_bytes = math.prod(left.shape[1:]) * max(itemsize(left.dtype), itemsize(right.dtype))
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for row in range(0, rows, step):
+        yield _Block(left.name, row, min(step, rows - row))
+
+
+def _compare(
+    a: Mapping[str, LogicalTensor],
+    b: Mapping[str, LogicalTensor],
+    block: _Block,
+    atol: float | None,
+    way: Sequence[str],
+) -> _Found | None:
+    """The differences of one block, None if it has none."""
+    rows = slice(block.row, block.row + block.rows)
+    left, right = a[block.name], b[block.name]
+    x = (left[rows] if left.shape else left).numpy()
+    y = (right[rows] if right.shape else right).numpy()
+    for dtype in way:
+        x = _as(x, dtype)
+    if atol is None:
+        bits = f"u{x.dtype.itemsize}"
+        if np.array_equal(x.view(bits), y.view(bits)):
+            return None
+        apart = x.view(bits) != y.view(bits)
+    wide = np.float64 if x.dtype.itemsize == 8 else np.float32
+    xf, yf = x.astype(wide), y.astype(wide)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.abs(xf - yf)
+    distance[(xf == yf) | (np.isnan(xf) & np.isnan(yf))] = 0
+    distance[np.isnan(distance)] = np.inf
+    if atol is not None:
+        apart = distance > atol
+        if not apart.any():
+            return None
+    at = tuple(map(int, np.unravel_index(int(np.argmax(apart)), apart.shape)))
+    first = (block.row + at[0], *at[1:]) if at else ()
+    return _Found(first, _show(x[at]), _show(y[at]), int(apart.sum()), float(distance[apart].max()))
+
+
+def _as(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The values cast to a dtype, as a conversion casts them."""
+    if values.dtype == numpy_dtype(dtype):
+        return values
+    out = np.empty(values.shape, numpy_dtype(dtype))
+    cast(values.reshape(1, -1), out.reshape(1, -1))
+    return out
+
+
+def _merged(name: str, parts: list[tuple[int, _Found]]) -> Changed:
+    """The differences of a tensor's blocks as one."""
+    _, first = min(parts)
+    count, worst = sum(p.num for _, p in parts), max(p.max_abs for _, p in parts)
+    return Changed(name, "values", first.left, first.right, first.first, worst, count)
 
 
 def _show(value: Any) -> str:
-    if np.isnan(float(value)):  # two NaNs may differ in their bits alone
-        return f"nan 0x{np.asarray(value).reshape(1).view(f'u{value.dtype.itemsize}')[0]:x}"
-    return f"{float(value):.6g}"
+    """The value with as many digits as tell it from its neighbours; of a NaN, its bits."""
+    if np.isnan(float(value)):
+        bits = np.asarray(value).reshape(1).view(f"u{value.dtype.itemsize}")[0]
+        return f"nan 0x{bits:x}"
+    digits = {2: 6, 4: 9, 8: 17}.get(value.dtype.itemsize, 6)
+    return f"{float(value):.{digits}g}"

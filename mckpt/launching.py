@@ -69,6 +69,7 @@ def launch(module: str, job: dict[str, Any], directory: Path, device: str, num_r
         "PYTHONPATH": os.pathsep.join(filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])),
         "PYTHONWARNINGS": "ignore",  # those of torch and megatron-core, of which a user can mend none
         "TOKENIZERS_PARALLELISM": "false",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers then reads weights one after the other, in the same order every time
         "NVIDIA_TF32_OVERRIDE": "0",  # fp32 means fp32: Transformer Engine asks cuBLAS for TF32 otherwise
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it with tensor parallelism
     }

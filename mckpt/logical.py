@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK_BYTES = 8 << 20  # of either side that is in memory at once when tensors are looked through
+DIRECT = 16 << 10  # bytes; rows of at least this length are read where they belong, shorter ones together through a buffer
 
 
 class LogicalTensor:
@@ -114,6 +115,10 @@ class Reader(Mapping[str, "LogicalTensor"]):
     def __contains__(self, name: object) -> bool:
         return name in self._order
 
+    def template(self, name: str) -> str:
+        """The name with {layer} and {expert} in place of its numbers."""
+        return self._order[name][0]
+
     def dtype(self, name: str) -> str:
         """The dtype of its elements; of block-quantised ones that of their values."""
         template, layer, expert = self._order[name]
@@ -134,14 +139,23 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """Fills what one stored tensor's `pieces` hold of the box of `into`, which lies in `out`."""
         size, wide = itemsize(s.stored_as), out.itemsize
         for m in (m for p in pieces for whole in moves(p, into) for m in (by_rows(whole, s.shape[-1]) if s.scales else [whole])):
-            span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
             at = int(s.at[row]) + m.src_start * size
-            raw = self._pread(int(s.file[row]), at, span * size).view(f"u{size}")
+            if m.src_step == m.dst_step == 1 and not s.scales and (m.rows == 1 or m.run * size >= DIRECT):
+                for i in range(m.rows):  # without a buffer in between
+                    start = m.dst_start + i * m.dst_pitch
+                    self._pread(int(s.file[row]), at + i * m.src_pitch * size, out[start : start + m.run].view("u1"))
+                continue
+            span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
+            raw = self._pread(int(s.file[row]), at, np.empty(span * size, "u1")).view(f"u{size}")
             rows = np.lib.stride_tricks.as_strided(raw, (m.rows, m.run), (m.src_pitch * size, m.src_step * size))
             to = np.lib.stride_tricks.as_strided(out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide))
             if s.scales:
                 grid = Grid(*s.scales.grids[row].tolist())
-                dequantise(grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, self._pread)
+
+                def read(file: int, at: int, nbytes: int) -> np.ndarray:
+                    return self._pread(file, at, np.empty(nbytes, "u1"))
+
+                dequantise(grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read)
             else:
                 to[...] = rows
 
@@ -181,20 +195,20 @@ class Reader(Mapping[str, "LogicalTensor"]):
             for row in range(len(s)):
                 filled = 0
                 for at, length in blocks:
-                    raw = self._pread(int(s.file[row]), int(s.at[row]) + at * size, length * size).view(f"u{size}")
+                    raw = self._pread(int(s.file[row]), int(s.at[row]) + at * size, np.empty(length * size, "u1")).view(f"u{size}")
                     filled += int(raw.reshape(-1, width).any(1).sum()) if length % width == 0 else int(raw.any())
                 if filled:
                     out.append(f"{s.key}: {filled:,} rows beyond the true vocabulary are not zero, and are dropped")
         return out
 
-    def _pread(self, file: int, at: int, nbytes: int) -> np.ndarray:
-        path = self._layout.files[file]
-        raw = np.empty(nbytes, "u1")
+    def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
+        """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""
+        path, nbytes = self._layout.files[file], len(out)
         try:
             fd = os.open(path, os.O_RDONLY)
             try:
                 got = 0
-                while got < nbytes and (n := os.preadv(fd, [raw[got:].data], at + got)):
+                while got < nbytes and (n := os.preadv(fd, [out[got:].data], at + got)):
                     got += n
             finally:
                 os.close(fd)
@@ -202,7 +216,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
         if got < nbytes:
             raise SourceError(f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated since its header was read")
-        return raw
+        return out
 
 
 def _blocks(piece: Piece, most: int) -> Iterator[Piece]:

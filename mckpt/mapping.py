@@ -262,7 +262,8 @@ class MappingFile(NamedTuple):
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
     warned: dict[str, tuple[Expression, str]]  # name -> (when, why) what can be said is computed differently
     inert: frozenset[str]
-    ignore: dict[str, str]
+    ignore: dict[str, str]  # stored keys that are not read, and why: of a family weights, of a dialect what is no weight
+    computed: dict[str, str]  # stored keys that a model computes from its config, so that nothing is lost without them
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
 
@@ -489,6 +490,7 @@ _TOP: dict[str, type] = {
     "inexact": Node,
     "inert": list,
     "ignore": Node,
+    "computed": Node,
     "tensors": Node,
     "blocks": Node,
     "objects": Node,
@@ -614,7 +616,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         warned,
         frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),
-        tuple(rules), tuple(objects),
+        dict(root.get("computed") or {}), tuple(rules), tuple(objects),
     )  # fmt: skip
     if problems:
         raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))  # a block is read for tensors and for objects

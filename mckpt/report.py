@@ -18,9 +18,8 @@ from typing import Any
 
 from mckpt.errors import UsageError
 from mckpt.parallel import Parallel
-from mckpt.verdict import FAULT, Verdict
+from mckpt.verdict import CLEAN, FAULT, Verdict
 
-CLEAN = 3.0  # times below the fp32 tolerance that a faultless run stays, see NOISE in `verdict`; nearer is worth a look, and no fault yet
 SHOWN = 16  # rows of a table, items of a list; the others are there, folded
 X_LABELS = 12
 
@@ -460,10 +459,13 @@ def _values(facts: dict[str, Any]) -> Markup:
         [tag("code", c["name"]), c["what"], c["left"], c["right"], "-" if c["first"] is None else list(c["first"]), say(c["count"] or None), say(c["max_abs"])]
         for c in found["changed"]
     ]  # fmt: skip
-    parts = [terms([("equal to the last bit", f"{found['tensors_equal']:,} tensors"), ("compared", f"{found['bytes_compared']:,} bytes")])]
+    counts = [("equal to the last bit", f"{found['tensors_equal']:,} tensors"), ("compared", f"{found['bytes_compared']:,} bytes")]
+    if found["equal_after_cast"]:
+        counts.append(("of these after a cast", f"{found['equal_after_cast']:,} tensors"))
+    parts = [terms(counts)]
     if rows:
         parts.append(table(["tensor that differs", "in", "first", "second", "at", "elements", "max abs"], rows))
-    for key, name in (("missing", "Only in the first"), ("extra", "Only in the second")):
+    for key, name in (("missing", "Only in the first"), ("extra", "Only in the second"), ("left_out", "Ignored by the mapping and not compared")):
         if found[key]:
             parts += [tag("h3", f"{name}: {len(found[key]):,}"), listed(found[key], "code")]
     return section("Tensors", *parts)

@@ -28,6 +28,7 @@ LOW_NOISE = 4.0
 LOW_SHARE = 0.5
 ROUNDING = 2.0**-21  # of the largest logit: two units in the last place of fp32, below which no noise is believed
 TIES = 30.0  # noises of the router's logits: a choice of experts this close may fall either way
+CLEAN = 3.0  # tolerances in a difference of fp32 logits must be at least this many: the least of all clean runs measured was 5.3
 FAULT = 10.0  # tolerances that a fault has to exceed, and that the probe's does
 LISTED = 40
 
@@ -64,6 +65,8 @@ class Verdict:
                 out.append(f"so much noise decides nothing in {dtype}")
             if "probe_above" in m:
                 out.append(f"margins: {m['below']:.3g} times below the tolerance; a seeded fault is {m['probe_above']:.3g} times above it")
+        for index, (first, second) in self.facts.get("measured_again", {}).items():
+            out.append(f"the noise of sequence {index} was measured twice: {first:.3g}, then {second:.3g}")
         if tokens := self.facts.get("tokens"):
             reached = [
                 f"{what.replace('_', ' ')} {c['reached']:,} of {c['of']:,}" for what, c in self.facts["coverage"].items() if "reached" in c
@@ -71,8 +74,9 @@ class Verdict:
             out.append(
                 f"{tokens['judged']:,} of {tokens['positions']:,} positions of {tokens['sequences']} sequences; {', '.join(reached)}"
             )
-            if compared := [name for name in self.facts.get("compared", []) if not name.startswith("embed.")]:
-                out.append(f"{len(compared):,} tensors of multi-token prediction, which logits do not show, compared as numbers")
+        if values := self.facts.get("values"):
+            cast = f", {values['equal_after_cast']:,} of them after the cast that mckpt.json names" if values["equal_after_cast"] else ""
+            out.append(f"{values['tensors_equal']:,} tensors are equal to the last bit{cast} ({values['bytes_compared']:,} bytes)")
         if training := self.facts.get("training"):
             out.append(
                 f"{len(training['losses'][0])} steps at two layouts: losses {training['max_abs']:.3g} apart, tolerance {training['tolerance']:.3g}"
@@ -91,9 +95,30 @@ class Pair:
     sizes: dict[str, int]  # tp, pp, vpp, ep, etp, cp of the run
     apart: list[dict[str, Any]]  # dims that config and args say differently: dim, arg, hf, megatron
     unread: str | None = None  # why the args could not be read
-    replicas: list[str] = field(default_factory=list)  # copies of one tensor, on several ranks, that differ
     notes: list[str] = field(default_factory=list)  # what a reader must know that changes no verdict
     split: dict[str, Any] = field(default_factory=dict)  # how an uneven pipeline of the run is split, in the fields of Parallel
+
+
+@dataclass
+class Values:
+    """The stored values of a pair, compared: their difference, and copies of one tensor, on several ranks, that differ."""
+
+    difference: comparison.Difference
+    replicas: list[str] = field(default_factory=list)
+
+    def reasons(self, left: Checkpoint, right: Checkpoint) -> list[str]:
+        """Why the two are not the same; empty if they are."""
+        out = [f"{name}: only in {left.path}" for name in self.difference.missing]
+        out += [f"{name}: only in {right.path}" for name in self.difference.extra]
+        return [*self.replicas, *out, *map(str, self.difference.changed)]
+
+    def not_compared(self) -> list[str]:
+        """Why equal values are no proof; empty if they are one."""
+        left_out = self.difference.left_out
+        if not left_out:
+            return []
+        shown = "; ".join(left_out[:LISTED]) + (" ..." if len(left_out) > LISTED else "")
+        return [f"the mapping ignores {len(left_out):,} weights, which were not compared: {shown}"]
 
 
 # ---------------------------------------------------------------------------------------------------------------- judging
@@ -126,8 +151,11 @@ class _Runs:
         return np.concatenate(rows)
 
 
-def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
-    """Level `forward`: judges what both sides left in `work`."""
+def judge(pair: Pair, values: Values | None, work: Path, device: str, num_ranks: int) -> Verdict:
+    """Level `forward`: judges the stored values and what both sides left in `work`.
+
+    `values` is None if the args do not describe a model whose tensors could be compared.
+    """
     ran = json.loads((work / f"{pair.name}.json").read_text())
     if "error" in ran:
         return does_not_load(pair, getattr(errors, ran["error"]["class"])(ran["error"]["message"]))
@@ -144,6 +172,8 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
         facts["logits"][ran["dtype"]] = _low(runs)
     if pair.sizes["cp"] > 1:  # what ran once more, in the checkpoint's dtype alone
         facts["logits"][f"{ran['dtype']}, cp {pair.sizes['cp']}"] = _low(_Runs(work, f"{pair.name}.cp", 0))
+    if again := runs.said.get("measured_again"):
+        facts["measured_again"] = again
     facts["points"] = _points(runs, judged)
     facts["tokens"] = {
         "sequences": len(runs.sequences), "positions": sum(map(len, runs.sequences)), "judged": int(sum(j.sum() for j in judged)),
@@ -151,14 +181,17 @@ def judge(pair: Pair, work: Path, device: str, num_ranks: int) -> Verdict:
     }  # fmt: skip
     facts["coverage"] = _coverage(pair, runs, judged)
     facts["scatter"] = _scatter(runs)
-    facts["compared"] = numbers = _not_run(pair)
-    wrong = [*routed, *_differing(pair, numbers), *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
-    if wrong or reasons:
-        facts["where"] = _where(pair, runs, facts, judged)
+    wrong = [*routed, *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
+    apart = values.reasons(pair.left, pair.right) if values else []
+    if values:
+        facts["values"] = values.difference.json()
+    if wrong or reasons or apart:
+        facts["where"] = _where(pair, values, runs, facts, judged)
+        wrong = [*apart[:LISTED], *([f"and {len(apart) - LISTED:,} more"] if len(apart) > LISTED else []), *wrong]
         if facts["where"]["point"]:
             wrong.append(_say_where(facts["where"]))
         return Verdict("fail", [*reasons, *wrong], facts)
-    missing = _incomplete(facts)
+    missing = [*(values.not_compared() if values else []), *_incomplete(facts)]
     return Verdict("incomplete" if missing else "pass", missing, facts)
 
 
@@ -193,7 +226,7 @@ def _facts(pair: Pair) -> dict[str, Any]:
 
 
 def _of_args(pair: Pair) -> list[str]:
-    return [*map(say_dim, pair.apart), *([pair.unread] if pair.unread else []), *pair.replicas]
+    return [*map(say_dim, pair.apart), *([pair.unread] if pair.unread else [])]
 
 
 def _judged(runs: _Runs) -> tuple[list[np.ndarray], int, list[str]]:
@@ -236,21 +269,6 @@ def _steady(reference: Any, length: int) -> np.ndarray:
         other = np.flatnonzero((reference[key] != reference[f"noise_{key}"]).any(1))
         counts[int(other[0]) if len(other) else length :] = False
     return counts
-
-
-def _not_run(pair: Pair) -> list[str]:
-    """What logits say nothing of, or not of all of it: rows of the embedding that no token reached, and layers of multi-token prediction."""
-    behind = range(pair.left.dims["num_layers"], pair.left.dims["num_layers"] + pair.left.dims["mtp_layers"])
-    return [name for name in pair.left if name.startswith(("embed.", *(f"layers.{layer}." for layer in behind)))]
-
-
-def _differing(pair: Pair, names: list[str]) -> list[str]:
-    """Those of these tensors that differ as numbers."""
-    try:
-        found = comparison.diff({n: pair.left[n] for n in names}, {n: pair.right[n] for n in names if n in pair.right}, atol=0.0)
-    except MckptError:  # args that fit no layout are a reason of their own
-        return []
-    return [str(c) for c in found.changed]
 
 
 def _logits(runs: _Runs, judged: list[np.ndarray]) -> dict[str, Any]:
@@ -367,6 +385,11 @@ def _incomplete(facts: dict[str, Any]) -> list[str]:
         out.append(
             f"the noise of {dtype}, {logits['noise']:.3g}, is too large beside the logits' spread {logits['spread']:.3g} to tell a fault"
         )
+    elif logits.get("below", math.inf) < CLEAN:
+        out.append(
+            f"the logits stay only {logits['below']:.2g} times below the tolerance, and those of a clean conversion stay "
+            f"{CLEAN:g} times below it at least"
+        )
     elif logits.get("probe_above", math.inf) < FAULT:
         above = f"{logits['probe_above']:.2g} times the tolerance"
         out.append(f"a seeded fault moved logits by {logits['probe']:.3g} only, {above}: another could be missed")
@@ -387,7 +410,7 @@ def _scatter(runs: _Runs) -> list[list[float]]:
 # ---------------------------------------------------------------------------------------------------------------- where
 
 
-def _where(pair: Pair, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarray]) -> dict[str, Any]:
+def _where(pair: Pair, values: Values | None, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarray]) -> dict[str, Any]:
     """The first point whose states part, the tensors that feed it, and those whose values differ."""
     point = next((p["point"] for p in facts["points"] if p["difference"] > p["tolerance"]), None)
     if point is None and any(_too_far(dtype, m) for dtype, m in facts["logits"].items()):
@@ -397,7 +420,7 @@ def _where(pair: Pair, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarr
         first = [(i, int(at[0])) for i in range(len(runs.sequences)) if len(at := np.flatnonzero(_beyond(runs, i, facts) & judged[i]))]
         out["position"] = dict(zip(("sequence", "position"), first[0], strict=True)) if first else None
     try:
-        out |= _tensors(pair, point)
+        out |= _tensors(pair, values, point)
     except MckptError as e:  # the args describe no layout that fits
         out["message"] = str(e)
     return out
@@ -408,14 +431,15 @@ def _beyond(runs: _Runs, index: int, facts: dict[str, Any]) -> np.ndarray:
     return np.asarray(~(runs.logits(index)["max_abs"] <= facts["logits"]["float32"]["tolerance"]))
 
 
-def _tensors(pair: Pair, point: str | None) -> dict[str, Any]:
+def _tensors(pair: Pair, values: Values | None, point: str | None) -> dict[str, Any]:
     """Stored tensors that feed the point, and logical tensors whose values differ."""
     out: dict[str, Any] = {}
     if point is not None:
         out["logical"] = sorted({n for n in pair.left if feeds(n, point, bool(pair.left.dims["tied"]))}, key=_by_number)
         out["hf"], out["stored"] = _keys(pair.left, out["logical"]), _keys(pair.right, out["logical"])
-    found = comparison.diff(pair.left, pair.right, atol=0.0)
-    out["differ"] = [c.name for c in found.changed] + found.missing + found.extra
+    if values:
+        found = values.difference
+        out["differ"] = [c.name for c in found.changed] + found.missing + found.extra
     return out
 
 

@@ -1,10 +1,12 @@
 """The verdict: do a Hugging Face and a Megatron checkpoint hold one model?
 
-    bytes     every logical tensor the same, to the last bit, and the same dims; any formats, no torch needed
-    forward   transformers and Megatron-Core compute the same logits, at every position of several sequences
-    train     and, trained a few steps at two parallel layouts, the same losses
+    bytes     Every logical tensor is the same to the last bit, or the exact cast that the manifest names, and the
+              dims are the same. Works for any two formats and needs no torch.
+    forward   All of `bytes`; and transformers and Megatron-Core compute the same logits, at every position of
+              several sequences.
+    train     All of `forward`; and a few training steps at two parallel layouts give the same losses.
 
-This module starts what is needed and hands on what it left; `verdict` judges.
+This module starts the processes that a level needs; `verdict` judges their results.
 """
 
 from __future__ import annotations
@@ -14,7 +16,10 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +31,7 @@ from mckpt.checkpoint import DIALECT, Checkpoint, Known
 from mckpt.errors import MckptError, UsageError
 from mckpt.formats import hf as hf_format
 from mckpt.parallel import Parallel
-from mckpt.verdict import Pair, Verdict
+from mckpt.verdict import Pair, Values, Verdict
 
 LEVELS = ("bytes", "forward", "train")
 SEQUENCES, LENGTH = 4, 512
@@ -82,13 +87,44 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
         subjects = [_Subject(left, path, options, f"checkpoint{index}", work) for index, path in enumerate(checkpoints)]
         if any(s.pair.sizes != subjects[0].pair.sizes or s.dtype != subjects[0].dtype for s in subjects):
             raise UsageError("checkpoints that are verified together must be of one dtype and run at the same sizes")
-        return _run(subjects, work, options)
+        with _comparing(subjects) as values:
+            return _run(subjects, values, work, options)
     finally:
         if options.keep is None:
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict]:
+@contextmanager
+def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | None]]]:
+    """Compares all stored values of each subject in threads of this process, while other processes compute.
+
+    Ends the comparison early if the block fails.
+    """
+    stop = threading.Event()
+
+    def compare(subject: _Subject) -> Values | None:
+        pair = subject.pair
+        try:
+            return _values(pair.left, pair.right, stop)
+        except MckptError:
+            if pair.apart or pair.unread:  # the args describe another model, which is a reason of its own
+                return None
+            raise
+
+    with ThreadPoolExecutor(1, "values") as pool:
+        try:
+            yield [pool.submit(compare, subject) for subject in subjects]
+        finally:
+            stop.set()
+
+
+def _values(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> Values:
+    """The difference of the two, and the copies of one tensor, on several ranks, that differ."""
+    found = comparison.diff_converted(left, right, stop)
+    return Values(found, [text for side in (left, right) if side.format == "torch" for text in side.reader.check_replicas()])
+
+
+def _run(subjects: list[_Subject], values: Sequence[Future[Values | None]], work: Path, options: Options) -> list[Verdict]:
     """Levels `forward` and `train`."""
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
     num_ranks = launching.world({**sizes, "cp": 1})
@@ -121,7 +157,9 @@ def _run(subjects: list[_Subject], work: Path, options: Options) -> list[Verdict
             raise
         found = [verdict.does_not_load(only, e)]  # and the args say why
     else:
-        found = [verdict.judge(subject.pair, work, device, num_ranks) for subject in subjects]
+        found = [
+            verdict.judge(subject.pair, one.result(), work, device, num_ranks) for subject, one in zip(subjects, values, strict=True)
+        ]
     for subject, one in zip(subjects, found, strict=True):
         one.facts["level"] = options.level
         if subject.resharded:
@@ -152,18 +190,15 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
     apart, unread = differing_dims(left, right, window=True) if left.format == "hf" != right.format else (_dims_apart(left, right), None)
     facts["dims"] = apart
     reasons = [*map(verdict.say_dim, apart), *([unread] if unread else [])]
-    for side in (left, right):
-        if side.format == "torch" and not reasons:
-            reasons += side.reader.check_replicas()
     try:
-        found = comparison.diff(left, right)
+        values = _values(left, right)
     except MckptError as e:
         if not reasons:
             raise
-        return Verdict("fail", [*reasons, f"so the tensors cannot be told apart: {e}"], facts)
-    reasons += [f"{name}: only in {left.path}" for name in found.missing] + [f"{name}: only in {right.path}" for name in found.extra]
-    reasons += [str(c) for c in found.changed]
-    return Verdict("fail" if reasons else "pass", reasons, {**facts, "values": found.json()})
+        return Verdict("fail", [*reasons, f"so the tensors cannot be compared: {e}"], facts)
+    reasons += values.reasons(left, right)
+    missing = values.not_compared()
+    return Verdict("fail" if reasons else "incomplete" if missing else "pass", [*reasons, *missing], {**facts, "values": values.difference.json()})
 
 
 # ---------------------------------------------------------------------------------------------------------------- a Megatron checkpoint
@@ -193,8 +228,7 @@ class _Subject:
             if (right.parallel.pp, right.parallel.vpp) == (wanted.pp, wanted.vpp)
             else {}
         )
-        replicas = right.reader.check_replicas() if right.format == "torch" and not apart and not unread else []
-        self.pair = Pair(name, left, right, where, sizes, apart, unread, replicas, _notes(left), split)
+        self.pair = Pair(name, left, right, where, sizes, apart, unread, _notes(left), split)
         api.check_sizes(left.dims, wanted)
         if options.cp > 1 and options.level == "train":
             raise UsageError(

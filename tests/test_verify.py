@@ -20,11 +20,11 @@ import mckpt
 from mckpt import launching, packing, verdict
 from mckpt.checkpoint import Checkpoint, Known
 from mckpt.packing import Shape
-from mckpt.verdict import FAULT
-from mckpt.verification import Options, _Subject, other_sizes, read_tokens, verify_all
+from mckpt.trainer import reference
+from mckpt.verdict import CLEAN, FAULT
+from mckpt.verification import Options, _values, other_sizes, read_tokens, verify_all
 from tests import door, tiny
 
-CLEAN = 3.0  # a clean run stays this far below the tolerance
 MODEL = "decoder.layers"
 HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # of the case below
 State = dict[str, torch.Tensor]
@@ -195,7 +195,7 @@ def test_a_fault_of_the_converter_itself(directory: Path, verdicts: dict[str, mc
     known = Checkpoint(directory / "hf"), Checkpoint(directory / f"fault{index}", Known(like=directory / "hf"))
     monkeypatch.setitem(packing.PACKINGS, "qkv", wrong)
     pair = verdict.Pair(f"checkpoint{index + 1}", *known, directory, verdicts["clean"].facts["sizes"], [])
-    found = verdict.judge(pair, directory / "work", "cpu", 1)
+    found = verdict.judge(pair, _values(*known), directory / "work", "cpu", 1)
     assert found.verdict == "fail"
     assert found.facts["where"]["point"] == "layers.2.attn"
     assert "layers.2.attn.k.weight" not in found.facts["where"]["differ"]
@@ -209,7 +209,8 @@ def test_context_parallelism(directory: Path, verdicts: dict[str, mckpt.Verdict]
         shutil.copy(path, path.with_name(path.name.replace(f"checkpoint{index}.", "checkpoint0.cp.")))
     left, right = Checkpoint(directory / "hf"), Checkpoint(directory / "clean", Known(like=directory / "hf"))
     sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
-    found = verdict.judge(verdict.Pair("checkpoint0", left, right, directory, sizes, []), directory / "work", "cpu", 1)
+    same = _values(left, right)
+    found = verdict.judge(verdict.Pair("checkpoint0", left, right, directory, sizes, []), same, directory / "work", "cpu", 1)
     assert found.verdict == expected, found.reasons
     assert list(found.facts["logits"]) == ["float32", "bfloat16", "bfloat16, cp 2"]
     if expected == "fail":
@@ -228,20 +229,66 @@ def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
     right = Checkpoint(tmp_path / "megatron", Known(like=source))
-    assert (
-        _Subject(Checkpoint(source), tmp_path / "megatron", Options(), "x", tmp_path).pair.replicas
-        == found.reasons
-        == right.reader.check_replicas()
-    )
+    assert _values(Checkpoint(source), right).replicas == found.reasons == right.reader.check_replicas()
 
 
-def test_rows_that_no_token_reaches_are_compared(directory: Path, verdicts: dict[str, mckpt.Verdict]) -> None:
-    left, right = Checkpoint(directory / "hf"), Checkpoint(directory / "clean", Known(like=directory / "hf"))
+def low_bit(state: State, args: Any) -> None:
+    """The last bit of one weight of the embedding, in a row that no token may reach."""
+    bits = state["embedding.word_embeddings.weight"].view(torch.int16)
+    bits[3, 5] ^= 1
+
+
+def test_one_low_bit_fails_at_every_level(directory: Path, verdicts: dict[str, mckpt.Verdict], tmp_path: Path) -> None:
+    """The logits of the clean twin stand in for its own, which one bit does not move: only the stored values can tell."""
+    path = seed(directory / "clean", tmp_path / "bit", low_bit)
+    left, right = Checkpoint(directory / "hf"), Checkpoint(path, Known(like=directory / "hf"))
+    x, y = (float(side["embed.weight"].numpy()[3, 5]) for side in (left, right))
+    expected = f"embed.weight: 1 element differs, first at [3, 5] ({x:.6g} against {y:.6g})"
     pair = verdict.Pair("checkpoint0", left, right, directory, verdicts["clean"].facts["sizes"], [])
-    assert verdict._differing(pair, verdict._not_run(pair)) == []
-    shifted = directory / f"fault{[name for name, _, _ in FAULTS].index('vocabulary shifted by one row')}"
-    pair.right = Checkpoint(shifted, Known(like=directory / "hf"))
-    assert verdict._differing(pair, verdict._not_run(pair))[0].startswith("embed.weight: ")
+    found = verdict.judge(pair, _values(left, right), directory / "work", "cpu", 1)
+    assert found.exit_code == 1 and len(found.reasons) == 1 and found.reasons[0].startswith(expected)
+    found = mckpt.verify(directory / "hf", path, level="bytes")
+    assert found.exit_code == 1 and found.reasons[0].startswith(expected)
+
+
+def test_a_cast_passes_only_where_it_is_exact(tmp_path: Path) -> None:
+    """The manifest names the cast; each value must be what that cast makes of the source's."""
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", "float32")
+    mckpt.plan(source, tmp_path / "bf16", dtype="bf16", parallel=mckpt.Parallel(tp=2)).run()
+    mckpt.plan(tmp_path / "bf16", tmp_path / "again", parallel=mckpt.Parallel(pp=2), format="torch").run()
+    mckpt.plan(tmp_path / "again", tmp_path / "fp32", format="hf", dtype="fp32").run()
+    for other in ("bf16", "again", "fp32"):
+        for pair in ((source, tmp_path / other), (tmp_path / other, source)):
+            found = mckpt.verify(*pair, level="bytes")
+            assert (found.verdict, found.reasons) == ("pass", []), other
+            assert found.facts["values"]["equal_after_cast"] > 100
+    assert mckpt.verify(tmp_path / "bf16", tmp_path / "again", level="bytes").facts["values"]["equal_after_cast"] == 0
+    (path,) = (tmp_path / "again").glob("release/mp_rank_00_000/model_optim_rng.pt")
+    saved = torch.load(path, weights_only=False)
+    low_bit(saved["model"], saved["args"])
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "again", level="bytes")
+    assert [reason.split(",")[0] for reason in found.reasons[1:]] == ["embed.weight: 1 element differs"], "and the copy of the last stage"
+    (tmp_path / "bf16" / "release" / "mckpt.json").unlink()
+    found = mckpt.verify(source, tmp_path / "bf16", level="bytes")
+    assert found.verdict == "fail" and "dtype float32 against bfloat16" in found.reasons[0], "nothing names the cast"
+
+
+def test_ignored_weights_are_not_the_same(tmp_path: Path) -> None:
+    source = tiny.tiny_random("qwen3", tmp_path / "hf")
+    family = tmp_path / "less.yaml"
+    family.write_text(
+        "extends: qwen3\narchitectures: [Qwen3ForCausalLM]\n"
+        'ignore:\n  "model.layers.{layer}.extra.weight": it is left out here\n'
+    )
+    weights = tiny.tensors(tiny.config("qwen3"))
+    weights |= {f"model.layers.{layer}.extra.weight": weights["model.norm.weight"] for layer in range(4)}
+    tiny.write_weights(source, weights)
+    mckpt.plan(source, tmp_path / "megatron", known=Known(mapping=str(family))).run()
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes", mapping=str(family))
+    assert found.verdict == "incomplete" and "ignores 4 weights" in found.reasons[0] and "layers.0.extra.weight" in found.reasons[0]
+    said = door.mckpt("diff", source, tmp_path / "megatron", "--mapping", family, "--like", source)
+    assert said.code == 1 and "the same" not in said.out and "4 ignored" in said.out, said.out
 
 
 def test_choices_that_transformers_itself_changes_are_left_out() -> None:
@@ -254,6 +301,27 @@ def test_choices_that_transformers_itself_changes_are_left_out() -> None:
     assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=other), 5).tolist() == [True, True, True, False, False]
     assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=chosen), 5).all()
     assert verdict._too_far("float32", {"max_abs": float("nan"), "tolerance": 1.0}) is None
+
+
+@pytest.mark.parametrize(("second", "kept"), [(1e-5, "second"), (0.5, "first")])
+def test_a_suspicious_noise_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: float, kept: str) -> None:
+    """A noise a hundred times the usual one counts only if a second measurement of both runs finds it too."""
+    found = [1.0, second]
+
+    def base(model: Any, recorder: Any, tokens: list[int], out: Path, index: int) -> float:
+        np.save(out / f"logits.{index}.npy", np.full((3, 4), 8.0, "f4"))
+        np.savez(out / f"reference.{index}.npz", run=np.array("first" if len(found) == 2 else "second"))
+        return 8.0
+
+    monkeypatch.setattr(reference, "base", base)
+    monkeypatch.setattr(reference, "noise", lambda *args: found.pop(0))
+    base(None, None, [], tmp_path, 0)
+    assert reference.measured_noise(None, None, [], tmp_path, 0) == [1.0, second]  # type: ignore[arg-type]
+    with np.load(tmp_path / "reference.0.npz") as left:
+        assert left["run"] == kept
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.0.npy", "reference.0.npz"]
+    found[:] = [1e-5]
+    assert reference.measured_noise(None, None, [], tmp_path, 0) is None  # type: ignore[arg-type]
 
 
 def test_args_of_another_shape_are_a_verdict(directory: Path, tmp_path: Path) -> None:
@@ -308,9 +376,10 @@ def test_bytes_sees_args(directory: Path) -> None:
 
 
 def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
-    """Its weights could be anything: no pass."""
-    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf", num_experts_per_tok=1, norm_topk_prob=False)
-    weights = tiny.tensors({**tiny.config("qwen3-moe"), "num_experts_per_tok": 1})
+    """Its weights could be anything: no pass. The experts' width is no multiple of 8, which grouped kernels refuse."""
+    width = {"moe_intermediate_size": 20}
+    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf", num_experts_per_tok=1, norm_topk_prob=False, **width)
+    weights = tiny.tensors({**tiny.config("qwen3-moe"), "num_experts_per_tok": 1, **width})
     weights["model.layers.2.mlp.gate.weight"][5] = 0  # of 24 scores some other is above 0
     tiny.write_weights(source, weights)
     mckpt.plan(source, tmp_path / "megatron", format="torch_dist").run()
@@ -342,6 +411,7 @@ def facts(**changes: Any) -> dict[str, Any]:
         ({"coverage": {"window": {"window": 4096, "longest_sequence": 512, "exceeded": False}}}, "window of 4096"),
         ({"logits": {"bfloat16": {"noise": 0.4, "spread": 1.0, "decisive": False}}}, "noise of bfloat16"),
         ({"logits": {"float32": {"noise": 0, "spread": 1, "decisive": True, "probe": 1e-4, "probe_above": 2.0}}}, "could be missed"),
+        ({"logits": {"float32": {"noise": 0, "spread": 1, "decisive": True, "probe": 1, "probe_above": 99, "below": 1.92}}}, "only 1.9 times"),
         ({"tokens": {"judged": 10, "positions": 100, "ties": 3}}, "only 10 of 100"),
     ],
 )

@@ -132,10 +132,13 @@ class Checkpoint:
                 else:
                     stored += stored_of(rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias)
         left = dict.fromkeys(entries.names[i] for i in np.flatnonzero(~used).tolist())
-        ignored = {}
-        for pattern, why in family.ignore.items():
-            match = mapping.key_pattern(pattern)
-            ignored.update({key: why for key in left if match.fullmatch(key)})
+        ignored: dict[str, str] = {}
+        left_out: dict[str, str] = {}
+        for found, patterns in ((ignored, family.computed), (left_out, family.ignore)):
+            for pattern, why in patterns.items():
+                match = mapping.key_pattern(pattern)
+                found.update({key: why for key in left if match.fullmatch(key)})
+        ignored |= left_out
         for key in [k for k in left if k not in ignored]:
             weight = key.removesuffix(SCALES)
             if weight in ignored:
@@ -150,7 +153,7 @@ class Checkpoint:
             problems.insert(0, f"config.json says {QUANTISED} {_short(self.config[QUANTISED])}; of quantised models, those of quant_method fp8, "
                                "fmt e4m3 and a weight_block_size are read: dequantise it first")  # fmt: skip
         problems.check()
-        return Layout(self.files, stored, shapes_of(bound, scope), ignored)
+        return Layout(self.files, stored, shapes_of(bound, scope), ignored, left_out)
 
     def _scaled(self, rule: Rule, kind: Kind, pieces: tuple[Piece, ...], where: np.ndarray,
                 names: list[str], rows: np.ndarray, problems: Problems) -> list[Stored]:  # fmt: skip
