@@ -366,7 +366,9 @@ class MappingFile(NamedTuple):
                 _ = scope[name]
         problems = [p for p in problems if "could not be read" not in p] or problems
         for key, values in self.expect.items():
-            if (found := lookup(config, key)) is not None and found not in values:
+            if (found := lookup(config, key)) is None or found in values:
+                continue
+            if not (isinstance(found, (list, tuple)) and values and all(one in values for one in found)):  # a list of several of them
                 said = ", ".join(map(repr, values)) or "unset"
                 problems.append(f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}")
         if problems:

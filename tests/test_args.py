@@ -88,12 +88,21 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "value"),
     [("no_rope_freq", 4), ("qk_l2_norm", True), ("window_attn_skip_freq", 2), ("softmax_scale", 0.5), ("spec", ["a", "b"]),
-     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True)],
+     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True),
+     ("moe_router_load_balancing_type", "quantile_balancing"), ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+     ("moe_router_load_balancing_type", "sinkhorn"), ("moe_mlp_glu_interleave_size", 32), ("mla_down_proj_fusion", True),
+     ("mtp_use_repeated_layer", True), ("gtp_weight_remat_size", 2), ("moe_single_grouped_weight", True)],
 )  # fmt: skip
 def test_args_that_change_the_model_are_not_overlooked(name: str, value: Any, sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "qwen3", tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])
+def test_auxiliary_losses_do_not_change_the_model(value: Any, sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_router_load_balancing_type=value))
+    mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
 @pytest.mark.parametrize(

@@ -261,6 +261,19 @@ INERT = frozenset(
     use_inference_optimized_layers inference_fuse_tp_communication mrope_section mamba_state_dim mamba_head_dim mamba_num_groups
     mamba_num_heads use_mamba_mem_eff_path mlp_chunks_for_prefill heterogeneous_block_specs hetereogenous_dist_checkpoint quant_recipe
     fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_func gated_linear_unit num_moe_experts
+    cache_mla_latents moe_grad_scale_func mtp_grad_scale_func overlap_dispatch_backward_with_experts_wgrad
+    cpu_offloading_retain_pinned_cpu_buffers mtp_detach_heads flash_attention_version experimental_attention_variant_loss_scale_func
+    dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
+    dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 mup_width_mult mup_base_hidden_size mup_embedding_mult
+    mup_output_mult mup_base_head_dim mup_attn_scale_power fused_residual_rmsnorm use_transformer_engine_op_fuser fp8_output_proj
+    high_priority_a2a_comm_stream moe_router_quantile_balancing_ema moe_permute_fusion_into_hybridep
+    moe_hybridep_pad_uneven_dispatch_inputs moe_pad_experts_for_cuda_graph_inference moe_flex_dispatcher_num_sms
+    moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape
+    moe_ncclep_zero_copy cuda_graph_modules inference_cuda_graph_scope nccl_all_reduce_for_prefill inference_disable_triton_nvls_kernels
+    inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+    mamba_training_ssm_states_dtype mlp_chunks_for_training delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+    activation_offload_fraction moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+    moe_paged_stash_buffer_size_factor_cpu fine_grained_offloading_max_inflight_offloads
     """.split()  # noqa: SIM905  a list of as many quoted names is harder to read
 )
 
@@ -270,8 +283,8 @@ def test_every_field_of_megatron_core_is_spoken_of() -> None:
     """A field that a new megatron-core adds must be a dim, be expected at its neutral value, or be known to change nothing."""
     import dataclasses
 
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig
 
     dialect = mapping.load("megatron", "mcore")
     known = {key for dim in dialect.dims.values() for key in dim.keys} | set(dialect.also) | set(dialect.expect) | INERT
-    assert {field.name for field in dataclasses.fields(TransformerConfig)} <= known
+    assert {field.name for field in dataclasses.fields(MLATransformerConfig)} <= known  # those of TransformerConfig, and more

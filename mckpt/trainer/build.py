@@ -51,6 +51,7 @@ PLAIN = {
     "memory_efficient_layer_norm": False, "persist_layer_norm": False,
     "moe_permute_fusion": False, "moe_router_fusion": False, "moe_shared_expert_overlap": False, "moe_enable_deepep": False,
     "moe_token_dispatcher_type": "alltoall", "use_te_activation_func": False, "use_transformer_engine_op_fuser": False,
+    "fused_residual_rmsnorm": False, "moe_paged_stash": False, "cuda_graph_modules": [],
     "cpu_offloading": False, "cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope": [],
     "delay_wgrad_compute": False, "defer_embedding_wgrad_compute": False, "overlap_moe_expert_parallel_comm": False,
     "overlap_p2p_comm": False, "batch_p2p_comm": True, "tp_comm_overlap": False, "recompute_granularity": None, "recompute_method": None,
