@@ -302,3 +302,34 @@ def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(sourc
 def test_a_megatron_version_that_no_mapping_covers_is_refused(version: str, sources: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--megatron-version .*0\.19"):
         mckpt.plan(sources / "llama", tmp_path / "out", megatron_version=version)
+
+
+def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version(tmp_path: Path) -> None:
+    """Latent attention without a latent of the queries, with Transformer Engine: exact up to megatron-core 0.18, not loadable from 0.19 on."""
+    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    said = r"q_lora_rank is None \(written for megatron-core 0\.19\): .*--megatron-version 0\.18"
+    for wanted in ({}, {"megatron_version": "0.19.2"}, {"allow_inexact": ["q_lora_rank"]}):
+        with pytest.raises(MappingError, match=said) as caught:
+            mckpt.plan(source, tmp_path / "new", **wanted)
+        assert "--allow-inexact" not in str(caught.value)
+    mckpt.plan(source, tmp_path / "old", format="torch", megatron_version="0.18").run()
+    mckpt.plan(source, tmp_path / "local", transformer_impl="local")  # which the trainer here builds in every version
+    with pytest.raises(MappingError, match=said):
+        mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist")
+    mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist", megatron_version="0.18").run()
+    assert not mckpt.diff(source, tmp_path / "resharded")
+
+
+def test_what_is_inexact_in_one_megatron_version_only_is_not_said_of_a_trained_checkpoint(tmp_path: Path) -> None:
+    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    run = trained(source, tmp_path / "run", megatron_version="0.18")
+    manifest = mckpt.plan(run, tmp_path / "back", format="hf").run()
+    assert manifest["inexact"] == {}
+
+
+def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path: Path) -> None:
+    """megatron-core refuses the other: "apply_rope_fusion for MLA only works with YARN RoPE"."""
+    for case, off in (("deepseek-v3", None), ("deepseek-v3-plain", True)):
+        source = tiny.tiny_random(case, tmp_path / case)
+        said = mckpt.plan(source, tmp_path / f"{case}-out", megatron_version="0.18").facts["args"]
+        assert said.get("--no-rope-fusion") is off

@@ -19,6 +19,8 @@ from mckpt.parallel import Parallel
 from tests import tiny
 from tests.judging import explain, judge
 
+VERSION = version("megatron-core")
+SINCE_0_19 = [int(part) for part in VERSION.split(".")[:2]] >= [0, 19]
 WORLD = 4
 LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10; a clean run is 100 times closer
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
@@ -167,7 +169,9 @@ def test_a_checkpoint_without_args_needs_like(work: Path, saved: dict[str, dict[
 # ---------------------------------------------------------------------------------------------------------------- names, shapes, files
 
 
-KEY_CASES = [(case, impl, size) for case in tiny.CASES for impl in ("local", "transformer_engine")
+# megatron-core 0.19 gives the queries of deepseek-v3-plain a norm that the model does not have, with Transformer Engine: not loadable, and refused
+NOT_LOADABLE = [("deepseek-v3-plain", "transformer_engine")] if SINCE_0_19 else []
+KEY_CASES = [(case, impl, size) for case in tiny.CASES for impl in ("local", "transformer_engine") if (case, impl) not in NOT_LOADABLE
              for size in ([{"tp": 2, "pp": 2}] if case not in MOE else [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}])]  # fmt: skip
 GRID = [(tp, pp, ep, etp) for tp in (1, 2, 3, 4, 8) for pp in (1, 2) for ep in (1, 2, 4) for etp in (1, 2, 4) if tp % etp == 0]
 
@@ -179,6 +183,9 @@ def names(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
         args = {**megatron_args(sources[case]), "transformer_impl": impl, "moe_grouped_gemm": case in MOE and impl == "transformer_engine",
                 **parallel(size).args()}  # fmt: skip
         cases.append({"name": f"{named(case, impl, size)}", "kind": "keys", "args": args, **size})
+    for case, impl in NOT_LOADABLE:
+        args = {**megatron_args(sources[case]), "transformer_impl": impl, "moe_grouped_gemm": True}
+        cases.append({"name": "not-loadable", "kind": "keys", "args": args})
     for tp, pp, ep, etp in GRID:
         cases.append({"name": f"grid-{tp}-{pp}-{ep}-{etp}", "kind": "grid", "tp": tp, "pp": pp, "ep": ep, "etp": etp})
     return judge(cases, 1, work / "names", fake_te=True, timeout=600)
@@ -191,7 +198,7 @@ def test_keys_and_shapes_are_those_of_the_model(case: str, impl: str, size: dict
     assert real["ok"], explain(real)
     out = work / "keys" / named(case, impl, size)
     for form in ("torch_dist", "torch"):
-        wanted = {"parallel": parallel(size), "transformer_impl": impl, "megatron_version": version("megatron-core")}
+        wanted = {"parallel": parallel(size), "transformer_impl": impl, "megatron_version": VERSION}
         mckpt.plan(sources[case], out / form, format=form, allow_inexact=INEXACT, **wanted).run()
     ours = mckpt.open(out / "torch_dist").stored.metadata
     tensors = {k: list(shape) for k, (_, shape, _) in ours.tensors.items()}
@@ -209,6 +216,14 @@ def test_keys_and_shapes_are_those_of_the_model(case: str, impl: str, size: dict
             if impl == "local":
                 wanted.pop("decoder.final_layernorm._extra_state", None)
             assert {k: None if e is None else list(e.shape) for k, e in held.items()} == wanted
+
+
+@pytest.mark.skipif(not SINCE_0_19, reason="up to 0.18 the model is built as it is")
+def test_megatron_core_wants_a_norm_that_the_model_does_not_have(names: dict[str, dict[str, Any]]) -> None:
+    """The reason why mcore.yaml refuses it: with the norm gone from megatron-core, the refusal has to go as well."""
+    real = names["not-loadable"]
+    assert real["ok"], explain(real)
+    assert "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight" in real["torch_dist"]
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep", "etp"), GRID)
