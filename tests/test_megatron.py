@@ -19,6 +19,8 @@ from mckpt.parallel import Parallel
 from tests import tiny
 from tests.judging import explain, judge
 
+pytestmark = pytest.mark.judge
+
 VERSION = version("megatron-core")
 SINCE_0_19 = [int(part) for part in VERSION.split(".")[:2]] >= [0, 19]
 WORLD = 4

@@ -24,6 +24,8 @@ from tests.judging import explain, judge
 from tests.test_judge import DENSE as PLAIN
 from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
 
+pytestmark = pytest.mark.judge
+
 DENSE = PLAIN | LLAMA3 | {"use_rope_scaling": False}  # embeddings tied, so that two stages hold them
 MIXED = MOE | QWEN3 | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 STEPS = 4
