@@ -31,6 +31,7 @@ Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices and what is derived of them
 _TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
 _INDEX = re.compile(r"\{(\w+)\}")
+_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:\.\w+)*")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
@@ -244,6 +245,14 @@ class Dim(NamedTuple):
     where: str
 
 
+class Warned(NamedTuple):
+    """An entry of `inexact`."""
+
+    when: Expression
+    why: str
+    loads: bool  # False: the program cannot even load the model
+
+
 class MappingFile(NamedTuple):
     """A family or a dialect, checked."""
 
@@ -253,19 +262,45 @@ class MappingFile(NamedTuple):
     architectures: tuple[str, ...]
     canonical: bool
     requires: Expression | None  # what must hold of the dims for the family to be chosen unasked
+    megatron: tuple[str, ...]  # the oldest and the newest megatron-core that the file writes for; empty in a family
     choices: dict[str, tuple[str, ...]]
+    by_version: dict[str, Expression]  # choice -> its value, from `megatron`, the version that will load the checkpoint
     derive: dict[str, Expression]
     dims: dict[str, Dim]
     also: dict[str, Expression]
     flags: dict[str, Any]
     said: dict[str, Expression]  # choice -> what the args say of it
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
-    warned: dict[str, tuple[Expression, str]]  # name -> (when, why) what can be said is computed differently
+    warned: dict[str, Warned]  # dim -> when and why the stock program computes something else than the config says
     inert: frozenset[str]
     ignore: dict[str, str]  # stored keys that are not read, and why: of a family weights, of a dialect what is no weight
     computed: dict[str, str]  # stored keys that a model computes from its config, so that nothing is lost without them
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
+
+    # ---- versions of megatron-core
+
+    def version(self, text: str | None = None) -> list[int]:
+        """Returns [major, minor] of a version such as "0.16" or "0.19.2"; of the newest known one without `text`.
+
+        Raises UsageError for text that is not a version, and for versions older or newer than the file knows.
+        """
+        oldest, newest = map(_major_minor, self.megatron)
+        try:
+            found = newest if text is None else _major_minor(text)
+        except ValueError:
+            raise UsageError(
+                f"--megatron-version {text!r}: write a version of megatron-core such as {self.megatron[1]} or {self.megatron[1]}.2"
+            ) from None
+        if not oldest <= found <= newest:
+            raise UsageError(
+                f"--megatron-version {text}: {self.path.name} writes for megatron-core {self.megatron[0]} to {self.megatron[1]}"
+            )
+        return found
+
+    def choices_for(self, megatron: list[int]) -> dict[str, Any]:
+        """Returns the choices that depend on the version of megatron-core, as `megatron` makes them."""
+        return {name: e({"megatron": megatron}) for name, e in self.by_version.items()}
 
     # ---- tensors
 
@@ -340,7 +375,9 @@ class MappingFile(NamedTuple):
                 _ = scope[name]
         problems = [p for p in problems if "could not be read" not in p] or problems
         for key, values in self.expect.items():
-            if (found := lookup(config, key)) is not None and found not in values:
+            if (found := lookup(config, key)) is None or found in values:
+                continue
+            if not (isinstance(found, (list, tuple)) and values and all(one in values for one in found)):  # a list of several of them
                 said = ", ".join(map(repr, values)) or "unset"
                 problems.append(f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}")
         if problems:
@@ -413,7 +450,11 @@ class MappingFile(NamedTuple):
         return config
 
     def inexact(self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, str]:
-        """What of these dims this file cannot say: dim -> what a reader of the written config would take it for."""
+        """What of these dims this file cannot say: dim -> what a reader of the written config would take it for.
+
+        `given` are names beside the dims; `megatron` among them is the version of megatron-core, the newest if it is left out.
+        """
+        given = {**({"megatron": self.version()} if self.megatron else {}), **(given or {})}
         try:
             again = self.read(self.write(dims, given), {"vocab_size": dims["vocab_size"]})
         except MappingError as e:
@@ -423,11 +464,22 @@ class MappingFile(NamedTuple):
             for name in dims
             if not _equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
         }
-        return {**out, **self.warnings(dims)}
+        return {**out, **self.warnings({**dims, **given})}
 
-    def warnings(self, dims: Mapping[str, Any]) -> dict[str, str]:
-        """What the file can say, and the stock program that reads it computes differently: dim -> why."""
-        return {name: f"{name} is {dims[name]!r}: {why}" for name, (when, why) in self.warned.items() if when(dims)}
+    def warnings(self, scope: Mapping[str, Any], loads: bool | None = None) -> dict[str, str]:
+        """Returns dim -> why, for each dim that the file can say and that the stock program computes differently.
+
+        scope: the dims, and `megatron` and `transformer_impl` of the program. Where `megatron` is not known, because a checkpoint does not name the
+        version that trained it, the entries that depend on it are left out.
+        loads: True or False selects the entries of models that the program can or cannot load; None selects all.
+        """
+        out = {}
+        for name, entry in self.warned.items():
+            versioned = "megatron" in entry.when.names
+            if (loads is None or entry.loads == loads) and (not versioned or "megatron" in scope) and entry.when(scope):
+                which = f" (written for megatron-core {'.'.join(map(str, scope['megatron']))})" if versioned else ""
+                out[name] = f"{name} is {scope[name]!r}{which}: {entry.why}"
+        return out
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of a config, those inside an object too, that no dim reads and that are not listed as inert; those that say nothing left out."""
@@ -475,12 +527,22 @@ def _equal(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- reading a file
 
 
+def _major_minor(text: str) -> list[int]:
+    """Returns [0, 19] for "0.19" and for "0.19.2". Raises ValueError if the text is not a version."""
+    found = _VERSION.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a version such as 0.19")
+    return [int(found[1]), int(found[2])]
+
+
 _TOP: dict[str, type] = {
     "architectures": list,
     "extends": str,
     "canonical": bool,
     "requires": str,
+    "megatron": list,
     "choices": Node,
+    "by_version": Node,
     "derive": Node,
     "dims": Node,
     "also": Node,
@@ -601,18 +663,18 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
             problems.append(f"{where}: {name} has no key, no const and no read")
     rules = list(_rules(root, "tensors", expression, problems))
     objects = list(_rules(root, "objects", expression, problems))
-    warned: dict[str, tuple[Expression, str]] = {}
+    warned: dict[str, Warned] = {}
     inexact = root.get("inexact") or Node()
     for name, value in inexact.items():
-        if not isinstance(value, dict) or {"when", "why"} - value.keys():
-            problems.append(f"{inexact.lines[name]}: {name} wants `when` and `why`")
+        if not isinstance(value, dict) or {"when", "why"} - value.keys() or value.keys() - {"when", "why", "loads"}:
+            problems.append(f"{inexact.lines[name]}: {name} wants `when` and `why`, and may say `loads: false`")
         elif (when := expression(value["when"], inexact.lines[name])) is not None:
-            warned[name] = when, value["why"]
+            warned[name] = Warned(when, value["why"], value.get("loads", True))
     found = MappingFile(
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),
-        {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
-        expressions("said"),
+        tuple(map(str, root.get("megatron") or ())), {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("by_version"),
+        expressions("derive"), dims, expressions("also"), root.get("flags") or {}, expressions("said"),
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         warned,
         frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),
@@ -626,20 +688,24 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
 def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression | None], problems: list[str]) -> Iterator[Rule]:
     """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
 
-    A block that says `mtp`, a prefix too, has its rules a second time, for the layers of multi-token prediction.
+    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction: `mtp` is their prefix, or the prefix as `key`
+    with an `instead` of its own.
     """
     scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [(root.get(section) or Node(), "", "", None, False)]
     for prefix, block in (root.get("blocks") or Node()).items():
         block = block or Node()
-        other = block.get("instead")
-        where = root["blocks"].lines[prefix]
-        if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
-            problems.append(f"{where}: `instead` of {prefix} wants `key` and `when`")
-            other = None
-        instead = (other["key"], expression(other["when"], where)) if other else None
-        scopes.append((block.get(section) or Node(), prefix, block.get("is", ""), instead, False))
-        if "mtp" in block:
-            scopes.append((block.get(section) or Node(), block["mtp"], block.get("is", ""), None, True))
+        mtp = block.get("mtp")
+        if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
+            problems.append(f"{root['blocks'].lines[prefix]}: `mtp` of {prefix} needs a prefix, or `key` with the prefix")
+            mtp = None
+        mtp = {"key": mtp} if isinstance(mtp, str) else mtp
+        for start, other, again in [(prefix, block.get("instead"), False), *([(mtp["key"], mtp.get("instead"), True)] if mtp else [])]:
+            where = root["blocks"].lines[prefix]
+            if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
+                problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
+                other = None
+            instead = (other["key"], expression(other["when"], where)) if other else None
+            scopes.append((block.get(section) or Node(), start, block.get("is", ""), instead, again))
     for node, prefix, logical, instead, again in scopes:
         for key, value in node.items():
             where = node.lines[key]

@@ -88,12 +88,21 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "value"),
     [("no_rope_freq", 4), ("qk_l2_norm", True), ("window_attn_skip_freq", 2), ("softmax_scale", 0.5), ("spec", ["a", "b"]),
-     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True)],
+     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True),
+     ("moe_router_load_balancing_type", "quantile_balancing"), ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+     ("moe_router_load_balancing_type", "sinkhorn"), ("moe_mlp_glu_interleave_size", 32), ("mla_down_proj_fusion", True),
+     ("mtp_use_repeated_layer", True), ("gtp_weight_remat_size", 2), ("moe_single_grouped_weight", True)],
 )  # fmt: skip
 def test_args_that_change_the_model_are_not_overlooked(name: str, value: Any, sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "qwen3", tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])
+def test_auxiliary_losses_do_not_change_the_model(value: Any, sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_router_load_balancing_type=value))
+    mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
 @pytest.mark.parametrize(
@@ -236,3 +245,91 @@ def fields(path: Path) -> dict[str, Any]:
     common = mckpt.open(path).stored.common
     assert common is not None
     return dict(common.fields["content_metadata"])
+
+
+# ---------------------------------------------------------------------------------------------------------------- versions of megatron-core
+
+OLD, NEW = "mtp.layers.0.transformer_layer.", "mtp.layers.0.mtp_model_layer."  # up to 0.16, and from 0.17 on
+
+
+def mtp_prefixes(path: Path) -> set[str]:
+    """The prefixes OLD and NEW that occur in the keys of any rank of a `torch` checkpoint."""
+    files = (path / "release").glob(f"mp_rank_*/{FILE}")
+    return {prefix for file in files for key in Pt(file).value["model"] for prefix in (OLD, NEW) if key.startswith(prefix)}
+
+
+@pytest.mark.parametrize(
+    ("version", "prefix", "recorded"),
+    [(None, NEW, "0.19"), ("0.19.2", NEW, "0.19"), ("0.17", NEW, "0.17"), ("0.16.1", OLD, "0.16"), ("0.12", OLD, "0.12")],
+)
+def test_mtp_layers_are_named_for_the_megatron_version_that_will_load_them(
+    version: str | None, prefix: str, recorded: str, tmp_path: Path
+) -> None:
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
+    wanted: dict[str, Any] = {"parallel": Parallel(tp=2, pp=2), "transformer_impl": "local", "megatron_version": version}
+    manifest = mckpt.plan(source, tmp_path / "torch", format="torch", **wanted).run()
+    assert mtp_prefixes(tmp_path / "torch") == {prefix}
+    assert manifest["megatron_version"] == recorded
+    assert not mckpt.diff(source, tmp_path / "torch")  # the reader takes either name
+    mckpt.plan(source, tmp_path / "dist", format="torch_dist", **wanted).run()
+    keys = mckpt.open(tmp_path / "dist").stored.metadata.tensors
+    assert any(key.startswith(OLD) for key in keys)  # torch_dist has kept the name
+    assert not any(key.startswith(NEW) for key in keys)
+
+
+def test_reshard_names_mtp_layers_for_the_newest_megatron_version_unless_told(tmp_path: Path) -> None:
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
+    mckpt.plan(source, tmp_path / "old", format="torch", transformer_impl="local", megatron_version="0.16").run()
+    mckpt.plan(tmp_path / "old", tmp_path / "new", format="torch").run()
+    mckpt.plan(tmp_path / "new", tmp_path / "back", format="torch", megatron_version="0.16").run()
+    assert [mtp_prefixes(tmp_path / d) for d in ("old", "new", "back")] == [{OLD}, {NEW}, {OLD}]
+    for a, b in (("old", "new"), ("new", "back")):
+        assert not mckpt.diff(tmp_path / a, tmp_path / b)
+
+
+def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(sources: Path, tmp_path: Path) -> None:
+    for form in ("torch", "torch_dist"):
+        plans = [
+            mckpt.plan(sources / "qwen3-moe", tmp_path / f"{form}-{version}", format=form, megatron_version=version)
+            for version in ("0.16", "0.19")
+        ]
+        files = [planned.run()["files"] for planned in plans]
+        assert files[0] == files[1]  # bytes and checksums
+        assert plans[0].digest != plans[1].digest
+
+
+@pytest.mark.parametrize("version", ["0.11", "0.20", "1.0", "core_v0.16", "16", ""])
+def test_a_megatron_version_that_no_mapping_covers_is_refused(version: str, sources: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--megatron-version .*0\.19"):
+        mckpt.plan(sources / "llama", tmp_path / "out", megatron_version=version)
+
+
+def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version(tmp_path: Path) -> None:
+    """Latent attention without a latent of the queries, with Transformer Engine: exact up to megatron-core 0.18, not loadable from 0.19 on."""
+    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    said = r"q_lora_rank is None \(written for megatron-core 0\.19\): .*--megatron-version 0\.18"
+    for wanted in ({}, {"megatron_version": "0.19.2"}, {"allow_inexact": ["q_lora_rank"]}):
+        with pytest.raises(MappingError, match=said) as caught:
+            mckpt.plan(source, tmp_path / "new", **wanted)
+        assert "--allow-inexact" not in str(caught.value)
+    mckpt.plan(source, tmp_path / "old", format="torch", megatron_version="0.18").run()
+    mckpt.plan(source, tmp_path / "local", transformer_impl="local")  # which the trainer here builds in every version
+    with pytest.raises(MappingError, match=said):
+        mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist")
+    mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist", megatron_version="0.18").run()
+    assert not mckpt.diff(source, tmp_path / "resharded")
+
+
+def test_what_is_inexact_in_one_megatron_version_only_is_not_said_of_a_trained_checkpoint(tmp_path: Path) -> None:
+    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    run = trained(source, tmp_path / "run", megatron_version="0.18")
+    manifest = mckpt.plan(run, tmp_path / "back", format="hf").run()
+    assert manifest["inexact"] == {}
+
+
+def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path: Path) -> None:
+    """megatron-core refuses the other: "apply_rope_fusion for MLA only works with YARN RoPE"."""
+    for case, off in (("deepseek-v3", None), ("deepseek-v3-plain", True)):
+        source = tiny.tiny_random(case, tmp_path / case)
+        said = mckpt.plan(source, tmp_path / f"{case}-out", megatron_version="0.18").facts["args"]
+        assert said.get("--no-rope-fusion") is off

@@ -25,6 +25,8 @@ from mckpt.verdict import CLEAN, FAULT
 from mckpt.verification import Options, _values, other_sizes, read_tokens, verify_all
 from tests import door, tiny
 
+pytestmark = pytest.mark.judge
+
 MODEL = "decoder.layers"
 HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # of the case below
 State = dict[str, torch.Tensor]
