@@ -1,16 +1,18 @@
 """Damages a converted model of 8B parameters and shows that `mckpt verify` fails and names the damage; run by hand on a GPU.
 
-    python tests/gpu/damage.py WORK [--layers 32] [--device cuda]
+    python tests/gpu/damage.py WORK make                          Llama-3.1-8B's shape with random weights, converted to torch_dist
+    python tests/gpu/damage.py WORK clean                         passes, with its stored values compared and without: the wall time of both
+    python tests/gpu/damage.py WORK lowest-bit k-and-v ...        each fails, and its damage is named
 
-Makes Llama-3.1-8B's shape with random weights in WORK/hf, converts it to torch_dist, and verifies the clean conversion twice: with its
-stored values compared while the models run, and without. Then it verifies it again beside copies with one fault each: the lowest bit of
-one weight, the highest bit of its exponent, k and v exchanged in one layer, a wrong rope base in the args. Copies share all files with
-the clean one but those that differ, so that WORK needs about 36 GB. Prints a table, and writes WORK/damage.json.
+The faults: the lowest bit of one weight, the highest bit of its exponent, k and v exchanged in one layer, a wrong rope base in the args.
+Damaged copies share all files with the clean one but those that differ, so that WORK needs about 36 GB. A run of `clean` or of faults
+takes about two minutes on one H100; several can run side by side, each with a GPU of its own. Prints a line of JSON for each verdict.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -29,9 +31,8 @@ import mckpt
 from benchmarks.gpu_verification import make_model
 from mckpt import comparison, verification
 from mckpt.checkpoint import Checkpoint, Known
-from mckpt.verdict import Values, Verdict
+from mckpt.verdict import Values
 
-LAYER = 17  # of 32; of a smaller model the middle one
 DOWN, ATTENTION = "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight"
 EXPONENT, LOWEST = 1 << 14, 1  # bits of a bfloat16
 
@@ -39,57 +40,58 @@ EXPONENT, LOWEST = 1 << 14, 1  # bits of a bfloat16
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("work", type=Path)
+    parser.add_argument("parts", nargs="+", choices=["make", "clean", *FAULTS])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--shrink", type=int, default=1, help="divide every width by this, to rehearse on a CPU")
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
-    work, layer = options.work, LAYER * options.layers // 32
-    shutil.rmtree(work, ignore_errors=True)
-    config = json.loads((ROOT / "fixtures/configs/llama-3.1-8b.json").read_text()) | {"num_hidden_layers": options.layers}
-    for width in ("hidden_size", "intermediate_size", "vocab_size"):
-        config[width] //= options.shrink
-    parameters, nbytes = make_model(config, work / "hf")
-    print(f"{parameters / 1e9:.2f}B parameters, {nbytes / 1e9:.1f} GB", flush=True)
-    started = time.perf_counter()
-    mckpt.plan(work / "hf", work / "clean").run(checksum="none")
-    print(f"converted in {time.perf_counter() - started:.1f} s", flush=True)
-
-    rows: list[dict[str, Any]] = []
-
-    def judge(names: list[str], what: str) -> list[Verdict]:
+    work, faults = options.work, [part for part in options.parts if part in FAULTS]
+    if "make" in options.parts:
+        make(work, options.layers, options.shrink)
+    right = True
+    if "clean" in options.parts:
+        right &= judge(work, ["clean"], "with values", options.device) == ["pass"]
+        compare, verification._values = verification._values, lambda *a: Values(comparison.Difference())
+        right &= judge(work, ["clean"], "without values", options.device) == ["pass"]
+        verification._values = compare
         started = time.perf_counter()
-        found = verification.verify_all(work / "hf", [work / name for name in names], verification.Options(device=options.device))
-        seconds = time.perf_counter() - started
-        for name, one in zip(names, found, strict=True):
-            logits = one.facts.get("logits", {}).get("float32", {})
-            rows.append({"checkpoint": name, "how": what, "verdict": one.verdict, "seconds": round(seconds, 1), "margin": logits.get("below"),
-                         "max_abs": logits.get("max_abs"), "reasons": one.reasons[:2]})  # fmt: skip
-            print(json.dumps(rows[-1]), flush=True)
-        return found
-
-    judge(["clean"], "alone")
-    compare, verification._values = verification._values, lambda *a: Values(comparison.Difference())
-    judge(["clean"], "alone, values not compared")
-    verification._values = compare
-    started = time.perf_counter()
-    verification._values(Checkpoint(work / "hf"), Checkpoint(work / "clean"))
-    rows.append({"checkpoint": "clean", "how": "values alone", "seconds": round(time.perf_counter() - started, 1)})
-    print(json.dumps(rows[-1]), flush=True)
-
-    faults: dict[str, Callable[[Path], None]] = {
-        "lowest-bit": lambda path: change(path, DOWN, layer, lambda rows: flip(rows, LOWEST)),
-        "exponent-bit": lambda path: change(path, DOWN, layer, lambda rows: flip(rows, EXPONENT)),
-        "k-and-v": lambda path: change(path, ATTENTION, layer, lambda rows: exchange(rows, config)),
-        "rope-base": change_rope_base,
-    }
-    for name, damage in faults.items():
+        verification._values(Checkpoint(work / "hf"), Checkpoint(work / "clean"))
+        say(checkpoint="clean", how="values alone", seconds=round(time.perf_counter() - started, 1))
+    for name in faults:
         share(work / "clean", work / name)
-        damage(work / name)
-    found = judge(["clean", *faults], "together")
-    (work / "damage.json").write_text(json.dumps(rows, indent=1))
-    right = [one.verdict for one in found] == ["pass", *["fail"] * len(faults)]
+        FAULTS[name](work / name)
+    if faults:
+        right &= judge(work, faults, "side by side", options.device) == ["fail"] * len(faults)
     print("as it should be" if right else "WRONG")
     return 0 if right else 1
+
+
+def make(work: Path, layers: int, shrink: int) -> None:
+    """The source and its clean conversion."""
+    shutil.rmtree(work, ignore_errors=True)
+    config = json.loads((ROOT / "fixtures/configs/llama-3.1-8b.json").read_text()) | {"num_hidden_layers": layers}
+    for width in ("hidden_size", "intermediate_size", "vocab_size"):
+        config[width] //= shrink
+    parameters, nbytes = make_model(config, work / "hf")
+    started = time.perf_counter()
+    mckpt.plan(work / "hf", work / "clean").run(checksum="none")
+    say(parameters=parameters, bytes=nbytes, converted_in=round(time.perf_counter() - started, 1))
+
+
+def judge(work: Path, names: list[str], how: str, device: str) -> list[str]:
+    """The verdicts on checkpoints of WORK; the Hugging Face side runs once for all of them."""
+    started = time.perf_counter()
+    found = verification.verify_all(work / "hf", [work / name for name in names], verification.Options(device=device))
+    seconds = round(time.perf_counter() - started, 1)
+    for name, one in zip(names, found, strict=True):
+        logits = one.facts.get("logits", {}).get("float32", {})
+        margin, max_abs = logits.get("below"), logits.get("max_abs")
+        say(checkpoint=name, how=how, verdict=one.verdict, seconds=seconds, margin=margin, max_abs=max_abs, reasons=one.reasons[:2])
+    return [one.verdict for one in found]
+
+
+def say(**row: Any) -> None:
+    print(json.dumps(row), flush=True)
 
 
 def share(clean: Path, to: Path) -> None:
@@ -112,24 +114,28 @@ def own(path: Path) -> Path:
     return path
 
 
-def change(directory: Path, key: str, layer: int, damage: Callable[[np.ndarray], None]) -> None:
-    """Changes the bits, as uint16 [rows, columns], of one layer's stored tensor in place."""
+def change(directory: Path, key: str, damage: Callable[[np.ndarray, dict[str, Any]], None]) -> None:
+    """Changes the bits, as uint16 [rows, columns], of a middle layer's stored tensor in place."""
     ckpt = Checkpoint(directory, Known(like=directory.parent / "hf"))
+    layer = ckpt.dims["num_layers"] // 2
     stored = next(s for s in ckpt.layout.stored if s.key.endswith(key) and layer in s.layer.tolist())
     at = stored.layer.tolist().index(layer)
     path = own(Path(ckpt.layout.files[int(stored.file[at])]))
     rows = np.memmap(path, "u2", "r+", int(stored.at[at]), stored.shape)
-    damage(rows)
+    damage(rows, ckpt.dims)
     rows.flush()
 
 
-def flip(rows: np.ndarray, bit: int) -> None:
-    rows[123, 456] ^= bit
+def flip(bit: int) -> Callable[[np.ndarray, dict[str, Any]], None]:
+    def damage(rows: np.ndarray, dims: dict[str, Any]) -> None:
+        rows[123, 456] ^= bit
+
+    return damage
 
 
-def exchange(rows: np.ndarray, config: dict[str, Any]) -> None:
+def exchange(rows: np.ndarray, dims: dict[str, Any]) -> None:
     """k and v of every query group."""
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    heads, groups = dims["num_heads"], dims["num_query_groups"]
     parts = rows.reshape(groups, heads // groups + 2, -1, rows.shape[1])
     parts[:, [-2, -1]] = parts[:, [-1, -2]]
 
@@ -141,6 +147,14 @@ def change_rope_base(directory: Path) -> None:
     state = torch.load(path, weights_only=False)
     state["args"].rotary_base = 10000
     torch.save(state, path)
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "lowest-bit": functools.partial(change, key=DOWN, damage=flip(LOWEST)),
+    "exponent-bit": functools.partial(change, key=DOWN, damage=flip(EXPONENT)),
+    "k-and-v": functools.partial(change, key=ATTENTION, damage=exchange),
+    "rope-base": change_rope_base,
+}
 
 
 if __name__ == "__main__":
