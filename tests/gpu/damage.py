@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import mckpt
 from benchmarks.gpu_verification import make_model
@@ -33,6 +32,7 @@ from mckpt import comparison, verification
 from mckpt.checkpoint import Checkpoint, Known
 from mckpt.verdict import Values
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 DOWN, ATTENTION = "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight"
 EXPONENT, LOWEST = 1 << 14, 1  # bits of a bfloat16
 
