@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mckpt.dtypes import itemsize
+from mckpt.errors import counted
 from mckpt.logical import LogicalTensor
 
 BLOCK_BYTES = 8 << 20  # of either side that is in memory at once
@@ -30,7 +31,8 @@ class Changed:
     def __str__(self) -> str:
         if self.what != "values":
             return f"{self.name}: {self.what} {self.left} against {self.right}"
-        return f"{self.name}: {self.count:,} elements differ, first at {list(self.first or ())} ({self.left} against {self.right}), max abs {self.max_abs:g}"
+        differ = f"{counted(self.count, 'element')} differ{'s' * (self.count == 1)}"
+        return f"{self.name}: {differ}, first at {list(self.first or ())} ({self.left} against {self.right}), max abs {self.max_abs:g}"
 
 
 @dataclass
