@@ -322,11 +322,18 @@ def _kept_mapping(source: Checkpoint) -> tuple[str, bytes] | None:
     return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
 
 
+def _naming(source: Checkpoint, side: Side) -> dict[str, Any]:
+    """What the manifest says of the family that the user named; of a family file, if it is among the files of `side`."""
+    kept = _kept_mapping(source)
+    if kept is not None and MAPPING in dict(side):
+        return {"mapping_file": {"name": kept[0], "digest": mapping.digest_of(kept[1].decode())}}
+    return {"family": source.naming.family} if source.naming.family else {}
+
+
 def _facts(
     source: Checkpoint, moved: Checkpoint, target: Target, file: MappingFile, inexact: Mapping[str, str], notes: list[str], **more: Any
 ) -> dict[str, Any]:
     """What decides the output: no time, no host, no path."""
-    kept = _kept_mapping(source)
     headers = hashlib.sha256()
     for s in moved.layout.stored:
         for a in (s.file, s.at, s.layer, s.expert, *([s.scales.grids] if s.scales else [])):
@@ -345,8 +352,6 @@ def _facts(
         "dtype": target.dtype,
         "inexact": dict(inexact),
         "notes": [*source.notes, *notes],
-        **({} if kept or not source.naming.family else {"family": source.naming.family}),
-        **({} if kept is None else {"mapping_file": {"name": kept[0], "digest": mapping.digest_of(kept[1].decode())}}),
         **more,
     }  # fmt: skip
 
@@ -408,7 +413,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         _refuse_side_of_other(source, destination.root / "hf")
     facts = _facts(source, moved, target, dialect, inexact, _dequantised(moved), parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
                    unit=destination.unit, common=hashlib.sha256(safe_pickle.dumps(common)).hexdigest(), common_as_object=target.common_as_object,
-                   args=launch)  # fmt: skip
+                   args=launch, **_naming(source, side))  # fmt: skip
     return Plan(moved, destination, target, join(moved.layout, layout), layout, outputs, side, [], facts)
 
 
@@ -553,8 +558,9 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
         text = read_file(described / CONFIG) if changed == hf.read_config(described) else (json.dumps(changed, indent=2) + "\n").encode()
     _refuse_misfit(source, source.mapping.path.name, family, family.path.name, dims)
     layout, outputs = hf.lay_out(family, dims, kinds, target.max_shard_size)
-    if (kept := _kept_mapping(source)) is not None:
-        outputs.append(TargetFile.whole(MAPPING, kept[1]))
+    kept = _kept_mapping(source)
+    side = [] if kept is None else [(MAPPING, kept[1])]
+    outputs += [TargetFile.whole(*file) for file in side]
     names, copied = {o.path for o in outputs}, list[Path]()
     roots = [Path(r) for r in (target.tokenizer, described) if r is not None]
     for root in roots:
@@ -567,7 +573,7 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
                 names.add(name)
     outputs.append(TargetFile.whole(CONFIG, text))
     facts = _facts(source, source, target, family, inexact, notes, max_shard_size=target.max_shard_size, config=hashlib.sha256(text).hexdigest(),
-                   side=[[o.path, o.size] for o in outputs])  # fmt: skip
+                   side=[[o.path, o.size] for o in outputs], **_naming(source, side))  # fmt: skip
     return Plan(source, destination, target, join(source.layout, layout), layout, outputs, [], copied, facts)
 
 

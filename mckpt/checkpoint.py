@@ -108,6 +108,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
         MappingError if the kept file is not the one that the manifest names.
         """
+        if self.known.mapping and not self.known.mapping.endswith((".yaml", ".yml")):  # the name of a family that mckpt has
+            return replace(self.known, mapping=None, family=self.known.mapping)
         if self.known.mapping or self.known.family:
             return self.known
         own = self.path if isinstance(self.stored, hf.Checkpoint) else self.side_directory
@@ -176,9 +178,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def notes(self) -> list[str]:
         """Returns sentences on everything that was taken from elsewhere than the user, config.json or args, or against them."""
         out = []
-        if self.naming.mapping != self.known.mapping:
+        unasked = not (self.known.mapping or self.known.family)
+        if unasked and self.naming.mapping:
             out.append(f"{MAPPING}, the family file that is kept with the checkpoint, is used; --mapping overrides it")
-        if self.naming.family != self.known.family:
+        if unasked and self.naming.family:
             out.append(f"family {self.naming.family} is taken from {MANIFEST}: --family was given when the checkpoint was made")
         for name, value in self.overruled.items():
             said = ", ".join(f"{k} {v!r}" for k, v in self.mapping.said_of(name, hf.read_config(self.path)).items())

@@ -109,6 +109,20 @@ def test_a_family_that_was_named_is_recorded(tmp_path: Path) -> None:
     assert "family qwen3 is taken from mckpt.json" in good("reshard", tmp_path / "d", tmp_path / "e", "--tp", 2).err
     good("megatron-to-hf", tmp_path / "e", tmp_path / "back")
     assert good("diff", tmp_path / "d", tmp_path / "back").out.startswith("the same to the last bit: 47 tensors")
+    good("hf-to-megatron", source, tmp_path / "named", "--mapping", "qwen3")  # a family that mckpt has, not a file
+    assert good("diff", tmp_path / "d", tmp_path / "named").out.startswith("the same to the last bit: 47 tensors")
+
+
+def test_a_family_file_that_is_not_stored_is_not_named_in_the_manifest(mine: Path, tmp_path: Path) -> None:
+    """A checkpoint without hf/ has no place for it; back in Hugging Face's format it has one."""
+    good("hf-to-megatron", tiny.tiny_random("llama", tmp_path / "src"), tmp_path / "d")
+    for path in [*(tmp_path / "d" / "hf").iterdir(), tmp_path / "d" / "release" / "mckpt.json"]:
+        path.unlink()
+    (tmp_path / "own.yaml").write_text("architectures: [OwnForCausalLM]\nextends: llama\n")
+    own = ("--mapping", tmp_path / "own.yaml")
+    assert "mapping_file" not in good("reshard", tmp_path / "d", tmp_path / "e", *own, "--json").json
+    assert "mapping_file" in good("megatron-to-hf", tmp_path / "e", tmp_path / "back", *own, "--json").json
+    assert good("diff", tmp_path / "back", tmp_path / "e").out.startswith("the same to the last bit")
 
 
 def test_a_kept_family_file_that_was_changed_is_refused_and_can_be_overridden(mine: Path, tmp_path: Path) -> None:
