@@ -17,14 +17,14 @@ import numpy as np
 from mckpt import __version__, comparison, dtypes, mapping, megatron_args, quantisation, safe_pickle
 from mckpt.box import Layout, gaps
 from mckpt.checkpoint import CONFIG, DIALECT, MANIFEST, Checkpoint, Known, VocabSizeUnknown, family_of
-from mckpt.errors import DestinationError, MappingError, SourceError, StorageError, UsageError
+from mckpt.errors import DestinationError, MappingError, SourceError, StorageError, UsageError, counted
 from mckpt.formats import hf, torch, torch_dist
 from mckpt.formats.entry import WEIGHT_DTYPES, TargetFile, dtypes_of, read_file
-from mckpt.formats.save_directory import is_unit_name, new_common, unit_name
+from mckpt.formats.save_directory import MAPPING, is_unit_name, new_common, unit_name
 from mckpt.mapping import Dims, MappingFile
 from mckpt.parallel import Parallel
 from mckpt.planning import Joined, join
-from mckpt.publishing import Destination
+from mckpt.publishing import Destination, Side
 from mckpt.ranks import Ranks, Session
 
 FORMATS = ("hf", "torch", "torch_dist")
@@ -77,7 +77,7 @@ class Plan:
     joined: Joined
     layout: Layout
     outputs: list[TargetFile]
-    side: list[tuple[str, Path]]  # files of DST/hf, and where they are now
+    side: Side  # files of DST/hf
     copied: list[Path]  # sources of outputs that are copied whole
     facts: dict[str, Any]  # what the manifest says
 
@@ -123,9 +123,9 @@ class Plan:
         p = self.json()
         s, t = p["source"], p["target"]
         lines = [
-            f"{s['format']} {s['path']} ({s['mapping']}, {s['parallel']}): {s['tensors']:,} logical tensors in {s['files']:,} files",
+            f"{s['format']} {s['path']} ({s['mapping']}, {s['parallel']}): {counted(s['tensors'], 'logical tensor')} in {counted(s['files'], 'file')}",
             f"  -> {t['format']} {t['path']} ({t['mapping']}, {t['parallel']}): "
-            f"{t['tensors']:,} stored tensors, {len(t['files']):,} files, {t['bytes']:,} bytes",
+            f"{counted(t['tensors'], 'stored tensor')}, {counted(len(t['files']), 'file')}, {t['bytes']:,} bytes",
             f"{p['copies']:,} copies; every element of the target is written once, every element of the source is used or named here",
         ]
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
@@ -262,7 +262,7 @@ def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, *, atol: float 
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"atol {atol} is no largest difference: say a number from 0 on")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
-    return comparison.diff(left, right, atol, progress)
+    return comparison.diff(left.named_as(right), right.named_as(left), atol, progress)
 
 
 def flags(source: Checkpoint) -> dict[str, Any]:
@@ -309,6 +309,28 @@ def _refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dic
     return dict(found)
 
 
+def _refuse_misfit(source: Checkpoint, family: str, target: MappingFile, name: str, dims: Dims, **chosen: Any) -> None:
+    """MappingError if the source's mapping and the target's do not name the same logical tensors."""
+    wanted = {n for b in target.bind(target.scope(dims, **chosen)) for n in b.rule.of}
+    if found := mapping.misfits(family, set(source.layout.shapes), name, wanted, dims):
+        cure = "Add what is missing to the family file; `mckpt mappings check FILE --config CONFIG.JSON` says what is left."
+        raise MappingError.of(f"{source.path}: {family} and {name} do not have the same tensors:", found, cure)
+
+
+def _kept_mapping(source: Checkpoint) -> tuple[str, bytes] | None:
+    """The user's own family file as it is kept beside a converted model: its name and content."""
+    name = source.naming.mapping
+    return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
+
+
+def _naming(source: Checkpoint, side: Side) -> dict[str, Any]:
+    """What the manifest says of the family that the user named; of a family file, if it is among the files of `side`."""
+    kept = _kept_mapping(source)
+    if kept is not None and MAPPING in dict(side):
+        return {"mapping_file": {"name": kept[0], "digest": mapping.digest_of(kept[1].decode())}}
+    return {"family": source.naming.family} if source.naming.family else {}
+
+
 def _facts(
     source: Checkpoint, moved: Checkpoint, target: Target, file: MappingFile, inexact: Mapping[str, str], notes: list[str], **more: Any
 ) -> dict[str, Any]:
@@ -331,7 +353,7 @@ def _facts(
         "dtype": target.dtype,
         "casts": [*source.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
         "inexact": dict(inexact),
-        "notes": notes,
+        "notes": [*source.notes, *notes],
         **more,
     }  # fmt: skip
 
@@ -348,7 +370,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     program = {"megatron": megatron, "transformer_impl": chosen["transformer_impl"]}
     if refused := dialect.warnings({**dims, **program}, loads=False):
         raise MappingError.of(f"{source.path}: Megatron could not load what would be written:", list(refused.values()))
-    inexact: dict[str, str] = {}
+    inexact = source.allowed
     if isinstance(source.stored, hf.Checkpoint):
         inexact = dialect.inexact(dims, {**GIVEN, **program})
         inexact.update({k: f"config.json says {k} {mapping.lookup(source.stored.config, k)!r}, of which {source.mapping.path.name} knows nothing"
@@ -385,6 +407,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         marked = {**common.get("content_metadata", {}), "non_homogeneous_layers": target.layer_keys == "per_layer"}
         common["content_metadata"] = marked
     launch = megatron_args.flags(dialect, written)
+    _refuse_misfit(moved, source.mapping.path.name, dialect, "Megatron", dims, **chosen)
     if target.format == "torch":
         layout, outputs = torch.lay_out(dialect, dims, kinds, parallel, chosen, padded, common)
     else:
@@ -396,7 +419,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         _refuse_side_of_other(source, destination.root / "hf")
     facts = _facts(source, moved, target, dialect, inexact, _dequantised(moved), parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
                    unit=destination.unit, common=hashlib.sha256(safe_pickle.dumps(common)).hexdigest(), common_as_object=target.common_as_object,
-                   args=launch, megatron_version=".".join(map(str, megatron)))  # fmt: skip
+                   args=launch, megatron_version=".".join(map(str, megatron)), **_naming(source, side))  # fmt: skip
     return Plan(moved, destination, target, join(moved.layout, layout), layout, outputs, side, [], facts)
 
 
@@ -481,7 +504,8 @@ def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
     except VocabSizeUnknown:
         return
     try:
-        family_of(config, Known(), str(side / CONFIG)).read(config, dims, str(side / CONFIG))
+        named = Known(mapping=str(side / MAPPING)) if (side / MAPPING).is_file() else source.naming
+        family_of(config, named, str(side / CONFIG)).read(config, dims, str(side / CONFIG))
     except MappingError as e:
         raise DestinationError(f"{side}: describes another model; all checkpoints of one save directory share its hf. {e}") from None
 
@@ -494,12 +518,18 @@ def _python(args: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _side_of(source: Checkpoint) -> list[tuple[str, Path]]:
-    """The Hugging Face files beside the weights, to be kept in DST/hf."""
+def _side_of(source: Checkpoint) -> Side:
+    """The Hugging Face files beside the weights, to be kept in DST/hf; config.json as the user's word corrects it, and the user's family file."""
     root = source.path if source.format == "hf" else source.side_directory
     if root is None:
         return []
-    return [(name, root / name) for name in [CONFIG, *hf.side_files(root)]]
+    side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *hf.side_files(root)]}
+    if source.overruled:
+        config = source.mapping.restate(hf.read_config(root), source.dims, source.overruled)
+        side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+    if (kept := _kept_mapping(source)) is not None:
+        side[MAPPING] = kept[1]
+    return list(side.items())
 
 
 def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
@@ -510,7 +540,8 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
     described = source.described_by
     if described is not None:
         base = hf.read_config(described)
-        family = family_of(base, source.known, str(described / CONFIG))
+        family = family_of(base, source.naming, str(described / CONFIG))
+        base = family.restate(base, dims, source.overruled or _denied(source, family, base))
         notes.append("config.json is that of the model's Hugging Face directory")
     else:
         base = None
@@ -530,8 +561,12 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
         changed = {**base, **({} if base.get(key) is None else {key: dtype}), "vocab_size": dims["vocab_size"]}
         if changed.pop(hf.QUANTISED, None):
             notes.append(f"config.json is written without its {hf.QUANTISED}: no tensor is quantised any more")
-        text = read_file(described / CONFIG) if changed == base else (json.dumps(changed, indent=2) + "\n").encode()
+        text = read_file(described / CONFIG) if changed == hf.read_config(described) else (json.dumps(changed, indent=2) + "\n").encode()
+    _refuse_misfit(source, source.mapping.path.name, family, family.path.name, dims)
     layout, outputs = hf.lay_out(family, dims, kinds, target.max_shard_size)
+    kept = _kept_mapping(source)
+    side = [] if kept is None else [(MAPPING, kept[1])]
+    outputs += [TargetFile.whole(*file) for file in side]
     names, copied = {o.path for o in outputs}, list[Path]()
     roots = [Path(r) for r in (target.tokenizer, described) if r is not None]
     for root in roots:
@@ -544,14 +579,24 @@ def _plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pl
                 names.add(name)
     outputs.append(TargetFile.whole(CONFIG, text))
     facts = _facts(source, source, target, family, inexact, notes, max_shard_size=target.max_shard_size, config=hashlib.sha256(text).hexdigest(),
-                   side=[[o.path, o.size] for o in outputs])  # fmt: skip
+                   side=[[o.path, o.size] for o in outputs], **_naming(source, side))  # fmt: skip
     return Plan(source, destination, target, join(source.layout, layout), layout, outputs, [], copied, facts)
+
+
+def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:
+    """The dims of a config.json that the user's word denies; the vocabulary's size is written in any case."""
+    said = [name for name in source.known.dims if name != "vocab_size"]
+    try:
+        plain = family.read(config) if said else {}
+    except MappingError:  # it lacks something that the user says
+        return said
+    return [name for name in said if not mapping.equal(plain[name], source.dims[name])]
 
 
 def _choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     """The one family that says these dims; the canonical one where several do. UsageError names the candidates."""
-    if source.known.mapping or source.known.family:
-        family = mapping.load("hf", source.known.mapping or source.known.family or "")
+    if named := source.naming.mapping or source.naming.family:
+        family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
     reasons, fit = [], []
     for name in mapping.names("hf"):

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
 from mckpt.box import Layout
-from mckpt.errors import MappingError, SourceError, UsageError
+from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from mckpt.formats import hf, torch, torch_dist
 from mckpt.formats.entry import read_file
-from mckpt.formats.save_directory import Unit, find, is_unit_name
+from mckpt.formats.save_directory import MAPPING, STAGING, Unit, find, is_unit_name
 from mckpt.logical import LogicalTensor, Reader
 from mckpt.mapping import Dims, MappingFile
 from mckpt.parallel import Parallel
@@ -54,7 +55,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def __init__(self, path: str | Path, known: Known | None = None) -> None:
         self.path, self.known = Path(path), known or Known()
         if not self.path.exists():
-            raise SourceError(f"{self.path}: does not exist")
+            raise SourceError(f"{self.path}: does not exist{_download(self.path)}")
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: is a file; the directory of a checkpoint is wanted")
         self.unit: Unit | None = None  # of a Megatron save directory
@@ -72,6 +73,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return torch_dist.Checkpoint(unit.path)
         if torch.detect(unit.path):
             return torch.Checkpoint(unit.path)
+        if said := unfinished(self.path):
+            raise SourceError(f"{self.path}: no checkpoint is here yet. {said}")
         raise SourceError(
             f"{unit.path}: no checkpoint that mckpt knows: neither safetensors or pytorch_model*.bin, nor mp_rank_*, nor .metadata with metadata.json"
         )
@@ -96,14 +99,98 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """mckpt.json, if mckpt wrote this checkpoint."""
-        path = (self.unit.path if self.unit else self.path) / MANIFEST
-        if not path.exists():
-            return {}
-        try:
-            found = json.loads(read_file(path, 1 << 28))
-        except ValueError as e:
-            raise SourceError(f"{path}: no JSON: {e}") from None
+        return _manifest(self.unit.path if self.unit else self.path)
+
+    @cached_property
+    def naming(self) -> Known:
+        """Returns what the user says; where the user names no family, with the family file that is kept beside the checkpoint, or with the
+        family that its manifest records.
+
+        MappingError if the kept file is not the one that the manifest names.
+        """
+        if self.known.mapping and not self.known.mapping.endswith((".yaml", ".yml")):  # the name of a family that mckpt has
+            return replace(self.known, mapping=None, family=self.known.mapping)
+        if self.known.mapping or self.known.family:
+            return self.known
+        own = self.path if isinstance(self.stored, hf.Checkpoint) else self.side_directory
+        like = Path(self.known.like) if self.known.like else None
+        kept = like and _kept_mapping(like, _manifest(like))
+        if kept is None and own is not None:
+            kept = _kept_mapping(own, self.manifest)
+        if kept is not None:
+            return replace(self.known, mapping=str(kept))
+        family = self.manifest.get("family")
+        return replace(self.known, family=family) if family in mapping.names("hf") else self.known
+
+    def named_as(self, other: Checkpoint) -> Checkpoint:
+        """Returns this checkpoint; a Hugging Face directory of which mckpt knows no family is read with the family file that `other` keeps."""
+        if isinstance(self.stored, hf.Checkpoint) and not self.naming.mapping and other.naming.mapping:
+            try:
+                _ = self.mapping
+            except MappingError:
+                return Checkpoint(self.path, replace(self.known, mapping=other.naming.mapping))
+        return self
+
+    @cached_property
+    def allowed(self) -> dict[str, str]:
+        """Returns what --allow-inexact let pass when mckpt wrote this checkpoint: name -> why it is inexact."""
+        found = self.manifest.get("inexact")
         return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def granted(self) -> dict[str, Any]:
+        """Returns the dims that --allow-inexact let pass when mckpt wrote this Megatron checkpoint: its args may not be able to say them."""
+        dims = self.manifest.get("dims")
+        if isinstance(self.stored, hf.Checkpoint) or not isinstance(dims, dict):
+            return {}
+        return {n: v for n, v in dims.items() if n in mapping.hub().dims and (n in self.allowed or "config" in self.allowed)}
+
+    @cached_property
+    def overruled(self) -> dict[str, Any]:
+        """Returns the dims for which the user's word wins over config.json, because the tensors do not agree with config.json.
+
+        MappingError if the user denies a dim of config.json that no tensor shows, or that the tensors agree with.
+        """
+        said = self.known.dims
+        if not isinstance(self.stored, hf.Checkpoint) or not said:
+            return {}
+        config, where = self.stored.config, str(self.path / CONFIG)
+        try:
+            self.mapping.read(config, said, where)
+        except MappingError as denied:
+            try:
+                plain = self.mapping.read(config, {}, where)
+            except MappingError:
+                raise denied from None
+            free = {n for n, spec in self.mapping.dims.items() if spec.free}
+            apart = {n: v for n, v in said.items() if n not in free and not mapping.equal(plain[n], v)}
+            shown = self.mapping.stored(plain)
+            if any(self.mapping.stored(self.mapping.read(config, {}, where, {n: v})) == shown for n, v in apart.items()):
+                raise
+            try:
+                self.stored.layout(self.mapping, plain, self.parallel, {})
+            except MckptError:
+                return apart
+            raise
+        return {}
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """Returns sentences on everything that was taken from elsewhere than the user, config.json or args, or against them."""
+        out = []
+        unasked = not (self.known.mapping or self.known.family)
+        if unasked and self.naming.mapping:
+            out.append(f"{MAPPING}, the family file that is kept with the checkpoint, is used; --mapping overrides it")
+        if unasked and self.naming.family:
+            out.append(f"family {self.naming.family} is taken from {MANIFEST}: --family was given when the checkpoint was made")
+        for name, value in self.overruled.items():
+            said = ", ".join(f"{k} {v!r}" for k, v in self.mapping.said_of(name, hf.read_config(self.path)).items())
+            out.append(f"{name}: config.json says {said}; {value!r} is taken, as --set says and as the tensors are")
+        made = "was given when the checkpoint was made"
+        if "config" in self.allowed and self.granted:
+            return [*out, f"all dims are those of {MANIFEST}: --allow-inexact config {made}"]
+        taken = {n: v for n, v in self.granted.items() if n not in self.known.dims}
+        return out + [f"{n}: {v!r} is taken from {MANIFEST}: --allow-inexact {n} {made}" for n, v in taken.items()]
 
     @cached_property
     def args(self) -> dict[str, Any] | None:
@@ -114,14 +201,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def mapping(self) -> MappingFile:
         """The family (hf) or dialect (Megatron) whose names its keys are."""
         if isinstance(self.stored, hf.Checkpoint):
-            return family_of(self.stored.config, self.known, str(self.path / CONFIG))
+            return family_of(self.stored.config, self.naming, str(self.path / CONFIG))
         return mapping.load("megatron", DIALECT)
 
     @cached_property
     def dims(self) -> Dims:
         """Sizes and hyperparameters, from every source that says them; sources that disagree are an error, but the user's word wins."""
         if isinstance(self.stored, hf.Checkpoint):
-            return self.mapping.read(self.stored.config, self.known.dims, str(self.path / CONFIG))
+            return self.mapping.read(self.stored.config, self.known.dims, str(self.path / CONFIG), self.overruled)
         return self._megatron_dims(self.known.dims)
 
     def _megatron_dims(self, said: Mapping[str, Any]) -> Dims:
@@ -130,7 +217,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if (described := self.described_by) is not None:
             config = hf.read_config(described)
             where = str(described / CONFIG)
-            known = family_of(config, self.known, where).read(config, {}, where, said)
+            known = family_of(config, self.naming, where).read(config, {}, where, said)
+        granted = {n: v for n, v in self.granted.items() if n not in known or mapping.equal(known[n], v)}
         recorded = self.manifest.get("dims")
         if isinstance(recorded, dict):
             known = {**recorded, **known}
@@ -141,7 +229,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     f"{root}: its args say no true vocab_size" + (f", only the padded {padded}" if padded else "")
                     + "; say --vocab-size N (the tokenizer may be shorter than the model's), or --like HF_DIR"
                 )  # fmt: skip
-            return self.mapping.read(self.args, known, f"args of {root}", said)
+            return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
         bridge = root / RUN_CONFIG
         if bridge.exists():
             return mapping.load("megatron", BRIDGE).read(_run_config(bridge), known, str(bridge), said)
@@ -238,6 +326,50 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(Checkpoint(**state).__dict__)  # opened anew: a pickle of open headers would be large
+
+
+def unfinished(root: Path) -> str | None:
+    """Returns a sentence on the runs of mckpt that work in a directory or were interrupted there; None if there are none."""
+    if next(root.glob(f"{STAGING}*"), None) is None:
+        return None
+    from mckpt import publishing  # 10 ms, and reading needs none of it
+
+    return publishing.unfinished(root)
+
+
+def _download(path: Path) -> str:
+    """Returns how to get a model whose name on the Hugging Face hub this may be; nothing for what looks like a path."""
+    name = str(path)
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) or path.parent.exists():
+        return ""
+    return f"; a model of that name on the Hugging Face hub is fetched with `hf download {name} --local-dir {path.name}`"
+
+
+def _manifest(directory: Path) -> dict[str, Any]:
+    """Returns a directory's mckpt.json; {} if there is none."""
+    path = directory / MANIFEST
+    if not path.exists():
+        return {}
+    try:
+        found = json.loads(read_file(path, 1 << 28))
+    except ValueError as e:
+        raise SourceError(f"{path}: no JSON: {e}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
+    """Returns the family file kept in a directory, if any. MappingError if it is not the one that the checkpoint's manifest names."""
+    path, recorded = directory / MAPPING, manifest.get("mapping_file")
+    wanted = recorded.get("digest") if isinstance(recorded, dict) else None
+    cure = "put back the file with which the checkpoint was made, or say --mapping FILE"
+    if not path.is_file():
+        if wanted is not None and directory.is_dir():
+            raise MappingError(f"{path}: is not there, and {MANIFEST} names it with the digest {wanted}; {cure}")
+        return None
+    found = mapping.digest_of(read_file(path, 1 << 24).decode("utf-8", "replace"))
+    if wanted not in (None, found):
+        raise MappingError(f"{path}: has the digest {found}, and {MANIFEST} names it with {wanted}; {cure}")
+    return path
 
 
 def _run_config(path: Path) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from mckpt import __version__
-from mckpt.errors import MckptError, UsageError
+from mckpt.errors import MckptError, UsageError, counted
 
 Command = Callable[..., Any]
 
@@ -67,7 +68,7 @@ _writing = _apply(
     click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), help="Cast every tensor; else each keeps its own dtype."),
     click.option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
     _json,
-    click.option("--max-memory", default="64MiB", show_default=True, help="Bytes in flight at once."),
+    click.option("--max-memory", default="64MiB", show_default=True, help="Bytes in flight at once, with a unit: 500MB, 64MiB, 2GiB."),
     click.option("--threads", type=click.IntRange(0), default=0, help="0: as many as help on this machine."),
     click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
                  help="Processes on this machine; under torchrun or srun each of theirs is one."),
@@ -84,16 +85,21 @@ _writing = _apply(
 )
 
 
-def _sizes(prefix: str, default: Any) -> Callable[[Command], Command]:
-    def size(name: str, text: str) -> Command:
-        return click.option(f"--{prefix}{name}", name, type=click.IntRange(1), default=default if name in ("tp", "pp") else None, help=text)
+def _sizes(prefix: str, default: int | None, otherwise: str = "") -> Callable[[Command], Command]:
+    """Options for the parallel sizes; `otherwise` says in their help which size is taken where there is no `default`."""
 
+    def size(name: str, text: str) -> Command:
+        flags = dict.fromkeys([f"--{prefix}{name}", f"--{name}"])
+        shown = True if default is not None else otherwise
+        return click.option(*flags, name, type=click.IntRange(1), default=default, show_default=shown, help=text)
+
+    etp = dict.fromkeys([f"--{prefix}etp", "--etp"])
     return _apply(
         size("tp", "Tensor-parallel size."),
         size("pp", "Pipeline-parallel size."),
         size("vpp", "Virtual stages of each pipeline rank."),
         size("ep", "Expert-parallel size."),
-        size("etp", "Tensor-parallel size of experts; as tp if not given."),
+        click.option(*etp, "etp", type=click.IntRange(1), help="Tensor-parallel size of experts; as tp if not given."),
         click.option(
             "--decoder-first-pipeline-num-layers", "first_stage_layers", type=click.IntRange(1), help="Layers of the first stage."
         ),
@@ -103,6 +109,21 @@ def _sizes(prefix: str, default: Any) -> Callable[[Command], Command]:
         ),
         click.option("--account-for-loss-in-pipeline-split", "account_for_loss", is_flag=True, help="Count the loss as a layer."),
         click.option("--pipeline-model-parallel-layout", "layout", metavar="LAYOUT", help="Such as 'Ettt|(tt|)*6tL'."),
+    )
+
+
+def _run_sizes(otherwise: str) -> Callable[[Command], Command]:
+    """Options for the sizes of a run on Megatron-Core; `otherwise` says in their help which size is taken without them."""
+
+    def size(name: str, text: str) -> Command:
+        return click.option(f"--{name}", type=click.IntRange(1), show_default=otherwise, help=text)
+
+    return _apply(
+        size("tp", "Tensor-parallel size of the run."),
+        size("pp", "Pipeline-parallel size."),
+        size("vpp", "Virtual stages of each pipeline rank."),
+        size("ep", "Expert-parallel size."),
+        click.option("--etp", type=click.IntRange(1), help="Tensor-parallel size of experts; as tp if not given."),
     )
 
 
@@ -157,7 +178,7 @@ def megatron_to_hf(**o: Any) -> None:
 @cli.command()
 @_source
 @_destination
-@_sizes("target-", None)
+@_sizes("target-", None, "the source's")
 @click.option("--target-format", "form", type=click.Choice(["torch_dist", "torch"]), help="As the source's if not given.")
 @click.option("--no-optimizer", is_flag=True, help="Move the weights alone, and leave optimizer and random states behind.")
 @_megatron_source
@@ -176,9 +197,12 @@ def reshard(form: str | None, **o: Any) -> None:
 @cli.command()
 @_source
 @_destination
-@_sizes("", None)
+@_sizes("", None, "1 from Hugging Face, else the source's")
 @click.option(
-    "--to", "form", type=click.Choice(["hf", "torch", "torch_dist"]), help="Target format; torch_dist from Hugging Face, else hf."
+    "--to",
+    "form",
+    type=click.Choice(["hf", "torch", "torch_dist"]),
+    help="Target format; if not given torch_dist from Hugging Face, from Megatron hf, or where sizes are given the source's.",
 )
 @click.option("--tokenizer", type=click.Path(file_okay=False, path_type=Path))
 @click.option("--max-shard-size", default="2GB", show_default=True)
@@ -187,13 +211,21 @@ def reshard(form: str | None, **o: Any) -> None:
 @_megatron_target
 @_knowing
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]))
+@click.option("--overwrite", is_flag=True, help="Plan to replace the checkpoint that is there.")
 @_json
 def plan(form: str | None, **o: Any) -> None:
-    """Print the whole plan of a conversion, proved from headers alone. Nothing is written."""
+    """Print the whole plan of a conversion, proved from headers alone. Nothing is written; a destination that a run would refuse is refused."""
+    context = click.get_current_context()
+    given = [
+        p.opts[0] for p in context.command.params if p.name in _SIZES and context.get_parameter_source(p.name) is ParameterSource.COMMANDLINE
+    ]
     sizes = {k: o.pop(k) for k in _SIZES}
     source = _open(o)
-    form = form or ("torch_dist" if source.format == "hf" else "hf")
-    _run(form, None if form == "hf" else source.parallel.with_(**sizes), source=source, dry_run=True, overwrite=True, **o)
+    if form is None:
+        form = "torch_dist" if source.format == "hf" else source.format if given else "hf"
+    if form == "hf" and given:
+        raise UsageError(f"{', '.join(given)}: a Hugging Face directory has no parallel sizes; leave them out, or say --to torch_dist or --to torch")
+    _run(form, None if form == "hf" else source.parallel.with_(**sizes), source=source, dry_run=True, **o)
 
 
 @cli.command()
@@ -232,6 +264,9 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
     from mckpt import api
 
     left, right = (_open({**o, "src": p}) for p in (a, b))
+    left, right = left.named_as(right), right.named_as(left)
+    for note in dict.fromkeys(f"{side.path}: {note}" for side in (left, right) for note in side.notes):
+        _tell(note, as_json)
     with _progress("comparing", as_json) as progress:
         found = api.diff(left, right, atol=atol, progress=progress)
     if as_json:
@@ -247,18 +282,13 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
             click.echo(f"not compared, because the mapping ignores it: {text}")
         verdict = "different" if found else "the same" + (" to the last bit" if atol is None else f" within {atol:g}")
         click.echo(
-            f"{verdict}: {found.same:,} tensors equal, {len(found.changed):,} differ, {len(found.missing):,} missing, {len(found.extra):,} extra"
+            f"{verdict}: {counted(found.same, 'tensor')} equal, {len(found.changed):,} differ, {len(found.missing):,} missing, {len(found.extra):,} extra"
             + (f", {len(found.left_out):,} ignored" if found.left_out else "")
         )
     return 1 if found else 0
 
 
-_run_sizes = _apply(
-    click.option("--tp", type=click.IntRange(1), help="Tensor-parallel size of the run."),
-    click.option("--pp", type=click.IntRange(1), help="Pipeline-parallel size."),
-    click.option("--vpp", type=click.IntRange(1), help="Virtual stages of each pipeline rank."),
-    click.option("--ep", type=click.IntRange(1), help="Expert-parallel size."),
-    click.option("--etp", type=click.IntRange(1), help="Tensor-parallel size of experts; as tp if not given."),
+_run_options = _apply(
     click.option("--cp", type=click.IntRange(1), default=1, show_default=True, help="Context-parallel size; needs Transformer Engine."),
     click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True),
     click.option("--transformer-impl", type=click.Choice(["auto", "transformer_engine", "local"]), default="auto", show_default=True,
@@ -271,7 +301,8 @@ _run_sizes = _apply(
 @click.argument("megatron", type=click.Path(path_type=Path))
 @click.option("--level", type=click.Choice(["bytes", "forward", "train"]), default="forward", show_default=True,
               help="Equal tensors; equal logits; and equal losses of a few steps at two parallel layouts.")
-@_run_sizes
+@_run_sizes("the checkpoint's for torch files, else 1")
+@_run_options
 @click.option("--tokens", type=click.Path(dir_okay=False, path_type=Path), help="Further sequences: JSON lists, one a line, or .npy.")
 @click.option("--sequences", type=click.IntRange(1), default=4, show_default=True, help="Random sequences, from fixed seeds.")
 @click.option("--length", type=click.IntRange(2), default=512, show_default=True, help="Tokens of each, at most what the model allows.")
@@ -279,6 +310,7 @@ _run_sizes = _apply(
 @click.option("--iteration", type=click.IntRange(0), help="Which iteration; the tracker's otherwise.")
 @click.option("--family", help="The model's family, where nothing says it.")
 @click.option("--mapping", type=click.Path(dir_okay=False), help="Your own family file (YAML).")
+@click.option("--set", "settings", multiple=True, metavar="DIM=VALUE", help="A dim that neither says.")
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write one HTML file with all that was measured.")
 @_json
 def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **o: Any) -> int:
@@ -288,6 +320,9 @@ def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **o: An
 
     if report is not None:
         page.refuse(report)  # now, rather than when all has run
+    from mckpt.mapping import parse_setting
+
+    o["settings"] = dict(parse_setting(text) for text in o["settings"])
     start = time.perf_counter()
     with _waiting("transformers and Megatron-Core are running"):
         found = verification.verify(hf, megatron, **o)
@@ -313,7 +348,8 @@ def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **o: An
 @click.option("--save-interval", type=click.IntRange(1), help="Steps; without it only the last one is saved.")
 @click.option("--resume", is_flag=True, help="Go on with the checkpoint's optimizer, schedule and iteration.")
 @click.option("--ranks", type=click.IntRange(1), help="Processes; those beyond one model are data-parallel.")
-@_run_sizes
+@_run_sizes("1")
+@_run_options
 @click.option("--global-batch-size", type=click.IntRange(1), default=8, show_default=True, help="Sequences.")
 @click.option("--micro-batch-size", type=click.IntRange(1), default=1, show_default=True, help="Sequences that one rank computes at once.")
 @click.option("--seq-length", type=click.IntRange(2), help="Tokens; the checkpoint's if not given.")
@@ -418,7 +454,7 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         layer_keys=o.get("layer_keys"),
         common_as_object=o.get("common_state") == "object", iteration=o.get("target_iteration"), allow_inexact=o["allow_inexact"],
         no_optimizer=o.get("no_optimizer", False), tokenizer=o.get("tokenizer"),
-        max_shard_size=parse_size(o["max_shard_size"]) if o.get("max_shard_size") else api.MAX_SHARD_SIZE,
+        max_shard_size=parse_size(o["max_shard_size"], "--max-shard-size") if o.get("max_shard_size") else api.MAX_SHARD_SIZE,
         keep_padding=o.get("keep_padding", False), megatron_version=o.get("megatron_version"),
     )  # fmt: skip
     ranks = Ranks() if dry_run else Ranks.of_environment()
@@ -426,15 +462,17 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         raise UsageError(
             f"--workers {o['workers']} is for one machine without a launcher; here {ranks.size} processes were started, start more of those"
         )
-    options = {"overwrite": o.get("overwrite", False), "update_tracker": o.get("update_tracker", False), "helps": ranks.rank > 0}
+    if not dry_run:
+        budget = parse_size(o["max_memory"], "--max-memory")
+    options = {"overwrite": o.get("overwrite", False), "update_tracker": o.get("update_tracker", False), "helps": dry_run or ranks.rank > 0}
     planned = api.plan(source, o["dst"], target=target, **options)
     if dry_run:
         click.echo(json.dumps(planned.json()) if as_json else planned.summary())
+        planned.destination.check()
         return
     import mckpt.execute  # noqa: F401  before workers are forked, or each of them would
     from mckpt import launching
 
-    budget = parse_size(o["max_memory"])
     how = {
         "max_memory": budget, "threads": o["threads"], "checksum": o["checksum"], "allow_overflow": o["allow_overflow"], "resume": o["resume"],
         "check_replicas": o.get("check_replicas", False),
@@ -445,21 +483,26 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
     if not as_json:
         click.echo(planned.summary(), err=True)
     if note := planned.destination.tracker_note():
-        click.echo(note, err=True)
+        _tell(note, as_json)
     start = time.perf_counter()
     try:
         with launching.workers(ranks, o["workers"], lambda r: planned.run(**how, ranks=r)) as ranks, _progress("writing", as_json) as progress:
-            manifest = planned.run(**how, ranks=ranks, progress=progress, tell=functools.partial(click.echo, err=True))
+            manifest = planned.run(**how, ranks=ranks, progress=progress, tell=functools.partial(_tell, as_json=as_json))
     finally:
         for folder, nbytes in planned.destination.left_over():
-            click.echo(f"left by an interrupted run of another plan: {folder}, {nbytes:,} bytes; remove it if it is not wanted", err=True)
+            _tell(f"left by an interrupted run of another plan: {folder}, {nbytes:,} bytes; remove it if it is not wanted", as_json)
     seconds = time.perf_counter() - start
     if as_json:
         click.echo(json.dumps(manifest))
     else:
         for note in manifest.get("dropped", []):
             click.echo(note, err=True)
-        click.echo(f"{planned.destination.path}: {planned.nbytes:,} bytes in {len(planned.outputs):,} files, {seconds:.2f} s")
+        click.echo(f"{planned.destination.path}: {planned.nbytes:,} bytes in {counted(len(planned.outputs), 'file')}, {seconds:.2f} s")
+
+
+def _tell(text: str, as_json: bool) -> None:
+    """Prints a note on stderr; with --json as an event among the others."""
+    click.echo(json.dumps({"event": "note", "message": text}) if as_json else text, err=True)
 
 
 @contextmanager
@@ -498,25 +541,36 @@ def main() -> None:
         code = cli(prog_name="mckpt", standalone_mode=False)
     except (click.exceptions.Abort, KeyboardInterrupt):
         goes_on = "" if {"verify", "train"} & set(sys.argv[1:2]) else "; the same command goes on where it stopped"
-        click.echo(f"mckpt: interrupted{goes_on}", err=True)
-        code = 130
+        code = _fail("Interrupted", f"interrupted{goes_on}", 130)
     except click.ClickException as e:
-        e.show()
         code = e.exit_code
+        if "--json" in sys.argv:
+            _fail("UsageError" if isinstance(e, click.UsageError) else type(e).__name__, e.format_message(), code)
+        else:
+            e.show()
     except MckptError as e:
-        click.echo(f"mckpt: {e}", err=True)
-        code = e.exit_code
+        code = _fail(type(e).__name__, str(e), e.exit_code, **({"problems": e.problems} if e.problems else {}))
     except (BrokenPipeError, SystemExit):  # click makes this exit of it, with the 1 that means a difference
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, and the interpreter would complain again
         code = 7
     except OSError as e:
-        click.echo(f"mckpt: {e.filename or 'input/output'}: {e.strerror or e}", err=True)
-        code = 7
-    except Exception:  # ours, not the user's: shown whole, with an exit code of its own
-        traceback.print_exc()
-        click.echo("mckpt: internal error: please report it with the lines above", err=True)
-        code = 70
+        code = _fail("StorageError", f"{e.filename or 'input/output'}: {e.strerror or e}", 7)
+    except Exception as e:  # ours, not the user's: shown whole, with an exit code of its own
+        if "--json" in sys.argv:
+            code = _fail("InternalError", f"internal error: {type(e).__name__}: {e}; please report it", 70, traceback=traceback.format_exc())
+        else:
+            traceback.print_exc()
+            code = _fail("InternalError", "internal error: please report it with the lines above", 70)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fail(kind: str, message: str, code: int, **more: Any) -> int:
+    """Prints an error on stderr, as one JSON object where --json is among the arguments; returns its exit code."""
+    if "--json" in sys.argv:
+        click.echo(json.dumps({"error": {"class": kind, "message": message, "exit_code": code, **more}}), err=True)
+    else:
+        click.echo(f"mckpt: {message}", err=True)
+    return code
 
 
 def process() -> None:

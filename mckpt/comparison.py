@@ -15,6 +15,7 @@ import numpy as np
 from mckpt.casting import cast
 from mckpt.checkpoint import Checkpoint
 from mckpt.dtypes import itemsize, numpy_dtype
+from mckpt.errors import counted
 from mckpt.logical import LogicalTensor
 
 BLOCK_BYTES = 2 << 20  # of either side that one thread holds at once; 1 to 4 MiB measured alike
@@ -40,7 +41,7 @@ class Changed:
     def __str__(self) -> str:
         if self.what != "values":
             return f"{self.name}: {self.what} {self.left} against {self.right}"
-        elements = "1 element differs" if self.count == 1 else f"{self.count:,} elements differ"
+        elements = f"{counted(self.count, 'element')} differ{'s' * (self.count == 1)}"
         at = f"first at {list(self.first or ())} ({self.left} against {self.right})"
         return f"{self.name}: {elements}, {at}, max abs {self.max_abs:g}"
 

@@ -11,6 +11,7 @@ class MckptError(Exception):
     """Base of every error that is the user's to mend; `exit_code` is what `mckpt` exits with."""
 
     exit_code = 70
+    problems: tuple[str, ...] = ()  # all of them, where the message lists some
 
     @classmethod
     def of(cls, headline: str, problems: Iterable[str], cure: str = "") -> MckptError:
@@ -19,7 +20,14 @@ class MckptError(Exception):
         lines = [f"  - {p}" for p in problems[:MAX_LISTED]]
         if len(problems) > MAX_LISTED:
             lines.append(f"  - and {len(problems) - MAX_LISTED} more")
-        return cls("\n".join([headline, *lines, *([cure] if cure else [])]))
+        error = cls("\n".join([headline, *lines, *([cure] if cure else [])]))
+        error.problems = tuple(problems)
+        return error
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number and its noun, such as "1 chunk" or "2,000 chunks"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 class UsageError(MckptError):

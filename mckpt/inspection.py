@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping, megatron_args
-from mckpt.checkpoint import DIALECT, Checkpoint
+from mckpt.checkpoint import DIALECT, Checkpoint, unfinished
 from mckpt.dtypes import itemsize
-from mckpt.errors import MappingError
+from mckpt.errors import MappingError, counted
 from mckpt.formats import hf, torch_dist
 from mckpt.mapping import hub
 
@@ -48,6 +48,9 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
             out["files"] = len(stored.directories)
             rows = [(k, e.dtype, e.shape, {}) for k, e in stored.first_rank_tensors().items()]
             out["shown"] = f"tensors of {stored.directories[0]}, one of {len(stored.directories)} ranks"
+    out["inexact"] = source.allowed or None
+    out["mapping_file"] = source.manifest.get("mapping_file")
+    out["unfinished"] = unfinished(source.root)
     if not isinstance(stored, hf.Checkpoint):
         kinds.update((dtype, shape) for _, dtype, shape, _ in rows)
     size = {(dtype, shape): math.prod(shape) * itemsize(dtype) for dtype, shape in kinds}
@@ -60,13 +63,18 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
 
 def text(found: dict[str, Any]) -> str:
     """The same for people."""
-    lines = [f"{k}: {v}" for k, v in found.items() if k not in ("tensors", "problems") and v is not None]
+    lines = [f"{k}: {_plainly(v)}" for k, v in found.items() if k not in ("tensors", "problems", "inexact") and v is not None]
+    lines += [f"inexact: {why}" for why in (found.get("inexact") or {}).values()]
     lines += [f"problem: {p}" for p in found.get("problems", ())]
     rows = list(found["tensors"].items())[:SHOWN]
-    lines += [f"  {k}  {t['dtype']} {t['shape']}" + (f" in {t['chunks']} chunks" if "chunks" in t else "") for k, t in rows]
+    lines += [f"  {k}  {t['dtype']} {t['shape']}" + (f" in {counted(t['chunks'], 'chunk')}" if "chunks" in t else "") for k, t in rows]
     if found["num_tensors"] > len(rows):
         lines.append(f"  and {found['num_tensors'] - len(rows):,} more; --json lists all")
     return "\n".join(lines)
+
+
+def _plainly(value: Any) -> str:
+    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
 
 
 def shell(said: dict[str, Any]) -> str:
@@ -86,9 +94,7 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
     chosen = {"container": "torch_dist", "transformer_impl": "transformer_engine", "experts": "grouped", "layers": "per_layer", "pp": 1}
     there = {n for b in dialect.bind(dialect.scope(dims, **chosen)) for n in b.rule.of}
-    problems = [f"{n}: Megatron has no place for it" for n in sorted(here - there)] + [
-        f"{n}: Megatron wants it" for n in sorted(there - here)
-    ]
+    problems = mapping.misfits(file.name, here, "Megatron", there, dims)
     from mckpt.api import GIVEN  # inspecting needs none of it
 
     problems += list(dialect.inexact(dims, GIVEN).values())

@@ -7,6 +7,7 @@ on the right, and under `dims` the hyperparameters. Both are read once and never
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import math
@@ -89,10 +90,11 @@ def _parse(path: Path) -> tuple[Node, str]:
         raise MappingError(f"{path}: no YAML: {e}") from None
     if not isinstance(node, Node):
         raise MappingError(f"{path}: a mapping file holds keys and values, not {type(node).__name__}")
-    return node, _digest(text)
+    return node, digest_of(text)
 
 
-def _digest(text: str) -> str:
+def digest_of(text: str) -> str:
+    """The digest of a mapping file's text, as manifests record it."""
     import hashlib  # loads OpenSSL in 10 ms, and an inspection needs none of it
 
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -385,6 +387,8 @@ class MappingFile(NamedTuple):
         return dims
 
     def _read_dim(self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], override: Mapping[str, Any], scope: _Lazy) -> Any:
+        if name in override:
+            return override[name]
         spec, dim = self.dims.get(name), hub().dims[name]
         if spec is None and name in known:  # beyond what this file can say
             return known[name]
@@ -392,11 +396,9 @@ class MappingFile(NamedTuple):
             if dim.neutral is None:
                 raise ValueError(f"{self.path.name} says nothing of {name}")
             return dim.neutral(scope)
-        if name in override:
-            return override[name]
         said = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
         key, raw = said[0] if said else ("default", None)
-        if any(not _equal(raw, v) for _, v in said):
+        if any(not equal(raw, v) for _, v in said):
             raise ValueError(f"says two things of {name}: {', '.join(f'{k} {v!r}' for k, v in said)}")
         if raw is None and spec.keys:
             null = dim.optional and any(lookup(config, k, _ABSENT) is None for k in spec.keys)  # null says none, absence says nothing
@@ -419,7 +421,7 @@ class MappingFile(NamedTuple):
             value = int(value)
         if value is None and name in known:  # silence
             return known[name]
-        if name in known and not spec.free and not _equal(known[name], value):
+        if name in known and not spec.free and not equal(known[name], value):
             raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} was given")
         return value
 
@@ -449,6 +451,30 @@ class MappingFile(NamedTuple):
                 raise MappingError(f"{self.path.name}: also: {key}: {e}") from None
         return config
 
+    def said_of(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keys of a config that say something of a dim, and their values."""
+        keys = self.dims[name].keys if name in self.dims else ()
+        return {k: v for k in keys if (v := lookup(config, k)) is not None}
+
+    def restate(self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]) -> dict[str, Any]:
+        """Returns the config with the `changed` dims as `dims` has them, under every key by which the config says them now."""
+        out: dict[str, Any] = copy.deepcopy(dict(config))
+        written = self.write(dims)
+        for name in changed:
+            keys = self.dims[name].keys if name in self.dims else ()
+            for path in list(self.said_of(name, config)) or list(keys[:1]):
+                *outer, last = path.split(".")
+                inner = out
+                for part in outer:
+                    inner = inner.setdefault(part, {})
+                inner[last] = lookup(written, keys[0])
+        return out
+
+    def stored(self, dims: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+        """Returns what the tensors of a model with these dims show of it: each rule's key, its layers, its experts and its members' shapes."""
+        scope = self.scope(dims)
+        return [(b.rule.key, b.layers.tolist(), len(b.experts), [hub().shape(name, scope) for name in b.rule.of]) for b in self.bind(scope)]
+
     def inexact(self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, str]:
         """What of these dims this file cannot say: dim -> what a reader of the written config would take it for.
 
@@ -462,7 +488,7 @@ class MappingFile(NamedTuple):
         out = {
             name: f"{name} is {dims[name]!r}, and {self.name} would compute with {again[name]!r}"
             for name in dims
-            if not _equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
+            if not equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
         }
         return {**out, **self.warnings({**dims, **given})}
 
@@ -482,8 +508,11 @@ class MappingFile(NamedTuple):
         return out
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
-        """Keys of a config, those inside an object too, that no dim reads and that are not listed as inert; those that say nothing left out."""
-        read = {k for d in self.dims.values() for k in d.keys} | set(self.also) | self.inert
+        """Keys of a config, those inside an object too, that no dim reads and that are not listed under `expect` or as inert.
+
+        Keys that say nothing are left out.
+        """
+        read = {k for d in self.dims.values() for k in d.keys} | set(self.also) | self.expect.keys() | self.inert
         objects = {k.split(".")[0] for k in read if "." in k}
         inner = {f"{k}.{i}": v for k in objects if isinstance(config.get(k), Mapping) for i, v in config[k].items()}
         said = {**{k: v for k, v in config.items() if k not in objects}, **inner}
@@ -518,7 +547,8 @@ def lookup(config: Mapping[str, Any], path: str, absent: Any = None) -> Any:
     return value
 
 
-def _equal(a: Any, b: Any) -> bool:
+def equal(a: Any, b: Any) -> bool:
+    """Compares two values of a dim; a list equals a tuple of the same items."""
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return list(a) == list(b)
     return bool(a == b)
@@ -618,7 +648,38 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
         )
     root, base_digest = _inherit(base, kind, (*above, path))
     root.pop("architectures", None)
-    return _merge(root, node), _digest(base_digest + digest)
+    return _merge(root, node), digest_of(base_digest + digest)
+
+
+def to_keep(name: str) -> str:
+    """The text of a family file that needs no other file of the user's: files that it extends are merged in, but not one that mckpt has."""
+    path = Path(name)
+    node, _ = _parse(path)
+    if "extends" not in node or not (path.parent / f"{node['extends']}.yaml").is_file():
+        return path.read_text(encoding="utf-8")
+    import yaml
+
+    root, _ = _inherit(path, "hf", ())
+    root.pop("extends", None)
+    merged = yaml.safe_dump(_plain(root), sort_keys=False, allow_unicode=True, width=140)
+    return f"# {path.name}, merged by mckpt with the files that it extends.\n{merged}"
+
+
+def _plain(value: Any) -> Any:
+    """The same without lines."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def misfits(source: str, here: set[str], target: str, there: set[str], dims: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each logical tensor (by template) that only one of two mappings has for a model with these dims."""
+
+    def said(name: str) -> str:
+        return f"{name} {list(hub().shape(name, dims))} ({hub().tensors[name].about})"
+
+    lacking = [f"{said(n)}: {target} needs it, and {source} has no rule for it" for n in sorted(there - here)]
+    return lacking + [f"{said(n)}: {source} has it, and {target} has no place for it" for n in sorted(here - there)]
 
 
 def _shaped(node: Node, key: Any, wanted: type) -> None:

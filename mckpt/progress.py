@@ -62,7 +62,7 @@ class Line:
             what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[more]}"),
             console=Console(stderr=True),
         )  # fmt: skip
-        self.task = self.bar.add_task(what, total=None, more="")
+        self.task = self.bar.add_task(what, total=None, more="", visible=False)  # until the first call says how much there is
 
     def __enter__(self) -> Line:
         self.bar.start()
@@ -73,7 +73,7 @@ class Line:
 
     def __call__(self, done: int, total: int, files: int = 0, num_files: int = 0) -> None:
         more = f"{resident() >> 20} MiB memory" + (f", {files:,} of {num_files:,} files" if num_files else "")
-        self.bar.update(self.task, completed=done, total=total, more=more)
+        self.bar.update(self.task, completed=done, total=total, more=more, visible=True)
 
 
 def resident() -> int:

@@ -20,9 +20,10 @@ from typing import Any
 
 from mckpt.errors import DestinationError, SourceError, StorageError
 from mckpt.formats.entry import read_file, stamp
-from mckpt.formats.save_directory import RELEASE, TRACKER, iteration_of, tracked
+from mckpt.formats.save_directory import MAPPING, RELEASE, STAGING, TRACKER, iteration_of, tracked
 
-STAGING = ".mckpt-"
+Side = Sequence[tuple[str, Path | bytes]]  # files of DST/hf: where each is now, or its content
+
 MANIFEST = "mckpt.json"
 CONFIG = "config.json"
 LOCK = "lock"  # in a staging directory: locked while a run works there
@@ -46,6 +47,7 @@ class Destination:
 
     def __init__(self, root: Path, unit: str | None, source: Path, *, overwrite: bool = False, update_tracker: bool = False,
                  helps: bool = False) -> None:  # fmt: skip
+        """helps: do not look yet whether something is in the way; the caller calls `check` later, or rank 0 looks."""
         self.root, self.unit, self.overwrite, self.update_tracker = Path(os.path.abspath(root)), unit, overwrite, update_tracker
         self.path = self.root / unit if unit else self.root
         self._staging: Path | None = None  # of the plan that runs
@@ -54,7 +56,7 @@ class Destination:
         if self.root.exists() and not self.root.is_dir():
             raise DestinationError(f"{self.root}: is a file; a directory is wanted")
         if not helps:  # it may be the work of the others, who were done before this one began
-            self._refuse_occupied()
+            self.refuse_occupied()
 
     def _refuse_near(self, source: Path) -> None:
         here, there = self.root.resolve(), source.resolve()
@@ -64,7 +66,7 @@ class Destination:
             where = "above" if here in there.parents else "inside"
             raise DestinationError(f"{self.root}: lies {where} the source {source}; write to a directory apart from it")
 
-    def _refuse_occupied(self, staging: Path | None = None) -> None:
+    def refuse_occupied(self, staging: Path | None = None) -> None:
         """DestinationError if something is in the way of the plan of `staging`. Before that is known, any interrupted run might be it."""
         occupied = self._occupants(staging)
         if not occupied:
@@ -131,12 +133,21 @@ class Destination:
         with suppress(FileNotFoundError):
             if (staging / LOCK).read_text() != run and _locked(staging / LOCK):
                 raise DestinationError(f"{staging}: another mckpt is writing here")
-        there = next(p for p in (staging / LOCK, staging, *staging.parents) if os.path.exists(p))
-        if not os.access(there, os.W_OK):
-            raise StorageError(f"{staging}: cannot be made: no leave to write {there}")
+        self._refuse_read_only(staging / LOCK)
 
-    def _refuse(self, staging: Path) -> None:
-        self._refuse_occupied(staging)
+    def check(self) -> None:
+        """Raises what a run would raise before it writes; a run that was interrupted here may be the one that would go on."""
+        self._refuse(None)
+        self._refuse_read_only(self.root)
+
+    @staticmethod
+    def _refuse_read_only(path: Path) -> None:
+        there = next(p for p in (path, *path.parents) if os.path.exists(p))
+        if not os.access(there, os.W_OK):
+            raise StorageError(f"{path}: cannot be made: no leave to write {there}")
+
+    def _refuse(self, staging: Path | None) -> None:
+        self.refuse_occupied(staging)
         self._check_side(self._side)
 
     @contextmanager
@@ -181,7 +192,7 @@ class Destination:
                     out.append((folder, sum(os.lstat(p).st_blocks * 512 for p in paths)))
         return out
 
-    def publish(self, staging: Path, side: Sequence[tuple[str, Path]] = ()) -> None:
+    def publish(self, staging: Path, side: Side = ()) -> None:
         """Staged data becomes the checkpoint. `side` are files of DST/hf, written before the checkpoint appears."""
         try:
             data = staging / "data"
@@ -190,7 +201,7 @@ class Destination:
                     sync(Path(folder) / name)
                 sync(Path(folder))
             with self._alone():
-                self._refuse_occupied(staging)  # it may have been filled since it was looked at
+                self.refuse_occupied(staging)  # it may have been filled since it was looked at
                 self.refuse_other_side(side)
                 self._publish_side(side, staging)
                 mark = self._mark({self.unit: data} if self.unit else {p.name: p for p in data.iterdir()}, staging)
@@ -263,7 +274,7 @@ class Destination:
         now = tracked(self.root)
         return now is not None and iteration is not None and iteration > now
 
-    def _publish_side(self, side: Sequence[tuple[str, Path]], staging: Path) -> None:
+    def _publish_side(self, side: Side, staging: Path) -> None:
         final = self.root / "hf"
         if not side or final.exists():
             return
@@ -272,7 +283,10 @@ class Destination:
         for name, source in side:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, path)
+            if isinstance(source, bytes):
+                path.write_bytes(source)
+            else:
+                shutil.copyfile(source, path)
             sync(path)
         self._check_side(source for _, source in side)  # while it was copied, too
         os.rename(folder, final)
@@ -288,7 +302,7 @@ class Destination:
         os.rename(data / CONFIG, self.path / CONFIG)
         sync(self.path)
 
-    def refuse_other_side(self, side: Sequence[tuple[str, Path]]) -> None:
+    def refuse_other_side(self, side: Side) -> None:
         """DestinationError if DST/hf is there and is not the `side` of this checkpoint to the byte: it would be read with the wrong one.
 
         SourceError if a file of `side` cannot be read, or is not the one that it was when this was asked first.
@@ -299,12 +313,16 @@ class Destination:
             return
         for name, source in side:
             path = final / name
-            if not path.is_file() or not filecmp.cmp(source, path, shallow=False):
+            if not path.is_file() or not _same(source, path):
                 what = "describes another model" if name == CONFIG and path.is_file() else "is not the source's"
                 raise DestinationError(f"{path}: {what}; all checkpoints of one save directory share its hf. Write to another directory")
+        if (final / MAPPING).is_file() and MAPPING not in dict(side):
+            raise DestinationError(
+                f"{final / MAPPING}: is the family file of other checkpoints here, and this one has none. Write to another directory"
+            )
 
-    def _check_side(self, sources: Iterable[Path]) -> None:
-        for source in sources:
+    def _check_side(self, sources: Iterable[Path | bytes]) -> None:
+        for source in (s for s in sources if isinstance(s, Path)):
             now = stamp(source)
             if self._side.setdefault(source, now) != now:
                 raise SourceError(f"{source}: was changed since the plan was made; run the command again when nothing writes there")
@@ -319,6 +337,22 @@ class Destination:
         return f"{self.root / TRACKER} says {now[:40]!r}, and goes on naming that checkpoint and not {self.unit}; say --update-tracker to change it"
 
 
+def unfinished(root: Path) -> str | None:
+    """Returns a sentence on the runs of mckpt that work in a directory or were interrupted there; None if there are none."""
+    said = []
+    for folder in sorted(p for p in root.glob(f"{STAGING}*") if p.is_dir() and not p.name.endswith(OVER)):
+        found = [os.stat(p) for p in (folder / "data").rglob("*") if p.is_file()]
+        done, size = sum(min(s.st_blocks * 512, s.st_size) for s in found), sum(s.st_size for s in found)
+        share = f"about {done:,} of {size:,} bytes are written" if size else "nothing is written yet"
+        if (folder / "data" / MANIFEST).exists():
+            share = f"all {size:,} bytes are written, and not yet in place"
+        if _locked(folder / LOCK):
+            said.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
+        else:
+            said.append(f"A run of mckpt was interrupted here ({folder.name}): {share}. The same command goes on where it stopped.")
+    return " ".join(said) or None
+
+
 def sync(path: Path) -> None:
     """fsync of a file or directory."""
     fd = os.open(path, os.O_RDONLY)
@@ -326,6 +360,10 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def _same(source: Path | bytes, path: Path) -> bool:
+    return path.read_bytes() == source if isinstance(source, bytes) else filecmp.cmp(source, path, shallow=False)
 
 
 def _marked(staging: Path) -> dict[str, set[str]]:

@@ -17,10 +17,10 @@ import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Options:
     iteration: int | None = None
     family: str | None = None
     mapping: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
     steps: int = 4  # of `train`
     timeout_s: float = 1800  # of one collective
     keep: str | Path | None = None  # a directory for what the two sides computed; removed otherwise
@@ -74,7 +75,10 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
     """The verdict on each Megatron checkpoint; the Hugging Face model runs once. All must run at the same sizes."""
     if options.level not in LEVELS:
         raise UsageError(f"no level {options.level!r}; known: {', '.join(LEVELS)}")
-    left = Checkpoint(hf, Known(family=options.family, mapping=options.mapping))
+    left = Checkpoint(hf, Known(family=options.family, mapping=options.mapping, settings=options.settings))
+    if left.format == "hf" and not (options.family or options.mapping) and checkpoints:
+        left = left.named_as(Checkpoint(checkpoints[0], Known(iteration=options.iteration)))
+        options = replace(options, mapping=left.known.mapping)
     if options.level == "bytes":
         return [_bytes(left, Checkpoint(path, _known(left, options))) for path in checkpoints]
     if left.format != "hf":
@@ -256,7 +260,7 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
 def _known(left: Checkpoint, options: Options) -> Known:
     """What the Hugging Face side tells about the other."""
     like = left.path if left.format == "hf" else None
-    return Known(iteration=options.iteration, like=like, family=options.family, mapping=options.mapping)
+    return Known(iteration=options.iteration, like=like, family=options.family, mapping=options.mapping, settings=options.settings)
 
 
 def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
@@ -291,7 +295,7 @@ def differing_dims(left: Checkpoint, right: Checkpoint, window: bool = False) ->
         return [], None
     dialect = mapping.load("megatron", DIALECT)
     try:
-        said = dialect.read(right.args, {}, f"args of {right.path}", {"vocab_size": left.dims["vocab_size"]})
+        said = dialect.read(right.args, {}, f"args of {right.path}", {**right.granted, "vocab_size": left.dims["vocab_size"]})
     except MckptError as e:
         return [], str(e)
     out = []
@@ -331,7 +335,9 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
     multiple = math.lcm(first["tp"], second["tp"])
     length = min(options.length, dims["max_positions"] or options.length, 256) // multiple * multiple
     if length == 0:
-        raise UsageError(f"--length {options.length} cannot be cut into {multiple} equal parts, as training at {first} and {second} asks")
+        raise UsageError(
+            f"--length {options.length} cannot be cut into {multiple} equal parts, as training at {say_sizes(first)} and at {say_sizes(second)} asks"
+        )
     curves = []
     for number, sizes in enumerate((first, second)):
         losses = work / f"{pair.name}.losses{number}.jsonl"
@@ -366,8 +372,13 @@ def other_sizes(sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any
         if fits(tp, pp, ep) and launching.world(new) == num_ranks and unlike(new):
             found.append(new)
     if not found:
-        raise UsageError(f"the model allows no other sizes than {sizes} on {num_ranks} ranks: give others, or --level forward")
+        raise UsageError(f"the model allows no other sizes than {say_sizes(sizes)} on {num_ranks} ranks: give others, or --level forward")
     return max(found, key=unlike)
+
+
+def say_sizes(sizes: dict[str, int]) -> str:
+    """Returns sizes in words, such as "tp 2, pp 2"; those that are 1 left out."""
+    return ", ".join(f"{k} {n}" for k, n in sizes.items() if n > 1) or "one rank"
 
 
 def _divisors(n: int) -> list[int]:

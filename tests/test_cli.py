@@ -157,6 +157,114 @@ def test_plan(src, torch_dir, tmp_path):
     assert tree(tmp_path) == {}
 
 
+def test_reshard_takes_short_names_of_sizes_too(torch_dir, tmp_path):
+    short = good("reshard", torch_dir, tmp_path / "a", "--tp", 4, "--pp", 1, "--json").json
+    long = good("reshard", torch_dir, tmp_path / "b", "--target-tp", 4, "--target-pp", 1, "--json").json
+    assert short == long and short["parallel"]["tensor_model_parallel_size"] == 4
+    assert "--target-tp, --tp" in good("reshard", "--help").out
+
+
+def test_plan_of_a_megatron_source_with_sizes_is_a_reshard(torch_dir, dist_dir, tmp_path):
+    plan = good("plan", torch_dir, tmp_path / "d", "--tp", 4, "--json").json
+    assert (plan["target"]["format"], plan["target"]["parallel"]) == ("torch", "tp 4, pp 2")
+    assert plan["plan"] == good("reshard", torch_dir, tmp_path / "d", "--tp", 4, "--json").json["plan"]
+    assert good("plan", dist_dir, tmp_path / "e", "--account-for-loss-in-pipeline-split", "--json").json["target"]["format"] == "torch_dist"
+    given = ("--tp", 4, "--pipeline-model-parallel-layout", "Et|tttL")
+    for source in (torch_dir, dist_dir):
+        refused(2, "--tp, --pipeline-model-parallel-layout", "--to torch_dist", args=("plan", source, tmp_path / "f", "--to", "hf", *given))
+    assert good("plan", torch_dir, tmp_path / "g", "--json").json["target"]["format"] == "hf"
+
+
+def test_plan_ends_as_the_run_would_where_the_destination_is_refused(src, torch_dir, tmp_path):
+    dst = tmp_path / "d"
+    good("hf-to-megatron", src, dst)
+    before = tree(tmp_path)
+    for args in (("plan", src, dst), ("plan", torch_dir, dst, "--to", "torch_dist"), ("hf-to-megatron", src, dst, "--dry-run")):
+        said = mckpt(*args)
+        assert said.code == 6 and "47 logical tensors" in said.out and "--overwrite" in said.err, args
+        assert good(*args, "--overwrite").out == said.out
+    said = mckpt("plan", src, dst, "--json")
+    assert said.code == 6 and said.json["source"]["tensors"] == 47 and json.loads(said.err)["error"]["exit_code"] == 6
+    (dst / "release" / "notes.txt").write_text("mine")
+    assert mckpt("plan", src, dst, "--overwrite").code == mckpt("hf-to-megatron", src, dst, "--overwrite").code == 6
+    (dst / "release" / "notes.txt").unlink()
+    assert tree(tmp_path) == before
+
+
+def test_every_error_is_json_if_json_is_asked_for(src, tmp_path, monkeypatch):
+    cases = (
+        (("inspect", tmp_path / "gone", "--json"), "SourceError", 3, "does not exist"),
+        (("inspect", src, "--frobnicate", "--json"), "UsageError", 2, "--frobnicate"),
+        (("diff", "--json"), "UsageError", 2, "Missing argument"),
+        (("hf-to-megatron", src, tmp_path / "d", "--tp", 7, "--json"), "UsageError", 2, "tp 7"),
+        (("hf-to-megatron", src, src, "--json"), "DestinationError", 6, "is the source itself"),
+    )
+    for args, kind, code, word in cases:
+        said = mckpt(*args)
+        found = json.loads(said.err)["error"]
+        assert (found["class"], found["exit_code"], said.code, said.out) == (kind, code, code, ""), args
+        assert word in found["message"], found
+    shutil.copytree(src, tmp_path / "cut")
+    tiny.write_weights(tmp_path / "cut", {"model.norm.weight": np.zeros(48, "f4")})
+    found = json.loads(mckpt("hf-to-megatron", tmp_path / "cut", tmp_path / "d", "--json").err)["error"]
+    assert len(found["problems"]) == 46 and "model.embed_tokens.weight" in found["problems"][0]  # the message lists 20
+    for error, code, kind in (
+        (KeyboardInterrupt(), 130, "Interrupted"),
+        (OSError(5, "broken", "x"), 7, "StorageError"),
+        (ValueError("odd"), 70, "InternalError"),
+    ):
+
+        def fail(source: Any, most: Any, error: BaseException = error) -> Any:
+            raise error
+
+        monkeypatch.setattr("mckpt.inspection.inspect", fail)
+        said = mckpt("inspect", src, "--json")
+        found = json.loads(said.err)["error"]
+        assert (said.code, found["class"], found["exit_code"]) == (code, kind, code)
+    assert "ValueError: odd" in found["message"] and "Traceback" in found["traceback"]
+
+
+def test_notes_are_json_events_if_json_is_asked_for(src, tmp_path):
+    good("hf-to-megatron", src, tmp_path / "d", "--iteration", 5)
+    said = good("hf-to-megatron", src, tmp_path / "d", "--iteration", 3, "--json").err
+    assert "--update-tracker" in next(e["message"] for e in map(json.loads, said.splitlines()) if e["event"] == "note")
+
+
+def test_a_size_without_a_unit_is_refused_if_it_is_tiny(src, tmp_path):
+    args = ("hf-to-megatron", src, tmp_path / "d")
+    refused(2, "--max-memory '5'", "5 bytes", "5MiB", args=(*args, "--max-memory", 5), untouched=tmp_path)
+    for i, size in enumerate(("64MiB", "2GiB", "500MB", str(1 << 20), "64kib")):
+        good("hf-to-megatron", src, tmp_path / str(i), "--max-memory", size)
+
+
+def test_a_name_of_the_hub_is_told_how_to_be_fetched(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = refused(
+        3, "does not exist", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`", args=("hf-to-megatron", "Qwen/Qwen3-0.6B", "d")
+    )
+    assert said.startswith("mckpt: Qwen/Qwen3-0.6B")
+    (tmp_path / "out").mkdir()
+    for path in ("out/ckpt", "gone", tmp_path / "a" / "b", "a/b/c"):
+        assert "hf download" not in refused(3, "does not exist", args=("inspect", path))
+
+
+def test_help_shows_the_default_sizes():
+    for command, default in (
+        ("hf-to-megatron", "1"), ("reshard", "(the source's)"), ("plan", "(1 from Hugging Face, else the source's)"),
+        ("verify", "(the checkpoint's for torch files, else 1)"), ("train", "(1)"),
+    ):  # fmt: skip
+        said = " ".join(good(command, "--help").out.split())
+        assert said.count(f"[default: {default}; x>=1]") >= 4, command  # tp, pp, vpp, ep
+
+
+def test_inspect_speaks_plain_words(torch_dir, dist_dir, src):
+    for path in (torch_dir, dist_dir, src):
+        assert "{'" not in good("inspect", path).out
+    assert "parallel: tensor_model_parallel_size 2, pipeline_model_parallel_size 2" in good("inspect", torch_dir).out
+    text = good("inspect", dist_dir).out
+    assert "in 1 chunk\n" in text and "in 4 chunks\n" in text and "1 chunks" not in text
+
+
 def test_mappings(src, tmp_path):
     families = good("mappings", "list", "--json").json
     assert families["hf"]["qwen3"] == ["Qwen3ForCausalLM"] and "mcore" in families["megatron"]
@@ -206,7 +314,7 @@ def test_diff_exit_codes(src, torch_dir, dist_dir, tmp_path):
     name = "model.layers.2.mlp.up_proj.weight"
     other = changed(src, tmp_path / "other", lambda a: a[name].__setitem__((5, 7), 3))
     said = mckpt("diff", torch_dir, other)
-    assert said.code == 1 and "layers.2.mlp.up.weight: 1 elements differ, first at [5, 7]" in said.out and "different:" in said.out
+    assert said.code == 1 and "layers.2.mlp.up.weight: 1 element differs, first at [5, 7]" in said.out and "different:" in said.out
     said = mckpt("diff", src, other, "--json")
     assert said.code == 1 and said.json["same"] is False and said.json["changed"][0]["first"] == [5, 7]
     refused(2, "Missing argument", args=("diff", src))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt import api, mapping
+from mckpt import api, inspection, mapping
 from mckpt.errors import MappingError, UsageError
 from mckpt.expression import Expression, ExpressionError
 from tests import tiny
@@ -285,7 +285,7 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     wanted = known.get(path.stem, set())
     assert inexact.keys() == wanted, inexact
 
-    source: Any = SimpleNamespace(known=api.Known(), dims=again, path=path)
+    source: Any = SimpleNamespace(naming=api.Known(), dims=again, path=path)
     chosen, note = api._choose_family(source)
     assert chosen.name == ("llama" if name == "mistral" else name), note
     written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
@@ -399,6 +399,16 @@ def test_unknown_keys_of_a_config() -> None:
     assert family.unknown(llama()) == []
 
 
+def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
+    """transformers 5 writes rope_interleave: true into the config.json of a DeepSeek-V3."""
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", rope_interleave=True)
+    assert mapping.load("hf", "deepseek_v3").unknown(json.loads((source / "config.json").read_text())) == []
+    mckpt.plan(source, tmp_path / "out")
+    other = tiny.tiny_random("deepseek-v3", tmp_path / "other", rope_interleave=False)
+    with pytest.raises(MappingError, match=r"rope_interleave is False, and deepseek_v3\.yaml knows only True"):
+        mckpt.plan(other, tmp_path / "out")
+
+
 def test_an_unknown_key_is_refused_by_a_plan(tmp_path: Path) -> None:
     source = tiny.tiny_random("llama", tmp_path / "hf")
     tiny.write_json(source / "config.json", llama(final_logit_softcapping=30.0))
@@ -489,6 +499,38 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
     raw = (tmp_path / "back" / "model.safetensors").read_bytes()
     for key, entry in again.stored.entries.items():
         assert raw[entry.at : entry.at + arrays[key].nbytes] == arrays[key].tobytes(), key
+
+
+WITHOUT_NORMS = """
+extends: llama
+ignore:
+  model.norm.weight: left out
+  "model.layers.{layer}.post_attention_layernorm.weight": left out
+tensors:
+  model.norm.weight: null
+blocks:
+  model.layers.{layer}.:
+    tensors:
+      post_attention_layernorm.weight: null
+"""
+
+
+def test_all_tensors_that_the_other_side_lacks_are_one_error(tmp_path: Path) -> None:
+    """A family file without two norms; `mappings check` finds the same."""
+    (tmp_path / "mine.yaml").write_text(WITHOUT_NORMS)
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    known = mckpt.Known(mapping=str(tmp_path / "mine.yaml"))
+    lacking = [
+        "final_norm.weight [64] (norm before the output layer): Megatron needs it, and mine.yaml has no rule for it",
+        "layers.{layer}.mlp_norm.weight [64] (norm before the mlp or the experts): Megatron needs it, and mine.yaml has no rule for it",
+    ]
+    for wanted in ({}, {"dtype": "fp32"}, {"format": "torch"}):
+        with pytest.raises(MappingError) as caught:
+            mckpt.plan(source, tmp_path / "out", known=known, **wanted)
+        assert list(caught.value.problems) == lacking
+    with pytest.raises(MappingError) as caught:
+        inspection.check_mapping(tmp_path / "mine.yaml", source / "config.json")
+    assert list(caught.value.problems) == lacking
 
 
 def test_a_model_that_its_file_does_not_fit(tmp_path: Path) -> None:

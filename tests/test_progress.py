@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -34,6 +35,20 @@ def test_what_was_done_before_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> Non
     meter.read(900, 1000)
     now[0] = 1.0
     assert meter.read(910, 1000)["eta_s"] == 9.0
+
+
+def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    import rich.console
+
+    shown = io.StringIO()
+    real = rich.console.Console
+    monkeypatch.setattr(rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=120))
+    with progress.Line("writing") as line:
+        line.bar.refresh()
+        assert "/?" not in shown.getvalue()
+        line(500, 1000, 1, 2)
+    assert "/?" not in shown.getvalue()
+    assert "500/1,000 bytes" in shown.getvalue() or "0.5/1.0 kB" in shown.getvalue()
 
 
 def test_json_puts_the_result_on_stdout_and_events_on_stderr(tmp_path: Path) -> None:

@@ -469,6 +469,28 @@ def test_sigkill_leaves_nothing_and_the_same_command_goes_on(tmp_path, src):
     assert tree(dst) == tree(tmp_path / "whole")
 
 
+def test_an_interrupted_run_is_no_checkpoint_and_is_said_to_be_there(tmp_path, src, trained):
+    for number, args in enumerate((("hf-to-megatron", src), ("megatron-to-hf", trained))):
+        dst = tmp_path / str(number)
+        for name, count, share in (
+            ("fsync", 1, "nothing is written yet"),
+            ("fsync", 3, " bytes are written. "),
+            ("rename", 1, "not yet in place"),
+        ):
+            assert dying(name, count, *args, dst)
+            (left,) = dst.glob(".mckpt-*")
+            words = ("no checkpoint is here yet", left.name, "interrupted", share, "The same command goes on")
+            for command in (("inspect", dst), ("megatron-to-hf", dst, tmp_path / "d")):
+                refused(3, *words, args=command, untouched=tmp_path)
+        with open(left / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            refused(3, "A run of mckpt is writing here", args=("inspect", dst))
+        good(*args, dst)
+        assert "mckpt was interrupted" not in good("inspect", dst).out
+    assert dying("rename", 1, "hf-to-megatron", src, tmp_path / "0", "--iteration", 4)
+    assert "unfinished: A run of mckpt was interrupted here" in good("inspect", tmp_path / "0").out
+
+
 def test_ctrl_c(tmp_path, src):
     dst = tmp_path / "dst"
     wait = "import time; publishing.Destination.publish = lambda *a, **k: (print('here', flush=True), time.sleep(60))"

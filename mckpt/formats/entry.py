@@ -194,6 +194,7 @@ class Problems(list[str]):
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.damaged = what, False
+        self.cure = ""  # a better one than to copy the checkpoint again
 
     def missing(self, text: str) -> None:
         """The source is incomplete or not what its config says."""
@@ -202,9 +203,8 @@ class Problems(list[str]):
 
     def check(self) -> None:
         if self:
-            cure = (
-                "If it should all be there, copy the checkpoint again, with the config or args that belong to it." if self.damaged else ""
-            )
+            again = "If it should all be there, copy the checkpoint again, with the config or args that belong to it."
+            cure = self.cure or (again if self.damaged else "")
             raise (SourceError if self.damaged else CoverError).of(self.what, self, cure)
 
 

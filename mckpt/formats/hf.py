@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mckpt import dtypes, mapping, quantisation, safe_pickle, torch_file
 from mckpt.box import Layout, Piece, Scales, Stored, whole_box
-from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.errors import SourceError, StorageError, UsageError, counted
 from mckpt.formats import safetensors
 from mckpt.formats.entry import (
     Entries,
@@ -37,6 +37,7 @@ from mckpt.parallel import Parallel
 
 QUANTISED = "quantization_config"  # the key of config.json
 SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales
+LEAST_BARE = 1 << 20  # bytes that a size may say without a unit: fewer are a forgotten unit
 ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
@@ -104,12 +105,16 @@ class Checkpoint:
         entries = self.entries
         used = np.zeros(len(entries.names), bool)
         stored: list[Stored] = []
+        mtp_found = mtp_missing = 0  # tensors of multi-token prediction
         for b in bound:
             rule, keys = b.rule, b.keys()
             whole = packed(rule, scope)
             shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
             rows = entries.rows(keys)
             used[rows[rows >= 0]] = True
+            if rule.mtp:
+                mtp_found += int((rows >= 0).sum())
+                mtp_missing += 0 if rule.alias else int((rows < 0).sum())
             fit = entries.are(rows, [kind.shape == shape for kind in entries.kinds])
             for i in np.flatnonzero(~fit).tolist():
                 if rows[i] >= 0:
@@ -152,6 +157,12 @@ class Checkpoint:
             problems.damaged = True  # in front, as all others may follow from it
             problems.insert(0, f"config.json says {QUANTISED} {_short(self.config[QUANTISED])}; of quantised models, those of quant_method fp8, "
                                "fmt e4m3 and a weight_block_size are read: dequantise it first")  # fmt: skip
+        if mtp_missing and not mtp_found and mtp_missing == len(problems):
+            said = [f"{k} {v!r}" for k, v in family.said_of("mtp_layers", self.config).items()]
+            problems.cure = (
+                f"All {mtp_missing:,} missing tensors are of layers of multi-token prediction, and no tensor of such a layer is there; "
+                f"config.json says {', '.join(said) or 'nothing of them'}. transformers saves a model without them: --set mtp_layers=0 leaves them out."
+            )
         problems.check()
         return Layout(self.files, stored, shapes_of(bound, scope), ignored, left_out)
 
@@ -346,12 +357,15 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
 # ---------------------------------------------------------------------------------------------------------------- writing
 
 
-def parse_size(text: str) -> int:
-    """ "5GB" or "512MiB" -> bytes."""
+def parse_size(text: str, option: str = "") -> int:
+    """ "5GB" or "512MiB" -> bytes. UsageError, which names the option, for a number without a unit that can only be meant to have one."""
+    given = f"{option} {text!r}".lstrip()
     units = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if not found or found[2].upper() not in units or (size := int(float(found[1]) * units[found[2].upper()])) < 1:
-        raise UsageError(f"{text!r} is no size; say such as 5GB or 512MiB")
+        raise UsageError(f"{given} is no size; say such as 5GB or 512MiB")
+    if not found[2] and size < LEAST_BARE:
+        raise UsageError(f"{given} without a unit is {counted(size, 'byte')}; say a unit, such as {found[1]}MiB or {found[1]}GiB")
     return size
 
 

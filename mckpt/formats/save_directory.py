@@ -18,6 +18,8 @@ from mckpt.parallel import Parallel
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
+MAPPING = "mckpt-mapping.yaml"  # the user's own family file, kept beside config.json
+STAGING = ".mckpt-"  # begins the name of a directory in which a run of mckpt writes until its output is complete
 
 
 class Unit(NamedTuple):
