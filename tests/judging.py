@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,18 @@ import numpy as np
 from mckpt import launching
 
 HERE = Path(__file__).parent
+
+
+def record(judge: str, case: str, form: str, sizes: str, difference: float, largest: float) -> None:
+    """Adds one result to the file that JUDGED names, from which tests/matrix.py makes docs/judges.md; does nothing without it.
+
+    `difference` is the largest difference of a logit, and `largest` the largest logit.
+    """
+    if path := os.environ.get("JUDGED"):
+        row = {"judge": judge, "case": case, "format": form, "sizes": sizes, "difference": difference, "largest": largest,
+               "megatron_core": version("megatron-core")}  # fmt: skip
+        with open(path, "a") as file:
+            file.write(json.dumps(row, default=float) + "\n")
 
 
 def judge(

@@ -17,7 +17,7 @@ from mckpt import mapping
 from mckpt.formats import torch as torch_format
 from mckpt.parallel import Parallel
 from tests import tiny
-from tests.judging import explain, judge
+from tests.judging import explain, judge, record
 
 pytestmark = pytest.mark.judge
 
@@ -96,7 +96,7 @@ def test_megatron_core_computes_what_transformers_does(case: str, sources: dict[
             assert result["ok"], explain(result)
             assert result["unread"] == []
             apart = np.abs(result["logits"] - reference).max()
-            print(f"{case:18} {form:10} {parallel(size)!s:24} max logit difference {apart:.1e} of {np.abs(reference).max():.1f}")
+            record("forward", case, form, str(parallel(size)), apart, np.abs(reference).max())
             assert apart < LOGITS_ATOL
 
 
@@ -153,7 +153,7 @@ def test_transformers_computes_what_megatron_core_saved(
         planned.run(check_replicas=True)
         assert list(planned.facts["inexact"]) == ["rope_factor"] * (case == "llama-rope-scaled")  # what was allowed is said
         apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - result["logits"]).max()
-        print(f"{case:18} from megatron-core's {form:10} max logit difference {apart:.1e}; {'; '.join(planned.facts['notes'])}")
+        record("saved by megatron-core", case, form, "tp 2, pp 2", apart, np.abs(result["logits"]).max())
         assert apart < LOGITS_ATOL
 
 
