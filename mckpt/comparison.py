@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mckpt.casting import cast
-from mckpt.checkpoint import Checkpoint
 from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import counted
 from mckpt.logical import LogicalTensor
@@ -71,24 +70,6 @@ class Difference:
             "same": not self, "tensors_equal": self.same, "equal_after_cast": self.cast, "bytes_compared": self.nbytes,
             "missing": self.missing, "extra": self.extra, "left_out": self.left_out, "changed": [vars(c) for c in self.changed],
         }  # fmt: skip
-
-
-def diff_converted(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> Difference:
-    """Compares a checkpoint with one that was converted from it, or the other way round.
-
-    The manifests name the casts that were made on the way: the values must be equal to exactly
-    those casts. Tensors that the mapping always stores in one dtype must be equal to that cast.
-    """
-    if left.casts != right.casts and left.casts[: len(right.casts)] == right.casts:
-        return _diff_casts(right, left, stop).swapped()
-    return _diff_casts(left, right, stop)
-
-
-def _diff_casts(left: Checkpoint, right: Checkpoint, stop: threading.Event | None) -> Difference:
-    known = right.casts[: len(left.casts)] == left.casts
-    made = right.casts[len(left.casts) :] if known else []
-    always = {name: [rule.dtype] for rule in right.mapping.rules if rule.dtype for name in rule.of}
-    return diff(left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop)
 
 
 class Stopped(Exception):

@@ -124,8 +124,26 @@ def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | None]]
 
 def _values(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> Values:
     """The difference of the two, and the copies of one tensor, on several ranks, that differ."""
-    found = comparison.diff_converted(left, right, stop)
+    found = diff_converted(left, right, stop)
     return Values(found, [text for side in (left, right) if side.format == "torch" for text in side.reader.check_replicas()])
+
+
+def diff_converted(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> comparison.Difference:
+    """Compares a checkpoint with one that was converted from it, or the other way round.
+
+    The manifests name the casts that were made on the way: the values must be equal to exactly
+    those casts. Tensors that the mapping always stores in one dtype must be equal to that cast.
+    """
+    if left.casts != right.casts and left.casts[: len(right.casts)] == right.casts:
+        return _diff_casts(right, left, stop).swapped()
+    return _diff_casts(left, right, stop)
+
+
+def _diff_casts(left: Checkpoint, right: Checkpoint, stop: threading.Event | None) -> comparison.Difference:
+    known = right.casts[: len(left.casts)] == left.casts
+    made = right.casts[len(left.casts) :] if known else []
+    always = {name: [rule.dtype] for rule in right.mapping.rules if rule.dtype for name in rule.of}
+    return comparison.diff(left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop)
 
 
 def _run(subjects: list[_Subject], values: Sequence[Future[Values | None]], work: Path, options: Options) -> list[Verdict]:

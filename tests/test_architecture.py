@@ -44,7 +44,7 @@ MAY: dict[str, set[str]] = {
     "torch_file": {"dtypes", "errors", "safe_pickle"},
     "dcp_metadata": {"dtypes", "errors", "pickle_columns", "safe_pickle"},
     "logical": {"box", "dtypes", "errors", "quantisation"},
-    "comparison": {"dtypes", "errors", "logical"},
+    "comparison": {"casting", "dtypes", "errors", "logical"},
     "formats": {"box", "dcp_metadata", "dtypes", "errors", "formats", "mapping", "packing", "parallel", "quantisation", "safe_pickle",
                 "torch_file"},
 }  # fmt: skip
