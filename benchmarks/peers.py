@@ -1,16 +1,27 @@
-"""mckpt beside NVIDIA's converters, mbridge and Megatron-Bridge: Hugging Face -> torch_dist and back, each a whole process, in turns.
+"""Compares mckpt with Megatron-Bridge: Hugging Face -> torch_dist and back, each conversion in a process of its own, in turns.
 
-    python -m benchmarks.peers HF [DIRECTORY] [--peer-python PYTHON] [--rounds 3]
+    python -m benchmarks.peers HF [DIRECTORY] --peer-python PEER/bin/python [--rounds 3]
 
-HF is a model directory with a tokenizer (Megatron-Bridge asks for one); DIRECTORY, /dev/shm if none is given, holds two copies of it at a time.
-PYTHON has the peers installed; what this process runs in has mckpt. On a machine without a GPU, the peers run on gloo, with tests/fake_te instead
-of Transformer Engine, and with the changes that `without_gpu` names.
+HF is a model directory with a tokenizer, which Megatron-Bridge requires. DIRECTORY, /dev/shm by default, holds two copies of the model at a
+time. This process runs in an environment of mckpt. The peer has one of its own, of Python 3.12:
+
+    python3.12 -m venv PEER
+    PEER/bin/pip install torch==2.13.0 megatron-core==0.19.2 transformers==5.12.1 accelerate omegaconf hydra-core einops peft regex
+    PEER/bin/pip install datasets sentencepiece tiktoken six pillow torchvision tensorboard psutil PyYAML
+    PEER/bin/pip install --no-deps megatron-bridge==0.6.2
+
+`--no-deps`, because Megatron-Bridge also requires packages that only training uses; `StandIns` answers their imports. On a machine without
+a GPU it runs with gloo, with tests/fake_te instead of Transformer Engine, and with the changes in `without_gpu`.
+
+mbridge is not compared: its newest release, 0.15.1, does not build a model with megatron-core 0.19 (`ModelType` lost `encoder_and_decoder`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.abc
+import importlib.machinery
 import os
 import platform
 import shutil
@@ -19,13 +30,16 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB = 1 << 20
 ALLOW = ["--allow-inexact", "rope_factor"]
-PEERS = ("mbridge", "megatron-bridge")
-PACKAGES = ("mbridge", "megatron-bridge", "megatron-core", "torch", "transformers", "safetensors", "nvidia-resiliency-ext")
+PEER = "megatron-bridge"
+PACKAGES = ("mckpt", "megatron-bridge", "megatron-core", "torch", "transformers", "safetensors")
 
 
 def main() -> None:
@@ -37,11 +51,9 @@ def main() -> None:
     parser.add_argument("hf", type=Path)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--peer-python", default=sys.executable)
-    parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    peers = arguments.peers.split(",")
-    print(f"Linux {platform.release()}, {len(os.sched_getaffinity(0))} cores")
+    print(f"Linux {platform.release().partition('-')[0]}, {len(os.sched_getaffinity(0))} cores")
     for python in dict.fromkeys((sys.executable, arguments.peer_python)):
         said = subprocess.run([python, __file__, "versions"], capture_output=True, text=True, check=True, env=environment())
         print(f"{'python' if python == sys.executable else 'PEER_PYTHON'}: {said.stdout.strip()}")
@@ -49,15 +61,16 @@ def main() -> None:
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
     try:
-        compare(arguments.hf, work, arguments.peer_python, peers, arguments.rounds)
+        compare(arguments.hf, work, arguments.peer_python, arguments.rounds)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def compare(hf: Path, work: Path, python: str, peers: list[str], rounds: int) -> None:
+def compare(hf: Path, work: Path, python: str, rounds: int) -> None:
     nbytes = sum(f.stat().st_size for f in hf.glob("*.safetensors"))
-    names = ["mckpt", *peers]
+    names = ["mckpt", PEER]
     rows: dict[tuple[str, str], list[tuple[float, float, float, float]]] = {}
+    sizes: dict[tuple[str, str], int] = {}
     there, back = work / "megatron", work / "hf"
     shown = {
         python: "PEER_PYTHON",
@@ -76,6 +89,7 @@ def compare(hf: Path, work: Path, python: str, peers: list[str], rounds: int) ->
                 if number == 0:
                     print(f"{name}, {direction}: {' '.join(shown.get(word, word) for word in command)}", flush=True)
                 rows.setdefault((direction, name), []).append(run(command))
+                sizes[direction, name] = bytes_in(back if direction == "torch_dist -> hf" else there)
             if number == 0:
                 for what, command in (
                     ("HF -> Megatron -> HF", ["diff", str(hf), str(back)]),
@@ -92,26 +106,27 @@ def compare(hf: Path, work: Path, python: str, peers: list[str], rounds: int) ->
         f"\n{hf.name}, {nbytes / 1e9:.2f} GB, on {filesystem(work)}, {rounds} rounds; load average {loads[0]:.1f} before, up to {max(loads):.1f}"
     )
     print(
-        "\n| direction | | wall s (median) | range | CPU s | peak RSS MiB, largest process | all processes |\n|---|---|---|---|---|---|---|"
+        "\n| direction | | wall s, median | all | CPU s | peak RSS MiB, largest process | all processes | bytes written |\n"
+        "|---|---|---|---|---|---|---|---|"
     )
     for direction, name in sorted(rows, key=lambda row: (row[0], names.index(row[1]))):
         wall, cpu, largest, tree = zip(*rows[direction, name], strict=True)
         print(
-            f"| {direction} | {name} | {statistics.median(wall):.2f} | {min(wall):.2f}-{max(wall):.2f} | {statistics.median(cpu):.2f} "
-            f"| {max(largest):.0f} | {max(tree):.0f} |"
+            f"| {direction} | {name} | {statistics.median(wall):.2f} | {', '.join(f'{s:.2f}' for s in wall)} | {statistics.median(cpu):.2f} "
+            f"| {max(largest):.0f} | {max(tree):.0f} | {sizes[direction, name]:,} |"
         )
     print("\n" + "\n".join(checks))
 
 
 def commands(name: str, python: str, hf: Path, there: Path, back: Path) -> list[list[str]]:
-    """What converts `hf` to `there`, and what converts `there` to `back`; both peers need the original's config, and its tokenizer."""
+    """What converts `hf` to `there`, and what converts `there` to `back`; the peer needs the original's config, and its tokenizer."""
     if name == "mckpt":
         mckpt = [sys.executable, "-m", "mckpt"]
         return [
             [*mckpt, "hf-to-megatron", str(hf), str(there), *ALLOW],
             [*mckpt, "megatron-to-hf", str(there), str(back), "--tokenizer", str(hf)],
         ]
-    peer = [python, __file__, "convert", name]
+    peer = [python, __file__, "convert"]
     return [[*peer, "import", str(hf), str(there)], [*peer, "export", str(hf), str(there), str(back)]]
 
 
@@ -124,16 +139,18 @@ def check(command: list[str]) -> str:
 
 
 def print_versions() -> None:
-    """Of this Python and of what it has of the packages that matter here."""
+    """Prints the versions of this Python and of the packages in PACKAGES that it has."""
     from importlib.metadata import PackageNotFoundError, version
 
-    import mckpt
-
-    found = [f"Python {platform.python_version()}", f"mckpt {mckpt.__version__}"]
+    found = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{package} {version(package)}")
     print(", ".join(found))
+
+
+def bytes_in(directory: Path) -> int:
+    return sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())
 
 
 def filesystem(path: Path) -> str:
@@ -189,57 +206,89 @@ def rss_of_tree(root: int) -> int:
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------- the peers
+# ---------------------------------------------------------------------------------------------------------------- the peer
 
 
-def convert(peer: str, direction: str, hf: str, megatron: str, out: str = "") -> None:
-    """One conversion by one peer, in this process."""
+def convert(direction: str, hf: str, megatron: str, out: str = "") -> None:
+    """Does one conversion by Megatron-Bridge, in this process."""
     import torch
 
+    sys.meta_path.append(StandIns())
     if not torch.cuda.is_available():
         without_gpu()
-    {"mbridge": mbridge, "megatron-bridge": megatron_bridge}[peer](direction, hf, megatron, out)
+    megatron_bridge(direction, hf, megatron, out)
+
+
+class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports an empty module in place of a missing package that Megatron-Bridge imports and no conversion uses.
+
+    Its attributes are classes where they begin with a capital letter, because it derives from some of them, and mocks elsewhere.
+    """
+
+    packages = ("modelopt", "wandb", "mlflow", "comet_ml", "nvidia_resiliency_ext", "nemo_run")
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        stands_in = name.partition(".")[0] in self.packages or name.startswith("megatron.energon")
+        return importlib.machinery.ModuleSpec(name, self, is_package=True) if stands_in else None
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
+        return StandIn(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+class StandIn(types.ModuleType):
+    __version__ = "0.44.0"  # that of modelopt is compared
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {"__init__": lambda *_, **__: None}) if name[0].isupper() else mock.MagicMock(name=name)
 
 
 def without_gpu() -> None:
-    """The changes that the peers need on a machine without a GPU."""
+    """Makes the changes that Megatron-Bridge needs on a machine without a GPU."""
     import torch
 
-    sys.path.insert(0, str(ROOT / "tests" / "fake_te"))  # both build Megatron-Core's Transformer Engine layers
-    torch.cuda.current_device = lambda: torch.device("cpu")  # both, and Megatron-Core, allocate there
-    torch.cuda.synchronize = lambda *_: None  # Megatron-Core before it saves
-    torch.cuda.get_rng_state = lambda *_: torch.get_rng_state()  # Megatron-Bridge, even where it saves no state
-    torch.nn.Module.cuda = lambda self, *_: self
+    sys.path.insert(0, str(ROOT / "tests" / "fake_te"))  # it builds Megatron-Core's Transformer Engine layers
+    cuda: Any = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")  # it and Megatron-Core allocate there
+    cuda.set_device = lambda *_: None  # each its own function: torch._dynamo takes none twice
+    cuda.synchronize = lambda *_: None
+    cuda.current_stream = lambda *_: mock.MagicMock()
+    cuda.Stream = cuda.Event = mock.MagicMock
+    cuda.device_count = lambda: 1
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(name="none", major=9, minor=0, total_memory=1 << 36)
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # asked for even where no state is saved
+    torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
+
+    class OnCpu(torch.overrides.TorchFunctionMode):
+        """Allocates on the CPU whatever asks for device="cuda"."""
+
+        def __torch_function__(self, function: Any, kinds: Any, args: Any = (), named: Any = None) -> Any:
+            named = dict(named or {})
+            if str(named.get("device")).startswith("cuda"):
+                named["device"] = "cpu"
+            return function(*args, **named)
+
+    OnCpu().__enter__()  # to the end of this process
+    from megatron.core.tensor_parallel import layers
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # no CUDA generators; models are built under it
+    layers._grad_accum_fusion_available = True  # Megatron-Bridge turns it on; only training calls it
     from megatron.core.models.common.embeddings import rope_utils
 
     rope_utils.fused_apply_rotary_pos_emb = NotImplemented  # Megatron-Bridge's Llama asks that it exists; nothing here calls it
+    from megatron.core.extensions import transformer_engine
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-
-def mbridge(direction: str, hf: str, megatron: str, out: str) -> None:
-    """mbridge has no checkpoint format of its own: it fills a Megatron-Core model, which Megatron-Core saves and loads."""
-    import torch
-    from mbridge import AutoBridge
-    from megatron.core import dist_checkpointing, parallel_state
-
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    bridge = AutoBridge.from_pretrained(hf)
-    bridge.set_extra_args(perform_initialization=False)  # the weights are overwritten
-    models = bridge.get_model()
-    model = models[0].module
-    with torch.no_grad():
-        if direction == "import":
-            bridge.load_weights(models, hf)
-            os.makedirs(megatron)
-            dist_checkpointing.save(model.sharded_state_dict(), megatron)
-        else:
-            model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), megatron))
-            bridge.safetensor_io = bridge._get_safetensor_io(hf)
-            bridge.save_weights(models, out)
+    for module in (transformer_engine, moe_utils, token_dispatcher):  # a mixture of experts asks that these exist
+        for name in dir(module):
+            if name.startswith("fused_") and getattr(module, name) is None:
+                setattr(module, name, NotImplemented)
 
 
 def megatron_bridge(direction: str, hf: str, megatron: str, out: str) -> None:
