@@ -9,7 +9,6 @@ Classes as pickled by torch 2.1 to 2.13 and by Megatron-Core 0.6 to main (MCoreM
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
@@ -18,13 +17,12 @@ from array import array
 from collections.abc import Iterable, Mapping
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, Union, cast
+from typing import Any, NamedTuple, Union
 
 from mckpt import dtypes, safe_pickle
 from mckpt.errors import PickleError, SourceError, StorageError
 from mckpt.lazy import distinct
 from mckpt.lazy import numpy as np
-from mckpt.pickle_columns import GONE, Column
 from mckpt.safe_pickle import Emitter, Global, Record, emit_int, glob
 
 MAX_BYTES = 1 << 30  # of a .metadata: 356,352 chunks are 76 MB, with all_local_plans 106 MB
@@ -111,27 +109,24 @@ def read_metadata(source: bytes | Path | str, where: str = "") -> Metadata:
             raise StorageError(f"{where}: cannot be read: {e.strerror or e}") from e
     where = where or ".metadata"
     with safe_pickle.no_gc():
-        try:
-            return _checked(_load(source, where, True), where)
-        except Exception:  # whatever it ends in: what is wrong is said of each chunk, and some that are sound cannot be taken so
-            return _checked(_load(source, where, False), where)
+        return _checked(_load(source, where), where)
 
 
-def _load(data: bytes, where: str, columns: bool) -> dict[str, Any]:
+def _load(data: bytes, where: str) -> dict[str, Any]:
     # Megatron-Core appends every rank's save plan, which tells the same chunks again in as many bytes; the attributes before it are read
     # alone, when they are complete
     cut = data.find(_PLANS)
     if cut > 0:
         try:
             # the frame that the cut is in must still be as long as it says
-            return _fields(data[:cut] + b"ub." + data[cut + 3 : cut + (1 << 20)], where, columns)
+            return _fields(data[:cut] + b"ub." + data[cut + 3 : cut + (1 << 20)], where)
         except PickleError:
             pass  # that text stood elsewhere
-    return _fields(data, where, columns)
+    return _fields(data, where)
 
 
-def _fields(data: bytes, where: str, columns: bool) -> dict[str, Any]:
-    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES, classes=_CLASSES, columns=columns))
+def _fields(data: bytes, where: str) -> dict[str, Any]:
+    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES, classes=_CLASSES))
 
 
 def _checked(md: dict[str, Any], where: str) -> Metadata:
@@ -162,8 +157,6 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     if problems:
         raise SourceError.of(f"{where}: is damaged:", problems)
     planner, mcore = md.get("planner_data"), md.get("mcore_data")
-    if _has_column(planner, mcore):
-        raise SourceError(f"{where}: planner_data refers to a chunk")
     return Metadata(tensors, objects, items, planner if type(planner) is dict else None, mcore if type(mcore) is dict else None)
 
 
@@ -174,77 +167,15 @@ def _tensor(value: Any) -> Tensor:
     dtype = properties["dtype"] if type(properties) is dict else properties[0]
     if not isinstance(dtype, Global) or type(state["size"]) is not tuple or type(state["chunks"]) is not list:
         raise TypeError
-    chunks: list[Chunk] = []
-    for chunk in state["chunks"]:
-        if type(chunk) is Column and chunk.made is _Chunk:
-            chunks += zip(chunk.rows("offsets"), chunk.rows("sizes"), strict=True)
-        else:
-            chunks.append(chunk.held)
+    chunks: list[Chunk] = [chunk.held for chunk in state["chunks"]]
     if not set(map(type, itertools.chain.from_iterable(chunks))) <= {tuple}:
         raise TypeError
     return dtype.name, state["size"], chunks
 
 
-def _has_column(*values: Any) -> bool:
-    """Whether data hold a Column, or GONE, which stands for one of its objects that is referred to again."""
-    left, seen = list(values), set()  # no recursion, and nothing twice: a pickle may nest and share as it likes
-    while left:
-        value = left.pop()
-        if value is GONE or type(value) is Column:
-            return True
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, dict):
-            left += [*value, *value.values(), *vars(value).values()] if type(value) is safe_pickle.Ordered else [*value, *value.values()]
-        elif isinstance(value, Record):
-            left += [value.args, value.state, value.items, value.entries]
-        elif type(value) in (_Chunk, _Index, _Info):
-            left.append(getattr(value, "held", None))
-        elif type(value) in (list, tuple):
-            left += value
-    return False
-
-
-def _held(entries: Iterable[Any], made: Any, *fields: str) -> list[tuple[Any, ...]]:
-    """What `_Index` or `_Info` hold, of each one. AttributeError, KeyError or TypeError for what is neither."""
-    out: list[tuple[Any, ...]] = []
-    for entry in entries:
-        if type(entry) is Column and entry.made is made and "transform_descriptors" not in entry:
-            if made is _Index and "offset" not in entry:  # of objects
-                out.extend((key, None) for key in entry.rows("fqn"))
-            else:
-                out.extend(zip(*(entry.rows(field) for field in fields), strict=True))
-        elif not isinstance(entry, made) or (made is _Info and entry.transformed):
-            raise TypeError
-        else:
-            out.append(entry.held)
-    return out
-
-
 def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index | None], Item]:
-    with contextlib.suppress(AttributeError, TypeError, KeyError, ValueError):
-        every = _held(stored, _Index, "fqn", "offset")
-        items: Any = dict(zip(every, _held(stored.values(), _Info, "relative_path", "offset", "length"), strict=True))
-        keys, offsets = (set(map(type, map(itemgetter(i), items))) for i in range(2))
-        files, *numbers = (list(map(itemgetter(i), items.values())) for i in range(3))
-        sound = len(items) == len(every) and keys <= {str} and offsets <= {tuple, type(None)} and set(map(type, files)) <= {str}
-        sound = sound and set(map(type, itertools.chain.from_iterable(filter(None, map(itemgetter(1), items))))) <= {int}
-        sound = sound and all(set(map(type, column)) <= {int} and min(column, default=0) >= 0 for column in numbers)
-        if sound and all(map(_is_plain, set(files))):
-            return cast("dict[tuple[str, Index | None], Item]", items)
-    return _listed(stored, problems)
-
-
-def _is_plain(file: str) -> bool:
-    """Whether it names a file inside a directory, and nothing else."""
-    return file not in ("", ".", "..") and not set("/\\\0") & set(file) and len(file) < 256
-
-
-def _listed(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index | None], Item]:
-    """The same one by one, for what is wrong with each."""
     items: dict[tuple[str, Index | None], Item] = {}
-    told: set[str] = set()
+    files: set[str] = set()  # that were looked at
     for index, info in stored.items():
         if isinstance(index, _Index) and isinstance(info, _Info) and hasattr(index, "held") and hasattr(info, "held"):
             (key, offsets), (file, at, length), transformed = index.held, info.held, info.transformed
@@ -255,9 +186,10 @@ def _listed(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Inde
             problems.append(f"an item of {safe_pickle.short(key)}: file {safe_pickle.short(file)}, offset {safe_pickle.short(at)}, "
                             f"length {safe_pickle.short(length)}")  # fmt: skip
             continue
-        if not _is_plain(file) and file not in told:
-            told.add(file)
-            problems.append(f"{key[:200]}: file {file[:200]!r} is no plain name inside the directory")
+        if file not in files:
+            files.add(file)
+            if not _is_plain(file):
+                problems.append(f"{key[:200]}: file {file[:200]!r} is no plain name inside the directory")
         if transformed:
             problems.append(f"{key[:200]}: its item is compressed or otherwise transformed, which mckpt does not read")
         if offsets is not None and (type(offsets) is not tuple or not all(type(n) is int for n in offsets)):
@@ -267,6 +199,11 @@ def _listed(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Inde
             problems.append(f"{key[:200]}: has two items for the chunk at {offsets}"[:300])
         items[key, offsets] = (file, at, length)
     return items
+
+
+def _is_plain(file: str) -> bool:
+    """Whether it names a file inside a directory, and nothing else."""
+    return file not in ("", ".", "..") and not set("/\\\0") & set(file) and len(file) < 256
 
 
 def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:

@@ -5,7 +5,6 @@ Reading: every global that a pickle names becomes an inert class (`Global`); cal
 records, made by hand, write a new checkpoint.
 
     pickle bytes -> scan (what could hurt) -> C unpickler over inert classes -> dict, list, str, int, Record, Storage ...
-                                           -> what repeats 10**5 times, if the caller wants it so, as columns of numbers (`Column`)
 
 The C unpickler can only reach what `find_class` gives it, but it believes the bytes, so `scan` reads each opcode first:
 
@@ -25,10 +24,8 @@ size of the pickle times MAX_NESTED, plus dict keys chosen to collide.
 
 from __future__ import annotations
 
-import functools
 import gc
 import io
-import itertools
 import math
 import pickle
 import re
@@ -40,9 +37,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from mckpt import dtypes, pickle_columns
+from mckpt import dtypes
 from mckpt.errors import PickleError
-from mckpt.pickle_columns import GONE, Ahead, Form, Run
 
 MAX_BYTES = 256 << 20  # of a pickle, unless the caller says otherwise; the largest data.pkl seen (70,000 tensors) has 12 MB
 MAX_NESTED = 2000  # elements in a tuple of tuples; the largest seen is Python's RNG state, 628
@@ -164,97 +160,85 @@ def glob(module: str, name: str) -> Global:
 
 # ------------------------------------------------------------------------------------------------ the scan
 
-_ARGUMENT = {0x80: 1, 0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, 0x68: 1, 0x6A: 4, 0x71: 1, 0x72: 4}  # bytes after PROTO K M J G h j q r
+_PUSHES = {0x4B: 1, 0x4D: 2, 0x4A: 4, 0x47: 8, **dict.fromkeys(b")]}N\x88\x89", 0)}  # bytes after BININT1 BININT2 BININT BINFLOAT ...
 _SIZED = {0x8C: 1, 0x58: 4, 0x8D: 8, 0x43: 1, 0x42: 4, 0x8E: 8, 0x96: 8, 0x55: 1, 0x54: 4, 0x8A: 1, 0x8B: 4}  # width of their length
+_PUTS = {0x71: 1, 0x72: 4, 0x94: 0}  # width of the index of BINPUT LONG_BINPUT MEMOIZE
 _POPS = {0x61: 1, 0x73: 2, 0x62: 1}  # APPEND SETITEM BUILD: take that many, and fill what is below
-_PUTS = b"qr\x94"  # BINPUT LONG_BINPUT MEMOIZE
 _HEAVY = 0xFFFF  # the most that the memo says of a weight: far more than MAX_NESTED
-_ENDS = b"bseuaR\x81\x85\x86\x87t0"  # something is finished: behind it (and its put) a repetition may begin
-_TEXTS = (b"X", b"\x8c")  # a name and what the memo holds: an item of a dict
-_PUT_BYTES = (b"q", b"r", b"\x94")
-_ALIKE = bytes.maketrans(b"MJ\x8aj", b"KKKh")  # numbers, memo indices
-_NUMBER = b"(?:K.|M..|J....|\\x8a(?:%b))" % b"|".join(b"\\x%02x.{%d}" % (n, n) for n in range(9))
-_GET = b"(?:h.|j....)"
-_SMALL = 1 << 14  # bytes; below, a scan takes 3 ms at most
-_PERIOD = 16  # ends in a unit: an item of .metadata has 7, a tensor in a state dict 6
-_MAX_UNIT = 1 << 10  # bytes: an item has 110 to 200
-_BATCH = 1000  # what a pickler writes of a list or dict between two marks
-_MAX_UNITS = 32  # what a regular expression tries is bounded by these two
+
+# Chunks and items of a .metadata, of which there are 10**5, are read as whole objects: a class, which is on the stack, called without
+# arguments and given a dict of fields. A field is a constant, a number, a memo entry, or one of at most two torch.Size of at most 8
+# numbers. The object pushes weight 1, and hashes no tuple that is not on the stack or in the memo without it. All of it is
+# memoised (group 1 is MEMOIZE), as torch writes it, or nothing of it, as `dcp_metadata` does.
+_LONG1 = rb"\x8a(?:%b)" % b"|".join(b"\\x%02x" % n + n * b"." for n in range(9))
+_NUMBER = rb"(?:K.|M..|J....|%b)" % _LONG1
+_FIELDS = rb"(?:h.|j....|K.|M..|J....|N|\x88|\x89|%b){0,16}" % _LONG1
+_SIZE = rb"(?:h.|j....)(?:\(%b{0,8}t|%b\x85|%b{2}\x86|%b{3}\x87)\1\x85\1R\1" % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
+_OBJECT = re.compile(rb"(?s)\)\x81(\x94?)}\1\(%b(?:%b%b()(?:%b%b())?)?ub" % (_FIELDS, _SIZE, _FIELDS, _SIZE, _FIELDS))
+# weights that it puts into the memo, by the last of its groups: 1, then one more for each torch.Size
+_PUTS_OF_OBJECT = {1 + n: array("H", [1, 1] + n * [9, 10, 10]) for n in range(3)}
 
 
 def _refuse(where: str, at: int, what: str) -> PickleError:
     return PickleError(f"{where}: byte {at} of the pickle: {what}. No checkpoint is written so; nothing in it was run")
 
 
-class Scanned(NamedTuple):
-    """What `scan` saw."""
-
-    steps: int  # opcodes that it followed one by one
-    stop: int  # byte of the opcode STOP
-    frames: list[int]  # bytes of the opcodes FRAME
-    # of those that only push, where lists and dicts take all of what they push, and nothing else touches it; none with storages
-    runs: list[Run]
-
-
-def scan(data: bytes, where: str) -> Scanned:
+def scan(data: bytes, where: str) -> None:
     """Proves that the C unpickler can take `data` without harm; reads each opcode once, runs none.
 
-    Raises PickleError with the offset and the opcode. 1 MB costs 0.1 to 0.2 s one opcode at a time. Where a pickle repeats itself, and
-    only there can it be large, `_Repeats` takes what repeats as a whole: 1 MB in 0.005 to 0.02 s.
+    Raises PickleError with the offset and the opcode. Takes about 0.2 s for 1 MB, and 0.03 s where `_OBJECT` reads whole objects.
     """
     bound = len(data) // 4 + 256  # a memo put follows a push: 1 + 5 bytes, or 1 + 2 for the first 256
     stack: list[int] = []  # weight of each element: 1, or for a tuple the number of leaves that hashing it visits
     marks: list[int] = []
     memo = array("H")  # the same, at most _HEAVY; 0: not set
     num_set = 0
-    at, size, steps = 0, len(data), 0
-    frames: list[int] = []
-    runs: list[Run] = []
-    storages = False
-    repeats = _Repeats(data, stack, memo, runs) if size >= _SMALL else None
-
-    def put(index: int) -> None:
-        nonlocal num_set, repeats
-        weight = min(stack[-1], _HEAVY)
-        if index == len(memo):
-            memo.append(weight)
-            num_set += 1
-            return
-        repeats = None  # no pickler does that
-        runs.clear()
-        if index > len(memo):
-            memo.frombytes(bytes(2 * (index + 1 - len(memo))))
-        num_set += memo[index] == 0
-        memo[index] = weight
+    at, here, size = 0, 0, len(data)
 
     try:
         while True:
             op = data[at]
             here = at
             at += 1
-            steps += 1
-            if op in _ARGUMENT:
-                width = _ARGUMENT[op]
-                arg = int.from_bytes(data[at : at + width], "little")
+            if op in _PUSHES:
+                if op == 0x29 and num_set == len(memo) and (found := _OBJECT.match(data, here)):  # EMPTY_TUPLE NEWOBJ ...
+                    at = found.end()
+                    stack[-1] = 1
+                    if found[1]:
+                        memo.extend(_PUTS_OF_OBJECT[found.lastindex or 1])
+                        num_set = len(memo)
+                    continue
+                stack.append(1)
+                at += _PUSHES[op]
+                continue
+            if op in (0x68, 0x6A):  # BINGET LONG_BINGET
+                width = 1 if op == 0x68 else 4
+                index = data[at] if op == 0x68 else int.from_bytes(data[at : at + 4], "little")
                 at += width
                 if at > size:
                     raise IndexError
-                if op in (0x68, 0x6A):  # BINGET LONG_BINGET
-                    if arg >= len(memo) or not memo[arg]:
-                        raise _refuse(where, here, f"reads memo {arg}, which nothing has set")
-                    stack.append(memo[arg])
-                elif op in (0x71, 0x72):  # BINPUT LONG_BINPUT
-                    if arg > bound:
-                        raise _refuse(where, here, f"opcode LONG_BINPUT sets memo {arg}, but {size} bytes of pickle have room for {bound}")
-                    put(arg)
-                elif op != 0x80:
-                    stack.append(1)
-            elif op == 0x94:  # MEMOIZE
-                put(num_set)
-            elif op in _SIZED:
+                if index >= len(memo) or not memo[index]:
+                    raise _refuse(where, here, f"reads memo {index}, which nothing has set")
+                stack.append(memo[index])
+                continue
+            if op in _PUTS:
+                width = _PUTS[op]
+                index = int.from_bytes(data[at : at + width], "little") if width else num_set
+                at += width
+                if at > size:
+                    raise IndexError
+                if width and index > bound:
+                    raise _refuse(where, here, f"opcode LONG_BINPUT sets memo {index}, but {size} bytes of pickle have room for {bound}")
+                if index >= len(memo):
+                    memo.frombytes(bytes(2 * (index + 1 - len(memo))))
+                num_set += memo[index] == 0
+                memo[index] = min(stack[-1], _HEAVY)
+                continue
+            if op in _SIZED:
                 at = _sized(data, at, _SIZED[op], where)
                 stack.append(1)
-            elif op in (0x85, 0x86, 0x87, 0x74):  # TUPLE1 TUPLE2 TUPLE3 TUPLE
+                continue
+            if op in (0x85, 0x86, 0x87, 0x74):  # TUPLE1 TUPLE2 TUPLE3 TUPLE
                 start = marks.pop() if op == 0x74 else len(stack) - (op - 0x84)
                 if start < (marks[-1] if marks else 0):
                     raise IndexError
@@ -266,8 +250,6 @@ def scan(data: bytes, where: str) -> Scanned:
                 stack.append(weight if parts else 1)
             elif op == 0x28:  # MARK
                 marks.append(len(stack))
-            elif op in b")]}N\x88\x89":  # empty tuple, list, dict; None, True, False
-                stack.append(1)
             elif op in _POPS:
                 del stack[len(stack) - _POPS[op] :]
                 stack[-1]
@@ -289,32 +271,25 @@ def scan(data: bytes, where: str) -> Scanned:
             elif op == 0x92:  # NEWOBJ_EX
                 del stack[len(stack) - 2 :]
                 stack[-1] = 1
-            elif op == 0x51:  # BINPERSID: a column would be one too
+            elif op == 0x51:  # BINPERSID
                 stack[-1] = 1
-                storages = True
             elif op == 0x63:  # GLOBAL
                 at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
                 stack.append(1)
             elif op == 0x95:  # FRAME
                 _sized(data, at, 8, where)
-                frames.append(here)
                 at += 8
+            elif op == 0x80:  # PROTO
+                at += 1
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
                     raise IndexError
-                return Scanned(steps, here, frames, [] if storages else runs)
+                return
             else:
                 name = _NAMES.get(op)
                 raise _refuse(where, here, f"opcode {name} is refused" if name else f"{op:#04x} is no opcode")
             if marks and marks[-1] > len(stack):  # the C unpickler refuses it too
                 raise IndexError
-            if repeats is not None:
-                if repeats.floors:
-                    repeats.keep_runs(op)
-                repeats.shape.append(op)
-                if op in _ENDS or op in _PUTS or (op in b"hj" and repeats.shape[-2:-1] in _TEXTS):
-                    at = repeats.ended(op, at)
-                    num_set = len(memo)
     except (IndexError, ValueError):
         if at >= size:
             raise PickleError(f"{where}: the pickle of {size} bytes ends before its STOP opcode: the file is cut short") from None
@@ -336,296 +311,13 @@ def _sized(data: bytes, at: int, width: int, where: str) -> int:
     return at + width + length
 
 
-class _Unit(NamedTuple):
-    """Some opcodes in a row, and what they do to stack and memo wherever they stand."""
-
-    one: re.Pattern[bytes]
-    text: bytes  # of the pattern
-    pushes: list[int]  # weights left on the stack
-    puts: array[int]  # weights put into the memo, at the next indices
-    width: int  # bytes of the index that each put names; 0: they name none
-    named: list[int]  # the groups of the pattern that are such indices
-    checked: list[tuple[int, int]]  # (group, weight) of memo indices that must have that weight
-    base: bool  # fills what is on the stack below it
-    form: Form  # where nothing is named or checked: the pattern, with texts of up to 255 bytes
-    ahead: Ahead
-
-
-class _Repeats:
-    """Finds what repeats in a pickle, and takes the repetitions by a regular expression, or many at once (`Ahead`), with the same effect.
-
-    A unit is learned from opcodes that were followed one by one: a pattern that leaves open only what has no effect. Those are the values
-    of numbers, the text of strings, and memo indices read by opcodes that drop them again; an index whose weight goes into a tuple, into
-    the memo or to the stack stays as it was. A unit takes nothing from the stack that it did not push and closes its own marks, so its
-    effect is the same everywhere: it pushes these weights and puts those into the memo. That holds as long as no memo index is set twice
-    or left out; where one is, `scan` drops this whole object. Where a pattern does not match, nothing has happened.
-
-    What is taken for a repetition (`ended`) is a guess that costs time only; failures are counted, so that they cannot cost much.
-    """
-
-    def __init__(self, data: bytes, stack: list[int], memo: array[int], runs: list[Run]) -> None:
-        self.data, self.stack, self.memo, self.runs = data, stack, memo, runs
-        self.floors: list[int] = []  # elements on the stack behind each run whose objects are still there
-        self.shape = bytearray()  # opcodes since the last end
-        self.ends = [0] * (2 * _PERIOD + 1)
-        self.history = bytearray(range(2 * _PERIOD))  # a number for the shape of what lies between two ends
-        self.shapes: dict[bytes, int] = {}
-        self.tried: set[bytes] = set()
-        self.learned: dict[bytes, dict[int, bytes]] = {}
-        self.units: list[_Unit] = []  # the last used first
-        self.taken = 0  # up to here not every opcode was followed
-        self.credit = 4000
-
-    def ended(self, op: int, at: int) -> int:
-        """An opcode that may end a unit was followed: the offset behind all that can be taken at once."""
-        shape, data = self.shape, self.data
-        if data[at : at + 1] in _PUT_BYTES or self.credit <= 0 or (op in _PUTS and (len(shape) < 2 or shape[-2] not in _ENDS)):
-            return at
-        if data[at : at + 1] == b"}" and b"\x81" in shape[-2:]:  # an object is about to be filled
-            return at
-        self.history.append(self.shapes.setdefault(bytes(shape.translate(_ALIKE)), len(self.shapes) + 2 * _PERIOD & 255))
-        self.ends.append(at)
-        shape.clear()
-        if len(self.ends) > 1 << 12:
-            del self.ends[: -2 * _PERIOD - 1], self.history[: -2 * _PERIOD]
-            if len(self.shapes) > 1 << 12:
-                self.shapes.clear()
-        after = self._take(at) if self.units else at
-        if after == at:
-            self.credit -= bool(self.units)
-            if self._learn(at):
-                after = self._take(at)
-        if after != at:
-            self.ends[-1] = self.taken = after
-            self.credit = min(self.credit + 8 + (after - at >> 6), 4000)
-        return after
-
-    def keep_runs(self, op: int) -> None:
-        """After each opcode: drops the runs, as things to be taken out, when one of them was touched but by a list or dict that takes it whole."""
-        num, floors = len(self.stack), self.floors
-        while floors and num < floors[-1] and op in b"eu":
-            floors.pop()
-        if floors and (num < floors[-1] or (num == floors[-1] and op not in b"(01\x95")):  # the last object is put, filled, called ...
-            self.runs.clear()
-            floors.clear()
-
-    def _learn(self, at: int) -> bool:
-        history = self.history
-        for period in range(1, _PERIOD + 1):
-            if history[-1 - period] != history[-1]:
-                continue
-            last = bytes(history[-period:])
-            if history[-2 * period : -period] == last:
-                begin = self.ends[-1 - period]
-                key = last + self.data[begin : begin + 1]
-                if self.taken <= begin and at - begin <= _MAX_UNIT and key not in self.tried and len(self.learned) < 1 << 8:
-                    self.credit -= 5
-                    if unit := _unit(self.data, begin, at, self.memo, self.learned.setdefault(key, {})):
-                        if all(unit.text != known.text for known in self.units):
-                            self.units.insert(0, unit)
-                            del self.units[_MAX_UNITS:]
-                            self.credit -= 50
-                            return True
-                    elif len(self.tried) < 1 << 10:
-                        self.tried.add(key)
-        return False
-
-    def _take(self, at: int) -> int:
-        more = True
-        while more:
-            more = False
-            for i, unit in enumerate(self.units):
-                if (not unit.base or (self.stack and self.floors[-1:] != [len(self.stack)])) and (after := self._all(unit, at)) != at:
-                    at, more = after, True
-                    if i:
-                        self.units.insert(0, self.units.pop(i))
-                    break
-        return at
-
-    def _all(self, unit: _Unit, at: int) -> int:
-        """The offset behind all repetitions of `unit` at `at`."""
-        data, memo, count, match = self.data, self.memo, 0, unit.one.match
-        single = bool(unit.width or unit.checked)
-        ahead, after = unit.ahead, unit.ahead.wait
-        first_run = len(self.runs)
-        while found := match(data, at):
-            if single:
-                if not self._as_learned(unit, found):
-                    break
-                memo.extend(unit.puts)
-            count += 1
-            at = found.end()
-            if count >= after and not single:
-                begins, at = ahead.take(data, at)
-                if len(begins) and unit.pushes and not unit.base:
-                    self.runs.append(Run(begins, at, len(memo) + count * len(unit.puts), len(unit.puts), unit.form))
-                count += len(begins)
-                after = count + ahead.wait
-        self.stack.extend(unit.pushes * count)
-        if len(self.runs) > first_run:
-            self.floors.append(len(self.stack))
-        if not single:
-            memo.extend(unit.puts * count)
-        return at
-
-    def _as_learned(self, unit: _Unit, found: re.Match[bytes]) -> bool:
-        """Whether the memo indices that a match names are the next ones, where it sets them, and weigh the same, where it reads them."""
-        memo, num = self.memo, len(unit.puts)
-        for group, weight in unit.checked:
-            index = int.from_bytes(found[group][1:], "little")
-            if index >= len(memo) or memo[index] != weight:
-                return False
-        if not unit.width:
-            return True
-        if len(memo) + num > 1 << 8 * unit.width:
-            return False
-        indices = range(len(memo), len(memo) + num)
-        return b"".join([found[group] for group in unit.named]) == (
-            bytes(indices) if unit.width == 1 else struct.pack(f"<{num}I", *indices)
-        )
-
-
-def _unit(data: bytes, at: int, end: int, memo: array[int], before: dict[int, bytes]) -> _Unit | None:
-    """The opcodes from `at` to `end`, which `scan` has followed, as a unit; None if their effect depends on what is around them.
-
-    `before`: the memo indices whose weight mattered when it was learned before; of those that changed, the weight is checked each time.
-    """
-    text: list[bytes] = []
-    begins: list[int] = []
-    stack: list[tuple[int, tuple[int, ...]]] = []  # weight, and the places in `text` of the memo indices that it comes from
-    marks: list[int] = []
-    puts = array("H")
-    fixed: dict[int, bytes] = {}  # place in `text` -> the bytes it must be
-    got: dict[int, bytes] = {}
-    free: set[int] = set()  # places in `text` of numbers, strings and memo indices
-    explicit: set[int] = set()
-    base = False
-
-    def fix(elements: list[tuple[int, tuple[int, ...]]]) -> None:
-        for _, places in elements:
-            fixed.update((place, got[place]) for place in places)
-
-    while at < end:
-        op, begin = data[at], at
-        at += 1
-        begins.append(begin)
-        if op in b"KMJ\x8ahj\x8cXG":
-            free.add(len(text))
-        if op in (0x4B, 0x4D, 0x4A) or (op == 0x8A and data[at] <= 8):
-            at += _ARGUMENT.get(op) or 1 + data[at]
-            text.append(_NUMBER)
-            stack.append((1, ()))
-        elif op in (0x68, 0x6A):
-            at += _ARGUMENT[op]
-            got[len(text)] = data[begin:at]
-            stack.append((memo[int.from_bytes(data[begin + 1 : at], "little")], (len(text),)))
-            text.append(_GET)
-        elif op in (0x8C, 0x58):
-            width = _SIZED[op]
-            length = int.from_bytes(data[at : at + width], "little")
-            at += width + length
-            if length > 255:
-                return None
-            text.append(_string(op, length >> 4))
-            stack.append((1, ()))
-        elif op in _PUTS:
-            if not stack:
-                return None
-            at += _ARGUMENT.get(op, 0)
-            fix(stack[-1:])
-            puts.append(min(stack[-1][0], _HEAVY))
-            explicit.add(_ARGUMENT.get(op, 0))
-            text.append({0: b"\\x94", 1: b"q(.)", 4: b"r(....)"}[_ARGUMENT.get(op, 0)])
-        else:
-            text.append(re.escape(data[begin:at]))
-            if op in (0x85, 0x86, 0x87, 0x74):
-                if op == 0x74 and not marks:
-                    return None
-                start = marks.pop() if op == 0x74 else len(stack) - (op - 0x84)
-                parts = stack[start:]
-                weight = sum(w for w, _ in parts) + 1
-                if start < (marks[-1] if marks else 0) or weight > MAX_NESTED:
-                    return None
-                fix(parts)
-                stack[start:] = [(weight if parts else 1, ())]
-            elif op == 0x28:
-                marks.append(len(stack))
-            elif op in b")]}N\x88\x89":
-                stack.append((1, ()))
-            elif op == 0x47:
-                at += 8
-                text[-1] = b"G.{8}"
-                stack.append((1, ()))
-            elif op in _POPS or (op == 0x30 and not (marks and marks[-1] == len(stack))):
-                num = _POPS.get(op, 1)
-                if len(stack) - num < (marks[-1] if marks else 0):
-                    return None
-                del stack[len(stack) - num :]
-                base = base or (op != 0x30 and not stack)
-            elif op in b"eu":
-                if not marks:
-                    return None
-                del stack[marks.pop() :]
-                base = base or not stack
-            elif op in (0x52, 0x81, 0x93):
-                if len(stack) - 2 < (marks[-1] if marks else 0):
-                    return None
-                args = stack.pop()
-                stack[-1] = args if op == 0x52 else (1, ())
-            elif op == 0x51 and stack:
-                stack[-1] = (1, ())
-            elif op == 0x63:
-                at = data.index(b"\n", data.index(b"\n", at) + 1) + 1
-                text[-1] = re.escape(data[begin:at])
-                stack.append((1, ()))
-            else:
-                return None
-    if at != end or marks or len(explicit) > 1:
-        return None
-    fix(stack)
-    named: list[int] = []
-    checked: list[tuple[int, int]] = []
-    for place, piece in enumerate(text):
-        if place in fixed:
-            if before.setdefault(place, fixed[place]) != fixed[place]:
-                before[place] = b""  # from now on
-                text[place] = b"(h.|j....)"
-                checked.append((len(named) + len(checked) + 1, memo[int.from_bytes(fixed[place][1:], "little")]))
-            else:
-                text[place] = re.escape(fixed[place])
-        elif piece in (b"q(.)", b"r(....)"):
-            named.append(len(named) + len(checked) + 1)
-    whole = b"".join(text)
-    form: list[bytes | int] = []
-    made: list[bytes] = []  # of this one
-    for place, (begin, behind) in enumerate(itertools.pairwise([*begins, end])):
-        known = place not in free or place in fixed
-        if known and form and isinstance(form[-1], bytes):
-            form[-1] = made[-1] = made[-1] + data[begin:behind]
-        else:
-            made.append(data[begin:behind])
-            form.append(made[-1] if known else _ALIKE[data[begin]])
-    pushes, width = [w for w, _ in stack], max(explicit, default=0)
-    return _Unit(re.compile(b"(?s)" + whole), whole, pushes, puts, width, named, checked, base, tuple(form), Ahead(tuple(form), made))
-
-
-@functools.lru_cache(maxsize=64)
-def _string(op: int, sixteenth: int) -> bytes:
-    """A pattern for the strings of 16 * `sixteenth` up to 16 * `sixteenth` + 15 bytes."""
-    zeros = bytes(_SIZED[op] - 1)
-    lengths = range(16 * sixteenth, 16 * sixteenth + 16)
-    return re.escape(bytes([op])) + b"(?:%b)" % b"|".join(re.escape(bytes([n]) + zeros) + b".{%d}" % n for n in lengths)
-
-
 # ------------------------------------------------------------------------------------------------ reading
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(
-        self, data: bytes, known: dict[tuple[str, str], Any], storages: list[Storage] | None, columns: dict[int, Any] | None = None
-    ) -> None:
+    def __init__(self, data: bytes, known: dict[tuple[str, str], Any], storages: list[Storage] | None) -> None:
         super().__init__(io.BufferedReader(io.BytesIO(data), 1 << 18))
-        self.known, self.storages, self.columns = known, storages, columns
+        self.known, self.storages = known, storages
 
     def find_class(self, module: str, name: str) -> Any:
         found = self.known.get((module, name))
@@ -636,8 +328,6 @@ class _Unpickler(pickle.Unpickler):
         return found
 
     def persistent_load(self, pid: Any) -> Any:
-        if self.columns is not None:
-            return GONE if pid is None else self.columns.pop(pid)
         storage = Storage(pid)
         if self.storages is not None:
             self.storages.append(storage)
@@ -650,7 +340,7 @@ _COMPACT = {("torch", "Size"): ().__add__}
 
 @contextmanager
 def no_gc() -> Iterator[None]:
-    """Without the cyclic collector: it would walk millions of young objects again and again (3.0 s instead of 1.1 s, see scan)."""
+    """Without the cyclic collector: it would walk millions of young objects again and again (3.0 s instead of 1.1 s for a large .metadata)."""
     was = gc.isenabled()
     gc.disable()
     try:
@@ -667,7 +357,6 @@ def loads(
     max_bytes: int = MAX_BYTES,
     storages: list[Storage] | None = None,
     classes: Mapping[tuple[str, str], type] | None = None,
-    columns: bool = False,
 ) -> Any:
     """The value of a pickle; `where` names it in errors.
 
@@ -675,30 +364,24 @@ def loads(
     `storages` collects each storage that the pickle names, as often as it does.
     `classes`, (module, name) -> class, replaces inert classes by smaller ones: without a base, with `__slots__` and a `__setstate__` that
     only stores, so that a pickle can do no more with them.
-    `columns`: a Column may stand in lists and dicts for many objects, and GONE wherever the pickle refers to one of them again. No `storages`.
     Raises PickleError when the pickle is hostile, damaged, or longer than `max_bytes`.
     """
     if len(data) > max_bytes:
         raise PickleError(f"{where}: a pickle of {len(data)} bytes; {max_bytes} is the most read here")
     with no_gc():
-        scanned = scan(data, where)
+        scan(data, where)
         known = {**(_COMPACT if compact else {}), **(classes or {})}
         try:
-            return _in_columns(data, scanned, known) if columns and scanned.runs else _Unpickler(data, known, storages).load()
+            return _Unpickler(data, known, storages).load()
         except Exception as e:  # what is left to find ends in a dozen kinds of error
             cause = str(e).split("\n", 1)[0][:200]
             raise PickleError(f"{where}: not a pickle of a checkpoint: {type(e).__name__}: {cause}") from None
 
 
-def _in_columns(data: bytes, scanned: Scanned, known: dict[tuple[str, str], Any]) -> Any:
-    """The value of a pickle whose runs of objects are taken out of it: what the C unpickler does for each of 10**6 takes seconds."""
-    rest = pickle_columns.take_out(data, scanned.runs, scanned.frames, scanned.stop)
-    value, held = _Unpickler(rest.pickle, known, None, rest.columns).load()
-    rest.fill(held, known.get(("torch", "Size")))
-    return value
-
-
 # ------------------------------------------------------------------------------------------------ writing
+
+
+_BATCH = 1000  # what a pickler writes of a list or dict between two marks
 
 
 class Emitter:
