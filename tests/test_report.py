@@ -32,7 +32,7 @@ TRAINING = {
 CHANGED = {"name": "a.b", "what": "values", "left": "0.5", "right": "nan", "first": (0, 3), "max_abs": math.nan, "count": 12}
 BYTES: dict[str, Any] = {
     "level": "bytes", "hf": "/a", "megatron": "/b", "dims": [{"dim": "rope_theta", "arg": "rotary_base", "hf": 1e6, "megatron": [1, None]}],
-    "values": {"same": False, "tensors_equal": 7, "equal_after_cast": 3, "bytes_compared": 12345, 
+    "values": {"same": False, "tensors_equal": 7, "equal_after_cast": 3, "bytes_compared": 12345,
                "left_out": ["a.weight (why)"], "missing": ["only.left"], "extra": [],
                "changed": [CHANGED, CHANGED | {"what": "shape", "first": None, "max_abs": None, "count": 0}]},
 }  # fmt: skip
