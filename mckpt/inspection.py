@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mckpt import mapping, megatron_args
+from mckpt import mapping
 from mckpt.checkpoint import DIALECT, Checkpoint
 from mckpt.dtypes import itemsize
 from mckpt.errors import MappingError
@@ -67,10 +67,6 @@ def text(found: dict[str, Any]) -> str:
     if found["num_tensors"] > len(rows):
         lines.append(f"  and {found['num_tensors'] - len(rows):,} more; --json lists all")
     return "\n".join(lines)
-
-
-def shell(said: dict[str, Any]) -> str:
-    return megatron_args.shell(said, "flags of pretrain_gpt.py for this checkpoint")
 
 
 def check_mapping(file: Path, config: Path | None) -> list[str]:
