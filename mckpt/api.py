@@ -60,6 +60,7 @@ class Target:
     tokenizer: str | Path | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     keep_padding: bool = False
+    megatron_version: str | None = None  # of the megatron-core that will load it, such as "0.16" or "0.19.2"; None: the newest that mckpt knows
 
 
 # what a dialect's args name beside dims, where nothing else says it
@@ -354,7 +355,8 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
             f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved; say --no-optimizer to leave the rest behind"
         )
     kinds, dtype = _kinds(moved, target)
-    chosen = _choices(moved, target)
+    megatron = dialect.version(target.megatron_version)
+    chosen = {**_choices(moved, target), **dialect.choices_for(megatron)}
     given = {**GIVEN, "dtype": dtype, "padded_vocab_size": padded, "divisible_by": target.divisible_by, "tp": parallel.tp, **chosen}
     written = {**dialect.write({**dims, "vocab_size": _true_vocab(source)}, given), **parallel.args()}
     own = source.args or {}
@@ -395,7 +397,7 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         _refuse_side_of_other(source, destination.root / "hf")
     facts = _facts(source, moved, target, dialect, inexact, _dequantised(moved), parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
                    unit=destination.unit, common=hashlib.sha256(safe_pickle.dumps(common)).hexdigest(), common_as_object=target.common_as_object,
-                   args=line.flags)  # fmt: skip
+                   args=line.flags, megatron_version=".".join(map(str, megatron)))  # fmt: skip
     return Plan(moved, destination, target, join(moved.layout, layout), layout, outputs, side, [], facts)
 
 

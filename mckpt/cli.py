@@ -57,6 +57,8 @@ _megatron_target = _apply(
     click.option("--make-vocab-size-divisible-by", "divisible_by", type=click.IntRange(1), default=128, show_default=True),
     click.option("--common-state", type=click.Choice(["file", "object"]), default="file", show_default=True,
                  help="torch_dist: common.pt, or the object that megatron-core from 0.19 on writes."),
+    click.option("--megatron-version", metavar="VERSION", help="The megatron-core that will load the checkpoint, such as 0.16 or 0.19.2; "
+                 "the newest that mckpt knows if not given."),
     click.option("--layer-keys", type=click.Choice(["stacked", "per_layer"]), help="torch_dist: one key for all layers, or one for each; "
                  "as the model's args imply if not given."),
     click.option("--update-tracker", is_flag=True, help="Let the tracker name this checkpoint, even if that is a step back."),
@@ -414,7 +416,7 @@ def _run(form: str, parallel: Any, *, source: Any = None, dry_run: bool = False,
         common_as_object=o.get("common_state") == "object", iteration=o.get("target_iteration"), allow_inexact=o["allow_inexact"],
         no_optimizer=o.get("no_optimizer", False), tokenizer=o.get("tokenizer"),
         max_shard_size=parse_size(o["max_shard_size"]) if o.get("max_shard_size") else api.MAX_SHARD_SIZE,
-        keep_padding=o.get("keep_padding", False),
+        keep_padding=o.get("keep_padding", False), megatron_version=o.get("megatron_version"),
     )  # fmt: skip
     ranks = Ranks() if dry_run else Ranks.of_environment()
     if ranks.size > 1 and o["workers"] > 1:

@@ -31,6 +31,7 @@ Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices and what is derived of them
 _TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
 _INDEX = re.compile(r"\{(\w+)\}")
+_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:\.\w+)*")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
@@ -253,7 +254,9 @@ class MappingFile(NamedTuple):
     architectures: tuple[str, ...]
     canonical: bool
     requires: Expression | None  # what must hold of the dims for the family to be chosen unasked
+    megatron: tuple[str, ...]  # the oldest and the newest megatron-core that the file writes for; empty in a family
     choices: dict[str, tuple[str, ...]]
+    by_version: dict[str, Expression]  # choice -> its value, from `megatron`, the version that will load the checkpoint
     derive: dict[str, Expression]
     dims: dict[str, Dim]
     also: dict[str, Expression]
@@ -266,6 +269,30 @@ class MappingFile(NamedTuple):
     ignore: dict[str, str]
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
+
+    # ---- versions of megatron-core
+
+    def version(self, text: str | None = None) -> list[int]:
+        """Returns [major, minor] of a version such as "0.16" or "0.19.2"; of the newest known one without `text`.
+
+        Raises UsageError for text that is not a version, and for versions older or newer than the file knows.
+        """
+        oldest, newest = map(_major_minor, self.megatron)
+        try:
+            found = newest if text is None else _major_minor(text)
+        except ValueError:
+            raise UsageError(
+                f"--megatron-version {text!r}: write a version of megatron-core such as {self.megatron[1]} or {self.megatron[1]}.2"
+            ) from None
+        if not oldest <= found <= newest:
+            raise UsageError(
+                f"--megatron-version {text}: {self.path.name} writes for megatron-core {self.megatron[0]} to {self.megatron[1]}"
+            )
+        return found
+
+    def choices_for(self, megatron: list[int]) -> dict[str, Any]:
+        """Returns the choices that depend on the version of megatron-core, as `megatron` makes them."""
+        return {name: e({"megatron": megatron}) for name, e in self.by_version.items()}
 
     # ---- tensors
 
@@ -475,12 +502,22 @@ def _equal(a: Any, b: Any) -> bool:
 # ---------------------------------------------------------------------------------------------------------------- reading a file
 
 
+def _major_minor(text: str) -> list[int]:
+    """Returns [0, 19] for "0.19" and for "0.19.2". Raises ValueError if the text is not a version."""
+    found = _VERSION.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a version such as 0.19")
+    return [int(found[1]), int(found[2])]
+
+
 _TOP: dict[str, type] = {
     "architectures": list,
     "extends": str,
     "canonical": bool,
     "requires": str,
+    "megatron": list,
     "choices": Node,
+    "by_version": Node,
     "derive": Node,
     "dims": Node,
     "also": Node,
@@ -611,9 +648,9 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
     found = MappingFile(
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),
-        {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("derive"), dims, expressions("also"), root.get("flags") or {},
-        root.get("run_flags") or {},
-        expressions("said"),
+        tuple(map(str, root.get("megatron") or ())), {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("by_version"),
+        expressions("derive"), dims, expressions("also"), root.get("flags") or {},
+        root.get("run_flags") or {}, expressions("said"),
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         warned,
         frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),
@@ -627,20 +664,24 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
 def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression | None], problems: list[str]) -> Iterator[Rule]:
     """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
 
-    A block that says `mtp`, a prefix too, has its rules a second time, for the layers of multi-token prediction.
+    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction: `mtp` is their prefix, or the prefix as `key`
+    with an `instead` of its own.
     """
     scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [(root.get(section) or Node(), "", "", None, False)]
     for prefix, block in (root.get("blocks") or Node()).items():
         block = block or Node()
-        other = block.get("instead")
-        where = root["blocks"].lines[prefix]
-        if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
-            problems.append(f"{where}: `instead` of {prefix} wants `key` and `when`")
-            other = None
-        instead = (other["key"], expression(other["when"], where)) if other else None
-        scopes.append((block.get(section) or Node(), prefix, block.get("is", ""), instead, False))
-        if "mtp" in block:
-            scopes.append((block.get(section) or Node(), block["mtp"], block.get("is", ""), None, True))
+        mtp = block.get("mtp")
+        if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
+            problems.append(f"{root['blocks'].lines[prefix]}: `mtp` of {prefix} needs a prefix, or `key` with the prefix")
+            mtp = None
+        mtp = {"key": mtp} if isinstance(mtp, str) else mtp
+        for start, other, again in [(prefix, block.get("instead"), False), *([(mtp["key"], mtp.get("instead"), True)] if mtp else [])]:
+            where = root["blocks"].lines[prefix]
+            if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
+                problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
+                other = None
+            instead = (other["key"], expression(other["when"], where)) if other else None
+            scopes.append((block.get(section) or Node(), start, block.get("is", ""), instead, again))
     for node, prefix, logical, instead, again in scopes:
         for key, value in node.items():
             where = node.lines[key]

@@ -5,6 +5,7 @@ Everything runs in few launches of tests/judge.py, because each costs the import
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,8 @@ def test_keys_and_shapes_are_those_of_the_model(case: str, impl: str, size: dict
     assert real["ok"], explain(real)
     out = work / "keys" / named(case, impl, size)
     for form in ("torch_dist", "torch"):
-        mckpt.plan(sources[case], out / form, format=form, parallel=parallel(size), transformer_impl=impl, allow_inexact=INEXACT).run()
+        wanted = {"parallel": parallel(size), "transformer_impl": impl, "megatron_version": version("megatron-core")}
+        mckpt.plan(sources[case], out / form, format=form, allow_inexact=INEXACT, **wanted).run()
     ours = mckpt.open(out / "torch_dist").stored.metadata
     tensors = {k: list(shape) for k, (_, shape, _) in ours.tensors.items()}
     assert tensors == {k: shape for k, (shape, dtype) in real["torch_dist"].items() if dtype != "object"}

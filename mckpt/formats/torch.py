@@ -106,8 +106,9 @@ class Checkpoint:
             if entry is not None
         }
         best: tuple[tuple[int, int], dict[str, Any]] | None = None
-        for picked in itertools.product(*dialect.choices.values()):
-            chosen = {**dict(zip(dialect.choices, picked, strict=True)), "container": "torch", "pp": parallel.pp}
+        choices = {**dialect.choices, "container": ("torch",)}
+        for picked in itertools.product(*choices.values()):
+            chosen = {**dict(zip(choices, picked, strict=True)), "pp": parallel.pp}
             bound = dialect.bind(dialect.scope(dims, **chosen))
             wanted = {(p, v, key) for p in range(parallel.pp) for v, key in _keys(bound, parallel, dims, p)}
             score = (len(wanted ^ held), sum(chosen[k] != value for k, value in said.items()))

@@ -112,8 +112,9 @@ class Checkpoint:
         """How the dialect's choices were made here: those whose keys fit best, of these the ones that the args say."""
         keys = {k for k in self.metadata.tensors if not _ignored(k, dialect)}
         best: tuple[tuple[int, int], dict[str, Any]] | None = None
-        for picked in itertools.product(*dialect.choices.values()):
-            chosen = {**dict(zip(dialect.choices, picked, strict=True)), "container": "torch_dist", "pp": parallel.pp}
+        choices = {**dialect.choices, "container": ("torch_dist",)}
+        for picked in itertools.product(*choices.values()):
+            chosen = {**dict(zip(choices, picked, strict=True)), "pp": parallel.pp}
             wanted = {key for b in dialect.bind(dialect.scope(dims, **chosen)) for key, _ in _keys(b)}
             score = (len(wanted ^ keys), sum(chosen[k] != value for k, value in said.items()))
             if best is None or score < best[0]:
