@@ -343,9 +343,14 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
     _ = moved.layout  # what is damaged is said before what does not fit, and before dims of any size are computed with
     dims = moved.dims
     check_sizes(dims, parallel)
+    megatron = dialect.version(target.megatron_version)
+    chosen = {**_choices(moved, target), **dialect.choices_for(megatron)}
+    program = {"megatron": megatron, "transformer_impl": chosen["transformer_impl"]}
+    if refused := dialect.warnings({**dims, **program}, loads=False):
+        raise MappingError.of(f"{source.path}: Megatron could not load what would be written:", list(refused.values()))
     inexact: dict[str, str] = {}
     if isinstance(source.stored, hf.Checkpoint):
-        inexact = dialect.inexact(dims, GIVEN)
+        inexact = dialect.inexact(dims, {**GIVEN, **program})
         inexact.update({k: f"config.json says {k} {mapping.lookup(source.stored.config, k)!r}, of which {source.mapping.path.name} knows nothing"
                         for k in source.mapping.unknown(source.stored.config) if k != hf.QUANTISED or source.stored.block is None})  # fmt: skip
         inexact = _refuse_inexact(inexact, target, "Megatron")
@@ -355,8 +360,6 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
             f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved; say --no-optimizer to leave the rest behind"
         )
     kinds, dtype = _kinds(moved, target)
-    megatron = dialect.version(target.megatron_version)
-    chosen = {**_choices(moved, target), **dialect.choices_for(megatron)}
     given = {**GIVEN, "dtype": dtype, "padded_vocab_size": padded, "divisible_by": target.divisible_by, "tp": parallel.tp, **chosen}
     written = {**dialect.write({**dims, "vocab_size": _true_vocab(source)}, given), **parallel.args()}
     own = source.args or {}

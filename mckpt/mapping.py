@@ -245,6 +245,14 @@ class Dim(NamedTuple):
     where: str
 
 
+class Warned(NamedTuple):
+    """An entry of `inexact`."""
+
+    when: Expression
+    why: str
+    loads: bool  # False: the program cannot even load the model
+
+
 class MappingFile(NamedTuple):
     """A family or a dialect, checked."""
 
@@ -264,7 +272,7 @@ class MappingFile(NamedTuple):
     run_flags: dict[str, Any]  # the same, settings of the run
     said: dict[str, Expression]  # choice -> what the args say of it
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
-    warned: dict[str, tuple[Expression, str]]  # name -> (when, why) what can be said is computed differently
+    warned: dict[str, Warned]  # dim -> when and why the stock program computes something else than the config says
     inert: frozenset[str]
     ignore: dict[str, str]
     rules: tuple[Rule, ...]
@@ -367,7 +375,9 @@ class MappingFile(NamedTuple):
                 _ = scope[name]
         problems = [p for p in problems if "could not be read" not in p] or problems
         for key, values in self.expect.items():
-            if (found := lookup(config, key)) is not None and found not in values:
+            if (found := lookup(config, key)) is None or found in values:
+                continue
+            if not (isinstance(found, (list, tuple)) and values and all(one in values for one in found)):  # a list of several of them
                 said = ", ".join(map(repr, values)) or "unset"
                 problems.append(f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}")
         if problems:
@@ -440,7 +450,11 @@ class MappingFile(NamedTuple):
         return config
 
     def inexact(self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, str]:
-        """What of these dims this file cannot say: dim -> what a reader of the written config would take it for."""
+        """What of these dims this file cannot say: dim -> what a reader of the written config would take it for.
+
+        `given` are names beside the dims; `megatron` among them is the version of megatron-core, the newest if it is left out.
+        """
+        given = {**({"megatron": self.version()} if self.megatron else {}), **(given or {})}
         try:
             again = self.read(self.write(dims, given), {"vocab_size": dims["vocab_size"]})
         except MappingError as e:
@@ -450,11 +464,22 @@ class MappingFile(NamedTuple):
             for name in dims
             if not _equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
         }
-        return {**out, **self.warnings(dims)}
+        return {**out, **self.warnings({**dims, **given})}
 
-    def warnings(self, dims: Mapping[str, Any]) -> dict[str, str]:
-        """What the file can say, and the stock program that reads it computes differently: dim -> why."""
-        return {name: f"{name} is {dims[name]!r}: {why}" for name, (when, why) in self.warned.items() if when(dims)}
+    def warnings(self, scope: Mapping[str, Any], loads: bool | None = None) -> dict[str, str]:
+        """Returns dim -> why, for each dim that the file can say and that the stock program computes differently.
+
+        scope: the dims, and `megatron` and `transformer_impl` of the program. Where `megatron` is not known, because a checkpoint does not name the
+        version that trained it, the entries that depend on it are left out.
+        loads: True or False selects the entries of models that the program can or cannot load; None selects all.
+        """
+        out = {}
+        for name, entry in self.warned.items():
+            versioned = "megatron" in entry.when.names
+            if (loads is None or entry.loads == loads) and (not versioned or "megatron" in scope) and entry.when(scope):
+                which = f" (written for megatron-core {'.'.join(map(str, scope['megatron']))})" if versioned else ""
+                out[name] = f"{name} is {scope[name]!r}{which}: {entry.why}"
+        return out
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
         """Keys of a config, those inside an object too, that no dim reads and that are not listed as inert; those that say nothing left out."""
@@ -638,13 +663,13 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
             problems.append(f"{where}: {name} has no key, no const and no read")
     rules = list(_rules(root, "tensors", expression, problems))
     objects = list(_rules(root, "objects", expression, problems))
-    warned: dict[str, tuple[Expression, str]] = {}
+    warned: dict[str, Warned] = {}
     inexact = root.get("inexact") or Node()
     for name, value in inexact.items():
-        if not isinstance(value, dict) or {"when", "why"} - value.keys():
-            problems.append(f"{inexact.lines[name]}: {name} wants `when` and `why`")
+        if not isinstance(value, dict) or {"when", "why"} - value.keys() or value.keys() - {"when", "why", "loads"}:
+            problems.append(f"{inexact.lines[name]}: {name} wants `when` and `why`, and may say `loads: false`")
         elif (when := expression(value["when"], inexact.lines[name])) is not None:
-            warned[name] = when, value["why"]
+            warned[name] = Warned(when, value["why"], value.get("loads", True))
     found = MappingFile(
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),

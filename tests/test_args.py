@@ -88,12 +88,21 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("name", "value"),
     [("no_rope_freq", 4), ("qk_l2_norm", True), ("window_attn_skip_freq", 2), ("softmax_scale", 0.5), ("spec", ["a", "b"]),
-     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True)],
+     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True),
+     ("moe_router_load_balancing_type", "quantile_balancing"), ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+     ("moe_router_load_balancing_type", "sinkhorn"), ("moe_mlp_glu_interleave_size", 32), ("mla_down_proj_fusion", True),
+     ("mtp_use_repeated_layer", True), ("gtp_weight_remat_size", 2), ("moe_single_grouped_weight", True)],
 )  # fmt: skip
 def test_args_that_change_the_model_are_not_overlooked(name: str, value: Any, sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "qwen3", tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])
+def test_auxiliary_losses_do_not_change_the_model(value: Any, sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_router_load_balancing_type=value))
+    mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
 @pytest.mark.parametrize(
@@ -331,3 +340,34 @@ def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(sourc
 def test_a_megatron_version_that_no_mapping_covers_is_refused(version: str, sources: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"--megatron-version .*0\.19"):
         mckpt.plan(sources / "llama", tmp_path / "out", megatron_version=version)
+
+
+def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version(tmp_path: Path) -> None:
+    """Latent attention without a latent of the queries, with Transformer Engine: exact up to megatron-core 0.18, not loadable from 0.19 on."""
+    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    said = r"q_lora_rank is None \(written for megatron-core 0\.19\): .*--megatron-version 0\.18"
+    for wanted in ({}, {"megatron_version": "0.19.2"}, {"allow_inexact": ["q_lora_rank"]}):
+        with pytest.raises(MappingError, match=said) as caught:
+            mckpt.plan(source, tmp_path / "new", **wanted)
+        assert "--allow-inexact" not in str(caught.value)
+    mckpt.plan(source, tmp_path / "old", format="torch", megatron_version="0.18").run()
+    mckpt.plan(source, tmp_path / "local", transformer_impl="local")  # which the trainer here builds in every version
+    with pytest.raises(MappingError, match=said):
+        mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist")
+    mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist", megatron_version="0.18").run()
+    assert not mckpt.diff(source, tmp_path / "resharded")
+
+
+def test_what_is_inexact_in_one_megatron_version_only_is_not_said_of_a_trained_checkpoint(tmp_path: Path) -> None:
+    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    run = trained(source, tmp_path / "run", megatron_version="0.18")
+    manifest = mckpt.plan(run, tmp_path / "back", format="hf").run()
+    assert manifest["inexact"] == {}
+
+
+def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path: Path) -> None:
+    """megatron-core refuses the other: "apply_rope_fusion for MLA only works with YARN RoPE"."""
+    for case, off in (("deepseek-v3", None), ("deepseek-v3-plain", True)):
+        source = tiny.tiny_random(case, tmp_path / case)
+        said = mckpt.plan(source, tmp_path / f"{case}-out", megatron_version="0.18").facts["args"]
+        assert said.get("--no-rope-fusion") is off

@@ -44,6 +44,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "grouped": (None, True, False),
     "common_as_object": (False, True),
     "divisible_by": (1, 128),
+    "megatron": (None, "0.16"),
 }
 
 
@@ -60,6 +61,7 @@ class Form(NamedTuple):
     grouped: bool | None
     common_as_object: bool
     divisible_by: int
+    megatron: str | None
 
     def target(self) -> dict[str, Any]:
         return {
@@ -69,6 +71,7 @@ class Form(NamedTuple):
             "grouped_experts": self.grouped,
             "common_as_object": self.common_as_object,
             "divisible_by": self.divisible_by,
+            "megatron_version": self.megatron,
             "allow_inexact": INEXACT,
         }
 
@@ -110,6 +113,7 @@ def fits(case: str, f: Form) -> bool:
         and (f.format == "torch_dist" or f.tp % (f.etp or f.tp) == 0)
         and not (f.grouped and f.impl == "local")
         and not (f.format == "torch" and f.common_as_object)
+        and not (case == "deepseek-v3-plain" and f.impl == "transformer_engine" and f.megatron is None)
     )
 
 

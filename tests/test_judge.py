@@ -19,6 +19,8 @@ import torch
 
 from tests.judging import explain, judge
 
+pytestmark = pytest.mark.judge
+
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, PADDED_VOCAB = 4, 96, 16, 8, 56, 150, 160
 EXPERTS, TOPK, MOE_FFN = 12, 3, 20
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 61)).tolist()

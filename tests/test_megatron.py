@@ -19,6 +19,10 @@ from mckpt.parallel import Parallel
 from tests import tiny
 from tests.judging import explain, judge
 
+pytestmark = pytest.mark.judge
+
+VERSION = version("megatron-core")
+SINCE_0_19 = [int(part) for part in VERSION.split(".")[:2]] >= [0, 19]
 WORLD = 4
 LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10; a clean run is 100 times closer
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
@@ -167,7 +171,9 @@ def test_a_checkpoint_without_args_needs_like(work: Path, saved: dict[str, dict[
 # ---------------------------------------------------------------------------------------------------------------- names, shapes, files
 
 
-KEY_CASES = [(case, impl, size) for case in tiny.CASES for impl in ("local", "transformer_engine")
+# megatron-core 0.19 gives the queries of deepseek-v3-plain a norm that the model does not have, with Transformer Engine: not loadable, and refused
+NOT_LOADABLE = [("deepseek-v3-plain", "transformer_engine")] if SINCE_0_19 else []
+KEY_CASES = [(case, impl, size) for case in tiny.CASES for impl in ("local", "transformer_engine") if (case, impl) not in NOT_LOADABLE
              for size in ([{"tp": 2, "pp": 2}] if case not in MOE else [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}])]  # fmt: skip
 GRID = [(tp, pp, ep, etp) for tp in (1, 2, 3, 4, 8) for pp in (1, 2) for ep in (1, 2, 4) for etp in (1, 2, 4) if tp % etp == 0]
 
@@ -179,6 +185,9 @@ def names(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
         args = {**megatron_args(sources[case]), "transformer_impl": impl, "moe_grouped_gemm": case in MOE and impl == "transformer_engine",
                 **parallel(size).args()}  # fmt: skip
         cases.append({"name": f"{named(case, impl, size)}", "kind": "keys", "args": args, **size})
+    for case, impl in NOT_LOADABLE:
+        args = {**megatron_args(sources[case]), "transformer_impl": impl, "moe_grouped_gemm": True}
+        cases.append({"name": "not-loadable", "kind": "keys", "args": args})
     for tp, pp, ep, etp in GRID:
         cases.append({"name": f"grid-{tp}-{pp}-{ep}-{etp}", "kind": "grid", "tp": tp, "pp": pp, "ep": ep, "etp": etp})
     return judge(cases, 1, work / "names", fake_te=True, timeout=600)
@@ -191,7 +200,7 @@ def test_keys_and_shapes_are_those_of_the_model(case: str, impl: str, size: dict
     assert real["ok"], explain(real)
     out = work / "keys" / named(case, impl, size)
     for form in ("torch_dist", "torch"):
-        wanted = {"parallel": parallel(size), "transformer_impl": impl, "megatron_version": version("megatron-core")}
+        wanted = {"parallel": parallel(size), "transformer_impl": impl, "megatron_version": VERSION}
         mckpt.plan(sources[case], out / form, format=form, allow_inexact=INEXACT, **wanted).run()
     ours = mckpt.open(out / "torch_dist").stored.metadata
     tensors = {k: list(shape) for k, (_, shape, _) in ours.tensors.items()}
@@ -209,6 +218,14 @@ def test_keys_and_shapes_are_those_of_the_model(case: str, impl: str, size: dict
             if impl == "local":
                 wanted.pop("decoder.final_layernorm._extra_state", None)
             assert {k: None if e is None else list(e.shape) for k, e in held.items()} == wanted
+
+
+@pytest.mark.skipif(not SINCE_0_19, reason="up to 0.18 the model is built as it is")
+def test_megatron_core_wants_a_norm_that_the_model_does_not_have(names: dict[str, dict[str, Any]]) -> None:
+    """The reason why mcore.yaml refuses it: with the norm gone from megatron-core, the refusal has to go as well."""
+    real = names["not-loadable"]
+    assert real["ok"], explain(real)
+    assert "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight" in real["torch_dist"]
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep", "etp"), GRID)
@@ -261,6 +278,19 @@ INERT = frozenset(
     use_inference_optimized_layers inference_fuse_tp_communication mrope_section mamba_state_dim mamba_head_dim mamba_num_groups
     mamba_num_heads use_mamba_mem_eff_path mlp_chunks_for_prefill heterogeneous_block_specs hetereogenous_dist_checkpoint quant_recipe
     fine_grained_activation_offloading offload_modules min_offloaded_tensor_size activation_func gated_linear_unit num_moe_experts
+    cache_mla_latents moe_grad_scale_func mtp_grad_scale_func overlap_dispatch_backward_with_experts_wgrad
+    cpu_offloading_retain_pinned_cpu_buffers mtp_detach_heads flash_attention_version experimental_attention_variant_loss_scale_func
+    dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
+    dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 mup_width_mult mup_base_hidden_size mup_embedding_mult
+    mup_output_mult mup_base_head_dim mup_attn_scale_power fused_residual_rmsnorm use_transformer_engine_op_fuser fp8_output_proj
+    high_priority_a2a_comm_stream moe_router_quantile_balancing_ema moe_permute_fusion_into_hybridep
+    moe_hybridep_pad_uneven_dispatch_inputs moe_pad_experts_for_cuda_graph_inference moe_flex_dispatcher_num_sms
+    moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms_preprocessing moe_ncclep_static_shape
+    moe_ncclep_zero_copy cuda_graph_modules inference_cuda_graph_scope nccl_all_reduce_for_prefill inference_disable_triton_nvls_kernels
+    inference_grouped_gemm_backend inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+    mamba_training_ssm_states_dtype mlp_chunks_for_training delay_offload_until_cuda_graph delta_offload_bytes_across_pp_ranks
+    activation_offload_fraction moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+    moe_paged_stash_buffer_size_factor_cpu fine_grained_offloading_max_inflight_offloads
     """.split()  # noqa: SIM905  a list of as many quoted names is harder to read
 )
 
@@ -270,8 +300,8 @@ def test_every_field_of_megatron_core_is_spoken_of() -> None:
     """A field that a new megatron-core adds must be a dim, be expected at its neutral value, or be known to change nothing."""
     import dataclasses
 
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig
 
     dialect = mapping.load("megatron", "mcore")
     known = {key for dim in dialect.dims.values() for key in dim.keys} | set(dialect.also) | set(dialect.expect) | INERT
-    assert {field.name for field in dataclasses.fields(TransformerConfig)} <= known
+    assert {field.name for field in dataclasses.fields(MLATransformerConfig)} <= known  # those of TransformerConfig, and more

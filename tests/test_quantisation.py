@@ -432,6 +432,7 @@ def test_a_copy_that_is_not_quantised(checkpoint, tmp_path):
     refused(2, "none of its tensors is quantised", args=("megatron-to-hf", tmp_path / "copy", tmp_path / "again"))
 
 
+@pytest.mark.judge
 @pytest.mark.slow
 def test_megatron_core_computes_what_transformers_does_with_the_values(tmp_path):
     tiny.tiny_quantised("deepseek-v3", tmp_path / "hf", (16, 16))

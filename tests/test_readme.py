@@ -41,6 +41,16 @@ def test_ci_runs_the_test_command() -> None:
     assert "pytest" in BLOCKS[1]
 
 
+def test_ci_runs_what_megatron_core_judges_with_the_newest_version_too() -> None:
+    script = (ROOT / ".ci" / "run").read_text()
+    assert "-m 'judge and not gpu and not slow'" in script
+    starts = re.compile(r"^from tests\.judging|^ *from mckpt\.trainer|\bverify_all\b|mckpt\.verify\(|\(\"verify\",", re.M)
+    found = {path.name for path in (ROOT / "tests").glob("test_*.py") if starts.search(path.read_text())}
+    assert len(found) >= 5
+    for name in found:
+        assert "pytest.mark.judge" in (ROOT / "tests" / name).read_text(), f"{name} starts megatron-core, and is not marked"
+
+
 def test_every_command_is_there_and_in_the_readme() -> None:
     named = set(re.findall(r"^mckpt ([a-z-]+)", README, re.M))
     assert named == set(cli.commands)

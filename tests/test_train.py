@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import subprocess
@@ -16,11 +17,14 @@ import pytest
 pytest.importorskip("megatron.core")
 
 import mckpt
-from mckpt.errors import UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import data
+from tests import tiny
 from tests.judging import explain, judge
 from tests.test_judge import DENSE as PLAIN
 from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
+
+pytestmark = pytest.mark.judge
 
 DENSE = PLAIN | LLAMA3 | {"use_rope_scaling": False}  # embeddings tied, so that two stages hold them
 MIXED = MOE | QWEN3 | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
@@ -50,6 +54,9 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
         for tag, args in (("dense", DENSE), ("moe", MIXED))
     ]
     cases += [
+        run("dense-one", "dense", world=1),
+        run("dense-tp2", "dense", tp=2, world=2),
+        run("dense-dp2", "dense", world=2),
         run("dense-dp4", "dense"),
         run("dense-tp2pp2", "dense", tp=2, pp=2, save="dense-dist"),
         run("dense-pp2vpp2", "dense", pp=2, vpp=2, save="dense-torch", format="torch"),
@@ -60,6 +67,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
         resumed("dense-resumed-torch", "dense-torch", pp=2, vpp=2),
         resumed("bf16-resumed", "dense-bf16", tp=2, **bf16),
         resumed("refused", "dense-bf16", tp=4, **bf16),
+        run("moe-one", "moe", world=1),
         run("moe-dp4", "moe"),
         run("moe-tp2ep2", "moe", tp=2, ep=2, save="moe-dist"),
         run("moe-pp2ep2", "moe", pp=2, ep=2, etp=1, save="moe-torch", format="torch"),
@@ -77,9 +85,9 @@ def curve(results: dict[str, dict[str, Any]], name: str, key: str = "loss") -> l
 @pytest.mark.parametrize("tag", ["dense", "moe"])
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
 def test_the_same_at_every_parallel_size(results: dict[str, dict[str, Any]], tag: str, key: str) -> None:
-    expected = curve(results, f"{tag}-dp4", key)
-    others = [name for name in results if name.startswith(f"{tag}-") and name != f"{tag}-dp4"]
-    assert len(others) == {"dense": 5, "moe": 4}[tag]
+    expected = curve(results, f"{tag}-one", key)  # one rank has every token of every sequence: there is nothing to cut
+    others = [name for name in results if name.startswith(f"{tag}-") and name != f"{tag}-one"]
+    assert len(others) == {"dense": 8, "moe": 5}[tag]
     for name in others:
         mine = curve(results, name, key)
         same = expected[2:] if "resumed" in name else expected[: len(mine)]
@@ -128,6 +136,75 @@ def test_the_command_on_jsonl(results: dict[str, dict[str, Any]], work: Path) ->
 
 
 DOCUMENTS = [np.arange(start, start + length) for start, length in ((0, 5), (10, 1), (20, 9), (30, 14))]
+
+
+@pytest.mark.parametrize(("changed", "fused"), [
+    ({}, True),
+    ({"bias_gelu_fusion": True}, True),
+    ({"bias_gelu_fusion": False}, False),
+    ({"add_bias_linear": False, "bias_gelu_fusion": False}, False),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore")  # of what megatron-core imports
+def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(changed: dict[str, Any], fused: bool) -> None:
+    """MLP.forward of megatron-core with the config of the trainer, and with the one that pretrain_gpt.py makes of these args."""
+    import torch
+    from megatron.core.transformer.mlp import MLP
+
+    from mckpt.trainer import build
+
+    args = build.at_sizes(PLAIN | {"swiglu": False, "add_bias_linear": True, "add_qkv_bias": True} | changed)
+    mine = build.transformer_config(args)
+    stock = copy.copy(mine)
+    stock.activation_func, stock.bias_activation_fusion = torch.nn.functional.gelu, fused
+    bias = torch.linspace(-1, 1, 64) if args.add_bias_linear else None
+    x = torch.linspace(-4, 4, 64 * 3).view(3, 64)
+
+    class Linear(torch.nn.Module):
+        def __init__(self, bias: torch.Tensor | None) -> None:
+            super().__init__()
+            self.bias = bias
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+            return x, self.bias
+
+    def forward(config: Any) -> torch.Tensor:
+        layer = Namespace(config=config, activation_func=config.activation_func, linear_fc1=Linear(bias), linear_fc2=Linear(None))
+        with torch.compiler.set_stance("force_eager"):  # the fused function is compiled otherwise
+            return MLP.forward(layer, x)[0]
+
+    wrong = torch.nn.functional.gelu(x if bias is None else x + bias, approximate="none" if fused else "tanh")
+    assert (forward(stock) - wrong).abs().max() > 1e-4  # so that the next line can fail
+    torch.testing.assert_close(forward(mine), forward(stock), rtol=0, atol=1e-6)
+
+
+def test_a_common_state_kept_as_an_object_is_read_or_refused_with_the_cure(tmp_path: Path) -> None:
+    from megatron.core import __version__
+
+    from mckpt.trainer import load
+
+    tiny.tiny_random("llama", tmp_path / "hf")
+    mckpt.plan(tmp_path / "hf", tmp_path / "ckpt", common_as_object=True).run()
+    if int(__version__.split(".")[1]) >= 19:
+        assert load.read_args(tmp_path / "ckpt").num_layers == 4
+        return
+    with pytest.raises(SourceError, match=r"has no common\.pt.*0\.19.*--common-state file"):
+        load.read_args(tmp_path / "ckpt")
+    mckpt.plan(tmp_path / "ckpt", tmp_path / "file", format="torch_dist").run()  # the cure
+    assert load.read_args(tmp_path / "file").num_layers == 4
+
+
+@pytest.mark.parametrize(("name", "other"), [
+    ("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", "mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"),
+    ("mtp.layers.1.transformer_layer.self_attention.linear_qkv.layer_norm_weight", "mtp.layers.1.mtp_model_layer.input_layernorm.weight"),
+    ("decoder.layers.3.mlp.experts.linear_fc1.weight11", "decoder.layers.3.mlp.experts.local_experts.11.linear_fc1.weight"),
+])  # fmt: skip
+def test_a_tensor_is_found_under_its_other_name(name: str, other: str) -> None:
+    from mckpt.trainer.load import other_name
+
+    assert other_name(name, {other}) == other
+    assert other_name(other, {name}) == name
+    assert other_name(name, {name, other}) == name
+    assert other_name(name, {"decoder.layers.3.mlp.linear_fc2.weight"}) == name
 
 
 def test_every_token_is_a_label_once_an_epoch() -> None:

@@ -24,6 +24,8 @@ from mckpt.verdict import FAULT
 from mckpt.verification import Options, _Subject, other_sizes, read_tokens, verify_all
 from tests import door, tiny
 
+pytestmark = pytest.mark.judge
+
 CLEAN = 3.0  # a clean run stays this far below the tolerance
 MODEL = "decoder.layers"
 HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # of the case below

@@ -15,9 +15,11 @@ class Adam(torch.optim.Optimizer):
     """Decoupled weight decay; exp_avg and exp_avg_sq per parameter, `step` (updates so far) per group."""
 
     def __init__(
-        self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, adam_w_mode: bool = True
-    ) -> None:
+        self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, adam_w_mode: bool = True,
+        capturable: bool = False,
+    ) -> None:  # fmt: skip
         assert adam_w_mode, "weight decay as a part of the gradient is not built"
+        assert not capturable, "an optimizer step in a CUDA graph is not built"  # megatron-core passes it from 0.17 on
         super().__init__(params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

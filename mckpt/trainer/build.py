@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import functools
 import importlib.util
 import os
 from argparse import Namespace
@@ -45,12 +46,14 @@ UNSUPPORTED = (
 
 # Fields that make a run faster or smaller and change no result: their kernels are absent on a CPU, and logits are compared
 # across machines, so they are off everywhere. Values of the run that made the checkpoint are not used for these.
+# (The two that turn gelu into its tanh form, bias_activation_fusion and use_te_activation_func, are made up for by `fuses_gelu`.)
 PLAIN = {
     "apply_rope_fusion": False, "bias_activation_fusion": False, "bias_dropout_fusion": False, "cross_entropy_loss_fusion": False,
     "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
     "memory_efficient_layer_norm": False, "persist_layer_norm": False,
     "moe_permute_fusion": False, "moe_router_fusion": False, "moe_shared_expert_overlap": False, "moe_enable_deepep": False,
     "moe_token_dispatcher_type": "alltoall", "use_te_activation_func": False, "use_transformer_engine_op_fuser": False,
+    "fused_residual_rmsnorm": False, "moe_paged_stash": False, "cuda_graph_modules": [],
     "cpu_offloading": False, "cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope": [],
     "delay_wgrad_compute": False, "defer_embedding_wgrad_compute": False, "overlap_moe_expert_parallel_comm": False,
     "overlap_p2p_comm": False, "batch_p2p_comm": True, "tp_comm_overlap": False, "recompute_granularity": None, "recompute_method": None,
@@ -217,6 +220,8 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, trai
         config.update(activation_func=squared_relu)
     elif getattr(args, "quick_geglu", False):
         config.update(activation_func=quick_gelu, gated_linear_unit=True)
+    elif fuses_gelu(args):
+        config.update(activation_func=functools.partial(F.gelu, approximate="tanh"))
     if getattr(args, "rope_type", None) is None:
         config.pop("rope_type", None)
     balancing = getattr(args, "moe_router_load_balancing_type", None)
@@ -255,6 +260,17 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, trai
         deallocate_pipeline_outputs=torch.cuda.is_available(),  # gloo may still be sending one
     )
     return config_class(**config)
+
+
+def fuses_gelu(args: Namespace) -> bool:
+    """Whether Megatron-LM runs a model that is neither gated nor of squared ReLUs with its fused bias and gelu, which is the tanh form of gelu.
+
+    It does by default (--no-bias-gelu-fusion is the flag against it) where the linears have biases (validate_args in arguments.py, MLP.forward in
+    mlp.py, fused_bias_gelu.py); the experts of a MoE have no such kernel. Transformer Engine's own activation is the tanh form as well.
+    """
+    by_te = bool(getattr(args, "use_te_activation_func", False))
+    fused = getattr(args, "bias_gelu_fusion", True) is not False and bool(args.add_bias_linear) and not args.num_experts
+    return by_te or fused
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:

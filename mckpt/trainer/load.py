@@ -24,12 +24,14 @@ from mckpt.trainer.build import rank_names
 TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
+COMMON_FILE = "common.pt"  # of torch_dist
+COMMON_OBJECT_SINCE = [0, 19]  # the first megatron-core that stores the content of COMMON_FILE as an object of the checkpoint instead
 # What a checkpoint holds beside the model's weights; unread by a load of weights alone.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
 
 # One tensor under its two names: in a Transformer Engine layer, where the norm is part of the linear behind it and experts are grouped,
-# and in a local one. `torch` has them all; `torch_dist`, in whose keys megatron-core renames some itself, the norm before a MoE. As regular
-# expressions of the one side and replacements that give it on the other.
+# and in a local one; the last pair is up to megatron-core 0.16, and from 0.17 on. `torch` has them all; `torch_dist`, in whose keys megatron-core
+# renames some itself, the norm before a MoE. As regular expressions of the one side and replacements that give it on the other.
 TWO_NAMES = (
     ((r"self_attention\.linear_qkv\.layer_norm_(\w+)$", r"input_layernorm.\1"),
      (r"input_layernorm\.(weight|bias)$", r"self_attention.linear_qkv.layer_norm_\1")),
@@ -39,6 +41,8 @@ TWO_NAMES = (
      (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1")),
     ((r"linear_(q|kv)_up_proj\.layer_norm_(\w+)$", r"\1_layernorm.\2"),
      (r"self_attention\.(q|kv)_layernorm\.(weight|bias)$", r"self_attention.linear_\1_up_proj.layer_norm_\2")),
+    ((r"^(mtp\.layers\.\d+)\.transformer_layer\.", r"\1.mtp_model_layer."),
+     (r"^(mtp\.layers\.\d+)\.mtp_model_layer\.", r"\1.transformer_layer.")),
 )  # fmt: skip
 
 # Whole on every rank in a Transformer Engine layer; in a local one cut in rows over the tensor-parallel ranks. `torch_dist` knows no ranks.
@@ -69,8 +73,14 @@ def read_common(checkpoint: str | Path) -> dict[str, Any]:
     """Everything but the weights: args, iteration, checkpoint_version, content_metadata ..."""
     unit = unit_directory(checkpoint)
     if format_of(checkpoint) == "torch_dist":
-        from megatron.core import dist_checkpointing
+        from megatron.core import __version__, dist_checkpointing
 
+        if not (unit / COMMON_FILE).exists() and [int(part) for part in __version__.split(".")[:2]] < COMMON_OBJECT_SINCE:
+            since = ".".join(map(str, COMMON_OBJECT_SINCE))
+            raise SourceError(
+                f"{unit} has no {COMMON_FILE}: it keeps its args and iteration as an object, which megatron-core reads from {since} on, and this is "
+                f"megatron-core {__version__}. Install {since} or later, or write the file with `mckpt reshard {checkpoint} DST --common-state file`"
+            )
         with safe_pickles():
             return dist_checkpointing.load_common_state_dict(str(unit))
     names = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")  # of rank 0: no PP or EP, one of them, both
@@ -192,13 +202,12 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
 
 
 def other_name(name: str, there: Collection[str]) -> str:
-    """The name of TWO_NAMES under which the tensor `name` is in `there`; `name` itself if it is not."""
+    """Returns the name under which the tensor `name` is in `there`, by any of TWO_NAMES and several of them together; else `name` itself."""
+    names = [name]
     for sides in TWO_NAMES:
-        for pattern, replacement in sides:
-            other = re.sub(pattern, replacement, name)
-            if other != name and other in there:
-                return other
-    return name
+        others = [re.sub(pattern, replacement, one) for one in names for pattern, replacement in sides]
+        names += [other for other in others if other not in names]
+    return next((one for one in names if one in there), name)
 
 
 def other_cut(name: str, value: torch.Tensor, wanted: torch.Tensor, path: Path, key: str) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 
@@ -44,12 +46,26 @@ class Attention(DotProductAttention):
             self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
 
+class LatentAttention(MLASelfAttention):
+    """Multi-latent attention of the modules that the spec names.
+
+    megatron-core 0.19 chooses norms and up projections anew, and refuses a model without a latent of the queries in the local spec: it builds the
+    norms of the latents as a part of Transformer Engine's linears only. Up to 0.18 the method does not exist, and the spec is obeyed.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        names = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name, None) or IdentityOp for name in names}
+
+
 def with_own_modules(spec: Any) -> Any:
-    """The local spec with `Norm` and `Attention` in place of those that megatron-core chose; changed in place."""
+    """Puts `Norm`, `Attention` and `LatentAttention` into a local spec, in place of megatron-core's. Changes the spec, and returns it."""
     if spec is WrappedTorchNorm or spec is gpt_layer_specs.LNImpl:
         return Norm
     if spec is DotProductAttention:
         return Attention
+    if spec is MLASelfAttention:
+        return LatentAttention
     if isinstance(spec, list):
         return [with_own_modules(item) for item in spec]
     if dataclasses.is_dataclass(spec) and not isinstance(spec, type):  # ModuleSpec, and the submodules of each

@@ -13,6 +13,7 @@ transformer_engine, local), `args` (replace or add to the checkpoint's), `losses
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -228,6 +229,10 @@ def batches(step: int, args: Namespace, source: data.Source) -> Iterator[dict[st
     from megatron.core import parallel_state as ps
     from megatron.core.utils import get_batch_on_this_cp_rank
 
+    # After 0.16 a call without cp_group cuts the sequence over all ranks of the run, and is_hybrid_cp, which 0.16 does not know, is required
+    cut: dict[str, Any] = {"cp_group": ps.get_context_parallel_group()}
+    if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
+        cut["is_hybrid_cp"] = False
     size = args.micro_batch_size
     first = (step - 1) * args.global_batch_size
     for micro in range(ps.get_data_parallel_rank(), args.global_batch_size // size, args.data_parallel_size):
@@ -235,7 +240,7 @@ def batches(step: int, args: Namespace, source: data.Source) -> Iterator[dict[st
         both = torch.from_numpy(rows).to(torch.cuda.current_device())
         positions = torch.arange(args.seq_length, device=both.device).expand(size, -1)
         batch = {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous(), "positions": positions.contiguous()}
-        yield get_batch_on_this_cp_rank(batch)
+        yield get_batch_on_this_cp_rank(batch, **cut)
 
 
 def forward_step(iterator: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
