@@ -156,12 +156,6 @@ def test_the_launch_line_has_a_sequence_length_that_a_run_can_hold(tmp_path: Pat
     assert api.launch(mckpt.open(run)).run["--seq-length"] == 8192
 
 
-def test_mla_fuses_no_rope_but_yarn(tmp_path: Path) -> None:
-    for case, fused in (("deepseek-v3", True), ("deepseek-v3-plain", False)):
-        source = tiny.tiny_random(case, tmp_path / case)
-        assert ("--no-rope-fusion" not in mckpt.plan(source, tmp_path / "a").facts["args"]) == fused
-
-
 def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(sources: Path, tmp_path: Path) -> None:
     dialect = mapping.load("megatron", "mcore")
     assert not dialect.flags.keys() & dialect.run_flags.keys()

@@ -10,8 +10,9 @@ tried again without strictness (`load_return`).
 DIR is a checkout of Megatron-LM, or any folder that holds pretrain_gpt.py. Where DIR has no megatron/training, that of the installed wheel
 is used, which with --wheel is so in any case. DIR is not written to: scripts and packages are copied.
 
-WORK/results.json has a record for each case, those of earlier runs with another --only too, WORK/CASE/log.txt the output of the trainer, and stdout a row for each case. A case that fails,
-or takes longer than --limit-s, ends alone. Exit status: 0 if every case passed, else 1.
+WORK/results.json has a record for each case, also for those of earlier runs with another --only; WORK/CASE/log.txt has the output of the
+trainer. stdout gets a table with a row for each case. A case that fails, or takes longer than --limit-s, does not end the others. Exit status:
+0 if every case passed, else 1.
 """
 
 from __future__ import annotations
