@@ -215,7 +215,8 @@ class _Subject:
 
 def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
     """Its weights as torch_dist, which runs at any sizes: `torch` files run only at those they were saved with."""
-    oldest = mapping.load("megatron", DIALECT).megatron[0]  # torch_dist is the same for all versions, and none of the old ones refuses a model
+    # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
+    oldest = mapping.load("megatron", DIALECT).megatron[0]
     api.plan(source, directory, format="torch_dist", parallel=parallel, no_optimizer=True, megatron_version=oldest).run(checksum="none")
 
 

@@ -225,7 +225,7 @@ def test_megatron_core_wants_a_norm_that_the_model_does_not_have(names: dict[str
     """The reason why mcore.yaml refuses it: with the norm gone from megatron-core, the refusal has to go as well."""
     real = names["not-loadable"]
     assert real["ok"], explain(real)
-    assert "decoder.layers.0.self_attention.linear_q_proj.layer_norm_weight" in real["torch_dist"]
+    assert any(key.endswith("self_attention.linear_q_proj.layer_norm_weight") for key in real["torch_dist"])
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep", "etp"), GRID)
