@@ -118,6 +118,22 @@ def test_a_router_that_no_family_with_these_tensors_has_is_refused(name: str, va
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
+def test_sizes_that_the_trainer_derives_are_read(sources: Path, tmp_path: Path) -> None:
+    """megatron-core 0.19 stores tp times gtp_weight_remat_size in every run."""
+    for remat, shards in ((1, 2), (2, 4)):
+        derived = {
+            "gtp_weight_remat_size": remat,
+            "tensor_parallel_num_weight_shards": shards,
+            "expert_tensor_parallel_num_weight_shards": 2,
+        }
+        run = trained(sources / "qwen3", tmp_path / f"run{remat}", lambda args, new=derived: args.update(new), parallel=Parallel(tp=2))
+        if remat == 1:
+            mckpt.plan(run, tmp_path / "hf", format="hf")
+        else:
+            with pytest.raises(MappingError, match="gtp_weight_remat_size is 2"):
+                mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
 def test_a_window_is_read_and_refused_where_it_cannot_be_said(sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(window_size=(31, 0)))
     out = tmp_path / "hf"
