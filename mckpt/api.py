@@ -29,6 +29,7 @@ from mckpt.ranks import Ranks, Session
 
 FORMATS = ("hf", "torch", "torch_dist")
 MAX_SHARD_SIZE = 2 * 10**9  # bytes; so that a small model too has files for several threads: two writers of one inode wait for each other
+FOLLOWS_IMPL = ("no_persist_layer_norm", "apply_rope_fusion", "gradient_accumulation_fusion", "sequence_parallel")  # args; see mcore.yaml
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 Progress = Callable[..., None]  # (bytes done, bytes in all), and of what writes files (files done, files in all) too
 
@@ -265,16 +266,16 @@ def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, *, atol: float 
     return comparison.diff(left.named_as(right), right.named_as(left), atol, progress)
 
 
-def flags(source: Checkpoint) -> dict[str, Any]:
-    """The flags of pretrain_gpt.py for any checkpoint: what its dims say, and its own args where it has them."""
+def launch(source: Checkpoint) -> megatron_args.Launch:
+    """The flags of pretrain_gpt.py for any checkpoint: from its dims, and from its own args where it has them."""
     dialect = mapping.load("megatron", DIALECT)
     own = {k: v for k, v in (source.args or {}).items() if v is not None}
     try:
         rows = source.stored.padded_vocab(dialect, source.parallel) if not isinstance(source.stored, hf.Checkpoint) else None
         given = {**GIVEN, "dtype": most_dtype(source), "padded_vocab_size": rows or _padded(source.dims, Target())}
-        return megatron_args.flags(dialect, {**dialect.write(source.dims, given), **source.parallel.args(), **own})
+        return megatron_args.launch(dialect, {**dialect.write(source.dims, given), **source.parallel.args(), **own})
     except VocabSizeUnknown:
-        return megatron_args.flags(dialect, own)
+        return megatron_args.launch(dialect, own)
 
 
 def _kinds(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
@@ -398,6 +399,10 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
         kept = {k: written[k] for k in (*parallel.args(), "padded_vocab_size", "transformer_impl", "moe_grouped_gemm")}
         kept.update({k: written[k] for k in ("params_dtype", "bf16", "fp16")} if target.dtype is not None else {})
         kept.update({"no_save_optim": True, "no_save_rng": True} if left else {})
+        if written["transformer_impl"] != own.get("transformer_impl", written["transformer_impl"]):
+            kept.update({k: written[k] for k in FOLLOWS_IMPL})
+        elif written["sequence_parallel"]:  # which experts need at tp > 1; the source run may have had tp 1
+            kept["sequence_parallel"] = True
         common = {k: v for k, v in source.stored.common.changed(_python(kept)).items() if not (k in dialect.ignore or k in left)}
         common["iteration"] = iteration
         written = {**written, **{k: v for k, v in own.items() if v is not None}, **kept}
@@ -406,20 +411,20 @@ def _plan_megatron(source: Checkpoint, destination: Destination, target: Target)
             raise UsageError("the layers differ, or moe_layer_freq is a list: Megatron asks for per-layer keys then")
         marked = {**common.get("content_metadata", {}), "non_homogeneous_layers": target.layer_keys == "per_layer"}
         common["content_metadata"] = marked
-    launch = megatron_args.flags(dialect, written)
+    line = megatron_args.launch(dialect, written)
     _refuse_misfit(moved, source.mapping.path.name, dialect, "Megatron", dims, **chosen)
     if target.format == "torch":
         layout, outputs = torch.lay_out(dialect, dims, kinds, parallel, chosen, padded, common)
     else:
         layout, outputs = torch_dist.lay_out(dialect, dims, kinds, parallel, chosen, padded, common, target.common_as_object)
-    outputs += [TargetFile.whole(name, text.encode()) for name, text in megatron_args.files(launch).items()]
+    outputs += [TargetFile.whole(name, text.encode()) for name, text in megatron_args.files(line).items()]
     side = _side_of(source)
     destination.refuse_other_side(side)
     if not side and (destination.root / "hf" / CONFIG).is_file():
         _refuse_side_of_other(source, destination.root / "hf")
     facts = _facts(source, moved, target, dialect, inexact, _dequantised(moved), parallel=parallel.args(), choices=chosen, padded_vocab_size=padded,
                    unit=destination.unit, common=hashlib.sha256(safe_pickle.dumps(common)).hexdigest(), common_as_object=target.common_as_object,
-                   args=launch, megatron_version=".".join(map(str, megatron)), **_naming(source, side))  # fmt: skip
+                   args=line.flags, megatron_version=".".join(map(str, megatron)), **_naming(source, side))  # fmt: skip
     return Plan(moved, destination, target, join(moved.layout, layout), layout, outputs, side, [], facts)
 
 

@@ -240,10 +240,10 @@ def inspect(path: Path, iteration: int | None, flags: bool, as_json: bool, **o: 
 
     source = _open({"src": path, "iteration": iteration, **o})
     if flags:
-        from mckpt import api
+        from mckpt import api, megatron_args
 
-        said = api.flags(source)
-        click.echo(json.dumps(said, indent=2) if as_json else inspection.shell(said), nl=as_json)
+        said = api.launch(source)
+        click.echo(megatron_args.as_json(said) if as_json else megatron_args.shell(said), nl=False)
         return
     found = inspection.inspect(source, None if as_json else inspection.SHOWN)
     click.echo(json.dumps(found) if as_json else inspection.text(found))

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mckpt import mapping, megatron_args
+from mckpt import mapping
 from mckpt.checkpoint import DIALECT, Checkpoint, unfinished
 from mckpt.dtypes import itemsize
 from mckpt.errors import MappingError, counted
@@ -75,10 +75,6 @@ def text(found: dict[str, Any]) -> str:
 
 def _plainly(value: Any) -> str:
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-
-
-def shell(said: dict[str, Any]) -> str:
-    return megatron_args.shell(said, "flags of pretrain_gpt.py for this checkpoint")
 
 
 def check_mapping(file: Path, config: Path | None) -> list[str]:

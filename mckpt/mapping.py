@@ -270,7 +270,8 @@ class MappingFile(NamedTuple):
     derive: dict[str, Expression]
     dims: dict[str, Dim]
     also: dict[str, Expression]
-    flags: dict[str, Any]
+    flags: dict[str, Any]  # arg -> how a launch line says it: facts of the model
+    run_flags: dict[str, Any]  # the same, settings of the run
     said: dict[str, Expression]  # choice -> what the args say of it
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
     warned: dict[str, Warned]  # dim -> when and why the stock program computes something else than the config says
@@ -577,6 +578,7 @@ _TOP: dict[str, type] = {
     "dims": Node,
     "also": Node,
     "flags": Node,
+    "run_flags": Node,
     "said": Node,
     "expect": Node,
     "inexact": Node,
@@ -735,7 +737,8 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),
         tuple(map(str, root.get("megatron") or ())), {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("by_version"),
-        expressions("derive"), dims, expressions("also"), root.get("flags") or {}, expressions("said"),
+        expressions("derive"), dims, expressions("also"), root.get("flags") or {},
+        root.get("run_flags") or {}, expressions("said"),
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         warned,
         frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),

@@ -8,17 +8,36 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from mckpt.mapping import MappingFile
 
 SHELL, JSON = "megatron_args.sh", "megatron_args.json"
+TITLE = "Flags of pretrain_gpt.py for this checkpoint."
 
 
-def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
-    """Flag -> value (True: a flag without one), in the dialect's order. `flags` of the dialect names the args and how each is said."""
+@dataclass(frozen=True)
+class Launch:
+    """A launch line as flag -> value, in the order of the dialect. The value True stands for a flag without a value."""
+
+    model: dict[str, Any]  # facts of the model: with others it is a different model
+    run: dict[str, Any]  # settings of the run: defaults that the user may change
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {**self.model, **self.run}
+
+
+def launch(dialect: MappingFile, args: Mapping[str, Any]) -> Launch:
+    """The launch line of a model with these args. `flags` and `run_flags` of the dialect name the args and how each is said."""
+    return Launch(_said(dialect.flags, args), _said(dialect.run_flags, args))
+
+
+def _said(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     out: dict[str, Any] = {}
-    for name, spec in dialect.flags.items():
+    for name, spec in flags.items():
         value = args.get(name)
         join = None
         if isinstance(spec, dict) and "flag" in spec:
@@ -38,22 +57,31 @@ def flags(dialect: MappingFile, args: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def shell(said: dict[str, Any], title: str) -> str:
+def shell(said: Launch) -> str:
     """A file to be sourced: `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
-    lines = [f"# {title}", '# source this file, then: pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load DIR --no-load-optim --no-load-rng ...']
-    lines += [
-        "# (later flags win: give your own --tokenizer-type, --seq-length, parallel sizes of a torch_dist checkpoint)",
+
+    def lines(flags: Mapping[str, Any]) -> list[str]:
+        return [f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in flags.items()]
+
+    text = [
+        f"# {TITLE} Source this file, then:",
+        '#     pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load DIR --no-load-optim --no-load-rng ...',
         "MEGATRON_ARGS=(",
+        "    # Facts of the model. Do not change them: the weights would not load, or would compute something else.",
+        *lines(said.model),
+        "    # Settings of the run. You may change them: edit them here, or give a flag again after the array, because the last one wins",
+        "    # (for example --seq-length 8192). A flag without a value is switched off by deleting its line.",
+        "    # The files of a checkpoint in the format torch fit these parallel sizes and this --transformer-impl only.",
+        *lines(said.run),
     ]
-    lines += [f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in said.items()]
-    return "\n".join([*lines, ")", ""])
+    return "\n".join([*text, ")", ""])
 
 
-def files(said: dict[str, Any]) -> dict[str, str]:
-    """File name -> text of what lies beside a Megatron checkpoint."""
-    return {SHELL: shell(said, "flags of pretrain_gpt.py for this checkpoint"), JSON: as_json(said)}
+def files(said: Launch) -> dict[str, str]:
+    """File name -> text of the two files that lie beside a Megatron checkpoint."""
+    return {SHELL: shell(said), JSON: as_json(said)}
 
 
-def as_json(said: dict[str, Any]) -> str:
-    """{flag: value}, true for a flag without a value."""
-    return json.dumps(said, indent=2) + "\n"
+def as_json(said: Launch) -> str:
+    """All flags as one object {flag: value}, true for a flag without a value."""
+    return json.dumps(said.flags, indent=2) + "\n"

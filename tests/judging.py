@@ -1,4 +1,4 @@
-"""Runs tests/judge.py for a test: starts the processes, waits with a limit, reads the results, leaves nothing running."""
+"""Runs tests/judge.py or tests/stock.py for a test: starts the processes, waits with a limit, reads the results, leaves nothing running."""
 
 from __future__ import annotations
 
@@ -33,12 +33,17 @@ def record(judge: str, case: str, form: str, sizes: str, difference: float, larg
 
 
 def judge(
-    cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool = False, timeout: float = 1200
+    cases: list[dict[str, Any]],
+    world_size: int,
+    directory: Path,
+    fake_te: bool = False,
+    timeout: float = 1200,
+    program: str = "judge.py",
 ) -> dict[str, dict[str, Any]]:
     """The result of every case by its name, with `logits` (an array) where the case gives them. A failed case has ok False and error.
 
     A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the log, and the cases after it get a launch
-    of their own. `timeout` is seconds for all of it.
+    of their own. `timeout` is seconds for all of it. `program` is judge.py or stock.py, which have the same door.
     """
     directory.mkdir(parents=True, exist_ok=True)
     cases = [{"name": f"case{index:03d}"} | case for index, case in enumerate(cases)]
@@ -47,7 +52,7 @@ def judge(
     results: dict[str, dict[str, Any]] = {}
     left = cases
     while left:
-        log = launch(left, world_size, directory, fake_te, deadline - time.monotonic())
+        log = launch(left, world_size, directory, fake_te, deadline - time.monotonic(), program)
         while left and (directory / f"{left[0]['name']}.json").exists():
             results[left[0]["name"]] = read_result(directory, left[0]["name"])
             left = left[1:]
@@ -61,8 +66,8 @@ def judge(
     return results
 
 
-def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool, timeout: float) -> str:
-    """One run of judge.py on `world_size` ranks; returns its log.
+def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool, timeout: float, program: str) -> str:
+    """One run of the program on `world_size` ranks; returns its log.
 
     The ranks are started here rather than by torchrun, which puts every rank into a session of its own, out of reach: here all of them, and
     the manager processes that megatron-core's saver forks, are one process group that is killed at the end, come what may.
@@ -81,7 +86,7 @@ def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_t
     log = directory / "log.txt"
     with log.open("w") as stream:
         group = subprocess.Popen(
-            [sys.executable, str(HERE / "judge.py"), str(directory / "cases.json"), str(directory)],
+            [sys.executable, str(HERE / program), str(directory / "cases.json"), str(directory)],
             env=environ,
             stdout=stream,
             stderr=stream,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt import mapping, safe_pickle
+from mckpt import api, mapping, safe_pickle
 from mckpt.errors import MappingError, UsageError
 from mckpt.parallel import Parallel
 from tests import tiny
@@ -118,6 +118,22 @@ def test_a_router_that_no_family_with_these_tensors_has_is_refused(name: str, va
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
+def test_sizes_that_the_trainer_derives_are_read(sources: Path, tmp_path: Path) -> None:
+    """megatron-core 0.19 stores tp times gtp_weight_remat_size in every run."""
+    for remat, shards in ((1, 2), (2, 4)):
+        derived = {
+            "gtp_weight_remat_size": remat,
+            "tensor_parallel_num_weight_shards": shards,
+            "expert_tensor_parallel_num_weight_shards": 2,
+        }
+        run = trained(sources / "qwen3", tmp_path / f"run{remat}", lambda args, new=derived: args.update(new), parallel=Parallel(tp=2))
+        if remat == 1:
+            mckpt.plan(run, tmp_path / "hf", format="hf")
+        else:
+            with pytest.raises(MappingError, match="gtp_weight_remat_size is 2"):
+                mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
 def test_a_window_is_read_and_refused_where_it_cannot_be_said(sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(window_size=(31, 0)))
     out = tmp_path / "hf"
@@ -142,9 +158,41 @@ def test_every_dim_of_a_model_is_in_its_launch_line(sources: Path, tmp_path: Pat
         ckpt = mckpt.open(sources / case)
         for name, spec in dialect.dims.items():
             if spec.keys and (spec.when is None or spec.when(ckpt.dims)):
-                flag = dialect.flags.get(spec.keys[0], "none")
+                flag = {**dialect.flags, **dialect.run_flags}.get(spec.keys[0], "none")
                 assert flag != "none", f"{name}: no flag says {spec.keys[0]}"
         assert said["--num-layers"] == ckpt.dims["num_layers"]
+
+
+def test_the_launch_line_has_a_sequence_length_that_a_run_can_hold(tmp_path: Path) -> None:
+    source = tiny.tiny_random("llama", tmp_path / "hf", max_position_embeddings=131072)
+    said = mckpt.plan(source, tmp_path / "a").facts["args"]
+    assert (said["--seq-length"], said["--max-position-embeddings"]) == (4096, 131072)
+    run = trained(source, tmp_path / "run", lambda args: args.update(seq_length=8192))
+    assert mckpt.plan(run, tmp_path / "b", format="torch_dist").facts["args"]["--seq-length"] == 8192
+    assert api.launch(mckpt.open(run)).run["--seq-length"] == 8192
+
+
+def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(sources: Path, tmp_path: Path) -> None:
+    dialect = mapping.load("megatron", "mcore")
+    assert not dialect.flags.keys() & dialect.run_flags.keys()
+    mckpt.plan(sources / "qwen3", tmp_path / "a", parallel=Parallel(tp=2)).run()
+    lines = (tmp_path / "a" / "release" / "megatron_args.sh").read_text().splitlines()
+    facts = next(i for i, line in enumerate(lines) if "# Facts of the model" in line)
+    settings = next(i for i, line in enumerate(lines) if "# Settings of the run" in line)
+    assert facts < lines.index("    --max-position-embeddings 88") < lines.index("    --qk-layernorm") < settings
+    assert settings < lines.index("    --seq-length 88") < lines.index("    --tensor-model-parallel-size 2")
+    flags = json.loads((tmp_path / "a" / "release" / "megatron_args.json").read_text())
+    assert [line.split()[0] for line in lines if line.startswith("    --")] == list(flags)
+
+
+def test_settings_follow_the_layer_spec_and_the_sizes(sources: Path, tmp_path: Path) -> None:
+    run = trained(sources / "qwen3-moe", tmp_path / "run")
+    follows = {"--no-persist-layer-norm", "--no-rope-fusion", "--no-gradient-accumulation-fusion"}
+    local = mckpt.plan(run, tmp_path / "a", format="torch_dist", transformer_impl="local").facts["args"]
+    assert follows <= local.keys()
+    wider = mckpt.plan(run, tmp_path / "b", format="torch_dist", parallel=Parallel(tp=2)).facts["args"]
+    assert not follows & wider.keys()
+    assert "--sequence-parallel" in wider  # megatron-core trains experts at tp > 1 with it only
 
 
 def test_a_layout_and_virtual_stages_are_not_both_said(sources: Path, tmp_path: Path) -> None:

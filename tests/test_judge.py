@@ -63,6 +63,15 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("judge")
 
 
+def test_sizes_of_another_run_do_not_stay() -> None:
+    """megatron-core 0.19 stores tp times gtp_weight_remat_size in the args, which are then built at other sizes."""
+    from mckpt.trainer import build
+
+    stored = DENSE | {"tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_num_weight_shards": 2}
+    config = build.transformer_config(build.at_sizes(stored, tp=1))
+    assert getattr(config, "gtp_weight_remat_size", 1) == getattr(config, "expert_gtp_weight_remat_size", 1) == 1
+
+
 def loads(directory: Path, tag: str, sizes: list[dict[str, int]], **others: Any) -> list[dict[str, Any]]:
     """Forward cases on one checkpoint, named TAG-tp2pp2."""
     case = {"kind": "forward", "checkpoint": str(directory), "tokens": TOKENS} | others

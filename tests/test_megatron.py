@@ -244,6 +244,7 @@ def test_the_files_are_those_of_rank_generator(tp: int, pp: int, ep: int, etp: i
 # Fields of TransformerConfig that change how fast, on what, or with what training a model runs, or that the args above imply; not what it computes.
 INERT = frozenset(
     """
+    tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards
     tensor_model_parallel_size pipeline_model_parallel_comm_backend pipeline_model_parallel_size virtual_pipeline_model_parallel_size
     context_parallel_size hierarchical_context_parallel_sizes max_seqlen_per_dp_cp_rank hybrid_context_parallel expert_model_parallel_size
     expert_tensor_parallel_size moe_extended_tp perform_initialization use_cpu_initialization timers finalize_model_grads_func grad_scale_func

@@ -60,6 +60,8 @@ PLAIN = {
     "recompute_num_layers": None, "distribute_saved_activations": False, "fine_grained_activation_offloading": False,
     "fp8": None, "fp8_param": False, "fp4": None, "fp4_param": False, "init_model_with_meta_device": False, "config_logger_dir": "",
     "cp_comm_type": None, "hierarchical_context_parallel_sizes": None,
+    # products with the tp and etp of the run that saved; None: of these sizes
+    "tensor_parallel_num_weight_shards": None, "expert_tensor_parallel_num_weight_shards": None,
 }  # fmt: skip
 
 # How the layers are spread over the stages; only meaningful together with the pipeline sizes they were written for.
