@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -36,6 +37,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import megatron.core.tokenizers.text  # noqa: F401  it imports transformers: 2 s, which every rank would need
 import numpy as np
 import psutil
 import torch
@@ -113,9 +115,8 @@ def stub() -> None:
     torch.cuda.set_device = torch.cuda.empty_cache = lambda *a, **k: None  # STUB
     torch.nn.Module.cuda = lambda self, *a, **k: self  # STUB: build_distributed_models moves the chunks
     initialize._compile_dependencies = lambda: None  # STUB: it builds the C++ index helper of the data sets
-    del sys.modules[
-        "__main__"
-    ].__file__  # STUB: saving torch_dist spawns a process on every rank, which would import this program again: 10 s
+    # STUB: saving torch_dist spawns a manager for every rank, which would import torch again; a fork has it
+    multiprocessing.context.SpawnContext.Manager = lambda self: multiprocessing.get_context("fork").Manager()
     layers._grad_accum_fusion_available = True  # STUB: a CUDA extension that only a backward pass calls
 
 
