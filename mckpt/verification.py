@@ -89,7 +89,7 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
     work.mkdir(parents=True, exist_ok=True)
     try:
         subjects = [_Subject(left, path, options, f"checkpoint{index}", work) for index, path in enumerate(checkpoints)]
-        if any(s.pair.sizes != subjects[0].pair.sizes or s.dtype != subjects[0].dtype for s in subjects):
+        if any((s.pair.sizes, s.dtype, s.casts) != (subjects[0].pair.sizes, subjects[0].dtype, subjects[0].casts) for s in subjects):
             raise UsageError("checkpoints that are verified together must be of one dtype and run at the same sizes")
         with _comparing(subjects) as values:
             return _run(subjects, values, work, options)
@@ -140,10 +140,19 @@ def diff_converted(left: Checkpoint, right: Checkpoint, stop: threading.Event | 
 
 
 def _diff_casts(left: Checkpoint, right: Checkpoint, stop: threading.Event | None) -> comparison.Difference:
-    known = right.casts[: len(left.casts)] == left.casts
-    made = right.casts[len(left.casts) :] if known else []
-    always = {name: [rule.dtype] for rule in right.mapping.rules if rule.dtype for name in rule.of}
+    made, always = casts_between(left, right), uncast(right)
     return comparison.diff(left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop)
+
+
+def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """The dtypes that the right side was cast to after it was the left one, one after the other; from their manifests."""
+    known = right.casts[: len(left.casts)] == left.casts
+    return right.casts[len(left.casts) :] if known else []
+
+
+def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """The logical templates that the checkpoint's mapping stores in one dtype, whatever the others are cast to, and that dtype."""
+    return {name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of}
 
 
 def _run(subjects: list[_Subject], values: Sequence[Future[Values | None]], work: Path, options: Options) -> list[Verdict]:
@@ -158,6 +167,7 @@ def _run(subjects: list[_Subject], values: Sequence[Future[Values | None]], work
     sequences = [*read_tokens(options.tokens, vocab_size), *_sequences(left, options)]
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
     path = _as_transformers_reads_it(left, work)
+    held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
     launching.launch("mckpt.trainer.reference", {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held}, work, device)
 
     def run(suffix: str, sizes: dict[str, int]) -> None:
@@ -250,7 +260,12 @@ class _Subject:
             if (right.parallel.pp, right.parallel.vpp) == (wanted.pp, wanted.vpp)
             else {}
         )
-        self.pair = Pair(name, left, right, where, sizes, apart, unread, _notes(left), split)
+        self.casts = casts_between(left, right)
+        always = uncast(right)
+        pinned = (s for s in left.layout.stored if all(p.tensor in always for p in s.pieces))
+        self.uncast = [s.key.format(layer=layer, expert=0) for s in pinned for layer in s.layer.tolist()] if self.casts else []
+        cast = [f"transformers runs with its weights cast to {', then '.join(self.casts)}, as mckpt.json says"] * bool(self.casts)
+        self.pair = Pair(name, left, right, where, sizes, apart, unread, _notes(left) + cast, split)
         api.check_sizes(left.dims, wanted)
         if options.cp > 1 and options.level == "train":
             raise UsageError(

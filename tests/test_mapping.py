@@ -533,6 +533,16 @@ def test_all_tensors_that_the_other_side_lacks_are_one_error(tmp_path: Path) -> 
     assert list(caught.value.problems) == lacking
 
 
+def test_a_plan_asks_for_what_the_target_model_has(tmp_path: Path) -> None:
+    """A family whose norms are LayerNorms, and which names no biases for them: Megatron's model has biases."""
+    (tmp_path / "mine.yaml").write_text("extends: llama\ndims:\n  norm: {const: layernorm}\n")
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    with pytest.raises(MappingError) as caught:
+        mckpt.plan(source, tmp_path / "out", known=mckpt.Known(mapping=str(tmp_path / "mine.yaml")))
+    lacking = [problem.split()[0] for problem in caught.value.problems]
+    assert lacking == ["final_norm.bias", "layers.{layer}.attn_norm.bias", "layers.{layer}.mlp_norm.bias"]
+
+
 def test_a_model_that_its_file_does_not_fit(tmp_path: Path) -> None:
     """Missing, left over and of another shape, all at once."""
     (tmp_path / "mine.yaml").write_text(MINE)

@@ -378,18 +378,22 @@ def test_bytes_sees_args(directory: Path) -> None:
 
 
 def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
-    """Its weights could be anything: no pass. The experts' width is no multiple of 8, which grouped kernels refuse."""
+    """Its weights could be anything: no pass. The experts' width is no multiple of 8, which grouped kernels refuse.
+
+    The conversion casts to bfloat16, which is no difference: transformers runs on the same cast.
+    """
     width = {"moe_intermediate_size": 20}
-    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf", num_experts_per_tok=1, norm_topk_prob=False, **width)
-    weights = tiny.tensors({**tiny.config("qwen3-moe"), "num_experts_per_tok": 1, **width})
+    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf", "float32", num_experts_per_tok=1, norm_topk_prob=False, **width)
+    weights = tiny.tensors({**tiny.config("qwen3-moe"), "num_experts_per_tok": 1, **width}, "float32")
     weights["model.layers.2.mlp.gate.weight"][5] = 0  # of 24 scores some other is above 0
     tiny.write_weights(source, weights)
-    mckpt.plan(source, tmp_path / "megatron", format="torch_dist").run()
+    mckpt.plan(source, tmp_path / "megatron", format="torch_dist", dtype="bf16").run()
     command = ["verify", source, tmp_path / "megatron", "--ep", "2", "--device", "cpu", "--length", "64"]
     said = door.mckpt(*command, "--json", "--report", tmp_path / "report.html")
     assert said.code == 1, said.err
     found = json.loads(said.out)
-    assert found["verdict"] == "incomplete"
+    assert found["verdict"] == "incomplete", found["reasons"]
+    assert found["values"]["equal_after_cast"] == found["values"]["tensors_equal"]
     assert found["coverage"]["experts"]["missing"] == {"2": [5]}
     assert "layer 2: 5" in found["reasons"][0]
     assert found["sizes"]["ep"] == found["ranks"] == 2

@@ -2,8 +2,9 @@
 
     python -m mckpt.trainer.reference job.json
 
-job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens), num_experts, and vocab_size and
-length for the further sequences that are tried while some expert was not reached.
+job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens), casts (dtypes that the checkpoint's
+weights were cast to, one after the other) and uncast (the names of those that were not), and vocab_size and length for the further
+sequences that are tried while some expert was not reached.
 
 OUT/reference.json tells the sequences, the probe and the versions; OUT/reference.{i}.npz holds per position what `points` names;
 OUT/logits.{i}.npy the fp32 logits [seq, vocab] of sequence i. The model is loaded once in fp32 and once in its own dtype, one after the other.
@@ -36,6 +37,7 @@ def main(job: dict[str, Any]) -> None:
     out, sequences = Path(job["out"]), [list(s) for s in job["sequences"]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load(job["hf"], "float32", device)
+    cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()
     watch(model, recorder)
     largest = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
@@ -94,6 +96,16 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     if wrong:
         raise SourceError.of(f"{directory}: transformers does not load it whole:", wrong)
     return (model if placed else model.to(device)).eval()
+
+
+@torch.no_grad()
+def cast(model: Any, dtypes: list[str], left_out: set[str]) -> None:
+    """Gives the weights the values that they have after these casts; the model computes in the dtype that it has."""
+    for name, parameter in model.named_parameters() if dtypes else ():
+        if parameter.is_meta:
+            raise SourceError(f"{name} is not in memory, so it cannot be cast to {dtypes[0]}; run on a machine that holds the whole model")
+        for dtype in dtypes if name not in left_out else ():
+            parameter.data = parameter.data.to(getattr(torch, dtype)).to(parameter.dtype)
 
 
 def _behind(key: str, num_layers: int) -> bool:
