@@ -41,8 +41,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import mckpt
-from mckpt import launching, verification
+from mckpt import launching
 from mckpt.errors import MckptError
+from mckpt.verification import levels as verification
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent

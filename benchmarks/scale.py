@@ -16,9 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import models
-from mckpt import api, clusters
-from mckpt.parallel import Parallel
-from mckpt.ranks import Ranks
+from mckpt import api
+from mckpt.execute import clusters
+from mckpt.execute.ranks import Ranks
+from mckpt.geometry.parallel import Parallel
 
 STATES = 3  # fp32 copies of each weight: master, exp_avg, exp_avg_sq
 SIZES = Parallel(tp=8, pp=16, ep=32, etp=1, last_stage_layers=1)

@@ -14,9 +14,9 @@ from mckpt import errors
 
 if TYPE_CHECKING:
     from mckpt.api import Checkpoint, Known, Plan, Target, convert, diff, open, plan
-    from mckpt.parallel import Parallel
-    from mckpt.verdict import Verdict
-    from mckpt.verification import verify
+    from mckpt.geometry.parallel import Parallel
+    from mckpt.verification.levels import verify
+    from mckpt.verification.verdict import Verdict
 
 __version__ = "0.1.0"
 __all__ = ["Checkpoint", "Known", "Parallel", "Plan", "Target", "Verdict", "convert", "diff", "errors", "open", "plan", "verify"]
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    home = {"Verdict": "verdict", "verify": "verification"}.get(name, "api")
+    home = {"Verdict": "verification.verdict", "verify": "verification.levels"}.get(name, "api")
     return getattr(import_module(f"mckpt.{home}"), name)

@@ -18,7 +18,7 @@ from typing import Any
 
 from mckpt import errors
 from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
-from mckpt.ranks import Ranks
+from mckpt.execute.ranks import Ranks
 
 LOG_SHOWN = 3000  # characters of a log in an error
 PR_SET_PDEATHSIG = 1  # of Linux's prctl.h

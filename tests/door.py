@@ -14,7 +14,8 @@ from unittest import mock
 
 import numpy as np
 
-from mckpt import cli, dcp_metadata, safe_pickle, torch_file
+from mckpt import cli
+from mckpt.containers import dcp_metadata, safe_pickle, torch_file
 from tests.tiny import tiny_random
 
 ROOT = Path(__file__).parent.parent

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt import api, mapping, safe_pickle
+from mckpt import api, mapping
+from mckpt.containers import safe_pickle
 from mckpt.errors import MappingError, UsageError
-from mckpt.parallel import Parallel
+from mckpt.geometry.parallel import Parallel
 from tests import tiny
 from tests.door import Pt
 

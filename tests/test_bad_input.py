@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import mckpt as package
-from mckpt.dcp_metadata import read_metadata
-from mckpt.formats import torch_dist
+from mckpt.containers.dcp_metadata import read_metadata
+from mckpt.formats.megatron import torch_dist
 from tests import tiny
 from tests.door import Pt, edit_json, emit, good, hf, hostile_pickle, mckpt, refused, save_hostile, save_pt, shard, tree, write_shard
 
@@ -271,7 +271,7 @@ def write_bin(directory: Path, found: dict[str, Any], view: Any = None, name: st
     """A .bin by hand. view(key, array) -> (elements of a storage, offset, strides) or None for a dense one."""
     from collections import OrderedDict
 
-    from mckpt import safe_pickle
+    from mckpt.containers import safe_pickle
 
     directory.mkdir(exist_ok=True)
     value, data = OrderedDict(), {}
@@ -623,7 +623,7 @@ def test_fp16_overflow_names_the_tensor_and_leaves_nothing_loadable(made, tmp_pa
 
 def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
     import mckpt as package
-    from mckpt import execute
+    from mckpt.execute import engine as execute
 
     src = tmp_path / "src"
     shutil.copytree(made / "one", src)
@@ -650,7 +650,7 @@ def test_no_checkpoint_at_all(tmp_path):
 
 
 def test_an_unreadable_file(made, tmp_path, monkeypatch):
-    import mckpt.formats.safetensors as module
+    import mckpt.containers.safetensors as module
 
     def refuse(*args: Any, **named: Any) -> Any:
         raise PermissionError(13, "Permission denied", args[0])

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mckpt.box import Box, Move, Piece, coalesce, gaps, moves, overlap, restride, row_major, tiles
-from mckpt.packing import Packed, Placed, buffer, shard
+from mckpt.geometry.box import Box, Move, Piece, coalesce, gaps, moves, overlap, restride, row_major, tiles
+from mckpt.geometry.packing import Packed, Placed, buffer, shard
 
 # ---------------------------------------------------------------------------------------------------------------- literals
 

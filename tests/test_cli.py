@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import mckpt as package
-from mckpt import cli, safe_pickle
+from mckpt import cli
+from mckpt.containers import safe_pickle
 from tests import tiny
 from tests.door import Pt, edit_json, good, hf, mckpt, refused, tree
 
@@ -104,7 +105,7 @@ def test_a_closed_pipe_is_no_difference(src):
 
 
 def test_internal_errors_say_so(monkeypatch, src):
-    monkeypatch.setattr("mckpt.inspection.inspect", lambda source, most: 1 // 0)
+    monkeypatch.setattr("mckpt.checkpoint.inspection.inspect", lambda source, most: 1 // 0)
     said = mckpt("inspect", src)
     assert said.code == 70 and "ZeroDivisionError" in said.err and "internal error" in said.err
 
@@ -217,7 +218,7 @@ def test_every_error_is_json_if_json_is_asked_for(src, tmp_path, monkeypatch):
         def fail(source: Any, most: Any, error: BaseException = error) -> Any:
             raise error
 
-        monkeypatch.setattr("mckpt.inspection.inspect", fail)
+        monkeypatch.setattr("mckpt.checkpoint.inspection.inspect", fail)
         said = mckpt("inspect", src, "--json")
         found = json.loads(said.err)["error"]
         assert (said.code, found["class"], found["exit_code"]) == (code, kind, code)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt import api, mapping
-from mckpt.formats import torch as torch_format
-from mckpt.formats import torch_dist
-from mckpt.formats.entry import packed
+from mckpt import mapping
+from mckpt.formats.base import packed
+from mckpt.formats.megatron import torch as torch_format
+from mckpt.formats.megatron import torch_dist
+from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims
-from mckpt.parallel import Parallel
 from tests import tiny
 from tests.judging import explain, judge
 
@@ -69,7 +69,7 @@ def real(work: Path) -> dict[str, dict[str, Any]]:
     cases = []
     for name, impl in CASES:
         dims, parallel = dims_of(name, work), MODELS[name][2]
-        given = {**api.GIVEN, "dtype": "float32", "padded_vocab_size": PADDED_ROWS, **chosen_by(impl, dims)}
+        given = {**mapping.GIVEN, "dtype": "float32", "padded_vocab_size": PADDED_ROWS, **chosen_by(impl, dims)}
         args = {**mapping.load("megatron", "mcore").write(dims, given), **parallel.args(), "params_dtype": "float32"}
         sizes = {k: getattr(parallel, k) for k in ("tp", "pp", "ep", "etp") if getattr(parallel, k)}
         cases.append({"name": f"{name} {impl}", "kind": "keys", "args": args, **sizes})
@@ -93,7 +93,7 @@ def test_every_tensor_of_the_model_has_a_rule(name: str, impl: str, work: Path, 
 def torch_dist_tensors(dims: Dims, chosen: dict[str, Any], parallel: Parallel) -> dict[str, list[int]]:
     """Key -> shape of every tensor that a torch_dist checkpoint gets."""
     dialect = mapping.load("megatron", "mcore")
-    layers = dialect.say_choices(dialect.write(dims, {**api.GIVEN, **chosen})).get("layers", "stacked")
+    layers = dialect.say_choices(dialect.write(dims, {**mapping.GIVEN, **chosen})).get("layers", "stacked")
     scope = dialect.scope(dims, container="torch_dist", layers=layers, pp=parallel.pp, **chosen)
     return {
         key: [*torch_dist._axes(b, scope), *packed(b.rule, scope, PADDED_ROWS).shape]

@@ -20,12 +20,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mckpt import casting, clusters
-from mckpt import execute as ex
-from mckpt.dtypes import itemsize, numpy_dtype
 from mckpt.errors import SourceError, StorageError
-from mckpt.execute import Output, Overflow, execute
-from mckpt.planning import COPY
+from mckpt.execute import clusters
+from mckpt.execute import engine as ex
+from mckpt.execute.engine import Overflow, execute
+from mckpt.geometry.join import COPY
+from mckpt.storage.files import TargetFile
+from mckpt.values import casting
+from mckpt.values.dtypes import itemsize, numpy_dtype
 
 SAME = [("bfloat16", "bfloat16")]
 RNG = np.random.default_rng(7)
@@ -64,7 +66,7 @@ def run(tmp, plan, casts, data, sizes, fixed=nothing, **options):
         sources.append(str(tmp / f"source{i}"))
         Path(sources[-1]).write_bytes(d.tobytes())
     staging = tmp / "staging"
-    outputs = [Output(f"deep/{i % 2}/file{i}", size, fixed) for i, size in enumerate(sizes)]
+    outputs = [TargetFile(f"deep/{i % 2}/file{i}", size, fixed) for i, size in enumerate(sizes)]
     sums = execute(plan, casts, sources, outputs, staging, **options)
     assert not (staging / "done").exists()
     return [(staging / o.path).read_bytes() for o in outputs], sums
@@ -394,14 +396,14 @@ def test_truncated_source(tmp_path):
 
 
 def test_missing_source(tmp_path):
-    outputs = [Output("a", 10, nothing)]
+    outputs = [TargetFile("a", 10, nothing)]
     with pytest.raises(StorageError, match=r"cannot open .*absent"):
         execute(copies(copy(1, 5, (0, 0, 0, 2), (0, 0, 0, 2))), SAME, [str(tmp_path / "absent")], outputs, tmp_path / "staging")
 
 
 def test_too_large_for_the_filesystem(tmp_path):
     with pytest.raises(StorageError, match=r"needs \d+ bytes more, its filesystem has \d+ bytes free"):
-        execute(copies(), SAME, [], [Output("a", 1 << 60, nothing)], tmp_path / "staging")
+        execute(copies(), SAME, [], [TargetFile("a", 1 << 60, nothing)], tmp_path / "staging")
     assert list((tmp_path / "staging").iterdir()) == []
 
 
@@ -417,8 +419,8 @@ CHILD = textwrap.dedent(
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it for all
     from pathlib import Path
     import numpy as np
-    from mckpt import clusters, execute as ex
-    from mckpt.planning import COPY
+    from mckpt.execute import clusters, engine as ex
+    from mckpt.geometry.join import COPY
 
     folder, nbytes, delay, budget = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
     rows, w = nbytes // 8192, 512
@@ -429,7 +431,7 @@ CHILD = textwrap.dedent(
         clusters.UNIT = clusters.SLAB = 1 << 20
         real = os.pwrite
         os.pwrite = lambda fd, view, at: (time.sleep(delay), real(fd, view, at))[1]
-    outputs = [ex.Output(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]
+    outputs = [ex.TargetFile(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]
     import ml_dtypes, threading
 
     def peak():
@@ -486,7 +488,7 @@ def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
     small_units(monkeypatch, 1 << 20)
     real, written = os.pwrite, []
     monkeypatch.setattr(os, "pwrite", lambda fd, view, at: written.append(len(view)) or real(fd, view, at))
-    outputs = [Output(f"f{i}", size, nothing) for i, size in enumerate(sizes)]
+    outputs = [TargetFile(f"f{i}", size, nothing) for i, size in enumerate(sizes)]
     sums = execute(copies(*plan), casts, [str(tmp_path / "source")], outputs, tmp_path / "staging")
     assert sum(written) <= sum(sizes) - len(before) * (1 << 19)
     want = reference(copies(*plan), casts, [data], sizes)

@@ -20,11 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mckpt
-from mckpt import safe_pickle, torch_file
+from mckpt.containers import safe_pickle, torch_file
 from mckpt.formats import hf as hf_format
-from mckpt.formats import torch as torch_format
-from mckpt.formats import torch_dist
-from mckpt.parallel import Parallel
+from mckpt.formats.megatron import torch as torch_format
+from mckpt.formats.megatron import torch_dist
+from mckpt.geometry.parallel import Parallel
 from tests import tiny
 
 INEXACT = ["rope_factor"]  # of llama-rope-scaled

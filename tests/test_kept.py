@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mckpt import mapping
-from mckpt.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.errors import MappingError
 from tests import tiny
 from tests.door import edit_json, good, hf, mckpt, refused, tree

@@ -9,10 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mckpt import logical
-from mckpt.box import Box, Layout, Piece, Stored
-from mckpt.formats.entry import Entry, Problems, group
-from mckpt.logical import Reader
+from mckpt.checkpoint import logical
+from mckpt.checkpoint.logical import Reader
+from mckpt.containers.entries import Entry
+from mckpt.formats.base import Problems, group
+from mckpt.geometry.box import Box, Layout, Piece, Stored
 
 ROWS, WIDTH = 24_000, 1024  # 94 MiB of float32
 

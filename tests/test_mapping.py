@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt import api, inspection, mapping
+from mckpt import api, mapping
+from mckpt.checkpoint import inspection
+from mckpt.conversion.to_hf import choose_family
 from mckpt.errors import MappingError, UsageError
-from mckpt.expression import Expression, ExpressionError
+from mckpt.mapping.expression import Expression, ExpressionError
 from tests import tiny
 from tests.tiny import FIXTURES
 
@@ -276,8 +278,8 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     name = mapping.family_of(config["architectures"][0])
     family, dialect = mapping.load("hf", name), mapping.load("megatron", "mcore")
     dims = family.read(config)
-    inexact = dialect.inexact(dims, api.GIVEN)
-    again = dialect.read(dialect.write(dims, api.GIVEN))
+    inexact = dialect.inexact(dims, mapping.GIVEN)
+    again = dialect.read(dialect.write(dims, mapping.GIVEN))
     free = {d for d, spec in family.dims.items() if spec.free}
     apart = {k for k in dims if dims[k] != again[k]} - free
     assert apart <= inexact.keys()
@@ -286,7 +288,7 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     assert inexact.keys() == wanted, inexact
 
     source: Any = SimpleNamespace(naming=api.Known(), dims=again, path=path)
-    chosen, note = api._choose_family(source)
+    chosen, note = choose_family(source)
     assert chosen.name == ("llama" if name == "mistral" else name), note
     written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
     same = {k: v for k, v in bears(written).items() if k not in ("architectures", "model_type")}
@@ -348,7 +350,7 @@ def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
 def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
     """By megatron-core (multi_latent_attention.py), and by no family."""
     dialect, family = mapping.load("megatron", "mcore"), mapping.load("hf", "deepseek_v3")
-    args = dialect.write(family.read(tiny.config("deepseek-v3-plain")), api.GIVEN)
+    args = dialect.write(family.read(tiny.config("deepseek-v3-plain")), mapping.GIVEN)
     assert dialect.read(args)["rope_type"] == "default"
     dims = dialect.read({**args, "rotary_scaling_factor": 40, "mscale_all_dim": 1.0})
     assert "rope_type is 'mscale'" in family.inexact(dims)["config"]
@@ -358,7 +360,7 @@ def test_an_arg_that_no_dim_says_is_refused() -> None:
     """Expectations of the dialect: unset is as listed, another value is another model."""
     dialect = mapping.load("megatron", "mcore")
     dims = mapping.load("hf", "llama").read(llama())
-    args = dialect.write(dims, api.GIVEN)
+    args = dialect.write(dims, mapping.GIVEN)
     assert dialect.read({**args, "qk_l2_norm": None}) == dims
     with pytest.raises(MappingError, match=r"qk_l2_norm is True, and mcore\.yaml knows only False"):
         dialect.read({**args, "qk_l2_norm": True})
@@ -376,7 +378,7 @@ def test_an_arg_that_no_dim_says_is_refused() -> None:
     ({"mlp_bias": True}, "qkv_bias"),
 ])  # fmt: skip
 def test_inexact_names_the_dim(changed: dict[str, Any], name: str) -> None:
-    found = mapping.load("megatron", "mcore").inexact(mapping.load("hf", "llama").read(llama(**changed)), api.GIVEN)
+    found = mapping.load("megatron", "mcore").inexact(mapping.load("hf", "llama").read(llama(**changed)), mapping.GIVEN)
     assert name in found
     assert found[name].startswith(f"{name} is ")
 

@@ -14,8 +14,8 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.formats import torch as torch_format
-from mckpt.parallel import Parallel
+from mckpt.formats.megatron import torch as torch_format
+from mckpt.geometry.parallel import Parallel
 from tests import tiny
 from tests.judging import explain, judge, record
 
@@ -134,10 +134,9 @@ def saved(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 def megatron_args(source: Path) -> dict[str, Any]:
     """The args of a run that trains this model, as plain values."""
-    from mckpt import api
 
     ckpt = mckpt.open(source)
-    given = {**api.GIVEN, "dtype": "float32", "padded_vocab_size": 256, "transformer_impl": "local", "experts": "sequential"}
+    given = {**mapping.GIVEN, "dtype": "float32", "padded_vocab_size": 256, "transformer_impl": "local", "experts": "sequential"}
     return {**mapping.load("megatron", "mcore").write(ckpt.dims, given), "params_dtype": "float32"}
 
 

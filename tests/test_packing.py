@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from mckpt import packing
-from mckpt.box import Box, Piece, gaps, tiles
-from mckpt.packing import PACKINGS, Packed, PackingError, Shape, buffer, padded, shard
+from mckpt.geometry import packing
+from mckpt.geometry.box import Box, Piece, gaps, tiles
+from mckpt.geometry.packing import PACKINGS, Packed, PackingError, Shape, buffer, padded, shard
 
 HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB = 12, 4, 6, 20, 24, 13  # no two alike; 3 q heads in each query group
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import mckpt
 from mckpt.errors import UsageError
-from mckpt.parallel import Parallel
+from mckpt.geometry.parallel import Parallel
 from tests import placement, tiny
 
 ROWS = placement.rows()

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mckpt.box import Box, Layout, Piece, Stored
 from mckpt.errors import CoverError
-from mckpt.packing import PACKINGS, buffer, padded, shard
-from mckpt.planning import COPY, Joined, join
+from mckpt.geometry.box import Box, Layout, Piece, Stored
+from mckpt.geometry.join import COPY, Joined, join
+from mckpt.geometry.packing import PACKINGS, buffer, padded, shard
 
 LAYERS, EXPERTS = 3, 2
 SHAPES: dict[str, tuple[int, ...]] = {

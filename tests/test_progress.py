@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mckpt import progress
+from mckpt.cli import progress
 from tests import door, tiny
 
 

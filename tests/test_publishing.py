@@ -18,7 +18,8 @@ from unittest import mock
 import pytest
 
 import mckpt as package
-from mckpt import errors, publishing
+from mckpt import errors
+from mckpt.conversion import publishing
 from tests.door import edit_json, good, hf, mckpt, refused, tree
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -238,7 +239,7 @@ def test_full_disk(tmp_path, src, monkeypatch):
 
 def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
     """mckpt in a process of its own; `before` is Python that runs first. A shell that runs the tests in the background ignores SIGINT for all."""
-    start = "import sys, os, signal\nfrom mckpt import cli, publishing\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    start = "import sys, os, signal\nfrom mckpt import cli\nfrom mckpt.conversion import publishing\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     code = f"{start}\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

@@ -16,13 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mckpt as package
-from mckpt.box import Box, Layout, Move, Piece, Scales, Stored, by_rows
-from mckpt.dtypes import itemsize, numpy_dtype
+from mckpt.checkpoint.logical import Reader
 from mckpt.errors import SourceError
-from mckpt.execute import Output, execute
-from mckpt.logical import Reader
-from mckpt.planning import join
-from mckpt.quantisation import Grid, dequantise
+from mckpt.execute.engine import execute
+from mckpt.geometry.box import Box, Layout, Move, Piece, Scales, Stored, by_rows
+from mckpt.geometry.join import join
+from mckpt.storage.files import TargetFile
+from mckpt.values.dtypes import itemsize, numpy_dtype
+from mckpt.values.quantisation import Grid, dequantise
 from tests import tiny
 from tests.door import edit_json, good, mckpt, refused, shard, write_shard
 
@@ -197,7 +198,7 @@ def test_moved_whatever_the_form(made, tmp_path, form, how, dtype, budget):
     source = made[form]
     layout, ends = target(source.layout.shapes, how, dtype)
     joined = join(source.layout, layout)
-    outputs = [Output(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
+    outputs = [TargetFile(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
     execute(
         joined.copies,
         joined.casts,
@@ -223,7 +224,7 @@ def test_thin_ones(tmp_path, monkeypatch, shape):
     for how, budget in itertools.product(("whole", "transposed"), (8 << 10, 8 << 20)):
         layout, ends = target(source.layout.shapes, how, "bfloat16")
         joined, out = join(source.layout, layout), tmp_path / f"{how}{budget}"
-        outputs = [Output(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
+        outputs = [TargetFile(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
         execute(joined.copies, joined.casts, source.layout.files, outputs, out, grids=joined.grids, max_memory=budget, threads=1)
         same(Reader(Layout([str(out / "0")], layout.stored, layout.shapes))["a"].numpy(), source.values["a"])
 
@@ -234,7 +235,7 @@ def test_scales_that_were_cut_short(tmp_path):
     (tmp_path / "scales").write_bytes(raw[:-1])
     layout, ends = target(source.layout.shapes, "whole", "bfloat16")
     joined = join(source.layout, layout)
-    outputs = [Output(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
+    outputs = [TargetFile(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
     with pytest.raises(SourceError, match="scales is truncated"):
         execute(joined.copies, joined.casts, source.layout.files, outputs, tmp_path / "out", grids=joined.grids)
     with pytest.raises(SourceError, match="scales: ends 1 byte"):

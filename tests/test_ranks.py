@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt import errors, ranks
-from mckpt.ranks import Gone, Ranks, Session
+from mckpt import errors
+from mckpt.execute import ranks
+from mckpt.execute.ranks import Gone, Ranks, Session
 from tests import door, tiny
 
 LAUNCHED = [sys.executable, "-m", "mckpt"]
@@ -31,7 +32,7 @@ def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str
     """Of one rank; a tiny model has many units there."""
     custom = tmp_path / "sitecustomize.py"
     if not custom.exists():  # a rank that starts must not find it half-written
-        custom.write_text("import mckpt.clusters as c\nc.UNIT = 64 << 10\nc.SLAB = 16 << 10\n")
+        custom.write_text("import mckpt.execute.clusters as c\nc.UNIT = 64 << 10\nc.SLAB = 16 << 10\n")
     path = os.pathsep.join([str(tmp_path), str(door.ROOT)])
     return os.environ | {"MCKPT_RANK": str(rank), "MCKPT_NUM_RANKS": str(size), "MCKPT_RUN": run, "PYTHONPATH": path}
 
@@ -101,7 +102,7 @@ def patched(patch: str, arguments: list[Any]) -> list[str]:
 def test_a_dead_rank_is_replaced(source: Path, tmp_path: Path) -> None:
     """Rank 1 of 2 never comes: rank 0 gives it up and does its share."""
     door.good("hf-to-megatron", source, tmp_path / "one")
-    command = patched("import mckpt.ranks; mckpt.ranks.DEAD_S = 2.0", ["hf-to-megatron", source, tmp_path / "two"])
+    command = patched("import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0", ["hf-to-megatron", source, tmp_path / "two"])
     done = subprocess.run(command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert door.tree(tmp_path / "two") == door.tree(tmp_path / "one")
@@ -111,9 +112,9 @@ def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path:
     """Rank 1 dies when it has done one unit, with nobody to tell; and then the same with rank 0, after which three go on."""
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
     arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch", "--threads", "1"]
-    dies = "import os, mckpt.execute as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
+    dies = "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
     killed = subprocess.Popen(patched(dies, arguments), env=environment(1, 2, tmp_path, "x"))
-    command = patched("import mckpt.ranks; mckpt.ranks.DEAD_S = 2.0", arguments)
+    command = patched("import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0", arguments)
     done = subprocess.run(command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60)
     assert (killed.wait(), done.returncode) == (9, 0), done.stderr
     assert "rank 1 has ended or is not heard of" in done.stderr
@@ -125,7 +126,7 @@ def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path:
     assert not (tmp_path / "three" / "release").exists()
     assert list((tmp_path / "three").glob(".mckpt-*/done/0*"))
     (kept,) = (tmp_path / "three").glob(".mckpt-*/done/0*")
-    moved = "import mckpt.execute as e; w = e._Journal.write\ndef write(j, u, r): print('moved', u); w(j, u, r)\ne._Journal.write = write"
+    moved = "import mckpt.execute.engine as e; w = e._Journal.write\ndef write(j, u, r): print('moved', u); w(j, u, r)\ne._Journal.write = write"
     starting = [subprocess.Popen(patched(moved, arguments), env=environment(rank, 3, tmp_path, "z"), stdout=subprocess.PIPE,
                                  stderr=subprocess.PIPE, text=True) for rank in range(3)]  # fmt: skip
     ended = wait(starting)
@@ -140,7 +141,7 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     """Both end with the error of the one, and nothing is published."""
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
     first = start(arguments, 0, 2, tmp_path, "y")
-    fails = "import mckpt.execute as e, mckpt.errors as x\ndef fails(*a): raise x.StorageError('the disk of rank 1')\ne._Run.move = fails"
+    fails = "import mckpt.execute.engine as e, mckpt.errors as x\ndef fails(*a): raise x.StorageError('the disk of rank 1')\ne._Run.move = fails"
     second = subprocess.run(patched(fails, arguments), env=environment(1, 2, tmp_path, "y"), capture_output=True, text=True, timeout=60)
     assert second.returncode == 7
     ((code, _, said),) = wait([first])
@@ -149,7 +150,7 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "release").exists()
 
 
-SOON = "import mckpt.ranks; mckpt.ranks.LOOK_S = 0.3; mckpt.ranks.DEAD_S = 3.0"
+SOON = "import mckpt.execute.ranks; mckpt.execute.ranks.LOOK_S = 0.3; mckpt.execute.ranks.DEAD_S = 3.0"
 
 
 def ranks_end(arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, patch: str = SOON) -> list[tuple[int, str]]:
@@ -187,7 +188,7 @@ def test_what_rank_0_is_refused_for_the_others_find_too(source: Path, tmp_path: 
 @pytest.mark.parametrize("run", ["x", ""])
 def test_a_place_where_another_works(source: Path, tmp_path: Path, run: str) -> None:
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
-    stays = "import time, mckpt.execute as e\ndef stays(*a): print(flush=True); time.sleep(100)\ne._Run.move = stays"
+    stays = "import time, mckpt.execute.engine as e\ndef stays(*a): print(flush=True); time.sleep(100)\ne._Run.move = stays"
     other = subprocess.Popen(patched(stays, arguments), env=environment(0, 1, tmp_path), stdout=subprocess.PIPE)
     try:
         assert other.stdout is not None
@@ -206,7 +207,7 @@ def test_a_place_where_another_works(source: Path, tmp_path: Path, run: str) -> 
 def test_an_error_of_rank_0_before_the_others_came(source: Path, tmp_path: Path, run: str) -> None:
     """Nameless, it may be of an earlier run, and is believed when rank 0 has not come for as long as one that is dead."""
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
-    full = f"{SOON}\nimport os, types, mckpt.execute as e\ne.os = types.SimpleNamespace(**vars(os))"
+    full = f"{SOON}\nimport os, types, mckpt.execute.engine as e\ne.os = types.SimpleNamespace(**vars(os))"
     full += "\ne.os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=512)"
     ended = ranks_end(arguments, (0, 1), tmp_path, run, full)
     assert [code for code, _ in ended] == [7, 7], ended
@@ -366,7 +367,7 @@ def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
 def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) -> None:
     """Of a run whose files were removed while one of its processes lived on: it writes into the journal of the next."""
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--format", "torch", "--threads", "1"]
-    dies = "import os, mckpt.execute as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
+    dies = "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
     environ = environment(0, 1, tmp_path)
     assert subprocess.run(patched(dies, arguments), env=environ, timeout=60).returncode == 9
     (staging,) = (tmp_path / "out").glob(".mckpt-*")
@@ -385,7 +386,7 @@ def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) 
 
 def test_an_interrupt_ends_all_workers_at_once(source: Path, tmp_path: Path) -> None:
     """And the same command goes on."""
-    slow = "import signal, time, mckpt.execute as e; m = e._Run.move\ndef move(*a): time.sleep(0.2); return m(*a)\ne._Run.move = move"
+    slow = "import signal, time, mckpt.execute.engine as e; m = e._Run.move\ndef move(*a): time.sleep(0.2); return m(*a)\ne._Run.move = move"
     slow += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background job ignores it, and so would its children
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--workers", "3", "--threads", "1"]
     environ = {k: v for k, v in environment(0, 1, tmp_path).items() if not k.startswith("MCKPT_")}

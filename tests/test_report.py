@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from mckpt import report
-from mckpt.verdict import Verdict
+from mckpt.verification import report
+from mckpt.verification.verdict import Verdict
 
 HOSTILE = '<script>alert(1)</script>"><img src=//x onerror=1>&lt;\x00\x1b\u202e\udcff'
 FP32 = {

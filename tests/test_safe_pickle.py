@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from mckpt import safe_pickle as sp
+from mckpt.containers import safe_pickle as sp
 from mckpt.errors import MckptError, PickleError
 
 

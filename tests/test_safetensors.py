@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt.formats import safetensors
-from mckpt.formats.entry import Entry
-from mckpt.inspection import inspect
+from mckpt.checkpoint.inspection import inspect
+from mckpt.containers import safetensors
+from mckpt.containers.entries import Entry
 
 
 def write(path: Path, nbytes: int, **tensors: Any) -> int:

@@ -33,8 +33,9 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt import api, mapping, megatron_args
-from mckpt.parallel import Parallel
+from mckpt import mapping
+from mckpt.formats.megatron import megatron_args
+from mckpt.geometry.parallel import Parallel
 from tests import tiny
 from tests.door import Pt
 from tests.judging import explain, judge, record
@@ -145,7 +146,7 @@ def published(path: Path) -> megatron_args.Launch:
     config = json.loads(path.read_text())
     dims = mapping.load("hf", mapping.family_of(config["architectures"][0])).read(config)
     size = Parallel(tp=2, ep=4, etp=1) if dims["num_experts"] else Parallel(tp=2)
-    given = {**api.GIVEN, "padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
+    given = {**mapping.GIVEN, "padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
     dialect = mapping.load("megatron", "mcore")
     return megatron_args.launch(dialect, {**dialect.write(dims, given), **size.args()})
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mckpt import dcp_metadata, torch_file
-from mckpt import safe_pickle as sp
+from mckpt.containers import dcp_metadata, torch_file
+from mckpt.containers import safe_pickle as sp
 from mckpt.errors import MckptError, SourceError
 from tests.door import emit
 

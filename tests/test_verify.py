@@ -17,12 +17,14 @@ import pytest
 import torch
 
 import mckpt
-from mckpt import launching, packing, verdict
-from mckpt.checkpoint import Checkpoint, Known
-from mckpt.packing import Shape
+from mckpt import launching
+from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.geometry import packing
+from mckpt.geometry.packing import Shape
 from mckpt.trainer import reference
-from mckpt.verdict import CLEAN, FAULT
-from mckpt.verification import Options, _values, other_sizes, read_tokens, verify_all
+from mckpt.verification import verdict
+from mckpt.verification.levels import Options, _values, other_sizes, read_tokens, verify_all
+from mckpt.verification.verdict import CLEAN, FAULT
 from tests import door, tiny
 
 pytestmark = pytest.mark.judge

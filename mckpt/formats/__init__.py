@@ -1,1 +1,1 @@
-"""The checkpoint formats: one module each, with what is stored where (`layout`), how to read it and how to write it."""
+"""The disk formats: which stored tensor holds which box, and the files of a new checkpoint."""

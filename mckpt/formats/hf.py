@@ -13,27 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from mckpt import dtypes, mapping, quantisation, safe_pickle, torch_file
-from mckpt.box import Layout, Piece, Scales, Stored, whole_box
+from mckpt import mapping
+from mckpt.containers import safe_pickle, safetensors, torch_file
+from mckpt.containers.entries import Entries, Entry, Kind, entry_of
 from mckpt.errors import SourceError, StorageError, UsageError, counted
-from mckpt.formats import safetensors
-from mckpt.formats.entry import (
-    Entries,
-    Entry,
-    Kind,
-    Problems,
-    TargetFile,
-    dtype_of,
-    entry_of,
-    packed,
-    read_file,
-    shapes_of,
-    stored_of,
-)
+from mckpt.formats.base import Problems, dtype_of, packed, shapes_of, stored_of
+from mckpt.geometry.box import Layout, Piece, Scales, Stored, whole_box
+from mckpt.geometry.packing import buffer
+from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, Rule, Scope
-from mckpt.packing import buffer
-from mckpt.parallel import Parallel
+from mckpt.storage.files import TargetFile, read_file
+from mckpt.values import dtypes, quantisation
 
 QUANTISED = "quantization_config"  # the key of config.json
 SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales

@@ -28,9 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import mckpt
 from benchmarks.gpu_verification import make_model
-from mckpt import comparison, verification
-from mckpt.checkpoint import Checkpoint, Known
-from mckpt.verdict import Values
+from mckpt.checkpoint import comparison
+from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.verification import levels as verification
+from mckpt.verification.verdict import Values
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOWN, ATTENTION = "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight"

@@ -1,0 +1,254 @@
+"""Compares two checkpoints in logical space, across formats, parallel sizes and the casts that were made between them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mckpt.checkpoint.logical import LogicalTensor
+from mckpt.errors import counted
+from mckpt.values.casting import cast
+from mckpt.values.dtypes import itemsize, numpy_dtype
+
+BLOCK_BYTES = 2 << 20  # of either side that one thread holds at once; 1 to 4 MiB measured alike
+THREADS = 32  # at most; each holds 2 blocks, and about 12 where values differ
+AHEAD = 4  # blocks for each thread that wait their turn
+
+# The dtypes that a value passed through on its way from the left side to the right, by logical
+# template. An empty list means that both sides must hold the same bits of the same dtype.
+Casts = Callable[[str], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """One tensor that differs. `first` is the index of the first differing element; `max_abs` None where a dtype has no differences."""
+
+    name: str
+    what: str  # shape, dtype or values
+    left: str
+    right: str
+    first: tuple[int, ...] | None = None
+    max_abs: float | None = None
+    count: int = 0
+
+    def __str__(self) -> str:
+        if self.what != "values":
+            return f"{self.name}: {self.what} {self.left} against {self.right}"
+        elements = f"{counted(self.count, 'element')} differ{'s' * (self.count == 1)}"
+        at = f"first at {list(self.first or ())} ({self.left} against {self.right})"
+        return f"{self.name}: {elements}, {at}, max abs {self.max_abs:g}"
+
+
+@dataclass
+class Difference:
+    """The result of `diff`. It is false if the two sides are the same and nothing was left out."""
+
+    missing: list[str] = field(default_factory=list)  # in the first only
+    extra: list[str] = field(default_factory=list)  # in the second only
+    changed: list[Changed] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # weights of either side that its mapping ignores
+    replicas: list[str] = field(default_factory=list)  # further copies of a tensor, on either side, that differ from the one compared
+    infinite: list[str] = field(default_factory=list)  # tensors in which a cast made finite values infinite
+    same: int = 0
+    cast: int = 0  # tensors among the `same` that are equal to a cast of the first side
+    nbytes: int = 0
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.extra or self.changed or self.left_out or self.replicas)
+
+    def swapped(self) -> Difference:
+        """The same difference, seen from the second side."""
+        changed = [replace(c, left=c.right, right=c.left) for c in self.changed]
+        return replace(self, missing=self.extra, extra=self.missing, changed=changed)
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "same": not self, "tensors_equal": self.same, "equal_after_cast": self.cast, "bytes_compared": self.nbytes,
+            "missing": self.missing, "extra": self.extra, "left_out": self.left_out, "replicas": self.replicas, "infinite": self.infinite,
+            "changed": [vars(c) for c in self.changed],
+        }  # fmt: skip
+
+
+class Stopped(Exception):
+    """The comparison was told to end early."""
+
+
+class _Block(NamedTuple):
+    """Some rows of one tensor that both sides have."""
+
+    name: str
+    row: int
+    rows: int
+
+
+class _Found(NamedTuple):
+    """The differing elements of one block: the first one, its two values, their number and the largest distance."""
+
+    first: tuple[int, ...]
+    left: str
+    right: str
+    num: int
+    max_abs: float
+    infinite: int  # values that a cast made infinite; alone if nothing differs
+
+
+def diff(
+    a: Mapping[str, LogicalTensor],
+    b: Mapping[str, LogicalTensor],
+    atol: float | None = None,
+    progress: Callable[[int, int], None] | None = None,
+    casts: Casts = lambda name: (),
+    threads: int = 0,
+    stop: threading.Event | None = None,
+) -> Difference:
+    """Compares every logical tensor bit for bit (NaN payloads count), or within `atol`, where dtypes may differ too.
+
+    `casts(name)` says which dtypes a tensor was cast to between the two sides; it is then compared
+    with exactly that cast of the first side. threads=0 means one per core. Raises Stopped soon
+    after `stop` is set.
+    """
+    out = Difference([n for n in a if n not in b], [n for n in b if n not in a])
+    compared = []
+    for name in (n for n in a if n in b):
+        left, right = a[name], b[name]
+        way = list(casts(name))
+        expected = way[-1] if way else left.dtype
+        if left.shape != right.shape:
+            out.changed.append(Changed(name, "shape", str(list(left.shape)), str(list(right.shape))))
+        elif expected != right.dtype and atol is None:
+            out.changed.append(Changed(name, "dtype", expected, right.dtype))
+        else:
+            compared.append(name)
+            out.cast += any(dtype != left.dtype for dtype in way)
+    total = sum(a[n].nbytes for n in compared)
+    found: dict[str, list[tuple[int, _Found]]] = {}
+
+    def one(block: _Block) -> tuple[_Block, _Found | None]:
+        if stop is not None and stop.is_set():
+            raise Stopped
+        return block, _compare(a, b, block, atol, casts(block.name))
+
+    blocks = (block for name in compared for block in _blocks(a[name], b[name]))
+    threads = threads or min(len(os.sched_getaffinity(0)), THREADS)
+    infinite: dict[str, int] = {}
+    with ThreadPoolExecutor(threads, "compare") as pool:
+        try:
+            waiting = deque(pool.submit(one, block) for block in itertools.islice(blocks, AHEAD * threads))
+            while waiting:
+                block, differs = waiting.popleft().result()
+                waiting.extend(pool.submit(one, later) for later in itertools.islice(blocks, 1))
+                if differs and differs.infinite:
+                    infinite[block.name] = infinite.get(block.name, 0) + differs.infinite
+                if differs and differs.num:
+                    found.setdefault(block.name, []).append((block.row, differs))
+                whole = a[block.name]
+                out.nbytes += whole.nbytes // max(1, len(whole) if whole.shape else 1) * block.rows
+                if progress is not None:
+                    progress(out.nbytes, total)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    out.changed += [_merged(name, parts) for name, parts in found.items()]
+    order = {name: i for i, name in enumerate(a)}
+    out.changed.sort(key=lambda c: order[c.name])
+    out.same = len(compared) - len(found)
+    out.cast -= sum(any(dtype != a[name].dtype for dtype in casts(name)) for name in found)
+    out.infinite = [f"{name}: {counted(n, 'value')} became infinite in the cast to {b[name].dtype}" for name, n in infinite.items()]
+    out.left_out = [f"{side.path}: {key} ({why})" for side in (a, b) for key, why in _left_out(side)]  # type: ignore[attr-defined]
+    return out
+
+
+def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> list[str]:
+    """The copies of a tensor, on several ranks or under several keys of one checkpoint, that differ. Raises Stopped after `stop`."""
+
+    def check() -> None:
+        if stop is not None and stop.is_set():
+            raise Stopped
+
+    return [f"{side.path}: {text}" for side in sides for text in side.reader.check_replicas(check)]
+
+
+def _left_out(side: Any) -> list[tuple[str, str]]:
+    """The weights of a checkpoint that its mapping ignores; a plain dictionary of tensors has none."""
+    layout = getattr(side, "layout", None)
+    return list(layout.left_out.items()) if layout is not None else []
+
+
+def _blocks(left: LogicalTensor, right: LogicalTensor) -> Iterator[_Block]:
+    """The tensor's rows in blocks of about BLOCK_BYTES."""
+    rows = left.shape[0] if left.shape else 1
+    row_bytes = math.prod(left.shape[1:]) * max(itemsize(left.dtype), itemsize(right.dtype))
+    step = max(1, BLOCK_BYTES // max(1, row_bytes))
+    for row in range(0, rows, step):
+        yield _Block(left.name, row, min(step, rows - row))
+
+
+def _compare(
+    a: Mapping[str, LogicalTensor],
+    b: Mapping[str, LogicalTensor],
+    block: _Block,
+    atol: float | None,
+    way: Sequence[str],
+) -> _Found | None:
+    """The differences of one block, None if it has none."""
+    rows = slice(block.row, block.row + block.rows)
+    left, right = a[block.name], b[block.name]
+    x = (left[rows] if left.shape else left).numpy()
+    y = (right[rows] if right.shape else right).numpy()
+    before = x
+    for dtype in way:
+        x = _as(x, dtype)
+    infinite = 0 if x is before else int(np.isinf(x).sum()) - int(np.isinf(before).sum())
+    if atol is None:
+        bits = f"u{x.dtype.itemsize}"
+        if np.array_equal(x.view(bits), y.view(bits)):
+            return _Found((), "", "", 0, 0.0, infinite) if infinite else None
+        apart = x.view(bits) != y.view(bits)
+    wide = np.float64 if x.dtype.itemsize == 8 else np.float32
+    xf, yf = x.astype(wide), y.astype(wide)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = np.asarray(np.abs(xf - yf))
+    distance[(xf == yf) | (np.isnan(xf) & np.isnan(yf))] = 0
+    distance[np.isnan(distance)] = np.inf
+    if atol is not None:
+        apart = distance > atol
+        if not apart.any():
+            return None
+    apart = np.asarray(apart)
+    at = tuple(map(int, np.unravel_index(int(np.argmax(apart)), apart.shape)))
+    first = (block.row + at[0], *at[1:]) if at else ()
+    return _Found(first, _show(x[at]), _show(y[at]), int(apart.sum()), float(distance[apart].max()), infinite)
+
+
+def _as(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The values cast to a dtype, as a conversion casts them."""
+    if values.dtype == numpy_dtype(dtype):
+        return values
+    out = np.empty(values.shape, numpy_dtype(dtype))
+    cast(values.reshape(1, -1), out.reshape(1, -1))
+    return out
+
+
+def _merged(name: str, parts: list[tuple[int, _Found]]) -> Changed:
+    """The differences of a tensor's blocks as one."""
+    _, first = min(parts)
+    count, worst = sum(p.num for _, p in parts), max(p.max_abs for _, p in parts)
+    return Changed(name, "values", first.left, first.right, first.first, worst, count)
+
+
+def _show(value: Any) -> str:
+    """The value with as many digits as tell it from its neighbours; of a NaN, its bits."""
+    if np.isnan(float(value)):
+        bits = np.asarray(value).reshape(1).view(f"u{value.dtype.itemsize}")[0]
+        return f"nan 0x{bits:x}"
+    digits = {2: 6, 4: 9, 8: 17}.get(value.dtype.itemsize, 6)
+    return f"{float(value):.{digits}g}"

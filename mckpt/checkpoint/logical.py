@@ -1,0 +1,238 @@
+"""A checkpoint as its logical tensors: nothing is read until it is sliced, whatever the format on disk."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from mckpt.errors import SourceError, StorageError, counted
+from mckpt.geometry.box import Box, Layout, Piece, Stored, by_rows, gaps, moves, row_major, whole_box
+from mckpt.lazy import numpy as np
+from mckpt.values.dtypes import itemsize, numpy_dtype
+from mckpt.values.quantisation import Grid, dequantise
+
+if TYPE_CHECKING:
+    import torch
+
+BLOCK_BYTES = 8 << 20  # of either side that is in memory at once when tensors are looked through
+DIRECT = 16 << 10  # bytes; rows of at least this length are read where they belong, shorter ones together through a buffer
+
+
+class LogicalTensor:
+    """One logical tensor, or a box of it. `numpy()` and `torch()` read; slicing does not."""
+
+    def __init__(self, reader: Reader, name: str, shape: tuple[int, ...], box: Box | None = None) -> None:
+        self._reader, self.name, self.whole = reader, name, shape
+        self._box = box or whole_box(shape)
+        self._dropped: tuple[int, ...] = ()  # axes that an integer index took away
+        self.dtype = reader.dtype(name)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(n for axis, n in enumerate(self._box.shape) if axis not in self._dropped)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * itemsize(self.dtype)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> LogicalTensor:
+        """A box of it: integers, slices of step 1, and `...` once."""
+        index = index if isinstance(index, tuple) else (index,)
+        axes = [a for a in range(len(self.whole)) if a not in self._dropped]
+        if any(i is Ellipsis for i in index):
+            at = next(n for n, i in enumerate(index) if i is Ellipsis)
+            index = (*index[:at], *(slice(None),) * (len(axes) - len(index) + 1), *index[at + 1 :])
+        if len(index) > len(axes):
+            raise IndexError(f"{self.name} has {len(axes)} axes, and {len(index)} indices were given")
+        offset, shape, dropped = list(self._box.offset), list(self._box.shape), list(self._dropped)
+        for axis, i in zip(axes, index, strict=False):  # fewer indices than axes leave the others whole
+            if isinstance(i, slice):
+                start, stop, step = i.indices(shape[axis])
+                if step != 1:
+                    raise IndexError(f"{self.name}: slices have step 1 here, not {step}")
+                offset[axis], shape[axis] = offset[axis] + start, max(0, stop - start)
+            else:
+                i = operator.index(i)
+                at = i + shape[axis] if i < 0 else i
+                if not 0 <= at < shape[axis]:
+                    raise IndexError(f"{self.name}: index {i} is outside the {shape[axis]} of axis {axis}")
+                offset[axis], shape[axis] = offset[axis] + at, 1
+                dropped.append(axis)
+        out = LogicalTensor(self._reader, self.name, self.whole, Box(tuple(offset), tuple(shape)))
+        out._dropped = tuple(dropped)
+        return out
+
+    def numpy(self) -> np.ndarray:
+        """The elements, read now; dtypes that numpy lacks are those of ml_dtypes."""
+        return self._reader.read(self.name, self._box).view(numpy_dtype(self.dtype)).reshape(self.shape)
+
+    def torch(self) -> torch.Tensor:
+        """The elements as a torch tensor, read now."""
+        import torch
+
+        raw = self._reader.read(self.name, self._box)
+        return torch.from_numpy(raw.view(np.uint8).reshape(-1)).view(getattr(torch, self.dtype)).reshape(self.shape)
+
+    def __repr__(self) -> str:
+        return f"LogicalTensor({self.name}, {list(self.shape)}, {self.dtype})"
+
+
+class Reader(Mapping[str, "LogicalTensor"]):
+    """A mapping of logical names to `LogicalTensor`. Thread-safe and picklable: files are opened for each read."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._held: dict[str, list[tuple[Stored, list[Piece], dict[tuple[int, int], int]]]] = {}
+        self._order: dict[str, tuple[str, int, int]] = {}
+        rows = []
+        for s in layout.stored:
+            if s.replica:
+                continue
+            pairs = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
+            row_of = {pair: i for i, pair in enumerate(pairs)}
+            for template in dict.fromkeys(p.tensor for p in s.pieces):
+                self._held.setdefault(template, []).append((s, [p for p in s.pieces if p.tensor == template], row_of))
+                rows += [(layer, template, expert) for layer, expert in pairs]
+        for layer, template, expert in sorted(set(rows)):
+            self._order[template.format(layer=layer, expert=expert)] = (template, layer, expert)
+
+    def __getitem__(self, name: str) -> LogicalTensor:
+        template, _, _ = self._order[name]
+        return LogicalTensor(self, name, self._layout.shapes[template])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._order
+
+    def template(self, name: str) -> str:
+        """The name with {layer} and {expert} in place of its numbers."""
+        return self._order[name][0]
+
+    def dtype(self, name: str) -> str:
+        """The dtype of its elements; of block-quantised ones that of their values."""
+        template, layer, expert = self._order[name]
+        return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """The bytes of a box, as unsigned integers of the dtype's size, dense."""
+        template, layer, expert = self._order[name]
+        out = np.empty(math.prod(box.shape), f"u{itemsize(self.dtype(name))}")
+        into = Piece(template, box, 0, row_major(box.shape))
+        for s, pieces, row_of in self._held[template]:
+            row = row_of.get((layer, expert))
+            if row is not None:
+                self._place(s, row, pieces, into, out)
+        return out
+
+    def _place(self, s: Stored, row: int, pieces: list[Piece], into: Piece, out: np.ndarray) -> None:
+        """Fills what one stored tensor's `pieces` hold of the box of `into`, which lies in `out`."""
+        size, wide = itemsize(s.stored_as), out.itemsize
+        for m in (m for p in pieces for whole in moves(p, into) for m in (by_rows(whole, s.shape[-1]) if s.scales else [whole])):
+            at = int(s.at[row]) + m.src_start * size
+            if m.src_step == m.dst_step == 1 and not s.scales and (m.rows == 1 or m.run * size >= DIRECT):
+                for i in range(m.rows):  # without a buffer in between
+                    start = m.dst_start + i * m.dst_pitch
+                    self._pread(int(s.file[row]), at + i * m.src_pitch * size, out[start : start + m.run].view("u1"))
+                continue
+            span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
+            raw = self._pread(int(s.file[row]), at, np.empty(span * size, "u1")).view(f"u{size}")
+            rows = np.lib.stride_tricks.as_strided(raw, (m.rows, m.run), (m.src_pitch * size, m.src_step * size))
+            to = np.lib.stride_tricks.as_strided(out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide))
+            if s.scales:
+                grid = Grid(*s.scales.grids[row].tolist())
+
+                def read(file: int, at: int, nbytes: int) -> np.ndarray:
+                    return self._pread(file, at, np.empty(nbytes, "u1"))
+
+                dequantise(grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read)
+            else:
+                to[...] = rows
+
+    def check_replicas(self, check: Callable[[], None] = lambda: None) -> list[str]:
+        """Tensors that are stored several times, on several ranks or under several keys, and are not the same everywhere.
+
+        `check` is called now and then; what it raises ends the search.
+        """
+        out = []
+        for s in self._layout.stored:
+            if not s.replica:
+                continue
+            size = itemsize(s.dtype)
+            for row, (layer, expert) in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+                for p in s.pieces:
+                    name = p.tensor.format(layer=layer, expert=expert)
+                    blocks = _blocks(p, max(1, BLOCK_BYTES // size))
+                    if self.dtype(name) != s.dtype or not all(self._same(s, row, part, name, check) for part in blocks):
+                        file = self._layout.files[int(s.file[row])]
+                        out.append(f"{name}: its copy in {file} ({s.key}) differs from the one that is read")
+        return out
+
+    def _same(self, s: Stored, row: int, p: Piece, name: str, check: Callable[[], None]) -> bool:
+        """Whether a box of a stored tensor holds what is read for it."""
+        check()
+        theirs = self.read(name, p.box)
+        mine = np.empty_like(theirs)
+        self._place(s, row, [p], Piece(p.tensor, p.box, 0, row_major(p.box.shape)), mine)
+        return np.array_equal(mine, theirs)
+
+    def padding(self) -> list[str]:
+        """Padding that is not zero: how many rows of which stored tensor hold values that no logical tensor has."""
+        out = []
+        for s in self._layout.stored:
+            if not s.padding or s.view or s.replica:
+                continue
+            size, width = itemsize(s.dtype), max(1, s.numel // s.shape[0])
+            most = max(1, BLOCK_BYTES // size // width) * width
+            free = gaps(s.pieces, s.numel)[0].tolist()
+            blocks = [(at, min(most, start + length - at)) for start, length in free for at in range(start, start + length, most)]
+            for row in range(len(s)):
+                filled = 0
+                for at, length in blocks:
+                    raw = self._pread(int(s.file[row]), int(s.at[row]) + at * size, np.empty(length * size, "u1")).view(f"u{size}")
+                    filled += int(raw.reshape(-1, width).any(1).sum()) if length % width == 0 else int(raw.any())
+                if filled:
+                    out.append(f"{s.key}: {counted(filled, 'row')} beyond the true vocabulary {'is' if filled == 1 else 'are'} not zero, and dropped")
+        return out
+
+    def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
+        """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""
+        path, nbytes = self._layout.files[file], len(out)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                got = 0
+                while got < nbytes and (n := os.preadv(fd, [out[got:].data], at + got)):
+                    got += n
+            finally:
+                os.close(fd)
+        except OSError as e:
+            raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        if got < nbytes:
+            raise SourceError(f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated since its header was read")
+        return out
+
+
+def _blocks(piece: Piece, most: int) -> Iterator[Piece]:
+    """The piece in parts of at most `most` elements, cut across its outermost axes, so that each is read in one short span."""
+    shape, numel = piece.box.shape, math.prod(piece.box.shape)
+    if numel <= most:
+        yield piece
+        return
+    axis = max((a for a, n in enumerate(shape) if n > 1), key=lambda a: piece.strides[a])
+    step = max(1, most * shape[axis] // numel)
+    for at in range(0, shape[axis], step):
+        offset, size = list(piece.box.offset), list(shape)
+        offset[axis], size[axis] = offset[axis] + at, min(step, shape[axis] - at)
+        part = piece._replace(box=Box(tuple(offset), tuple(size)), start=piece.start + at * piece.strides[axis])
+        yield from _blocks(part, most)

@@ -1,0 +1,119 @@
+"""What decides the output of a plan, for its digest and the manifest; and why a plan is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mckpt import __version__, mapping
+from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
+from mckpt.conversion.publishing import Side
+from mckpt.conversion.target import Target
+from mckpt.errors import MappingError, UsageError
+from mckpt.formats import hf
+from mckpt.formats.base import WEIGHT_DTYPES, dtypes_of
+from mckpt.formats.megatron.save_directory import MAPPING
+from mckpt.mapping import Dims, MappingFile
+from mckpt.values import dtypes, quantisation
+
+
+def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
+    """The dtype of each logical tensor in the target, and the dtype of most bytes."""
+    if target.dtype is not None:
+        wanted = dtypes.parse(target.dtype)
+        held = {s.dtype for s in source.layout.stored}
+        strange = sorted(d for d in held if d not in WEIGHT_DTYPES)
+        if strange:
+            raise UsageError(f"--dtype {target.dtype}: the source holds {', '.join(strange)}, which is not cast")
+        return dict.fromkeys(source.layout.shapes, wanted), wanted
+    kinds = dtypes_of(source.layout)
+    weight: dict[str, int] = {}
+    for s in source.layout.stored:
+        weight[s.dtype] = weight.get(s.dtype, 0) + s.numel * len(s) * dtypes.itemsize(s.dtype)
+    return kinds, max(weight, key=lambda d: weight[d])
+
+
+def most_dtype(source: Checkpoint) -> str:
+    """The dtype of most of a checkpoint's bytes."""
+    return kinds_of(source, Target())[1]
+
+
+def refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict[str, str]:
+    refused = {k: v for k, v in found.items() if k not in target.allow_inexact}
+    if refused:
+        raise MappingError.of(
+            f"{where} would not compute what the source does:",
+            [v if k == "config" else f"{k}: {v}" for k, v in refused.items()],
+            "If you know that it does not matter, say " + " ".join(f"--allow-inexact {k}" for k in refused),
+        )
+    return dict(found)
+
+
+def refuse_misfit(source: Checkpoint, family: str, target: MappingFile, name: str, dims: Dims, **chosen: Any) -> None:
+    """MappingError if the source's mapping and the target's do not name the same logical tensors."""
+    wanted = {n for b in target.bind(target.scope(dims, **chosen)) for n in b.rule.of}
+    if found := mapping.misfits(family, set(source.layout.shapes), name, wanted, dims):
+        cure = "Add what is missing to the family file; `mckpt mappings check FILE --config CONFIG.JSON` says what is left."
+        raise MappingError.of(f"{source.path}: {family} and {name} do not have the same tensors:", found, cure)
+
+
+def kept_mapping(source: Checkpoint) -> tuple[str, bytes] | None:
+    """The user's own family file as it is kept beside a converted model: its name and content."""
+    name = source.naming.mapping
+    return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
+
+
+def naming(source: Checkpoint, side: Side) -> dict[str, Any]:
+    """What the manifest says of the family that the user named; of a family file, if it is among the files of `side`."""
+    kept = kept_mapping(source)
+    if kept is not None and MAPPING in dict(side):
+        return {"mapping_file": {"name": kept[0], "digest": mapping.digest_of(kept[1].decode())}}
+    return {"family": source.naming.family} if source.naming.family else {}
+
+
+def facts_of(
+    source: Checkpoint, moved: Checkpoint, target: Target, file: MappingFile, inexact: Mapping[str, str], notes: list[str], **more: Any
+) -> dict[str, Any]:
+    """What decides the output: no time, no host, no path."""
+    headers = hashlib.sha256()
+    for s in moved.layout.stored:
+        for a in (s.file, s.at, s.layer, s.expert, *([s.scales.grids] if s.scales else [])):
+            headers.update(np.ascontiguousarray(a).tobytes())
+        headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
+    return {
+        "mckpt": __version__,
+        "source": {
+            "format": source.format, "layout": headers.hexdigest(), "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
+            "files": [{"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files],
+        },
+        "mapping": {"name": file.name, "digest": file.digest, "logical": mapping.hub().digest},
+        "dims": {k: list(v) if isinstance(v, tuple) else v for k, v in moved.dims.items() if k != "vocab_size"}
+        | ({} if (true := true_vocab(source)) is None else {"vocab_size": true}),
+        "format": target.format,
+        "dtype": target.dtype,
+        "casts": [*source.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
+        "inexact": dict(inexact),
+        "notes": [*source.notes, *notes],
+        **more,
+    }  # fmt: skip
+
+
+def dequantised(source: Checkpoint) -> list[str]:
+    """What of the source is quantised, for people."""
+    num = sum(len(s) for s in source.layout.stored if s.scales)
+    block = source.stored.block if isinstance(source.stored, hf.Checkpoint) else None
+    if not num or block is None:
+        return []
+    return [f"{num:,} tensors are {quantisation.CODES} with a scale for each {block[0]} x {block[1]}, and are dequantised to {quantisation.VALUES}"]
+
+
+def true_vocab(source: Checkpoint) -> int | None:
+    try:
+        return int(source.dims["vocab_size"])
+    except VocabSizeUnknown:
+        return None

@@ -1,0 +1,1 @@
+"""Megatron's formats on disk, and what its checkpoints hold beside tensors."""

@@ -1,0 +1,181 @@
+"""Joins two layouts over logical boxes into a plan: which bytes go where, and the proof that each is written once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from mckpt.errors import CoverError
+from mckpt.geometry.box import Layout, Piece, Stored, by_rows, coalesce, gaps, moves, tiles
+from mckpt.values.dtypes import itemsize
+from mckpt.values.quantisation import Grid
+
+# One copy: `rows` rows of `run` elements, a pitch apart on either side; a step is the distance of neighbouring elements in a row.
+# 2-D and affine on both sides, so it covers shards of columns, interleaving and transposes. 74 bytes.
+COPY = np.dtype(
+    [
+        ("tensor", "i4"),  # copies of one number move parts of one logical tensor, so one staging pass can serve them all
+        ("src_file", "i4"),
+        ("dst_file", "i4"),
+        ("cast", "u2"),  # index into Joined.casts: (source dtype, target dtype)
+        ("grid", "i4"),  # index into Joined.grids, by which the source is scaled; UNSCALED
+        ("rows", "i8"),
+        ("run", "i8"),  # elements
+        ("src_at", "i8"),  # bytes from here on
+        ("dst_at", "i8"),
+        ("src_pitch", "i8"),
+        ("dst_pitch", "i8"),
+        ("src_step", "i4"),
+        ("dst_step", "i4"),
+    ]
+)
+UNSCALED = -1
+
+
+@dataclass(frozen=True, eq=False)
+class Joined:
+    """The copies that fill one layout from another, in the order of reading, and what they are called."""
+
+    copies: np.ndarray  # of COPY
+    casts: tuple[tuple[str, str], ...]  # (source dtype, target dtype)
+    grids: np.ndarray  # a quantisation.Grid in each row
+    names: tuple[str, ...]  # logical templates
+    layers: int
+    experts: int
+
+    def name(self, tensor: int) -> str:
+        """The logical tensor that the `tensor` number of a copy stands for."""
+        template, instance = divmod(tensor, self.layers * self.experts)
+        return self.names[template].format(layer=instance // self.experts, expert=instance % self.experts)
+
+
+def join(source: Layout, target: Layout) -> Joined:
+    """What to copy so that the target holds what the source holds, each byte once.
+
+    CoverError lists everything that makes this no exact cover: elements of the target that nothing or two pieces fill, elements of the
+    source that are in no rule, logical tensors that only one side has.
+    """
+    layers, experts = (
+        1 + max((int(getattr(s, i).max()) for s in (*source.stored, *target.stored) if len(s)), default=0) for i in ("layer", "expert")
+    )
+    problems = [f"source: {p}" for p in _prove(source, layers, experts)] + [f"target: {p}" for p in _prove(target, layers, experts)]
+    problems += _compare(_present(source, layers, experts), _present(target, layers, experts), experts)
+    if problems:
+        raise CoverError.of("the plan is no exact cover:", problems)
+
+    names = tuple(sorted(source.shapes))
+    number = {name: i * layers * experts for i, name in enumerate(names)}
+    casts: dict[tuple[str, str], int] = {}
+    grids = [np.empty((0, len(Grid._fields)), "i8")]
+    holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray, int | None]]] = {}
+    for s in source.stored:
+        if not s.replica and len(s):
+            first = None
+            if s.scales:
+                first = sum(map(len, grids))
+                grids.append(s.scales.grids)
+            row_of = np.full(layers * experts, -1, "i4")
+            row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
+            for name, pieces in _by_name(s).items():
+                holders.setdefault(name, []).append((s, pieces, row_of, first))
+    parts = []
+    for t in target.stored:
+        ids = _ids(t, experts)
+        for name, wanted in _by_name(t).items():
+            for s, pieces, row_of, first in holders.get(name, ()):
+                found = coalesce(m for p in pieces for w in wanted for m in moves(p, w))
+                if first is not None:
+                    found = [part for m in found for part in by_rows(m, s.shape[-1])]
+                rows = row_of[ids] if found else ids
+                here = np.flatnonzero(rows >= 0)
+                rows = rows[here]
+                cast = casts.setdefault((s.stored_as, t.dtype), len(casts))
+                src, dst = itemsize(s.stored_as), itemsize(t.dtype)
+                for m in found if len(here) else ():
+                    part = np.empty(len(here), COPY)
+                    part["tensor"], part["cast"], part["rows"], part["run"] = number[name] + ids[here], cast, m.rows, m.run
+                    part["grid"] = UNSCALED if first is None else first + rows
+                    part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
+                    part["src_at"], part["dst_at"] = s.at[rows] + m.src_start * src, t.at[here] + m.dst_start * dst
+                    part["src_pitch"], part["src_step"], part["dst_pitch"], part["dst_step"] = (
+                        m.src_pitch * src, m.src_step * src, m.dst_pitch * dst, m.dst_step * dst,
+                    )  # fmt: skip
+                    parts.append(part)
+    copies = np.concatenate(parts) if parts else np.empty(0, COPY)
+    parts.clear()  # which are as large
+    order = np.lexsort((copies["src_at"], copies["src_file"]))
+    return Joined(copies[order], tuple(casts), np.concatenate(grids), names, layers, experts)
+
+
+def _ids(s: Stored, experts: int) -> np.ndarray:
+    return s.layer.astype("i8") * experts + s.expert
+
+
+def _by_name(s: Stored) -> dict[str, list[Piece]]:
+    out: dict[str, list[Piece]] = {}
+    for p in s.pieces:
+        out.setdefault(p.tensor, []).append(p)
+    return out
+
+
+def _columns(bits: np.ndarray) -> np.ndarray:
+    """[rows, n] of zeros and ones -> [n] numbers, equal where the columns are: sorting those takes a tenth of sorting columns."""
+    out = np.zeros(bits.shape[1], "i8")
+    for i, row in enumerate(bits, 1):
+        out = 2 * out + row
+        if i % 32 == 0:  # before they have more bits than a number
+            out = np.unique(out, return_inverse=True)[1]
+    return out
+
+
+def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
+    """Problems of one layout: buffers that their pieces do not fill once, logical tensors that the pieces do not cover once.
+
+    Geometry is the same at every layer and expert that the same stored tensors hold, so each is proved once.
+    """
+    problems = []
+    holders: dict[str, list[tuple[Stored, list[Piece]]]] = {}
+    for s in layout.stored:
+        holes, wrong = gaps(s.pieces, s.numel)
+        free = int(holes[:, 1].sum())
+        if wrong:
+            problems.append(f"{s.key} {list(s.shape)}: {wrong}")
+        elif free and not (s.padding or s.view):
+            problems.append(f"{s.key} {list(s.shape)}: {free:,} of {s.numel:,} elements hold nothing that the mapping names")
+        for name, pieces in _by_name(s).items() if not s.replica else ():
+            holders.setdefault(name, []).append((s, pieces))
+    for name, held in holders.items():
+        counts = np.stack([np.bincount(_ids(s, experts), minlength=layers * experts) for s, _ in held])
+        if (counts > 1).any():
+            row, at = (int(x) for x in np.argwhere(counts > 1)[0])
+            problems.append(f"{held[row][0].key} is stored {counts[row, at]} times for layer {at // experts}, expert {at % experts}")
+            continue
+        _, first = np.unique(_columns(counts), return_index=True)
+        for at in first.tolist():
+            way = counts[:, at]
+            if way.any():
+                boxes = [p.box for (_, pieces), held_here in zip(held, way, strict=True) if held_here for p in pieces]
+                if wrong := tiles(boxes, layout.shapes[name]):
+                    problems.append(f"{name.format(layer=at // experts, expert=at % experts)} {list(layout.shapes[name])}: {wrong}")
+    return problems
+
+
+def _present(layout: Layout, layers: int, experts: int) -> dict[str, np.ndarray]:
+    """For each logical template: which (layer, expert) of it the layout holds."""
+    out: dict[str, np.ndarray] = {}
+    for s in layout.stored:
+        for name in _by_name(s) if not s.replica else ():
+            out.setdefault(name, np.zeros(layers * experts, bool))[_ids(s, experts)] = True
+    return out
+
+
+def _compare(source: dict[str, np.ndarray], target: dict[str, np.ndarray], experts: int) -> list[str]:
+    problems = []
+    for name in sorted(source.keys() | target.keys()):
+        nothing = np.zeros(1, bool)
+        a, b = np.broadcast_arrays(source.get(name, nothing), target.get(name, nothing))
+        for at in np.flatnonzero(a != b).tolist():
+            full = name.format(layer=at // experts, expert=at % experts)
+            problems.append(f"{full}: the target has no place for it" if a[at] else f"{full}: the source does not have it")
+    return problems

@@ -1,0 +1,128 @@
+"""How logical tensors are laid in one stored tensor: each packing is written once, as which box goes where, in storage order.
+
+    one      [ a ]
+    concat   [ a | b | c ]                    along axis 0; tensor parallelism cuts the whole
+    gated    [ gate | up ]                    along axis 0; tensor parallelism cuts each part on its own
+    qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]    along axis 0, one query group after the other (Megatron-Core, attention.py)
+
+Everything is elements; layer and expert axes are not seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mckpt.geometry.box import Box, Piece, overlap, row_major, whole_box
+
+Shape = tuple[int, ...]
+
+
+class Placed(NamedTuple):
+    """A box of member number `member`, at an offset of the packed tensor."""
+
+    member: int
+    box: Box
+    at: tuple[int, ...]
+
+
+class Packed(NamedTuple):
+    """A whole stored tensor. Boxes lie in storage order; `parts` are the rows of each part that tensor parallelism cuts on its own."""
+
+    shape: Shape
+    placed: tuple[Placed, ...]
+    parts: tuple[int, ...]
+
+
+class PackingError(ValueError):
+    """Shapes that do not fit the packing."""
+
+
+def _stack(shapes: Sequence[Shape]) -> tuple[Placed, ...]:
+    placed, at = [], 0
+    for m, shape in enumerate(shapes):
+        if shape[1:] != shapes[0][1:]:
+            raise PackingError(f"cannot be stacked along axis 0: {list(shapes[0])} and {list(shape)}")
+        placed.append(Placed(m, whole_box(shape), (at, *(0,) * (len(shape) - 1))))
+        at += shape[0]
+    return tuple(placed)
+
+
+def one(shapes: Sequence[Shape], groups: int) -> Packed:
+    (shape,) = shapes
+    return Packed(shape, (Placed(0, whole_box(shape), (0,) * len(shape)),), shape[:1])
+
+
+def concat(shapes: Sequence[Shape], groups: int) -> Packed:
+    rows = sum(s[0] for s in shapes)
+    return Packed((rows, *shapes[0][1:]), _stack(shapes), (rows,))
+
+
+def gated(shapes: Sequence[Shape], groups: int) -> Packed:
+    return Packed((sum(s[0] for s in shapes), *shapes[0][1:]), _stack(shapes), tuple(s[0] for s in shapes))
+
+
+def qkv(shapes: Sequence[Shape], groups: int) -> Packed:
+    rest = shapes[0][1:]
+    zeros = (0,) * len(rest)
+    for name, shape in zip("qkv", shapes, strict=True):
+        if shape[0] % groups or shape[1:] != rest:
+            raise PackingError(f"{name} {list(shape)} does not fall into {groups} query groups of the same width as q {list(shapes[0])}")
+    placed, at = [], 0
+    for g in range(groups):
+        for m, shape in enumerate(shapes):
+            rows = shape[0] // groups
+            placed.append(Placed(m, Box((g * rows, *zeros), (rows, *rest)), (at, *zeros)))
+            at += rows
+    return Packed((at, *rest), tuple(placed), (at,))
+
+
+PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {"one": one, "concat": concat, "gated": gated, "qkv": qkv}
+TP_KINDS = ("column", "row", "vocab", "replicated")
+
+
+def padded(packed: Packed, rows: int) -> Packed:
+    """The same tensor with `rows` rows in all; those beyond its own are padding that no box covers."""
+    return packed._replace(shape=(rows, *packed.shape[1:]), parts=(rows,))
+
+
+def shard(packed: Packed, kind: str, rank: int, size: int) -> list[Box]:
+    """The boxes of the packed tensor that one tensor-parallel rank holds, in the order in which its shard stacks them along axis 0."""
+    shape = packed.shape
+    zeros = (0,) * (len(shape) - 1)
+    if kind == "replicated" or size == 1:
+        return [Box((0, *zeros), shape)]
+    if kind == "row":
+        n = _divide(shape[1], size, "columns")
+        return [Box((0, rank * n), (shape[0], n))]
+    out, first = [], 0
+    for rows in packed.parts:
+        n = _divide(rows, size, "rows")
+        out.append(Box((first + rank * n, *zeros), (n, *shape[1:])))
+        first += rows
+    return out
+
+
+def _divide(n: int, size: int, what: str) -> int:
+    if n % size:
+        raise PackingError(f"{n} {what} do not divide by {size}")
+    return n // size
+
+
+def buffer(packed: Packed, boxes: Sequence[Box], names: Sequence[str], transposed: bool = False) -> tuple[Shape, tuple[Piece, ...]]:
+    """Shape and pieces of the buffer that stacks `boxes` of the packed tensor along axis 0 (or stores the transpose of that)."""
+    shape = (sum(b.shape[0] for b in boxes), *boxes[0].shape[1:])
+    strides = row_major(shape[::-1])[::-1] if transposed else row_major(shape)
+    pieces, above = [], 0
+    for region in boxes:
+        for member, box, at in packed.placed:
+            hit = overlap(Box(at, box.shape), region)
+            if hit is None:
+                continue
+            inner = tuple(h - a + o for h, a, o in zip(hit.offset, at, box.offset, strict=True))
+            place = [h - r for h, r in zip(hit.offset, region.offset, strict=True)]
+            place[0] += above
+            start = sum(p * s for p, s in zip(place, strides, strict=True))
+            pieces.append(Piece(names[member], Box(inner, hit.shape), start, strides))
+        above += region.shape[0]
+    return (shape[::-1] if transposed else shape), tuple(pieces)

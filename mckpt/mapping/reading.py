@@ -1,0 +1,330 @@
+"""Mapping files -> checked rules and dims. The only reader of `mappings/`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mckpt.errors import MappingError, UsageError
+from mckpt.geometry.packing import PACKINGS, TP_KINDS
+from mckpt.mapping.expression import Expression, ExpressionError
+from mckpt.mapping.file import Dim, MappingFile, Rule, Warned
+from mckpt.mapping.hub import FOLDER, hub
+from mckpt.mapping.nodes import Node, digest_of, merge, parse
+from mckpt.values.dtypes import TABLE
+
+_INDEX = re.compile(r"\{(\w+)\}")
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+
+
+_TOP: dict[str, type] = {
+    "architectures": list,
+    "extends": str,
+    "canonical": bool,
+    "requires": str,
+    "megatron": list,
+    "choices": Node,
+    "by_version": Node,
+    "derive": Node,
+    "dims": Node,
+    "also": Node,
+    "flags": Node,
+    "run_flags": Node,
+    "said": Node,
+    "expect": Node,
+    "inexact": Node,
+    "inert": list,
+    "ignore": Node,
+    "computed": Node,
+    "tensors": Node,
+    "blocks": Node,
+    "objects": Node,
+}
+_INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}  # what each key of a section holds
+_KINDS: dict[type, str] = {Node: "keys and values", list: "a list", str: "text", bool: "true or false"}
+_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert")
+_DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+
+
+def folder(kind: str) -> Path:
+    """Where the files of a kind lie: "hf" or "megatron"."""
+    return FOLDER / kind
+
+
+@functools.cache
+def names(kind: str) -> tuple[str, ...]:
+    """Names of the families ("hf") or dialects ("megatron") that come with mckpt."""
+    return tuple(sorted(p.stem for p in folder(kind).glob("*.yaml")))
+
+
+@functools.cache
+def load(kind: str, name: str) -> MappingFile:
+    """The family or dialect of that name, or the user's own file if it ends in .yaml."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
+    if not path.is_file():
+        raise MappingError(f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a .yaml file")
+    root, digest = _inherit(path, kind, ())
+    return _checked(path, root, digest)
+
+
+def family_of(architecture: str) -> str:
+    """The family that names an architecture of transformers. Only files that have the name in their text are parsed."""
+    for name in names("hf"):
+        if architecture in (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8") and architecture in load("hf", name).architectures:
+            return name
+    known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
+    raise MappingError(
+        f"no family has the architecture {architecture}; known: {', '.join(known)}.\n"
+        "If its tensors are those of a known family, write a file `my.yaml` such as\n"
+        f"    architectures: [{architecture}]\n    extends: llama\n"
+        "override what differs (`mckpt mappings show llama` prints all of it), test it with `mckpt mappings check my.yaml`, "
+        "and give it as `--mapping my.yaml`."
+    )
+
+
+def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]:
+    node, digest = parse(path)
+    for key in node:
+        if key not in _TOP:
+            raise MappingError(f"{node.lines[key]}: {key!r} is no section of a mapping file; known: {', '.join(_TOP)}")
+        _shaped(node, key, _TOP[key])
+        for inner in (node[key] or ()) if key in _INNER else ():
+            _shaped(node[key], inner, _INNER[key])
+    if "extends" not in node:
+        return node, digest
+    base = path.parent / f"{node['extends']}.yaml"
+    if not base.is_file():
+        base = folder(kind) / f"{node['extends']}.yaml"
+    if not base.is_file() or base in above:
+        raise MappingError(
+            f"{node.lines['extends']}: there is no mapping {node['extends']!r} to extend" + " (it extends itself)" * (base in above)
+        )
+    root, base_digest = _inherit(base, kind, (*above, path))
+    root.pop("architectures", None)
+    return merge(root, node), digest_of(base_digest + digest)
+
+
+def to_keep(name: str) -> str:
+    """The text of a family file that needs no other file of the user's: files that it extends are merged in, but not one that mckpt has."""
+    path = Path(name)
+    node, _ = parse(path)
+    if "extends" not in node or not (path.parent / f"{node['extends']}.yaml").is_file():
+        return path.read_text(encoding="utf-8")
+    import yaml
+
+    root, _ = _inherit(path, "hf", ())
+    root.pop("extends", None)
+    merged = yaml.safe_dump(_plain(root), sort_keys=False, allow_unicode=True, width=140)
+    return f"# {path.name}, merged by mckpt with the files that it extends.\n{merged}"
+
+
+def _plain(value: Any) -> Any:
+    """The same without lines."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, list) else value
+
+
+def misfits(source: str, here: set[str], target: str, there: set[str], dims: Mapping[str, Any]) -> list[str]:
+    """Returns a line for each logical tensor (by template) that only one of two mappings has for a model with these dims."""
+
+    def said(name: str) -> str:
+        return f"{name} {list(hub().shape(name, dims))} ({hub().tensors[name].about})"
+
+    lacking = [f"{said(n)}: {target} needs it, and {source} has no rule for it" for n in sorted(there - here)]
+    return lacking + [f"{said(n)}: {source} has it, and {target} has no place for it" for n in sorted(here - there)]
+
+
+def _shaped(node: Node, key: Any, wanted: type) -> None:
+    """MappingError unless the key holds what it should, or null."""
+    if node[key] is not None and not isinstance(node[key], wanted):
+        raise MappingError(f"{node.lines[key]}: {key} holds {_KINDS[wanted]}, not {node[key]!r}")
+
+
+def _checked(path: Path, root: Node, digest: str) -> MappingFile:
+    problems: list[str] = []
+
+    def expression(text: Any, where: str) -> Expression | None:
+        if text is None:
+            return None
+        try:
+            return Expression(text)
+        except ExpressionError as e:
+            problems.append(f"{where}: {e}")
+            return None
+
+    def expressions(section: str) -> dict[str, Expression]:
+        node = root.get(section) or Node()
+        return {k: e for k, v in node.items() if (e := expression(v, node.lines[k])) is not None}
+
+    dims = {}
+    for name, spec in (root.get("dims") or Node()).items():
+        where = root["dims"].lines[name]
+        if name not in hub().dims:
+            problems.append(f"{where}: logical.yaml has no dim {name!r}")
+            continue
+        spec = {"key": spec} if isinstance(spec, str) else spec
+        if not isinstance(spec, dict) or spec.keys() - set(_DIM):
+            problems.append(f"{where}: {name} may say {', '.join(_DIM)}, not {spec!r}")
+            continue
+        keys = spec.get("key", [])
+        of = {k: expression(spec.get(k), where) for k in ("default", "read", "write", "when", "write_when")}
+        dims[name] = Dim(
+            (keys,) if isinstance(keys, str) else tuple(keys), of["default"], spec.get("values"), "const" in spec, spec.get("const"), of["read"],
+            of["write"], of["when"], of["write_when"], spec.get("free", False), where,
+        )  # fmt: skip
+        if not keys and "const" not in spec and of["read"] is None:
+            problems.append(f"{where}: {name} has no key, no const and no read")
+    rules = list(_rules(root, "tensors", expression, problems))
+    objects = list(_rules(root, "objects", expression, problems))
+    warned: dict[str, Warned] = {}
+    inexact = root.get("inexact") or Node()
+    for name, value in inexact.items():
+        if not isinstance(value, dict) or {"when", "why"} - value.keys() or value.keys() - {"when", "why", "loads"}:
+            problems.append(f"{inexact.lines[name]}: {name} wants `when` and `why`, and may say `loads: false`")
+        elif (when := expression(value["when"], inexact.lines[name])) is not None:
+            warned[name] = Warned(when, value["why"], value.get("loads", True))
+    found = MappingFile(
+        path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
+        expression(root.get("requires"), path.name),
+        tuple(map(str, root.get("megatron") or ())), {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("by_version"),
+        expressions("derive"), dims, expressions("also"), root.get("flags") or {},
+        root.get("run_flags") or {}, expressions("said"),
+        {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
+        warned,
+        frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),
+        dict(root.get("computed") or {}), tuple(rules), tuple(objects),
+    )  # fmt: skip
+    if problems:
+        raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))  # a block is read for tensors and for objects
+    return found
+
+
+def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression | None], problems: list[str]) -> Iterator[Rule]:
+    """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
+
+    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction: `mtp` is their prefix, or the prefix as `key`
+    with an `instead` of its own.
+    """
+    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [(root.get(section) or Node(), "", "", None, False)]
+    for prefix, block in (root.get("blocks") or Node()).items():
+        block = block or Node()
+        mtp = block.get("mtp")
+        if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
+            problems.append(f"{root['blocks'].lines[prefix]}: `mtp` of {prefix} needs a prefix, or `key` with the prefix")
+            mtp = None
+        mtp = {"key": mtp} if isinstance(mtp, str) else mtp
+        for start, other, again in [(prefix, block.get("instead"), False), *([(mtp["key"], mtp.get("instead"), True)] if mtp else [])]:
+            where = root["blocks"].lines[prefix]
+            if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
+                problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
+                other = None
+            instead = (other["key"], expression(other["when"], where)) if other else None
+            scopes.append((block.get(section) or Node(), start, block.get("is", ""), instead, again))
+    for node, prefix, logical, instead, again in scopes:
+        for key, value in node.items():
+            where = node.lines[key]
+            for spec in value if isinstance(value, list) else [value]:
+                try:
+                    expanded = list(_expand(key, spec))
+                except ValueError as e:
+                    problems.append(f"{where}: {prefix + key}: {e}")
+                    continue
+                for stored, one in expanded:
+                    if again and one.get("mtp"):
+                        continue
+                    if again or "{mtp}" in prefix:
+                        one = {**one, "mtp": True}
+                    try:
+                        rule = _rule(prefix + stored, one, logical, where, expression)
+                    except (ValueError, TypeError) as e:
+                        problems.append(f"{where}: {prefix + stored}: {e}")
+                        continue
+                    if instead is None:
+                        yield rule
+                        continue
+                    other_prefix, condition = instead
+                    if condition is None:  # it is among the problems
+                        continue
+                    both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
+                    neither = f"not ({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
+                    yield rule._replace(when=Expression(neither))
+                    yield rule._replace(key=other_prefix + stored, when=Expression(both))
+
+
+def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`{q,k,v}` in the key, in `of` and in `when`: one rule for each."""
+    spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
+    if not isinstance(spec, dict):
+        raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
+    of = spec.get("of", [])
+    of = [of] if isinstance(of, str) else of
+    if not isinstance(of, list) or not all(isinstance(o, str) for o in of):
+        raise ValueError(f"`of` names tensors, not {of!r}")
+    found = _BRACES.search(key)
+    words = found[1].split(",") if found else []
+    for inside in _BRACES.findall(" ".join([*of, str(spec.get("when", ""))])):
+        if len(inside.split(",")) != len(words):
+            raise ValueError(f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}")
+    if not found:
+        yield key, {**spec, "of": of}
+        return
+    for i, word in enumerate(words):
+
+        def pick(text: str, i: int = i) -> str:
+            return _BRACES.sub(lambda m: m[1].split(",")[i], text)
+
+        when = {"when": pick(str(spec["when"]))} if "when" in spec else {}
+        yield key[: found.start()] + word + key[found.end() :], {**spec, "of": [pick(o) for o in of], **when}
+
+
+def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression: Callable[[Any, str], Expression | None]) -> Rule:
+    if spec.keys() - set(_RULE):
+        raise ValueError(f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}")
+    of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])  # /embed.weight is none of the block's
+    for name in of:
+        if name not in hub().tensors:
+            raise ValueError(f"logical.yaml has no tensor {name!r}")
+    mtp, alias = bool(spec.get("mtp")), spec.get("alias", False)
+    if alias not in (False, True, "read"):
+        raise ValueError(f"alias is true, or `read` for one that is not written, not {alias!r}")
+    asked = {"layer": mtp or (not of and "{layer}" in prefix), "expert": bool(spec.get("expert"))}
+    indices = tuple(i for i in ("layer", "expert") if asked[i] or any(f"{{{i}}}" in n for n in of or (key,)))
+    for index in _INDEX.findall(key):
+        if index not in (*indices, *(["mtp"] if mtp else [])):
+            raise ValueError(f"{{{index}}} is not an index of {', '.join(of) or 'an object'}")
+    if any(set(_INDEX.findall(n)) != set(_INDEX.findall(of[0])) for n in of):
+        raise ValueError("its tensors do not have the same indices")
+    pack = spec.get("pack", "one")
+    if pack not in PACKINGS:
+        raise ValueError(f"no packing {pack!r}; known: {', '.join(PACKINGS)}")
+    if pack == "one" and len(of) > 1:
+        raise ValueError("several tensors need a `pack`")
+    tp = spec.get("tp", "replicated")
+    if tp not in TP_KINDS:
+        raise ValueError(f"no tp kind {tp!r}; known: {', '.join(TP_KINDS)}")
+    when, dtype = expression(spec.get("when"), where), spec.get("dtype")
+    if dtype not in (None, *TABLE):
+        raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
+    return Rule(key, of, pack, tp, spec.get("stage"), when, bool(alias), alias != "read", dtype, mtp, indices, where)
+
+
+def parse_setting(text: str) -> tuple[str, Any]:
+    """`name=value` of --set -> (dim, value)."""
+    import yaml
+
+    name, equals, value = text.partition("=")
+    if not equals or name not in hub().dims:
+        raise UsageError(f"--set {text!r}: say NAME=VALUE with one of {', '.join(hub().dims)}")
+    try:
+        return name, hub().check(name, yaml.safe_load(value))
+    except (ValueError, yaml.YAMLError) as e:
+        raise UsageError(f"--set {text!r}: {e}") from None
+
+
+def key_pattern(key: str) -> re.Pattern[str]:
+    """What a key template can look like once its indices are filled."""
+    return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))

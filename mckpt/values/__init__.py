@@ -1,0 +1,1 @@
+"""The value of one element: dtypes, casts, quantised blocks."""
