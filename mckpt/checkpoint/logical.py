@@ -202,7 +202,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
                     raw = self._pread(int(s.file[row]), int(s.at[row]) + at * size, np.empty(length * size, "u1")).view(f"u{size}")
                     filled += int(raw.reshape(-1, width).any(1).sum()) if length % width == 0 else int(raw.any())
                 if filled:
-                    out.append(f"{s.key}: {counted(filled, 'row')} beyond the true vocabulary {'is' if filled == 1 else 'are'} not zero, and dropped")
+                    verb = "is" if filled == 1 else "are"
+                    out.append(f"{s.key}: {counted(filled, 'row')} beyond the true vocabulary {verb} not zero, and {verb} dropped")
         return out
 
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
