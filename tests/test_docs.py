@@ -70,7 +70,9 @@ def run_page(page: str, folder: Path, judged: bool) -> list[str]:
             (folder / block.comments["file"]).write_text(block.text)
         elif "from" in block.comments:
             there = {bare(line) for line in (ROOT / block.comments["from"]).read_text().splitlines()}
-            wrong += [f"line {block.line}: {block.comments['from']} has no line {line!r}" for line in lines(block.text) if line not in there]
+            wrong += [
+                f"line {block.line}: {block.comments['from']} has no line {line!r}" for line in lines(block.text) if line not in there
+            ]
         elif "printed" in block.comments:
             if printed is not None:  # the block before did run
                 wrong += [f"line {block.line}: {line!r} is not in\n{printed}" for line in lines(block.text) if line not in printed]
