@@ -263,7 +263,10 @@ def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, *, atol: float 
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"atol {atol} is no largest difference: say a number from 0 on")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
-    return comparison.diff(left.named_as(right), right.named_as(left), atol, progress)
+    left, right = left.named_as(right), right.named_as(left)
+    found = comparison.diff(left, right, atol, progress)
+    found.replicas = comparison.copies_apart((left, right))
+    return found
 
 
 def launch(source: Checkpoint) -> megatron_args.Launch:

@@ -278,6 +278,8 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **o: Any) -> int:
             click.echo(f"only in {b}: {name}")
         for change in found.changed:
             click.echo(str(change))
+        for text in found.replicas:
+            click.echo(text)
         for text in found.left_out:
             click.echo(f"not compared, because the mapping ignores it: {text}")
         verdict = "different" if found else "the same" + (" to the last bit" if atol is None else f" within {atol:g}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,8 @@ from mckpt.errors import counted
 from mckpt.logical import LogicalTensor
 
 BLOCK_BYTES = 2 << 20  # of either side that one thread holds at once; 1 to 4 MiB measured alike
-THREADS = 32  # at most; each takes 4 blocks of memory
+THREADS = 32  # at most; each holds 2 blocks, and about 12 where values differ
+AHEAD = 4  # blocks for each thread that wait their turn
 
 # The dtypes that a value passed through on its way from the left side to the right, by logical
 # template. An empty list means that both sides must hold the same bits of the same dtype.
@@ -53,12 +56,14 @@ class Difference:
     extra: list[str] = field(default_factory=list)  # in the second only
     changed: list[Changed] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)  # weights of either side that its mapping ignores
+    replicas: list[str] = field(default_factory=list)  # further copies of a tensor, on either side, that differ from the one compared
+    infinite: list[str] = field(default_factory=list)  # tensors in which a cast made finite values infinite
     same: int = 0
     cast: int = 0  # tensors among the `same` that are equal to a cast of the first side
     nbytes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.changed or self.left_out)
+        return bool(self.missing or self.extra or self.changed or self.left_out or self.replicas)
 
     def swapped(self) -> Difference:
         """The same difference, seen from the second side."""
@@ -68,7 +73,8 @@ class Difference:
     def json(self) -> dict[str, Any]:
         return {
             "same": not self, "tensors_equal": self.same, "equal_after_cast": self.cast, "bytes_compared": self.nbytes,
-            "missing": self.missing, "extra": self.extra, "left_out": self.left_out, "changed": [vars(c) for c in self.changed],
+            "missing": self.missing, "extra": self.extra, "left_out": self.left_out, "replicas": self.replicas, "infinite": self.infinite,
+            "changed": [vars(c) for c in self.changed],
         }  # fmt: skip
 
 
@@ -92,6 +98,7 @@ class _Found(NamedTuple):
     right: str
     num: int
     max_abs: float
+    infinite: int  # values that a cast made infinite; alone if nothing differs
 
 
 def diff(
@@ -130,12 +137,18 @@ def diff(
             raise Stopped
         return block, _compare(a, b, block, atol, casts(block.name))
 
-    blocks = [block for name in compared for block in _blocks(a[name], b[name])]
+    blocks = (block for name in compared for block in _blocks(a[name], b[name]))
     threads = threads or min(len(os.sched_getaffinity(0)), THREADS)
+    infinite: dict[str, int] = {}
     with ThreadPoolExecutor(threads, "compare") as pool:
         try:
-            for block, differs in pool.map(one, blocks):
-                if differs:
+            waiting = deque(pool.submit(one, block) for block in itertools.islice(blocks, AHEAD * threads))
+            while waiting:
+                block, differs = waiting.popleft().result()
+                waiting.extend(pool.submit(one, later) for later in itertools.islice(blocks, 1))
+                if differs and differs.infinite:
+                    infinite[block.name] = infinite.get(block.name, 0) + differs.infinite
+                if differs and differs.num:
                     found.setdefault(block.name, []).append((block.row, differs))
                 whole = a[block.name]
                 out.nbytes += whole.nbytes // max(1, len(whole) if whole.shape else 1) * block.rows
@@ -149,8 +162,19 @@ def diff(
     out.changed.sort(key=lambda c: order[c.name])
     out.same = len(compared) - len(found)
     out.cast -= sum(any(dtype != a[name].dtype for dtype in casts(name)) for name in found)
+    out.infinite = [f"{name}: {counted(n, 'value')} became infinite in the cast to {b[name].dtype}" for name, n in infinite.items()]
     out.left_out = [f"{side.path}: {key} ({why})" for side in (a, b) for key, why in _left_out(side)]  # type: ignore[attr-defined]
     return out
+
+
+def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> list[str]:
+    """The copies of a tensor, on several ranks or under several keys of one checkpoint, that differ. Raises Stopped after `stop`."""
+
+    def check() -> None:
+        if stop is not None and stop.is_set():
+            raise Stopped
+
+    return [f"{side.path}: {text}" for side in sides for text in side.reader.check_replicas(check)]
 
 
 def _left_out(side: Any) -> list[tuple[str, str]]:
@@ -180,26 +204,29 @@ def _compare(
     left, right = a[block.name], b[block.name]
     x = (left[rows] if left.shape else left).numpy()
     y = (right[rows] if right.shape else right).numpy()
+    before = x
     for dtype in way:
         x = _as(x, dtype)
+    infinite = 0 if x is before else int(np.isinf(x).sum()) - int(np.isinf(before).sum())
     if atol is None:
         bits = f"u{x.dtype.itemsize}"
         if np.array_equal(x.view(bits), y.view(bits)):
-            return None
+            return _Found((), "", "", 0, 0.0, infinite) if infinite else None
         apart = x.view(bits) != y.view(bits)
     wide = np.float64 if x.dtype.itemsize == 8 else np.float32
     xf, yf = x.astype(wide), y.astype(wide)
     with np.errstate(invalid="ignore", over="ignore"):
-        distance = np.abs(xf - yf)
+        distance = np.asarray(np.abs(xf - yf))
     distance[(xf == yf) | (np.isnan(xf) & np.isnan(yf))] = 0
     distance[np.isnan(distance)] = np.inf
     if atol is not None:
         apart = distance > atol
         if not apart.any():
             return None
+    apart = np.asarray(apart)
     at = tuple(map(int, np.unravel_index(int(np.argmax(apart)), apart.shape)))
     first = (block.row + at[0], *at[1:]) if at else ()
-    return _Found(first, _show(x[at]), _show(y[at]), int(apart.sum()), float(distance[apart].max()))
+    return _Found(first, _show(x[at]), _show(y[at]), int(apart.sum()), float(distance[apart].max()), infinite)
 
 
 def _as(values: np.ndarray, dtype: str) -> np.ndarray:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import operator
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mckpt.box import Box, Layout, Piece, Stored, by_rows, gaps, moves, row_major, whole_box
 from mckpt.dtypes import itemsize, numpy_dtype
-from mckpt.errors import SourceError, StorageError
+from mckpt.errors import SourceError, StorageError, counted
 from mckpt.lazy import numpy as np
 from mckpt.quantisation import Grid, dequantise
 
@@ -159,8 +159,11 @@ class Reader(Mapping[str, "LogicalTensor"]):
             else:
                 to[...] = rows
 
-    def check_replicas(self) -> list[str]:
-        """Tensors that several ranks hold and that are not the same in all of them."""
+    def check_replicas(self, check: Callable[[], None] = lambda: None) -> list[str]:
+        """Tensors that are stored several times, on several ranks or under several keys, and are not the same everywhere.
+
+        `check` is called now and then; what it raises ends the search.
+        """
         out = []
         for s in self._layout.stored:
             if not s.replica:
@@ -170,13 +173,14 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 for p in s.pieces:
                     name = p.tensor.format(layer=layer, expert=expert)
                     blocks = _blocks(p, max(1, BLOCK_BYTES // size))
-                    if self.dtype(name) != s.dtype or not all(self._same(s, row, part, name) for part in blocks):
+                    if self.dtype(name) != s.dtype or not all(self._same(s, row, part, name, check) for part in blocks):
                         file = self._layout.files[int(s.file[row])]
                         out.append(f"{name}: its copy in {file} ({s.key}) differs from the one that is read")
         return out
 
-    def _same(self, s: Stored, row: int, p: Piece, name: str) -> bool:
+    def _same(self, s: Stored, row: int, p: Piece, name: str, check: Callable[[], None]) -> bool:
         """Whether a box of a stored tensor holds what is read for it."""
+        check()
         theirs = self.read(name, p.box)
         mine = np.empty_like(theirs)
         self._place(s, row, [p], Piece(p.tensor, p.box, 0, row_major(p.box.shape)), mine)
@@ -198,7 +202,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
                     raw = self._pread(int(s.file[row]), int(s.at[row]) + at * size, np.empty(length * size, "u1")).view(f"u{size}")
                     filled += int(raw.reshape(-1, width).any(1).sum()) if length % width == 0 else int(raw.any())
                 if filled:
-                    out.append(f"{s.key}: {filled:,} rows beyond the true vocabulary are not zero, and are dropped")
+                    out.append(f"{s.key}: {counted(filled, 'row')} beyond the true vocabulary {'is' if filled == 1 else 'are'} not zero, and dropped")
         return out
 
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:

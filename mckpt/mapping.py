@@ -32,7 +32,7 @@ Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices and what is derived of them
 _TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
 _INDEX = re.compile(r"\{(\w+)\}")
-_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:\.\w+)*")
+_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:[.+-]\w+)*")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
@@ -380,7 +380,7 @@ class MappingFile(NamedTuple):
         for key, values in self.expect.items():
             if (found := lookup(config, key)) is None or found in values:
                 continue
-            if not (isinstance(found, (list, tuple)) and values and all(one in values for one in found)):  # a list of several of them
+            if not (isinstance(found, (list, tuple)) and found and all(one in values for one in found)):  # a list of several of them
                 said = ", ".join(map(repr, values)) or "unset"
                 problems.append(f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}")
         if problems:

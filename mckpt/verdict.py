@@ -75,7 +75,7 @@ class Verdict:
                 f"{tokens['judged']:,} of {tokens['positions']:,} positions of {tokens['sequences']} sequences; {', '.join(reached)}"
             )
         if values := self.facts.get("values"):
-            cast = f", {values['equal_after_cast']:,} of them after the cast that mckpt.json names" if values["equal_after_cast"] else ""
+            cast = f", {values['equal_after_cast']:,} of them after a cast that mckpt.json or the mapping names" if values["equal_after_cast"] else ""
             out.append(f"{values['tensors_equal']:,} tensors are equal to the last bit{cast} ({values['bytes_compared']:,} bytes)")
         if training := self.facts.get("training"):
             out.append(
@@ -96,29 +96,30 @@ class Pair:
     apart: list[dict[str, Any]]  # dims that config and args say differently: dim, arg, hf, megatron
     unread: str | None = None  # why the args could not be read
     notes: list[str] = field(default_factory=list)  # what a reader must know that changes no verdict
+    unlike: list[str] = field(default_factory=list)  # dims that --allow-inexact let differ, so that the verdict is no pass
     split: dict[str, Any] = field(default_factory=dict)  # how an uneven pipeline of the run is split, in the fields of Parallel
 
 
 @dataclass
 class Values:
-    """The stored values of a pair, compared: their difference, and copies of one tensor, on several ranks, that differ."""
+    """The stored values of a pair, compared: their difference, and rows of the vocabulary's padding that a conversion cannot have made."""
 
     difference: comparison.Difference
-    replicas: list[str] = field(default_factory=list)
+    padding: list[str] = field(default_factory=list)
 
     def reasons(self, left: Checkpoint, right: Checkpoint) -> list[str]:
         """Why the two are not the same; empty if they are."""
         out = [f"{name}: only in {left.path}" for name in self.difference.missing]
         out += [f"{name}: only in {right.path}" for name in self.difference.extra]
-        return [*self.replicas, *out, *map(str, self.difference.changed)]
+        return [*self.difference.replicas, *out, *map(str, self.difference.changed), *self.padding]
 
     def not_compared(self) -> list[str]:
         """Why equal values are no proof; empty if they are one."""
-        left_out = self.difference.left_out
-        if not left_out:
-            return []
-        shown = "; ".join(left_out[:LISTED]) + (" ..." if len(left_out) > LISTED else "")
-        return [f"the mapping ignores {len(left_out):,} weights, which were not compared: {shown}"]
+        out = list(self.difference.infinite)
+        if left_out := self.difference.left_out:
+            shown = "; ".join(left_out[:LISTED]) + (" ..." if len(left_out) > LISTED else "")
+            out.append(f"the mapping ignores {len(left_out):,} weights, which were not compared: {shown}")
+        return out
 
 
 # ---------------------------------------------------------------------------------------------------------------- judging
@@ -151,10 +152,10 @@ class _Runs:
         return np.concatenate(rows)
 
 
-def judge(pair: Pair, values: Values | None, work: Path, device: str, num_ranks: int) -> Verdict:
+def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: int) -> Verdict:
     """Level `forward`: judges the stored values and what both sides left in `work`.
 
-    `values` is None if the args do not describe a model whose tensors could be compared.
+    `values` is a sentence that says why the tensors could not be compared, where args that differ are the reason.
     """
     ran = json.loads((work / f"{pair.name}.json").read_text())
     if "error" in ran:
@@ -182,8 +183,8 @@ def judge(pair: Pair, values: Values | None, work: Path, device: str, num_ranks:
     facts["coverage"] = _coverage(pair, runs, judged)
     facts["scatter"] = _scatter(runs)
     wrong = [*routed, *(text for dtype, m in facts["logits"].items() if (text := _too_far(dtype, m)))]
-    apart = values.reasons(pair.left, pair.right) if values else []
-    if values:
+    apart = [values] if isinstance(values, str) else values.reasons(pair.left, pair.right)
+    if not isinstance(values, str):
         facts["values"] = values.difference.json()
     if wrong or reasons or apart:
         facts["where"] = _where(pair, values, runs, facts, judged)
@@ -191,7 +192,7 @@ def judge(pair: Pair, values: Values | None, work: Path, device: str, num_ranks:
         if facts["where"]["point"]:
             wrong.append(_say_where(facts["where"]))
         return Verdict("fail", [*reasons, *wrong], facts)
-    missing = [*(values.not_compared() if values else []), *_incomplete(facts)]
+    missing = [*pair.unlike, *(values.not_compared() if isinstance(values, Values) else []), *_incomplete(facts)]
     return Verdict("incomplete" if missing else "pass", missing, facts)
 
 
@@ -410,7 +411,7 @@ def _scatter(runs: _Runs) -> list[list[float]]:
 # ---------------------------------------------------------------------------------------------------------------- where
 
 
-def _where(pair: Pair, values: Values | None, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarray]) -> dict[str, Any]:
+def _where(pair: Pair, values: Values | str, runs: _Runs, facts: dict[str, Any], judged: list[np.ndarray]) -> dict[str, Any]:
     """The first point whose states part, the tensors that feed it, and those whose values differ."""
     point = next((p["point"] for p in facts["points"] if p["difference"] > p["tolerance"]), None)
     if point is None and any(_too_far(dtype, m) for dtype, m in facts["logits"].items()):
@@ -431,13 +432,13 @@ def _beyond(runs: _Runs, index: int, facts: dict[str, Any]) -> np.ndarray:
     return np.asarray(~(runs.logits(index)["max_abs"] <= facts["logits"]["float32"]["tolerance"]))
 
 
-def _tensors(pair: Pair, values: Values | None, point: str | None) -> dict[str, Any]:
+def _tensors(pair: Pair, values: Values | str, point: str | None) -> dict[str, Any]:
     """Stored tensors that feed the point, and logical tensors whose values differ."""
     out: dict[str, Any] = {}
     if point is not None:
         out["logical"] = sorted({n for n in pair.left if feeds(n, point, bool(pair.left.dims["tied"]))}, key=_by_number)
         out["hf"], out["stored"] = _keys(pair.left, out["logical"]), _keys(pair.right, out["logical"])
-    if values:
+    if isinstance(values, Values):
         found = values.difference
         out["differ"] = [c.name for c in found.changed] + found.missing + found.extra
     return out

@@ -28,8 +28,9 @@ import numpy as np
 
 from mckpt import api, comparison, launching, mapping, verdict
 from mckpt.checkpoint import DIALECT, Checkpoint, Known
-from mckpt.errors import MckptError, UsageError
+from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats import hf as hf_format
+from mckpt.mapping import Dims
 from mckpt.parallel import Parallel
 from mckpt.verdict import Pair, Values, Verdict
 
@@ -90,7 +91,7 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
     try:
         subjects = [_Subject(left, path, options, f"checkpoint{index}", work) for index, path in enumerate(checkpoints)]
         if any((s.pair.sizes, s.dtype, s.casts) != (subjects[0].pair.sizes, subjects[0].dtype, subjects[0].casts) for s in subjects):
-            raise UsageError("checkpoints that are verified together must be of one dtype and run at the same sizes")
+            raise UsageError("checkpoints that are verified together must be of one dtype, with the same casts in mckpt.json, and run at the same sizes")
         with _comparing(subjects) as values:
             return _run(subjects, values, work, options)
     finally:
@@ -99,33 +100,36 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
 
 
 @contextmanager
-def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | None]]]:
+def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | str]]]:
     """Compares all stored values of each subject in threads of this process, while other processes compute.
 
     Ends the comparison early if the block fails.
     """
     stop = threading.Event()
 
-    def compare(subject: _Subject) -> Values | None:
+    def compare(subject: _Subject) -> Values | str:
         pair = subject.pair
         try:
             return _values(pair.left, pair.right, stop)
-        except MckptError:
-            if pair.apart or pair.unread:  # the args describe another model, which is a reason of its own
-                return None
-            raise
+        except MckptError as e:
+            if isinstance(e, StorageError) or not (pair.apart or pair.unread):
+                raise
+            return f"so the tensors cannot be compared: {e}"
 
     with ThreadPoolExecutor(1, "values") as pool:
         try:
             yield [pool.submit(compare, subject) for subject in subjects]
         finally:
             stop.set()
+            pool.shutdown(cancel_futures=True)
 
 
 def _values(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> Values:
-    """The difference of the two, and the copies of one tensor, on several ranks, that differ."""
+    """All stored values of the two, compared, with further copies of a tensor and the padding of a converted vocabulary."""
     found = diff_converted(left, right, stop)
-    return Values(found, [text for side in (left, right) if side.format == "torch" for text in side.reader.check_replicas()])
+    found.replicas = comparison.copies_apart((left, right), stop)
+    converted = right.format != "hf" and right.manifest.get("source", {}).get("format") == "hf"  # which pads with zeros
+    return Values(found, right.reader.padding() if converted else [])
 
 
 def diff_converted(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> comparison.Difference:
@@ -155,7 +159,7 @@ def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return {name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of}
 
 
-def _run(subjects: list[_Subject], values: Sequence[Future[Values | None]], work: Path, options: Options) -> list[Verdict]:
+def _run(subjects: list[_Subject], values: Sequence[Future[Values | str]], work: Path, options: Options) -> list[Verdict]:
     """Levels `forward` and `train`."""
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
     num_ranks = launching.world({**sizes, "cp": 1})
@@ -173,7 +177,7 @@ def _run(subjects: list[_Subject], values: Sequence[Future[Values | None]], work
     def run(suffix: str, sizes: dict[str, int]) -> None:
         jobs = [
             {"name": s.pair.name + suffix, "path": str(s.run_path), "args": s.given_args, "sizes": {**sizes, "vocab_size": vocab_size},
-             "impl": options.transformer_impl}
+             "impl": options.transformer_impl, "casts": s.cast_back}
             for s in subjects
         ]  # fmt: skip
         job = {"out": str(work), "timeout_s": options.timeout_s, "checkpoints": jobs}
@@ -229,7 +233,8 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
             raise
         return Verdict("fail", [*reasons, f"so the tensors cannot be compared: {e}"], facts)
     reasons += values.reasons(left, right)
-    missing = values.not_compared()
+    missing = [*unlike_dims(left, right), *values.not_compared()]
+    facts["notes"] = [*left.notes, *right.notes]
     return Verdict("fail" if reasons else "incomplete" if missing else "pass", [*reasons, *missing], {**facts, "values": values.difference.json()})
 
 
@@ -263,9 +268,16 @@ class _Subject:
         self.casts = casts_between(left, right)
         always = uncast(right)
         pinned = (s for s in left.layout.stored if all(p.tensor in always for p in s.pieces))
-        self.uncast = [s.key.format(layer=layer, expert=0) for s in pinned for layer in s.layer.tolist()] if self.casts else []
+        self.uncast = [
+            s.key.format(layer=layer, expert=expert)
+            for s in (pinned if self.casts else ())
+            for layer, expert in zip(s.layer.tolist(), s.expert.tolist(), strict=True)
+        ]
+        self.cast_back = [] if self.casts else casts_between(right, left)
         cast = [f"transformers runs with its weights cast to {', then '.join(self.casts)}, as mckpt.json says"] * bool(self.casts)
-        self.pair = Pair(name, left, right, where, sizes, apart, unread, _notes(left) + cast, split)
+        cast += [f"Megatron-Core runs with its weights cast to {', then '.join(self.cast_back)}, as mckpt.json says"] * bool(self.cast_back)
+        notes = [*left.notes, *right.notes, *_notes(left), *cast]
+        self.pair = Pair(name, left, right, where, sizes, apart, unread, notes, unlike_dims(left, right), split)
         api.check_sizes(left.dims, wanted)
         if options.cp > 1 and options.level == "train":
             raise UsageError(
@@ -328,18 +340,50 @@ def differing_dims(left: Checkpoint, right: Checkpoint, window: bool = False) ->
     if right.args is None:
         return [], None
     dialect = mapping.load("megatron", DIALECT)
-    try:
-        said = dialect.read(right.args, {}, f"args of {right.path}", {**right.granted, "vocab_size": left.dims["vocab_size"]})
-    except MckptError as e:
-        return [], str(e)
+    said, unread = _said(right, left.dims["vocab_size"])
+    if unread is not None:
+        return [], unread
+    meant = _written(right)  # what the args of an inexact conversion say in place of what --allow-inexact let pass
     out = []
     for name, value in left.dims.items():
         other = said.get(name)
+        value = meant.get(name, value)
         if name in BOUNDS or (name == "sliding_window" and not window) or _same(value, other):
             continue
         keys = dialect.dims[name].keys if name in dialect.dims else ()
         out.append({"dim": name, "arg": ", ".join(keys) or name, "hf": _plain(value), "megatron": _plain(other)})
     return out, None
+
+
+def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """Sentences on the dims that --allow-inexact let a conversion write otherwise than its source has them."""
+    if left.format != "hf" or right.args is None:
+        return []
+    pairs = [(name, left.dims[name], value) for name, value in _written(right).items() if name in left.dims]
+    return [
+        f"{name}: the config says {_plain(a)}, and the args mean {_plain(b)}: --allow-inexact {name} was given when the checkpoint was made"
+        for name, a, b in pairs
+        if not _same(a, b)
+    ]
+
+
+def _said(right: Checkpoint, vocab_size: int) -> tuple[Dims, str | None]:
+    """The dims that a Megatron checkpoint's args say by themselves; and why they could not be read, if so."""
+    assert right.args is not None
+    try:
+        return mapping.load("megatron", DIALECT).read(right.args, {}, f"args of {right.path}", {"vocab_size": vocab_size}), None
+    except MckptError as e:
+        return {}, str(e)
+
+
+def _written(right: Checkpoint) -> Dims:
+    """The values that args say for dims that --allow-inexact let pass: those of a dialect that writes the true dims and reads them again."""
+    if not right.granted:
+        return {}
+    dialect = mapping.load("megatron", DIALECT)
+    dims = {**right.dims, **right.granted}
+    again = dialect.read(dialect.write(dims, api.GIVEN), {}, "args", {"vocab_size": dims["vocab_size"]})
+    return {name: again[name] for name in right.granted if name not in BOUNDS}
 
 
 def _same(a: Any, b: Any) -> bool:

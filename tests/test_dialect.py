@@ -5,6 +5,7 @@ The families that come with mckpt use only some combinations of norm, biases and
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,10 @@ def dims_of(name: str, work: Path) -> Dims:
 
 
 def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
-    experts = "grouped" if impl == "transformer_engine" else "sequential"
-    return {"transformer_impl": impl, "experts": experts}
+    """The dialect's choices for these layers and the installed megatron-core."""
+    dialect = mapping.load("megatron", "mcore")
+    by_version = dialect.choices_for(dialect.version(version("megatron-core")))
+    return {"transformer_impl": impl, "experts": "grouped" if impl == "transformer_engine" else "sequential", **by_version}
 
 
 @pytest.fixture(scope="module")

@@ -231,7 +231,9 @@ def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
     right = Checkpoint(tmp_path / "megatron", Known(like=source))
-    assert _values(Checkpoint(source), right).replicas == found.reasons == right.reader.check_replicas()
+    assert _values(Checkpoint(source), right).difference.replicas == found.reasons == [
+        f"{tmp_path / 'megatron'}: {text}" for text in right.reader.check_replicas()
+    ]
 
 
 def low_bit(state: State, args: Any) -> None:
@@ -274,6 +276,55 @@ def test_a_cast_passes_only_where_it_is_exact(tmp_path: Path) -> None:
     (tmp_path / "bf16" / "release" / "mckpt.json").unlink()
     found = mckpt.verify(source, tmp_path / "bf16", level="bytes")
     assert found.verdict == "fail" and "dtype float32 against bfloat16" in found.reasons[0], "nothing names the cast"
+
+
+def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
+    """Multi-token prediction keeps copies of the embedding and of the output layer, which no forward pass of transformers uses."""
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
+    mckpt.plan(source, tmp_path / "megatron").run()
+    weights = tiny.tensors(tiny.config("deepseek-v3"))
+    (name,) = [key for key in weights if key.endswith(".embed_tokens.weight") and ".layers." in key]
+    weights[name] = weights[name] * 2
+    tiny.write_weights(source, weights)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.verdict == "fail" and "embed.weight: its copy in" in found.reasons[0], found.reasons
+    assert mckpt.diff(source, tmp_path / "megatron").replicas
+
+
+def test_what_was_allowed_to_differ_is_no_pass(tmp_path: Path) -> None:
+    """Neither is an arg that differs from what the conversion wrote."""
+    source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=64)
+    mckpt.plan(source, tmp_path / "megatron", format="torch", allow_inexact=["sliding_window"]).run()
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.verdict == "incomplete" and found.reasons[0].startswith("sliding_window: the config says 64, and the args mean None")
+    (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
+    saved = torch.load(path, weights_only=False)
+    saved["args"].window_size = (31, 0)
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.verdict == "fail" and "sliding_window" in found.reasons[0], found.reasons
+
+
+def test_values_that_a_cast_made_infinite_are_no_pass(tmp_path: Path) -> None:
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    weights = tiny.tensors(tiny.config("llama"))
+    weights["model.norm.weight"][3] = 1e6
+    tiny.write_weights(source, weights)
+    mckpt.plan(source, tmp_path / "megatron", dtype="fp16").run(allow_overflow=True)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert (found.verdict, found.reasons) == ("incomplete", ["final_norm.weight: 1 value became infinite in the cast to float16"])
+
+
+def test_padding_that_no_conversion_makes_fails(tmp_path: Path) -> None:
+    """The softmax of a training run sees these rows."""
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    mckpt.plan(source, tmp_path / "megatron", format="torch").run()
+    (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
+    saved = torch.load(path, weights_only=False)
+    saved["model"]["output_layer.weight"][-1] = 50
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.verdict == "fail" and "output_layer.weight: 1 row beyond the true vocabulary is not zero" in found.reasons[0]
 
 
 def test_ignored_weights_are_not_the_same(tmp_path: Path) -> None:

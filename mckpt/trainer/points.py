@@ -17,7 +17,7 @@ import functools
 import json
 import os
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mckpt.errors import MckptError, StorageError
+from mckpt.errors import MckptError, SourceError, StorageError
 
 WIDTH = 32  # numbers kept of a hidden state
 
@@ -71,6 +71,16 @@ def projection(size: int, device: torch.device) -> torch.Tensor:
     """The same matrix [size, WIDTH] in every process: drawn on the CPU from a fixed seed."""
     generator = torch.Generator().manual_seed(size)
     return (torch.randn(size, WIDTH, generator=generator) / WIDTH**0.5).to(device)
+
+
+@torch.no_grad()
+def cast(model: torch.nn.Module, dtypes: list[str], left_out: Collection[str] = ()) -> None:
+    """Gives the weights the values that they have after these casts; the model computes in the dtype that it has."""
+    for name, parameter in model.named_parameters() if dtypes else ():
+        if parameter.is_meta:
+            raise SourceError(f"{name} is not in memory, so it cannot be cast to {dtypes[0]}; run on a machine that holds the whole model")
+        for dtype in dtypes if name not in left_out else ():
+            parameter.data = parameter.data.to(getattr(torch, dtype)).to(parameter.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------- logits

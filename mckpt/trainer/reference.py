@@ -37,7 +37,7 @@ def main(job: dict[str, Any]) -> None:
     out, sequences = Path(job["out"]), [list(s) for s in job["sequences"]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = load(job["hf"], "float32", device)
-    cast(model, job["casts"], set(job["uncast"]))
+    points.cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()
     watch(model, recorder)
     largest = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
@@ -53,7 +53,11 @@ def main(job: dict[str, Any]) -> None:
     del model
     gc.collect()
     if job["dtype"] != "float32":
-        model = load(job["hf"], job["dtype"], device)
+        model = load(job["hf"], job["dtype"] if len(job["casts"]) < 2 else "float32", device)
+        if len(job["casts"]) > 1:  # the last cast makes the dtype, and those before it change values too
+            points.cast(model, job["casts"], set(job["uncast"]))
+            for name, parameter in model.named_parameters():
+                parameter.data = parameter.data if name in job["uncast"] else parameter.data.to(getattr(torch, job["dtype"]))
         for index, tokens in enumerate(sequences):
             found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
             keep(out, index, {f"low_{key}": value for key, value in found.items()})
@@ -96,16 +100,6 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     if wrong:
         raise SourceError.of(f"{directory}: transformers does not load it whole:", wrong)
     return (model if placed else model.to(device)).eval()
-
-
-@torch.no_grad()
-def cast(model: Any, dtypes: list[str], left_out: set[str]) -> None:
-    """Gives the weights the values that they have after these casts; the model computes in the dtype that it has."""
-    for name, parameter in model.named_parameters() if dtypes else ():
-        if parameter.is_meta:
-            raise SourceError(f"{name} is not in memory, so it cannot be cast to {dtypes[0]}; run on a machine that holds the whole model")
-        for dtype in dtypes if name not in left_out else ():
-            parameter.data = parameter.data.to(getattr(torch, dtype)).to(parameter.dtype)
 
 
 def _behind(key: str, num_layers: int) -> bool:

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node N -m mckpt.trainer.worker job.json
 
 job.json: out (where the reference left its files), timeout_s, and checkpoints, a list of {name, path, args (instead of the
-checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl}. All have the same sizes, so that one set of process groups serves.
+checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl, casts (dtypes that the
+other side was cast to)}. All have the same sizes, so that one set of process groups serves.
 
 OUT/NAME.json: {"error": ...} or what was loaded; OUT/NAME.rank{r}.{i}.npz the states of sequence i that rank r holds; OUT/NAME.{i}.npz, by
 rank 0, how the logits differ, in fp32 and, prefixed `low_`, in the checkpoint's dtype, beside the fp32 states and the experts chosen.
@@ -61,6 +62,8 @@ def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]],
         with fitting(checkpoint["path"]):
             chunks = build.build(args, dtype)
             state = load.load(chunks, args, checkpoint["path"])
+        for chunk in chunks:
+            points.cast(chunk, checkpoint["casts"])
         said |= {"unread": on_all_ranks(state["unread"]), "iteration": state.get("iteration")}
         low = dtype != torch.float32
         recorder = points.Recorder()
