@@ -3,7 +3,7 @@
 All blocks of a page run in their order in one folder, which holds links to the files of the repository. Comments above a block say how:
 
     <!-- not run: reason -->      a `sh` or `python` block that does not run; all others do
-    <!-- needs megatron-core -->  the block starts the real Megatron-Core, and runs in the judges' tier only
+    <!-- needs megatron-core -->  the block, and all behind it, run in the judges' tier only
     <!-- exit 4 -->               the exit status of a `sh` block that does not end with 0
     <!-- file NAME -->            the block is the text of that file, which is written before the next block runs
     <!-- from PATH -->            each line of the block stands in that file of the repository
@@ -53,7 +53,7 @@ def runs(block: Block) -> bool:
 
 
 def run_page(page: str, folder: Path, judged: bool) -> list[str]:
-    """Runs the blocks of a page in `folder`, those that need Megatron-Core only if `judged`; returns what is not as the page says."""
+    """Runs the blocks of a page in `folder`, up to the first that needs Megatron-Core if not `judged`; returns what is not as the page says."""
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name != "demo":
             (folder / path.name).symlink_to(path)
@@ -64,7 +64,7 @@ def run_page(page: str, folder: Path, judged: bool) -> list[str]:
         (programs / name).chmod(0o755)
     environ = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{programs}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
     wrong: list[str] = []
-    printed: str | None = None
+    printed = ""
     for block in blocks(page):
         if "file" in block.comments:
             (folder / block.comments["file"]).write_text(block.text)
@@ -74,12 +74,10 @@ def run_page(page: str, folder: Path, judged: bool) -> list[str]:
                 f"line {block.line}: {block.comments['from']} has no line {line!r}" for line in lines(block.text) if line not in there
             ]
         elif "printed" in block.comments:
-            if printed is not None:  # the block before did run
-                wrong += [f"line {block.line}: {line!r} is not in\n{printed}" for line in lines(block.text) if line not in printed]
+            wrong += [f"line {block.line}: {line!r} is not in\n{printed}" for line in lines(block.text) if line not in printed]
         elif runs(block):
-            printed = None
             if "needs" in block.comments and not judged:
-                continue
+                break
             text = INSTALL.sub("", block.text)
             program = ["bash", "-e", "-c", text] if block.language == "sh" else [sys.executable, "-c", text]
             done = subprocess.run(program, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S)

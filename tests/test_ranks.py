@@ -149,7 +149,7 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "release").exists()
 
 
-SOON = "import mckpt.ranks; mckpt.ranks.LOOK_S = 0.3; mckpt.ranks.DEAD_S = 3.0"
+SOON = "import mckpt.ranks; mckpt.ranks.LOOK_S = 0.3; mckpt.ranks.DEAD_S = 1.2"
 
 
 def ranks_end(arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, patch: str = SOON) -> list[tuple[int, str]]:
