@@ -731,7 +731,7 @@ def introduction(found: dict[str, Json]) -> Iterator[str]:
     ])  # fmt: skip
     yield "To run it again, on a machine with as many GPUs (each command stops by itself after 560 s, and goes on when it is given again):"
     commands = (f"python benchmarks/gpu_verification.py {part}" for part in ("grid", "large", "training", "write"))
-    yield "\n".join(["```sh", *commands, "```"])
+    yield "\n".join(["<!-- not run: needs GPUs -->", "```sh", *commands, "```"])
     yield (
         "How to read the tables. Both sides run in fp32, and in the checkpoint's own dtype. *max* is the largest difference of a logit, over the "
         "vocabulary and all judged positions; *noise* is how far transformers is from itself with its sums in another order, on the same "

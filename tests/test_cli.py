@@ -71,6 +71,15 @@ def test_every_command_has_help(command):
     assert good(*command, "-h").out == said.out
 
 
+def test_a_shell_completes_commands_and_options():
+    program = [sys.executable, "-m", "mckpt"]
+    words = {"mckpt hf": "hf-to-megatron", "mckpt plan --allow": "--allow-inexact"}
+    for line, wanted in words.items():
+        environ = os.environ | {"_MCKPT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        done = subprocess.run(program, env=environ, capture_output=True, text=True)
+        assert (done.returncode, done.stdout, done.stderr) == (0, f"plain,{wanted}\n", "")
+
+
 def test_usage_errors(src, tmp_path):
     for args in (
         (),

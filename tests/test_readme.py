@@ -1,10 +1,9 @@
-"""The README is true: its first command runs, its commands exist, and CI runs its test command."""
+"""The README is true: its commands exist, and CI runs its test command. tests/test_docs.py runs its blocks."""
 
 from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,37 +13,21 @@ from mckpt.cli import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```sh\n(.*?)^```", README, re.M | re.S)
-
-
-def test_the_first_command_converts_the_shipped_model_and_back(tmp_path: Path) -> None:
-    commands = BLOCKS[0].replace("\n", " ").split("&& ")
-    assert "pip install" in commands[1]
-    (tmp_path / "fixtures").symlink_to(ROOT / "fixtures")
-    said = ""
-    for command in (c.strip() for c in commands if c.startswith("mckpt ")):
-        program, *arguments = command.split()
-        assert program == "mckpt"
-        done = subprocess.run(
-            [sys.executable, "-m", "mckpt", *arguments], cwd=tmp_path, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        said = done.stdout
-    assert said.startswith("the same to the last bit")
+TESTS = re.findall(r"^<!-- tests -->\n```sh\n(.*?)^```", README, re.M | re.S)
 
 
 def test_ci_runs_the_test_command() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     awk = re.search(r"command=\$\((awk .*README\.md)\)", script)
     assert awk
-    assert subprocess.check_output(["sh", "-c", awk[1]], cwd=ROOT, text=True) == BLOCKS[1]
-    assert "pytest" in BLOCKS[1]
+    assert subprocess.check_output(["sh", "-c", awk[1]], cwd=ROOT, text=True) == TESTS[0]
+    assert "pytest" in TESTS[0]
 
 
 def test_ci_runs_what_megatron_core_judges_with_the_newest_version_too() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert "-m 'judge and not gpu and not slow'" in script
-    starts = re.compile(r"^from tests\.judging|^ *from mckpt\.trainer|\bverify_all\b|mckpt\.verify\(|mckpt\(\"verify\",", re.M)
+    starts = re.compile(r"^from tests\.judging|^ *from mckpt\.trainer|\bverify_all\b|mckpt\.verify\(|mckpt\(\"verify\",(?!.*bytes)", re.M)
     found = {path.name for path in (ROOT / "tests").glob("test_*.py") if starts.search(path.read_text())}
     assert len(found) >= 5
     for name in found:

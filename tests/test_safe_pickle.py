@@ -100,7 +100,7 @@ def test_bombs_cost_no_memory():
 import resource, sys
 sys.path[:0] = sys.argv[1:]
 from tests.test_safe_pickle import BOMBS
-from mckpt import safe_pickle
+from mckpt.containers import safe_pickle
 from mckpt.errors import PickleError
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -555,9 +555,12 @@ def main() -> None:
             e.show()
     except MckptError as e:
         code = _fail(type(e).__name__, str(e), e.exit_code, **({"problems": e.problems} if e.problems else {}))
-    except (BrokenPipeError, SystemExit):  # click makes this exit of it, with the 1 that means a difference
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, and the interpreter would complain again
+    except (BrokenPipeError, SystemExit) as e:  # click turns a broken pipe into an exit with 1, the code that means a difference
         code = 7
+        if isinstance(e, SystemExit) and not e.code:  # the end of shell completion
+            code = 0
+        else:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone, and the interpreter would complain again
     except OSError as e:
         code = _fail("StorageError", f"{e.filename or 'input/output'}: {e.strerror or e}", 7)
     except Exception as e:  # ours, not the user's: shown whole, with an exit code of its own
