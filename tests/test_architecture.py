@@ -180,7 +180,7 @@ def test_nothing_heavy_is_imported_by_a_module() -> None:
 # ---------------------------------------------------------------------------------------------------------------- models are data
 
 
-FAMILIES = sorted({re.match("[a-z]+", path.stem)[0] for path in (ROOT / "mappings" / "hf").glob("*.yaml")})  # type: ignore[index]
+FAMILIES = sorted({re.match("[a-z]+", path.stem)[0] for path in (ROOT / "mappings" / "hf").glob("*.yaml")})  # type: ignore[index]  # every file name begins with a letter
 FAMILY = re.compile("|".join(FAMILIES), re.IGNORECASE)
 
 
