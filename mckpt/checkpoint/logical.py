@@ -68,9 +68,12 @@ class LogicalTensor:
         out._dropped = tuple(dropped)
         return out
 
-    def numpy(self) -> np.ndarray:
-        """The elements, read now; dtypes that numpy lacks are those of ml_dtypes."""
-        return self._reader.read(self.name, self._box).view(numpy_dtype(self.dtype)).reshape(self.shape)
+    def numpy(self, buffer: np.ndarray | None = None) -> np.ndarray:
+        """The elements, read now; dtypes that numpy lacks are those of ml_dtypes.
+
+        They lie in the first `nbytes` bytes of `buffer`, an array of bytes, where one is given.
+        """
+        return self._reader.read(self.name, self._box, buffer).view(numpy_dtype(self.dtype)).reshape(self.shape)
 
     def torch(self) -> torch.Tensor:
         """The elements as a torch tensor, read now."""
@@ -124,10 +127,12 @@ class Reader(Mapping[str, "LogicalTensor"]):
         template, layer, expert = self._order[name]
         return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
 
-    def read(self, name: str, box: Box) -> np.ndarray:
-        """The bytes of a box, as unsigned integers of the dtype's size, dense."""
+    def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
+        """The bytes of a box, as unsigned integers of the dtype's size, dense; at the start of `buffer` where one is given."""
         template, layer, expert = self._order[name]
-        out = np.empty(math.prod(box.shape), f"u{itemsize(self.dtype(name))}")
+        size = itemsize(self.dtype(name))
+        nbytes = math.prod(box.shape) * size
+        out = (np.empty(nbytes, "u1") if buffer is None else buffer[:nbytes]).view(f"u{size}")
         into = Piece(template, box, 0, row_major(box.shape))
         for s, pieces, row_of in self._held[template]:
             row = row_of.get((layer, expert))
