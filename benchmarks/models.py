@@ -1,4 +1,7 @@
-"""Models to measure with: real shapes, made-up weights. Written by all cores at once, or as files that are holes but for their headers."""
+"""Models to measure with: real shapes, made-up weights.
+
+Written by all cores at once, or as files that are holes but for their headers.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +44,23 @@ def config(name: str) -> Config:
 
 def mixture(num_layers: int, num_experts: int, **sizes: int) -> Config:
     """A mixture of experts of any geometry, as a family that mckpt knows."""
-    return {**config("qwen3-30b-a3b"), "num_hidden_layers": num_layers, "num_experts": num_experts, **sizes}
+    return {
+        **config("qwen3-30b-a3b"),
+        "num_hidden_layers": num_layers,
+        "num_experts": num_experts,
+        **sizes,
+    }
 
 
 def tensors(c: Config) -> dict[str, Tensor]:
-    """Every tensor as published: in bf16, or where the config says so, matrices of the layers as fp8 with a scale for each block of them."""
+    """Every tensor as published: in bf16, or where the config says so, matrices of the layers as
+    fp8 with a scale for each block of them.
+    """
     from tests import tiny
 
     block = (c.get("quantization_config") or {}).get("weight_block_size")
-    whole = ("embed_tokens.weight", "head.weight", "mlp.gate.weight", "eh_proj.weight")  # of either kind: DeepSeek-V3's keeps these in bf16
+    # of either kind: DeepSeek-V3's keeps these in bf16
+    whole = ("embed_tokens.weight", "head.weight", "mlp.gate.weight", "eh_proj.weight")
     out: dict[str, Tensor] = {}
     for name, shape in tiny.shapes(c).items():
         if name.endswith("e_score_correction_bias"):
@@ -58,7 +69,9 @@ def tensors(c: Config) -> dict[str, Tensor]:
             out[name] = Tensor("BF16", shape, 2)
         else:
             out[name] = Tensor("F8_E4M3", shape, 1)
-            out[f"{name}_scale_inv"] = Tensor("F32", tuple(-(-n // b) for n, b in zip(shape, block, strict=True)), 4)
+            out[f"{name}_scale_inv"] = Tensor(
+                "F32", tuple(-(-n // b) for n, b in zip(shape, block, strict=True)), 4
+            )
     return out
 
 
@@ -68,7 +81,10 @@ def num_bytes(c: Config) -> int:
 
 
 def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = SHARD_BYTES) -> Path:
-    """A Hugging Face directory in files of `shard_bytes`. `sparse`: weights are holes, which read as zeros and take no room."""
+    """A Hugging Face directory in files of `shard_bytes`.
+
+    `sparse`: weights are holes, which read as zeros and take no room.
+    """
     directory.mkdir(parents=True)
     files: list[dict[str, Tensor]] = [{}]
     size = 0
@@ -88,18 +104,25 @@ def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = S
         with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
             pool.starmap(_fill, work, chunksize=8)
     (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": num_bytes(c)}, "weight_map": weight_map}, indent=2) + "\n"
+        json.dumps({"metadata": {"total_size": num_bytes(c)}, "weight_map": weight_map}, indent=2)
+        + "\n"
     )
     (directory / "config.json").write_text(json.dumps({**c, "torch_dtype": "bfloat16"}))
     return directory
 
 
 def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Writes a header in the form and the order of the safetensors library, and data that are a hole; where they begin and end."""
+    """Writes a header in the form and the order of the safetensors library, and data that are a
+    hole; where they begin and end.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in sorted(held.items(), key=lambda item: (-item[1].itemsize, item[0])):
-        header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, at + tensor.nbytes]}
+        header[name] = {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [at, at + tensor.nbytes],
+        }
         at += tensor.nbytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -1,19 +1,23 @@
-"""Compares mckpt with Megatron-Bridge: Hugging Face -> torch_dist and back, each conversion in a process of its own, in turns.
+"""Compares mckpt with Megatron-Bridge: Hugging Face -> torch_dist and back, each conversion in a
+process of its own, in turns.
 
     python -m benchmarks.peers HF [DIRECTORY] --peer-python PEER/bin/python [--rounds 3]
 
-HF is a model directory with a tokenizer, which Megatron-Bridge requires. DIRECTORY, /dev/shm by default, holds two copies of the model at a
-time. This process runs in an environment of mckpt. The peer has one of its own, of Python 3.12:
+HF is a model directory with a tokenizer, which Megatron-Bridge requires. DIRECTORY, /dev/shm by
+default, holds two copies of the model at a time. This process runs in an environment of mckpt. The
+peer has one of its own, of Python 3.12:
 
-    python3.12 -m venv PEER
-    PEER/bin/pip install torch==2.13.0 megatron-core==0.19.2 transformers==5.12.1 accelerate omegaconf hydra-core einops peft regex
-    PEER/bin/pip install datasets sentencepiece tiktoken six pillow torchvision tensorboard psutil PyYAML
-    PEER/bin/pip install --no-deps megatron-bridge==0.6.2
+    python3.12 -m venv PEER PEER/bin/pip install torch==2.13.0 megatron-core==0.19.2
+    transformers==5.12.1 accelerate omegaconf hydra-core einops peft regex PEER/bin/pip install
+    datasets sentencepiece tiktoken six pillow torchvision tensorboard psutil PyYAML PEER/bin/pip
+    install --no-deps megatron-bridge==0.6.2
 
-`--no-deps`, because Megatron-Bridge also requires packages that only training uses; `StandIns` answers their imports. On a machine without
-a GPU it runs with gloo, with tests/fake_te instead of Transformer Engine, and with the changes in `without_gpu`.
+`--no-deps`, because Megatron-Bridge also requires packages that only training uses; `StandIns`
+answers their imports. On a machine without a GPU it runs with gloo, with tests/fake_te instead of
+Transformer Engine, and with the changes in `without_gpu`.
 
-mbridge is not compared: its newest release, 0.15.1, does not build a model with megatron-core 0.19 (`ModelType` lost `encoder_and_decoder`).
+mbridge is not compared: its newest release, 0.15.1, does not build a model with megatron-core 0.19
+(`ModelType` lost `encoder_and_decoder`).
 """
 
 from __future__ import annotations
@@ -47,7 +51,9 @@ def main() -> None:
         return convert(*sys.argv[2:])
     if sys.argv[1:2] == ["versions"]:
         return print_versions()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("hf", type=Path)
     parser.add_argument("directory", nargs="?", type=Path, default=Path("/dev/shm"))
     parser.add_argument("--peer-python", default=sys.executable)
@@ -55,7 +61,13 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"Linux {platform.release().partition('-')[0]}, {len(os.sched_getaffinity(0))} cores")
     for python in dict.fromkeys((sys.executable, arguments.peer_python)):
-        said = subprocess.run([python, __file__, "versions"], capture_output=True, text=True, check=True, env=environment())
+        said = subprocess.run(
+            [python, __file__, "versions"],
+            capture_output=True,
+            text=True,
+            check=True,
+            env=environment(),
+        )
         print(f"{'python' if python == sys.executable else 'PEER_PYTHON'}: {said.stdout.strip()}")
     work = arguments.directory / "mckpt-peers"
     shutil.rmtree(work, ignore_errors=True)
@@ -85,11 +97,21 @@ def compare(hf: Path, work: Path, python: str, rounds: int) -> None:
     for number in range(rounds):
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            for direction, command in zip(("hf -> torch_dist", "torch_dist -> hf"), commands(name, python, hf, there, back), strict=True):
+            for direction, command in zip(
+                ("hf -> torch_dist", "torch_dist -> hf"),
+                commands(name, python, hf, there, back),
+                strict=True,
+            ):
                 if number == 0:
-                    print(f"{name}, {direction}: {' '.join(shown.get(word, word) for word in command)}", flush=True)
+                    print(
+                        f"{name}, {direction}:"
+                        f" {' '.join(shown.get(word, word) for word in command)}",
+                        flush=True,
+                    )
                 rows.setdefault((direction, name), []).append(run(command))
-                sizes[direction, name] = bytes_in(back if direction == "torch_dist -> hf" else there)
+                sizes[direction, name] = bytes_in(
+                    back if direction == "torch_dist -> hf" else there
+                )
             if number == 0:
                 for what, command in (
                     ("HF -> Megatron -> HF", ["diff", str(hf), str(back)]),
@@ -98,28 +120,35 @@ def compare(hf: Path, work: Path, python: str, rounds: int) -> None:
                     ("its files", ["inspect", str(there)]),
                 ):
                     line = " ".join(shown.get(word, word) for word in command)
-                    checks.append(f"- {name}, {what}: `mckpt {line}`: {check(command).replace(str(there), 'MEGATRON')}")
+                    checks.append(
+                        f"- {name}, {what}: `mckpt {line}`:"
+                        f" {check(command).replace(str(there), 'MEGATRON')}"
+                    )
             shutil.rmtree(there)
             shutil.rmtree(back)
         loads.append(os.getloadavg()[0])
     print(
-        f"\n{hf.name}, {nbytes / 1e9:.2f} GB, on {filesystem(work)}, {rounds} rounds; load average {loads[0]:.1f} before, up to {max(loads):.1f}"
+        f"\n{hf.name}, {nbytes / 1e9:.2f} GB, on {filesystem(work)}, {rounds} rounds; load average"
+        f" {loads[0]:.1f} before, up to {max(loads):.1f}"
     )
     print(
-        "\n| direction | | wall s, median | all | CPU s | peak RSS MiB, largest process | all processes | bytes written |\n"
-        "|---|---|---|---|---|---|---|---|"
+        "\n| direction | | wall s, median | all | CPU s | peak RSS MiB, largest process | all"
+        " processes | bytes written |\n|---|---|---|---|---|---|---|---|"
     )
     for direction, name in sorted(rows, key=lambda row: (row[0], names.index(row[1]))):
         wall, cpu, largest, tree = zip(*rows[direction, name], strict=True)
         print(
-            f"| {direction} | {name} | {statistics.median(wall):.2f} | {', '.join(f'{s:.2f}' for s in wall)} | {statistics.median(cpu):.2f} "
-            f"| {max(largest):.0f} | {max(tree):.0f} | {sizes[direction, name]:,} |"
+            f"| {direction} | {name} | {statistics.median(wall):.2f} |"
+            f" {', '.join(f'{s:.2f}' for s in wall)} | {statistics.median(cpu):.2f} |"
+            f" {max(largest):.0f} | {max(tree):.0f} | {sizes[direction, name]:,} |"
         )
     print("\n" + "\n".join(checks))
 
 
 def commands(name: str, python: str, hf: Path, there: Path, back: Path) -> list[list[str]]:
-    """What converts `hf` to `there`, and what converts `there` to `back`; the peer needs the original's config, and its tokenizer."""
+    """What converts `hf` to `there`, and what converts `there` to `back`; the peer needs the
+    original's config, and its tokenizer.
+    """
     if name == "mckpt":
         mckpt = [sys.executable, "-m", "mckpt"]
         return [
@@ -127,14 +156,27 @@ def commands(name: str, python: str, hf: Path, there: Path, back: Path) -> list[
             [*mckpt, "megatron-to-hf", str(there), str(back), "--tokenizer", str(hf)],
         ]
     peer = [python, __file__, "convert"]
-    return [[*peer, "import", str(hf), str(there)], [*peer, "export", str(hf), str(there), str(back)]]
+    return [
+        [*peer, "import", str(hf), str(there)],
+        [*peer, "export", str(hf), str(there), str(back)],
+    ]
 
 
 def check(command: list[str]) -> str:
     """Exit status of one mckpt command, and what it says in short."""
-    done = subprocess.run([sys.executable, "-m", "mckpt", *command], capture_output=True, text=True, env=environment(), check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "mckpt", *command],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        check=False,
+    )
     lines = (done.stdout + done.stderr).strip().splitlines()
-    short = [line for line in lines if line.partition(":")[0] in ("format", "files", "num_tensors", "bytes")]
+    short = [
+        line
+        for line in lines
+        if line.partition(":")[0] in ("format", "files", "num_tensors", "bytes")
+    ]
     return f"exit {done.returncode}: {'; '.join(short) or lines[0]}"
 
 
@@ -154,23 +196,32 @@ def bytes_in(directory: Path) -> int:
 
 
 def filesystem(path: Path) -> str:
-    return subprocess.run(["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        ["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
-# ---------------------------------------------------------------------------------------------------------------- one process
+# -------------------------------------------------------------------------------------- one process
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
 
 
 def run(command: list[str]) -> tuple[float, float, float, float]:
-    """(wall seconds, CPU seconds, peak RSS in MiB of the largest process, and of all of its tree at a time, looked at every 50 ms).
+    """(wall seconds, CPU seconds, peak RSS in MiB of the largest process, and of all of its tree at
+    a time, looked at every 50 ms).
 
-    Pages that forked processes share count once for each of them in the last; files that are mapped count wherever RSS is said.
+    Pages that forked processes share count once for each of them in the last; files that are mapped
+    count wherever RSS is said.
     """
     begun = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment())
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment()
+    )
     worst, ended = 0, threading.Event()
 
     def look() -> None:
@@ -200,13 +251,17 @@ def rss_of_tree(root: int) -> int:
         pid = pending.pop()
         try:
             total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
-            pending += [int(c) for task in Path(f"/proc/{pid}/task").iterdir() for c in (task / "children").read_text().split()]
+            pending += [
+                int(c)
+                for task in Path(f"/proc/{pid}/task").iterdir()
+                for c in (task / "children").read_text().split()
+            ]
         except OSError:
             continue
     return total
 
 
-# ---------------------------------------------------------------------------------------------------------------- the peer
+# ----------------------------------------------------------------------------------------- the peer
 
 
 def convert(direction: str, hf: str, megatron: str, out: str = "") -> None:
@@ -220,14 +275,18 @@ def convert(direction: str, hf: str, megatron: str, out: str = "") -> None:
 
 
 class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports an empty module in place of a missing package that Megatron-Bridge imports and no conversion uses.
+    """Imports an empty module in place of a missing package that Megatron-Bridge imports and no
+    conversion uses.
 
-    Its attributes are classes where they begin with a capital letter, because it derives from some of them, and mocks elsewhere.
+    Its attributes are classes where they begin with a capital letter, because it derives from some
+    of them, and mocks elsewhere.
     """
 
     packages = ("modelopt", "wandb", "mlflow", "comet_ml", "nvidia_resiliency_ext", "nemo_run")
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         stands_in = name.partition(".")[0] in self.packages or name.startswith("megatron.energon")
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if stands_in else None
 
@@ -244,14 +303,19 @@ class StandIn(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {"__init__": lambda *_, **__: None}) if name[0].isupper() else mock.MagicMock(name=name)
+        return (
+            type(name, (), {"__init__": lambda *_, **__: None})
+            if name[0].isupper()
+            else mock.MagicMock(name=name)
+        )
 
 
 def without_gpu() -> None:
     """Makes the changes that Megatron-Bridge needs on a machine without a GPU."""
     import torch
 
-    sys.path.insert(0, str(ROOT / "tests" / "fake_te"))  # it builds Megatron-Core's Transformer Engine layers
+    # it builds Megatron-Core's Transformer Engine layers
+    sys.path.insert(0, str(ROOT / "tests" / "fake_te"))
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")  # it and Megatron-Core allocate there
     cuda.set_device = lambda *_: None  # each its own function: torch._dynamo takes none twice
@@ -259,7 +323,9 @@ def without_gpu() -> None:
     cuda.current_stream = lambda *_: mock.MagicMock()
     cuda.Stream = cuda.Event = mock.MagicMock
     cuda.device_count = lambda: 1
-    cuda.get_device_properties = lambda *_: types.SimpleNamespace(name="none", major=9, minor=0, total_memory=1 << 36)
+    cuda.get_device_properties = lambda *_: types.SimpleNamespace(
+        name="none", major=9, minor=0, total_memory=1 << 36
+    )
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_rng_state = lambda *_: torch.get_rng_state()  # asked for even where no state is saved
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
@@ -267,7 +333,9 @@ def without_gpu() -> None:
     class OnCpu(torch.overrides.TorchFunctionMode):
         """Allocates on the CPU whatever asks for device="cuda"."""
 
-        def __torch_function__(self, function: Any, kinds: Any, args: Any = (), named: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, kinds: Any, args: Any = (), named: Any = None
+        ) -> Any:
             named = dict(named or {})
             if str(named.get("device")).startswith("cuda"):
                 named["device"] = "cpu"
@@ -277,15 +345,19 @@ def without_gpu() -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()  # no CUDA generators; models are built under it
-    layers._grad_accum_fusion_available = True  # Megatron-Bridge turns it on; only training calls it
+    # no CUDA generators; models are built under it
+    CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
+    # Megatron-Bridge turns it on; only training calls it
+    layers._grad_accum_fusion_available = True
     from megatron.core.models.common.embeddings import rope_utils
 
-    rope_utils.fused_apply_rotary_pos_emb = NotImplemented  # Megatron-Bridge's Llama asks that it exists; nothing here calls it
+    # Megatron-Bridge's Llama asks that it exists; nothing here calls it
+    rope_utils.fused_apply_rotary_pos_emb = NotImplemented
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    for module in (transformer_engine, moe_utils, token_dispatcher):  # a mixture of experts asks that these exist
+    # a mixture of experts asks that these exist
+    for module in (transformer_engine, moe_utils, token_dispatcher):
         for name in dir(module):
             if name.startswith("fused_") and getattr(module, name) is None:
                 setattr(module, name, NotImplemented)

@@ -1,9 +1,11 @@
-"""How the work of a model past any machine at hand is divided among ranks: from headers alone, nothing is written.
+"""How the work of a model past any machine at hand is divided among ranks: from headers alone,
+nothing is written.
 
     python -m benchmarks.scale [--ranks 8,64,512]
 
-Kimi-K2 (1T parameters) with Adam state: bf16 weights, and fp32 master, first and second moment of each, 14 bytes a parameter. The plan is
-that of its weights (tp8 pp16 ep32, as in `benchmarks/run`); the three fp32 copies are the same boxes at twice the bytes, in files of their own.
+Kimi-K2 (1T parameters) with Adam state: bf16 weights, and fp32 master, first and second moment of
+each, 14 bytes a parameter. The plan is that of its weights (tp8 pp16 ep32, as in `benchmarks/run`);
+the three fp32 copies are the same boxes at twice the bytes, in files of their own.
 """
 
 from __future__ import annotations
@@ -26,30 +28,45 @@ SIZES = Parallel(tp=8, pp=16, ep=32, etp=1, last_stage_layers=1)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="8,64,512")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         in_bf16 = {**models.config("kimi-k2"), "quantization_config": None}
         hf = models.write(in_bf16, Path(work) / "hf", sparse=True, shard_bytes=5_000_000_000)
         begun = time.perf_counter()
-        plan = api.plan(hf, Path(work) / "out", format="torch_dist", parallel=SIZES, allow_inexact=["rope_beta_fast"])
+        plan = api.plan(
+            hf,
+            Path(work) / "out",
+            format="torch_dist",
+            parallel=SIZES,
+            allow_inexact=["rope_beta_fast"],
+        )
         planned = time.perf_counter() - begun
     copies, casts = plan.joined.copies, plan.joined.casts
     num_sources, num_targets = len(plan.source.layout.files), len(plan.outputs)
     begun = time.perf_counter()
-    work_units = clusters.Work.of(with_states(copies, num_sources, num_targets), [*casts, ("float32", "float32")])
+    work_units = clusters.Work.of(
+        with_states(copies, num_sources, num_targets), [*casts, ("float32", "float32")]
+    )
     divided = time.perf_counter() - begun
     slabs = work_units.slabs
     num_units = int(slabs["unit"][-1]) + 1
     unit_bytes = np.bincount(slabs["unit"], slabs["bytes"], num_units)
     total = unit_bytes.sum()
-    print(f"{total / 1e12:.2f} TB, {len(copies) * (1 + STATES):,} copies, {num_units:,} units, {num_targets * (1 + STATES):,} target files")
     print(
-        f"planned in {planned:.2f} s (weights), cut into units in {divided:.2f} s; the index of the weights' chunks: {index_bytes(plan):,} bytes"
+        f"{total / 1e12:.2f} TB, {len(copies) * (1 + STATES):,} copies, {num_units:,} units,"
+        f" {num_targets * (1 + STATES):,} target files"
     )
     print(
-        f"{'ranks':>6} {'GB each':>8} {'imbalance':>10} {'units each':>11} {'target files a rank':>20} {'ranks a target file':>20} {'requests a GB':>14}"
+        f"planned in {planned:.2f} s (weights), cut into units in {divided:.2f} s; the index of the"
+        f" weights' chunks: {index_bytes(plan):,} bytes"
+    )
+    print(
+        f"{'ranks':>6} {'GB each':>8} {'imbalance':>10} {'units each':>11}"
+        f" {'target files a rank':>20} {'ranks a target file':>20} {'requests a GB':>14}"
     )
     pairs = unit_files(work_units)
     for size in map(int, arguments.ranks.split(",")):
@@ -61,10 +78,12 @@ def main() -> None:
         touched = np.unique(np.stack([owner[pairs[:, 0]], pairs[:, 1]]), axis=1)
         files = np.bincount(touched[0], minlength=size)
         writers = np.bincount(touched[1])
-        requests = 2 * total / (1 << 20) / (total / 1e9)  # a read and a write for each MiB of a flat copy
+        # a read and a write for each MiB of a flat copy
+        requests = 2 * total / (1 << 20) / (total / 1e9)
         print(
-            f"{size:6} {held.mean() / 1e9:8.1f} {held.max() / held.mean() - 1:10.2%} {num_units / size:11.1f} "
-            f"{files.min():9} to {files.max():7} {writers[writers > 0].mean():20.2f} {requests:14.0f}"
+            f"{size:6} {held.mean() / 1e9:8.1f} {held.max() / held.mean() - 1:10.2%}"
+            f" {num_units / size:11.1f} {files.min():9} to {files.max():7}"
+            f" {writers[writers > 0].mean():20.2f} {requests:14.0f}"
         )
 
 

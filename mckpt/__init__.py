@@ -1,9 +1,9 @@
 """mckpt moves LLM checkpoints between Hugging Face and Megatron and proves the result.
 
-    plan = mckpt.plan("Qwen3-30B-A3B", "out", parallel=mckpt.Parallel(tp=4, pp=2, ep=8))
-    print(plan.summary())
-    plan.run(max_memory="2GiB")
-    mckpt.open("out")["layers.3.attn.q.weight"][:8].numpy()
+plan = mckpt.plan("Qwen3-30B-A3B", "out", parallel=mckpt.Parallel(tp=4, pp=2, ep=8))
+print(plan.summary())
+plan.run(max_memory="2GiB")
+mckpt.open("out")["layers.3.attn.q.weight"][:8].numpy()
 """
 
 from __future__ import annotations
@@ -19,11 +19,26 @@ if TYPE_CHECKING:
     from mckpt.verification.verdict import Verdict
 
 __version__ = "0.1.0"
-__all__ = ["Checkpoint", "Known", "Parallel", "Plan", "Target", "Verdict", "convert", "diff", "errors", "open", "plan", "verify"]
+__all__ = [
+    "Checkpoint",
+    "Known",
+    "Parallel",
+    "Plan",
+    "Target",
+    "Verdict",
+    "convert",
+    "diff",
+    "errors",
+    "open",
+    "plan",
+    "verify",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, imported when they are used: `mckpt --help` needs none of them, nor numpy."""
+    """The names above, imported when they are used: `mckpt --help` needs none of them,
+    nor numpy.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'mckpt' has no attribute {name!r}")
     from importlib import import_module

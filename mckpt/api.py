@@ -27,13 +27,27 @@ from mckpt.values import dtypes
 
 
 def open(path: str | Path, **known: Any) -> Checkpoint:
-    """Open a checkpoint of any format. Keywords are those of `Known`: like, family, vocab_size, iteration, settings."""
+    """Open a checkpoint of any format.
+
+    Keywords are those of `Known`: like, family, vocab_size, iteration, settings.
+    """
     return Checkpoint(path, Known(**known))
 
 
-def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = False, update_tracker: bool = False, known: Known | None = None,
-         target: Target | None = None, helps: bool = False, **wanted: Any) -> Plan:  # fmt: skip
-    """The proven plan that brings `src` to `dst`. Keywords are those of `Target` (format, parallel, dtype ...) unless `target` is given.
+def plan(
+    src: str | Path | Checkpoint,
+    dst: str | Path,
+    *,
+    overwrite: bool = False,
+    update_tracker: bool = False,
+    known: Known | None = None,
+    target: Target | None = None,
+    helps: bool = False,
+    **wanted: Any,
+) -> Plan:
+    """The proven plan that brings `src` to `dst`.
+
+    Keywords are those of `Target` (format, parallel, dtype ...) unless `target` is given.
 
     With `helps`, that of a rank other than 0: what stands at `dst` is rank 0's to judge.
     """
@@ -42,9 +56,17 @@ def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = Fal
     if target.format not in FORMATS:
         raise UsageError(f"no format {target.format!r}; known: {', '.join(FORMATS)}")
     if target.format == "hf" and source.format == "hf" and not source.quantised:
-        raise UsageError(f"{source.path}: is a Hugging Face directory already, and none of its tensors is quantised")
+        raise UsageError(
+            f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
+            " quantised"
+        )
     destination = Destination(
-        Path(dst), None if target.format == "hf" else _unit(source, target), source.root, overwrite=overwrite, update_tracker=update_tracker, helps=helps
+        Path(dst),
+        None if target.format == "hf" else _unit(source, target),
+        source.root,
+        overwrite=overwrite,
+        update_tracker=update_tracker,
+        helps=helps,
     )
     if target.dtype is not None:
         dtypes.parse(target.dtype)
@@ -52,7 +74,9 @@ def plan(src: str | Path | Checkpoint, dst: str | Path, *, overwrite: bool = Fal
 
 
 def _unit(source: Checkpoint, target: Target) -> str:
-    """The name that the checkpoint gets: the one asked for, else the source's, else that of its iteration."""
+    """The name that the checkpoint gets: the one asked for, else the source's, else that of its
+    iteration.
+    """
     if target.iteration is not None:
         return unit_name(target.iteration)
     if source.unit is not None and is_unit_name(source.unit.name):
@@ -61,14 +85,30 @@ def _unit(source: Checkpoint, target: Target) -> str:
     return unit_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
 
 
-def convert(src: str | Path, dst: str | Path, *, max_memory: int | str = "64MiB", threads: int = 0, checksum: str = "crc32",
-            progress: Progress | None = None, **wanted: Any) -> dict[str, Any]:  # fmt: skip
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    max_memory: int | str = "64MiB",
+    threads: int = 0,
+    checksum: str = "crc32",
+    progress: Progress | None = None,
+    **wanted: Any,
+) -> dict[str, Any]:
     """`plan(...)`, then `run`; returns the manifest."""
-    return plan(src, dst, **wanted).run(max_memory=max_memory, threads=threads, checksum=checksum, progress=progress)
+    return plan(src, dst, **wanted).run(
+        max_memory=max_memory, threads=threads, checksum=checksum, progress=progress
+    )
 
 
-def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, *, atol: float | None = None, known: Known | None = None,
-         progress: Progress | None = None) -> comparison.Difference:  # fmt: skip
+def diff(
+    a: str | Path | Checkpoint,
+    b: str | Path | Checkpoint,
+    *,
+    atol: float | None = None,
+    known: Known | None = None,
+    progress: Progress | None = None,
+) -> comparison.Difference:
     """Compare two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"atol {atol} is no largest difference: say a number from 0 on")
@@ -80,15 +120,38 @@ def diff(a: str | Path | Checkpoint, b: str | Path | Checkpoint, *, atol: float 
 
 
 def launch(source: Checkpoint) -> megatron_args.Launch:
-    """The flags of pretrain_gpt.py for any checkpoint: from its dims, and from its own args where it has them."""
+    """The flags of pretrain_gpt.py for any checkpoint: from its dims, and from its own args where
+    it has them.
+    """
     dialect = mapping.load("megatron", DIALECT)
     own = {k: v for k, v in (source.args or {}).items() if v is not None}
     try:
-        rows = source.stored.padded_vocab(dialect, source.parallel) if not isinstance(source.stored, hf.Checkpoint) else None
-        given = {**GIVEN, "dtype": most_dtype(source), "padded_vocab_size": rows or padded_rows(source.dims, Target())}
-        return megatron_args.launch(dialect, {**dialect.write(source.dims, given), **source.parallel.args(), **own})
+        rows = (
+            source.stored.padded_vocab(dialect, source.parallel)
+            if not isinstance(source.stored, hf.Checkpoint)
+            else None
+        )
+        given = {
+            **GIVEN,
+            "dtype": most_dtype(source),
+            "padded_vocab_size": rows or padded_rows(source.dims, Target()),
+        }
+        return megatron_args.launch(
+            dialect, {**dialect.write(source.dims, given), **source.parallel.args(), **own}
+        )
     except VocabSizeUnknown:
         return megatron_args.launch(dialect, own)
 
 
-__all__ = ["Checkpoint", "DestinationError", "Known", "Parallel", "Plan", "Target", "convert", "diff", "open", "plan"]
+__all__ = [
+    "Checkpoint",
+    "DestinationError",
+    "Known",
+    "Parallel",
+    "Plan",
+    "Target",
+    "convert",
+    "diff",
+    "open",
+    "plan",
+]

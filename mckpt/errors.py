@@ -1,10 +1,15 @@
-"""What can go wrong, one class per exit code. The message names the thing, the place, the numbers and the cure."""
+"""What can go wrong, one class per exit code.
+
+The message names the thing, the place, the numbers and the cure.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-MAX_LISTED = 20  # problems printed of one kind; the rest are counted: a wrong --tp would otherwise print one line per tensor
+# problems printed of one kind; the rest are counted: a wrong --tp would otherwise print one line
+# per tensor
+MAX_LISTED = 20
 
 
 class MckptError(Exception):

@@ -1,4 +1,6 @@
-"""numpy, imported when it is first used: that takes as long as all else of a start, and `mckpt --help` needs none of it."""
+"""numpy, imported when it is first used: that takes as long as all else of a start, and `mckpt
+--help` needs none of it.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,8 @@ __all__ = ["distinct", "numpy"]
 
 
 def distinct(values: numpy.ndarray) -> numpy.ndarray:
-    """Each of the values once, in order: what numpy.unique does, which imports numpy.ma, in 12 to 65 ms."""
+    """Each of the values once, in order: what numpy.unique does, which imports numpy.ma, in 12 to
+    65 ms.
+    """
     values = numpy.sort(values, axis=None)
     return values[numpy.append(True, values[1:] != values[:-1])[: len(values)]]

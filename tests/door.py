@@ -1,4 +1,6 @@
-"""What a user meets: `mckpt` run in this process, checkpoints damaged on purpose, and what a run left behind."""
+"""What a user meets: `mckpt` run in this process, checkpoints damaged on purpose, and what a run
+left behind.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,11 @@ class Said(NamedTuple):
 def mckpt(*args: Any) -> Said:
     """Run `mckpt` with these arguments, without a process of its own."""
     out, err = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", ["mckpt", *map(str, args)]), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        mock.patch.object(sys, "argv", ["mckpt", *map(str, args)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
         try:
             cli.main()
             code: Any = 0
@@ -54,7 +60,9 @@ def good(*args: Any) -> Said:
 
 
 def refused(code: int, *words: str, args: tuple[Any, ...], untouched: Path | None = None) -> str:
-    """mckpt must exit with `code`, say one error that has these words, no traceback, and leave `untouched` as it was."""
+    """mckpt must exit with `code`, say one error that has these words, no traceback, and leave
+    `untouched` as it was.
+    """
     before = None if untouched is None else tree(untouched)
     said = mckpt(*args)
     assert said.code == code, f"wanted exit {code}, got {said.code}:\n{said.out}{said.err}"
@@ -62,15 +70,27 @@ def refused(code: int, *words: str, args: tuple[Any, ...], untouched: Path | Non
     assert said.out == "", said.out
     missing = [w for w in words if w not in said.err]
     assert not missing, f"the error does not say {missing}:\n{said.err}"
-    assert said.err.count("mckpt: ") + said.err.count("Error: ") == 1, f"one error is wanted:\n{said.err}"
+    assert said.err.count("mckpt: ") + said.err.count("Error: ") == 1, (
+        f"one error is wanted:\n{said.err}"
+    )
     if untouched is not None:
         assert tree(untouched) == before, f"{untouched} was changed"
     return said.err
 
 
 def tree(path: Path) -> dict[str, bytes | None]:
-    """Every file below a directory, hidden ones too, with its bytes; directories as None. Empty where there is nothing."""
-    return {str(p.relative_to(path)): p.read_bytes() if p.is_file() else None for p in sorted(path.rglob("*"))} if path.exists() else {}
+    """Every file below a directory, hidden ones too, with its bytes; directories as None.
+
+    Empty where there is nothing.
+    """
+    return (
+        {
+            str(p.relative_to(path)): p.read_bytes() if p.is_file() else None
+            for p in sorted(path.rglob("*"))
+        }
+        if path.exists()
+        else {}
+    )
 
 
 def hf(path: Path, case: str = "qwen3", **how: Any) -> Path:
@@ -96,7 +116,9 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class Pt:
-    """A torch.save file taken apart, without torch: `value` may be changed (tensors are records), `data` holds the storages."""
+    """A torch.save file taken apart, without torch: `value` may be changed (tensors are records),
+    `data` holds the storages.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +162,8 @@ def save_hostile(path: Path, mark: Path) -> None:
 
 
 def emit(tensors: dict[str, Any], items: list[Any]) -> bytes:
-    """The .metadata of tensors, (dtype, shape, [(offsets, sizes)]) or None for an object, and items, (key, offsets, file, offset, length).
+    """The .metadata of tensors, (dtype, shape, [(offsets, sizes)]) or None for an object, and
+    items, (key, offsets, file, offset, length).
 
     One by one, so that what they say need not fit together.
     """
@@ -148,9 +171,21 @@ def emit(tensors: dict[str, Any], items: list[Any]) -> bytes:
     pieces = dcp_metadata.emit_metadata(
         {key: tensor[:2] for key, tensor in tensors.items() if tensor},
         [key for key, tensor in tensors.items() if not tensor],
-        [dcp_metadata.Chunks(key, np.array([o]), sizes) for key, tensor in tensors.items() if tensor for o, sizes in tensor[2]],
         [
-            dcp_metadata.Items([key], None, None if o is None else np.array([o]), np.array([files.index(file)]), np.array([at]), length)
+            dcp_metadata.Chunks(key, np.array([o]), sizes)
+            for key, tensor in tensors.items()
+            if tensor
+            for o, sizes in tensor[2]
+        ],
+        [
+            dcp_metadata.Items(
+                [key],
+                None,
+                None if o is None else np.array([o]),
+                np.array([files.index(file)]),
+                np.array([at]),
+                length,
+            )
             for key, o, file, at, length in items
         ],
         files,

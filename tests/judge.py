@@ -1,9 +1,11 @@
-"""The judge that is not ours: runs many cases on the real megatron-core in one launch, on CPU (gloo) or GPU (NCCL).
+"""The judge that is not ours: runs many cases on the real megatron-core in one launch, on CPU
+(gloo) or GPU (NCCL).
 
     torchrun --nproc-per-node W tests/judge.py cases.json out_dir        or, on one machine, with WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
     python tests/judge.py cases.json out_dir                             whose ranks are forks of it
 
-cases.json is a list. Every case is a dict with `kind`, optionally `name` (default case000 ...), and by kind:
+cases.json is a list. Every case is a dict with `kind`, optionally `name` (default case000 ...), and
+by kind:
 
     forward  checkpoint, tokens [[...]]; args: replaces entries of the checkpoint's own; format: must be so; strict; impl: replaces
              args.transformer_impl; training: build as for training (sequence parallelism)
@@ -12,15 +14,18 @@ cases.json is a list. Every case is a dict with `kind`, optionally `name` (defau
     save     args, destination, format; seed, with_args, iteration (null: release), tokens
              -> a randomly filled model saved by megatron-core in args.params_dtype, the same for every parallel size; NAME.npy
     keys     args -> torch_dist: {key: [global shape, dtype]} ([] and "object" for objects);
-             torch: {mp_rank directory: [one {key: shape, null for an object} per virtual stage]}; any size: no processes needed
+             torch: {mp_rank directory: [one {key: shape, null for an object} per virtual stage]};
+             any size: no processes needed
     train    checkpoint and the other entries of a job of mckpt.trainer.train -> steps: what train() returns
     grid     cp -> files, reads: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer, of every reader]}; any size
 
-Sizes, in all kinds: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the fewest ranks). A case runs on the first
-`world` of the W ranks in process groups of its own, so one that fails cannot harm the next. timeout: seconds for one collective (60);
-a case that takes 3 times as long is stuck and ends the launch, with the stacks of its ranks on stderr.
+Sizes, in all kinds: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the
+fewest ranks). A case runs on the first `world` of the W ranks in process groups of its own, so one
+that fails cannot harm the next. timeout: seconds for one collective (60); a case that takes 3 times
+as long is stuck and ends the launch, with the stacks of its ranks on stderr.
 
-out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first), and what the kind gives.
+out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first), and what the kind
+gives.
 """
 
 from __future__ import annotations
@@ -55,11 +60,15 @@ def main() -> None:
     out = Path(sys.argv[2])
     out.mkdir(parents=True, exist_ok=True)
     if "JUDGE_PARENT" in os.environ:
-        threading.Thread(target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True).start()
+        threading.Thread(
+            target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True
+        ).start()
     cpu.install()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    store, rank, num_ranks = next(dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5 * TIMEOUT_S)))
+    store, rank, num_ranks = next(
+        dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5 * TIMEOUT_S))
+    )
     for index, case in enumerate(cases):
         case = {"name": f"case{index:03d}"} | case
         faulthandler.dump_traceback_later(3 * case.get("timeout", TIMEOUT_S), exit=True)
@@ -71,7 +80,9 @@ def main() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ends this process group when the process that started it is gone (a test run that was killed)."""
+    """Ends this process group when the process that started it is gone (a test run that was
+    killed).
+    """
     while True:
         time.sleep(1)
         try:
@@ -81,7 +92,9 @@ def die_with(parent: int) -> None:
 
 
 def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int, out: Path) -> None:
-    """One case on this rank; rank 0 gathers what the others say through the store, which outlives their process groups."""
+    """One case on this rank; rank 0 gathers what the others say through the store, which outlives
+    their process groups.
+    """
     limit = datetime.timedelta(seconds=5 * case.get("timeout", TIMEOUT_S))
     alone = case["kind"] in ("grid", "keys")
     world = 1 if alone else case.get("world") or smallest_world(case)
@@ -101,15 +114,26 @@ def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int,
         ranks = range(min(world, num_ranks))
         store.wait([f"report{r}" for r in ranks], limit)
         reports = [json.loads(store.get(f"report{r}")) for r in ranks]
-        failed = sorted((r for r in ranks if "error" in reports[r]), key=lambda r: reports[r]["failed_after_s"])
-        verdict = {"name": case["name"], "kind": case["kind"], "ok": not failed, "seconds": round(time.time() - started, 2)}
+        failed = sorted(
+            (r for r in ranks if "error" in reports[r]), key=lambda r: reports[r]["failed_after_s"]
+        )
+        verdict = {
+            "name": case["name"],
+            "kind": case["kind"],
+            "ok": not failed,
+            "seconds": round(time.time() - started, 2),
+        }
         if failed:
             verdict["error"] = {str(r): reports[r]["error"] for r in failed}
         else:
             verdict |= reports[0]["result"]
             if case["kind"] == "forward":
-                verdict["unread"] = sorted(set.intersection(*(set(report["result"]["unread"]) for report in reports)))
-                verdict["forgiven"] = sorted(set.union(*(set(report["result"]["forgiven"]) for report in reports)))
+                verdict["unread"] = sorted(
+                    set.intersection(*(set(report["result"]["unread"]) for report in reports))
+                )
+                verdict["forgiven"] = sorted(
+                    set.union(*(set(report["result"]["forgiven"]) for report in reports))
+                )
         (out / f"{case['name']}.json").write_text(json.dumps(verdict))
         store.set("end", "")
     store.wait(["end"], limit)
@@ -119,7 +143,13 @@ def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, w
     """The process groups of one case."""
     timeout_s = case.get("timeout", TIMEOUT_S)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
     build.initialize(args, timeout_s)
 
 
@@ -142,7 +172,9 @@ def smallest_world(case: dict[str, Any]) -> int:
     return launching.world({**given, "etp": case.get("etp") or given["tp"]})
 
 
-def forward_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+def forward_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
     found = load.format_of(case["checkpoint"])
     if case.get("format", found) != found:
         raise ValueError(f"{case['checkpoint']} is {found}, not {case['format']}")
@@ -152,10 +184,17 @@ def forward_case(case: dict[str, Any], store: dist.Store, rank: int, world: int,
     chunks = build.build(args, training=case.get("training", False))
     state = load.load(chunks, args, case["checkpoint"], case.get("strict", "raise_unexpected"))
     keep_logits(chunks, args, case, rank, out)
-    return {"format": found, "unread": state["unread"], "forgiven": state["forgiven"], "iteration": state.get("iteration")}
+    return {
+        "format": found,
+        "unread": state["unread"],
+        "forgiven": state["forgiven"],
+        "iteration": state.get("iteration"),
+    }
 
 
-def save_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+def save_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
     args = build.at_sizes({}, **case["args"] | sizes(case))
     start(case, args, store, rank, world)
     chunks = build.build(args)
@@ -164,18 +203,29 @@ def save_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
     keep_logits(chunks, args, case, rank, out)
     for chunk in chunks:
         build.cast(chunk, dtype)
-    unit = save.save(chunks, args, case["destination"], case["format"], case.get("iteration", 1), case.get("with_args", True))
+    unit = save.save(
+        chunks,
+        args,
+        case["destination"],
+        case["format"],
+        case.get("iteration", 1),
+        case.get("with_args", True),
+    )
     return {"unit": str(unit)}
 
 
-def train_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+def train_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
     limit = datetime.timedelta(seconds=case.get("timeout", TIMEOUT_S))
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return {"steps": train.run(case, limit.total_seconds())}
 
 
-def keep_logits(chunks: list[Any], args: Namespace, case: dict[str, Any], rank: int, out: Path) -> None:
+def keep_logits(
+    chunks: list[Any], args: Namespace, case: dict[str, Any], rank: int, out: Path
+) -> None:
     if case.get("tokens"):
         logits = forward.logits(chunks, args, torch.tensor(case["tokens"]))
         if rank == 0:
@@ -184,9 +234,11 @@ def keep_logits(chunks: list[Any], args: Namespace, case: dict[str, Any], rank: 
 
 @torch.no_grad()
 def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
-    """Every weight from a seeded normal, biases and norms (about 1) too, rounded to `dtype`; the same whatever the parallel sizes.
+    """Every weight from a seeded normal, biases and norms (about 1) too, rounded to `dtype`; the
+    same whatever the parallel sizes.
 
-    Each whole tensor is drawn under its torch_dist key and this rank's part cut out, so replicas and tied copies agree as well.
+    Each whole tensor is drawn under its torch_dist key and this rank's part cut out, so replicas
+    and tied copies agree as well.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -194,20 +246,37 @@ def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
     for tensor in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
         if not isinstance(tensor, ShardedTensor):
             continue  # _extra_state
-        key = tensor.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")  # one norm: its key depends on transformer_impl
-        whole = torch.randn(tensor.global_shape, generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {key}".encode()))) * 0.15
+        # one norm: its key depends on transformer_impl
+        key = tensor.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        whole = (
+            torch.randn(
+                tensor.global_shape,
+                generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {key}".encode())),
+            )
+            * 0.15
+        )
         if "norm" in key and key.endswith("weight"):
             whole += 1
-        axes = tensor.prepend_axis_num  # the layer and expert axes of stacked keys, which the module's own tensor lacks
+        # the layer and expert axes of stacked keys, which the module's own tensor lacks
+        axes = tensor.prepend_axis_num
         part = whole[tuple(tensor.global_offset[:axes])]
-        part = part[tuple(slice(o, o + n) for o, n in zip(tensor.global_offset[axes:], tensor.local_shape, strict=True))]
+        part = part[
+            tuple(
+                slice(o, o + n)
+                for o, n in zip(tensor.global_offset[axes:], tensor.local_shape, strict=True)
+            )
+        ]
         tensor.data.copy_(part if key.endswith("expert_bias") else part.to(dtype))
     left = load.marked(chunks)
     assert not left, f"sharded_state_dict does not cover {left}"
 
 
-def keys_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
-    """What the model of every rank would save, from torch's fake process group: one process plays all ranks in turn."""
+def keys_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    """What the model of every rank would save, from torch's fake process group: one process plays
+    all ranks in turn.
+    """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -221,19 +290,28 @@ def keys_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
         chunks = build.build(args)
         for value in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
             if isinstance(value, ShardedTensor):
-                global_keys[value.key] = [list(value.global_shape), str(value.dtype).removeprefix("torch.")]
+                global_keys[value.key] = [
+                    list(value.global_shape),
+                    str(value.dtype).removeprefix("torch."),
+                ]
             else:
                 global_keys[value.unique_key] = [[], "object"]
         if save.writes_torch_file():
             states = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
             files[load.rank_directory(args)] = [
-                {name: list(v.shape) if isinstance(v, torch.Tensor) else None for name, v in state.items()} for state in states
+                {
+                    name: list(v.shape) if isinstance(v, torch.Tensor) else None
+                    for name, v in state.items()
+                }
+                for state in states
             ]
         tear_down()
     return {"torch_dist": global_keys, "torch": files}
 
 
-def grid_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+def grid_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
     """Which rank reads and which writes which legacy file, by megatron-core's own RankGenerator."""
     from megatron.core.parallel_state import RankGenerator
 
@@ -250,8 +328,14 @@ def grid_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
     reads: dict[str, Any] = {}
     files: dict[str, Any] = {}
     for played in range(world):
-        t, p, e = position(dense, "tp", played), position(dense, "pp", played), position(expert, "ep", played)
-        name = f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        t, p, e = (
+            position(dense, "tp", played),
+            position(dense, "pp", played),
+            position(expert, "ep", played),
+        )
+        name = (
+            f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        )
         reads.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
         if position(dense, "dp", played) and position(expert, "dp", played):
             continue  # neither is 0: does not write
@@ -259,16 +343,27 @@ def grid_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, ou
     return {"files": files, "reads": reads}
 
 
-def death_case(case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path) -> dict[str, Any]:
+def death_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
     """For the judge's own test: the launch ends without a verdict."""
     os._exit(1)
 
 
-KINDS = {"forward": forward_case, "save": save_case, "train": train_case, "keys": keys_case, "grid": grid_case, "death": death_case}
+KINDS = {
+    "forward": forward_case,
+    "save": save_case,
+    "train": train_case,
+    "keys": keys_case,
+    "grid": grid_case,
+    "death": death_case,
+}
 
 
 def fork_ranks() -> None:
-    """Every rank as a fork of this process, in which all that they need is imported: that takes 8 s of CPU, which four of them then share."""
+    """Every rank as a fork of this process, in which all that they need is imported: that takes 8 s
+    of CPU, which four of them then share.
+    """
     import megatron.core.dist_checkpointing
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs

@@ -1,4 +1,6 @@
-"""Runs tests/judge.py or tests/stock.py for a test: starts the processes, waits with a limit, reads the results, leaves nothing running."""
+"""Runs tests/judge.py or tests/stock.py for a test: starts the processes, waits with a limit, reads
+the results, leaves nothing running.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,21 @@ HERE = Path(__file__).parent
 
 
 def record(judge: str, case: str, form: str, sizes: str, difference: float, largest: float) -> None:
-    """Adds one result to the file that JUDGED names, from which tests/matrix.py makes docs/judges.md; does nothing without it.
+    """Adds one result to the file that JUDGED names, from which tests/matrix.py makes
+    docs/judges.md; does nothing without it.
 
     `difference` is the largest difference of a logit, and `largest` the largest logit.
     """
     if path := os.environ.get("JUDGED"):
-        row = {"judge": judge, "case": case, "format": form, "sizes": sizes, "difference": difference, "largest": largest,
-               "megatron_core": version("megatron-core")}  # fmt: skip
+        row = {
+            "judge": judge,
+            "case": case,
+            "format": form,
+            "sizes": sizes,
+            "difference": difference,
+            "largest": largest,
+            "megatron_core": version("megatron-core"),
+        }
         with open(path, "a") as file:
             file.write(json.dumps(row, default=float) + "\n")
 
@@ -40,10 +50,13 @@ def judge(
     timeout: float = 1200,
     program: str = "judge.py",
 ) -> dict[str, dict[str, Any]]:
-    """The result of every case by its name, with `logits` (an array) where the case gives them. A failed case has ok False and error.
+    """The result of every case by its name, with `logits` (an array) where the case gives them.
 
-    A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the log, and the cases after it get a launch
-    of their own. `timeout` is seconds for all of it. `program` is judge.py or stock.py, which have the same door.
+    A failed case has ok False and error.
+
+    A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the
+    log, and the cases after it get a launch of their own. `timeout` is seconds for all of it.
+    `program` is judge.py or stock.py, which have the same door.
     """
     directory.mkdir(parents=True, exist_ok=True)
     cases = [{"name": f"case{index:03d}"} | case for index, case in enumerate(cases)]
@@ -66,14 +79,26 @@ def judge(
     return results
 
 
-def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_te: bool, timeout: float, program: str) -> str:
+def launch(
+    cases: list[dict[str, Any]],
+    world_size: int,
+    directory: Path,
+    fake_te: bool,
+    timeout: float,
+    program: str,
+) -> str:
     """One run of the program on `world_size` ranks; returns its log.
 
-    The ranks are started here rather than by torchrun, which puts every rank into a session of its own, out of reach: here all of them, and
-    the manager processes that megatron-core's saver forks, are one process group that is killed at the end, come what may.
+    The ranks are started here rather than by torchrun, which puts every rank into a session of its
+    own, out of reach: here all of them, and the manager processes that megatron-core's saver forks,
+    are one process group that is killed at the end, come what may.
     """
     (directory / "cases.json").write_text(json.dumps(cases))
-    path = [*([str(HERE / "fake_te")] if fake_te else []), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    path = [
+        *([str(HERE / "fake_te")] if fake_te else []),
+        str(HERE.parent),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     environ = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONWARNINGS": "ignore",
@@ -95,7 +120,10 @@ def launch(cases: list[dict[str, Any]], world_size: int, directory: Path, fake_t
         try:
             group.wait(timeout)
         except subprocess.TimeoutExpired:
-            raise TimeoutError(f"the judge did not end in {timeout:.0f} s:\n{log.read_text(errors='replace')[-6000:]}") from None
+            raise TimeoutError(
+                f"the judge did not end in {timeout:.0f}"
+                f" s:\n{log.read_text(errors='replace')[-6000:]}"
+            ) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group.pid, signal.SIGKILL)

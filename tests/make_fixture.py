@@ -1,7 +1,9 @@
-"""Make fixtures/tiny-qwen3, the model of the README, and fixtures/configs/v5: python -m tests.make_fixture
+"""Make fixtures/tiny-qwen3, the model of the README, and fixtures/configs/v5: python -m
+tests.make_fixture
 
-The model is a Qwen3 of 120 thousand random parameters with a real byte-level tokenizer, small enough to be kept in git.
-Its vocabulary is larger than its tokenizer's, and odd, as published models' are.
+The model is a Qwen3 of 120 thousand random parameters with a real byte-level tokenizer, small
+enough to be kept in git. Its vocabulary is larger than its tokenizer's, and odd, as published
+models' are.
 """
 
 from __future__ import annotations
@@ -46,28 +48,49 @@ TINY_QWEN3: Config = {
 MERGES = ("t h", "th e", "i n", "a n", "e r", "o n", "Ġ the", "Ġ a")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content']"
+    " + '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n'"
+    " }}{% endif %}"
 )
 
 
 def byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each of the 256 bytes: itself if printable, else the next letter from U+0100."""
+    """The letter that byte-level BPE writes for each of the 256 bytes: itself if printable, else
+    the next letter from U+0100.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unprintable = [byte for byte in range(256) if byte not in printable]
-    return [chr(byte) if byte in printable else chr(0x100 + unprintable.index(byte)) for byte in range(256)]
+    return [
+        chr(byte) if byte in printable else chr(0x100 + unprintable.index(byte))
+        for byte in range(256)
+    ]
 
 
 def tokenizer() -> dict[str, Any]:
-    """The content of a tokenizer.json: byte-level BPE with the 256 bytes, eight merges and Qwen's three special tokens."""
+    """The content of a tokenizer.json: byte-level BPE with the 256 bytes, eight merges and Qwen's
+    three special tokens.
+    """
     words = [*byte_letters(), *(merge.replace(" ", "") for merge in MERGES)]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": True,
+    }
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [{"id": len(words) + i, "content": word, **flags} for i, word in enumerate(SPECIAL)],
+        "added_tokens": [
+            {"id": len(words) + i, "content": word, **flags} for i, word in enumerate(SPECIAL)
+        ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
         "post_processor": None,
@@ -94,14 +117,25 @@ def write_tiny_qwen3(directory: Path) -> None:
     write_json(directory / "tokenizer.json", tokenizer())
     names = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[2], "pad_token": SPECIAL[0]}
     settings = {"add_prefix_space": False, "chat_template": CHAT_TEMPLATE, "model_max_length": 128}
-    write_json(directory / "tokenizer_config.json", {**names, **settings, "tokenizer_class": "PreTrainedTokenizerFast"})
+    write_json(
+        directory / "tokenizer_config.json",
+        {**names, **settings, "tokenizer_class": "PreTrainedTokenizerFast"},
+    )
     write_json(directory / "special_tokens_map.json", names)
-    generation = {"bos_token_id": 264, "do_sample": False, "eos_token_id": 266, "pad_token_id": 264, "transformers_version": "4.51.0"}
+    generation = {
+        "bos_token_id": 264,
+        "do_sample": False,
+        "eos_token_id": 266,
+        "pad_token_id": 264,
+        "transformers_version": "4.51.0",
+    }
     write_json(directory / "generation_config.json", generation)
 
 
 def write_v5_configs(directory: Path) -> None:
-    """Write the published configs named in V5 as the installed transformers saves them (5 or later)."""
+    """Write the published configs named in V5 as the installed transformers saves them (5 or
+    later).
+    """
     from transformers import AutoConfig
 
     directory.mkdir(parents=True, exist_ok=True)

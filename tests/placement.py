@@ -1,11 +1,15 @@
-"""Where Megatron-Core places layers, asked of Megatron-Core itself; tests/data/placement.json holds the answers.
+"""Where Megatron-Core places layers, asked of Megatron-Core itself; tests/data/placement.json holds
+the answers.
 
-The file's rows are [num_layers, pp, what else is said, answer]. They come from a grid of 2,285 argument sets that was run through Megatron-LM
-core_v0.16.1: validate_args, TransformerConfig, get_num_layers_to_build and get_transformer_layer_offset. An answer is [pipeline rank][virtual
-stage] -> [first layer, number of layers], null where Megatron refuses, or "lost" where it accepts and then loses or doubles layers. `compact`
-made the file of that grid's output: all that was accepted, and every fourth of what was refused.
+The file's rows are [num_layers, pp, what else is said, answer]. They come from a grid of 2,285
+argument sets that was run through Megatron-LM core_v0.16.1: validate_args, TransformerConfig,
+get_num_layers_to_build and get_transformer_layer_offset. An answer is [pipeline rank][virtual
+stage] -> [first layer, number of layers], null where Megatron refuses, or "lost" where it accepts
+and then loses or doubles layers. `compact` made the file of that grid's output: all that was
+accepted, and every fourth of what was refused.
 
-`python -m tests.placement` asks the installed megatron-core for the rows on stdin, without validate_args, which is no part of it.
+`python -m tests.placement` asks the installed megatron-core for the rows on stdin, without
+validate_args, which is no part of it.
 """
 
 from __future__ import annotations
@@ -27,14 +31,17 @@ Row = tuple[int, int, dict[str, Any], Any]  # num_layers, pp, fields of Parallel
 
 
 def compact(grid: list[dict[str, Any]]) -> list[Row]:
-    """The rows that Parallel can say, of a grid of {"args": ..., "stages": [{pp, vp, layers}] | "error": ..., "each_layer_once": bool}."""
+    """The rows that Parallel can say, of a grid of {"args": ..., "stages": [{pp, vp, layers}] |
+    "error": ..., "each_layer_once": bool}.
+    """
     out: list[Row] = []
     refused = 0
     for one in grid:
         args = dict(one["args"])
         num_layers, pp = args.pop("num_layers"), args.pop("pp")
         said = {SHORT[k]: v for k, v in args.items() if k in SHORT}
-        if (per := args.get("num_layers_per_virtual_pipeline_stage")) is not None:  # the other way to say vpp
+        # the other way to say vpp
+        if (per := args.get("num_layers_per_virtual_pipeline_stage")) is not None:
             total = num_layers + len([k for k in said if k.startswith("account")])
             if total % (per * pp) or "first_stage_layers" in said:
                 continue
@@ -88,9 +95,14 @@ def ask(num_layers: int, pp: int, said: dict[str, Any]) -> Any:
             vpp = len(PipelineParallelLayerLayout.parse_str_to_list(said["layout"])) // pp
         virtual = vpp if vpp > 1 else None
         config = TransformerConfig(
-            num_layers=num_layers, hidden_size=64, num_attention_heads=8, pipeline_model_parallel_size=pp, pipeline_dtype=torch.float32,
-            virtual_pipeline_model_parallel_size=virtual, **{names[k]: v for k, v in said.items()},
-        )  # fmt: skip
+            num_layers=num_layers,
+            hidden_size=64,
+            num_attention_heads=8,
+            pipeline_model_parallel_size=pp,
+            pipeline_dtype=torch.float32,
+            virtual_pipeline_model_parallel_size=virtual,
+            **{names[k]: v for k, v in said.items()},
+        )
         out: list[list[list[int]]] = []
         for p in range(pp):
             parallel_state.set_pipeline_model_parallel_rank(p)
@@ -99,7 +111,10 @@ def ask(num_layers: int, pp: int, said: dict[str, Any]) -> Any:
             out.append([])
             for v in range(vpp):
                 stage = v if virtual else None
-                count, first = get_num_layers_to_build(config, stage, p), get_transformer_layer_offset(config, stage, p)
+                count, first = (
+                    get_num_layers_to_build(config, stage, p),
+                    get_transformer_layer_offset(config, stage, p),
+                )
                 out[-1].append([first if count else 0, count])
         return out
     except (AssertionError, ValueError, ZeroDivisionError):

@@ -1,4 +1,5 @@
-"""The stock trainer as a judge: megatron.training of the megatron-core wheel (0.17 and later) loads, runs and saves checkpoints, on CPU.
+"""The stock trainer as a judge: megatron.training of the megatron-core wheel (0.17 and later)
+loads, runs and saves checkpoints, on CPU.
 
     python tests/stock.py cases.json out_dir
 
@@ -11,15 +12,18 @@ cases.json is a list. Every case is a dict:
     tokens      optional; [[...]] -> NAME.npy: fp32 logits [batch, seq, vocab]
     save        optional; directory for --save
 
-Each case runs, in this order, the code of pretrain_gpt.py: parse_args and validate_args on the flags, set_global_variables,
-initialize_megatron, gpt_config_from_args, the builder's build_distributed_models, load_checkpoint, save_checkpoint. Every parameter is NaN
-before the load and none may be after it. load_checkpoint would try again with strict=False where names or shapes do not fit, and go on;
-here that is an error.
+Each case runs, in this order, the code of pretrain_gpt.py: parse_args and validate_args on the
+flags, set_global_variables, initialize_megatron, gpt_config_from_args, the builder's
+build_distributed_models, load_checkpoint, save_checkpoint. Every parameter is NaN before the load
+and none may be after it. load_checkpoint would try again with strict=False where names or shapes do
+not fit, and go on; here that is an error.
 
-out_dir/NAME.json: ok, seconds, error {rank: traceback}, args: values that the parser and validate_args arrived at.
+out_dir/NAME.json: ok, seconds, error {rank: traceback}, args: values that the parser and
+validate_args arrived at.
 
-Everything is imported once, which takes 10 s. The ranks of each case are forks of this process, because megatron.training keeps global state.
-Lines marked STUB replace what needs a GPU; so does mckpt.trainer.cpu.
+Everything is imported once, which takes 10 s. The ranks of each case are forks of this process,
+because megatron.training keeps global state. Lines marked STUB replace what needs a GPU; so does
+mckpt.trainer.cpu.
 """
 
 from __future__ import annotations
@@ -53,25 +57,43 @@ from mckpt.trainer import cpu, forward
 from tests.judge import die_with
 
 TIMEOUT_S = 120  # of one collective; a case that takes twice as long is ended
-# Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr and --save-interval are demanded.
+# Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr
+# and --save-interval are demanded.
 RUN = """--no-load-optim --no-load-rng --no-save-optim --no-save-rng --save-interval 1 --train-iters 1 --lr 1e-4 --micro-batch-size 1
     --global-batch-size 4 --use-cpu-initialization --distributed-backend gloo --no-bias-swiglu-fusion --no-bias-dropout-fusion
     --no-masked-softmax-fusion""".split()  # noqa: SIM905
-SHOWN = ("seq_length", "max_position_embeddings", "apply_rope_fusion", "padded_vocab_size")  # args that a test looks at
+# args that a test looks at
+SHOWN = ("seq_length", "max_position_embeddings", "apply_rope_fusion", "padded_vocab_size")
 
 
 def main() -> None:
     cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     if "JUDGE_PARENT" in os.environ:
-        threading.Thread(target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True).start()
+        threading.Thread(
+            target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True
+        ).start()
     stub()
     for case in cases:
         started = time.monotonic()
-        ranks = [fork(case, rank, out) for rank in range(case["world"] if case["checkpoint"] else 1)]
-        reports = [report(out / f"{case['name']}.rank{rank}", pid, started) for rank, pid in enumerate(ranks)]
-        failed = sorted((r for r in range(len(ranks)) if "error" in reports[r]), key=lambda r: reports[r]["failed_after_s"])
-        verdict = {"name": case["name"], "ok": not failed, "seconds": round(time.monotonic() - started, 2)}
-        verdict |= {"error": {str(r): reports[r]["error"] for r in failed}} if failed else reports[0]
+        ranks = [
+            fork(case, rank, out) for rank in range(case["world"] if case["checkpoint"] else 1)
+        ]
+        reports = [
+            report(out / f"{case['name']}.rank{rank}", pid, started)
+            for rank, pid in enumerate(ranks)
+        ]
+        failed = sorted(
+            (r for r in range(len(ranks)) if "error" in reports[r]),
+            key=lambda r: reports[r]["failed_after_s"],
+        )
+        verdict = {
+            "name": case["name"],
+            "ok": not failed,
+            "seconds": round(time.monotonic() - started, 2),
+        }
+        verdict |= (
+            {"error": {str(r): reports[r]["error"] for r in failed}} if failed else reports[0]
+        )
         (out / f"{case['name']}.json").write_text(json.dumps(verdict))
 
 
@@ -80,14 +102,20 @@ def fork(case: dict[str, Any], rank: int, out: Path) -> int:
     if pid := os.fork():
         return pid
     started = time.monotonic()
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(case["world"]), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(case["world"]),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
     try:
         with cpu.as_cuda():
             found = run(case, rank, out)
     except BaseException:  # SystemExit too: argparse refuses a flag so
         found = {"error": traceback.format_exc(), "failed_after_s": time.monotonic() - started}
     (out / f"{case['name']}.rank{rank}").write_text(json.dumps(found))
-    for child in psutil.Process().children(recursive=True):  # saving torch_dist leaves a multiprocessing.Manager
+    # saving torch_dist leaves a multiprocessing.Manager
+    for child in psutil.Process().children(recursive=True):
         child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -102,22 +130,36 @@ def report(path: Path, pid: int, started: float) -> dict[str, Any]:
             os.waitpid(pid, 0)
             break
         time.sleep(0.01)
-    lost = {"error": "the rank ended, or was ended after too long, without a word", "failed_after_s": 1e9}
+    lost = {
+        "error": "the rank ended, or was ended after too long, without a word",
+        "failed_after_s": 1e9,
+    }
     return json.loads(path.read_text()) if path.exists() else lost
 
 
 def stub() -> None:
     """Answers what megatron.training asks of CUDA; done before the ranks are forked."""
     cpu.install()
-    torch.cuda.get_device_capability = lambda *a, **k: (9, 0)  # STUB: validate_args asks for the features of a GPU
-    torch.cuda.get_device_properties = lambda *a, **k: Namespace(major=9, minor=0, name="none", multi_processor_count=1)  # STUB: the same
-    torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])  # STUB: without devices no model-parallel groups are made
+    # STUB: validate_args asks for the features of a GPU
+    torch.cuda.get_device_capability = lambda *a, **k: (9, 0)
+    # STUB: the same
+    torch.cuda.get_device_properties = lambda *a, **k: Namespace(
+        major=9, minor=0, name="none", multi_processor_count=1
+    )
+    # STUB: without devices no model-parallel groups are made
+    torch.cuda.device_count = lambda: int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device = torch.cuda.empty_cache = lambda *a, **k: None  # STUB
-    torch.nn.Module.cuda = lambda self, *a, **k: self  # STUB: build_distributed_models moves the chunks
-    initialize._compile_dependencies = lambda: None  # STUB: it builds the C++ index helper of the data sets
-    # STUB: saving torch_dist spawns a manager for every rank, which would import torch again; a fork has it
-    multiprocessing.context.SpawnContext.Manager = lambda self: multiprocessing.get_context("fork").Manager()
-    layers._grad_accum_fusion_available = True  # STUB: a CUDA extension that only a backward pass calls
+    # STUB: build_distributed_models moves the chunks
+    torch.nn.Module.cuda = lambda self, *a, **k: self
+    # STUB: it builds the C++ index helper of the data sets
+    initialize._compile_dependencies = lambda: None
+    # STUB: saving torch_dist spawns a manager for every rank, which would import torch again; a
+    # fork has it
+    multiprocessing.context.SpawnContext.Manager = lambda self: multiprocessing.get_context(
+        "fork"
+    ).Manager()
+    # STUB: a CUDA extension that only a backward pass calls
+    layers._grad_accum_fusion_available = True
 
 
 def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
@@ -137,31 +179,48 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         "gloo", store=store, rank=rank, world_size=case["world"], timeout=limit
     )  # STUB: megatron's own asks for a device
     initialize.initialize_megatron(allow_no_cuda=True)
-    chunks = config.get_builder_cls()(config).build_distributed_models(ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False)
+    chunks = config.get_builder_cls()(config).build_distributed_models(
+        ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
+    )
     for chunk in chunks:
         chunk.eval()
         for parameter in chunk.parameters():
             parameter.data.fill_(float("nan"))
     refuse_second_try()
     checkpointing.load_checkpoint(chunks, None, None)
-    left = [name for chunk in chunks for name, parameter in chunk.named_parameters() if parameter.isnan().any()]
+    left = [
+        name
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+        if parameter.isnan().any()
+    ]
     if left:
         raise ValueError(f"load_checkpoint did not set {left}")
     if case.get("tokens"):
         if args.multi_latent_attention:
-            config.apply_rope_fusion = False  # STUB: Triton kernels; the config was checked with what the launch line says
-        logits = forward.logits([getattr(chunk, "module", chunk) for chunk in chunks], args, torch.tensor(case["tokens"]))
+            # STUB: Triton kernels; the config was checked with what the launch line says
+            config.apply_rope_fusion = False
+        logits = forward.logits(
+            [getattr(chunk, "module", chunk) for chunk in chunks],
+            args,
+            torch.tensor(case["tokens"]),
+        )
         if rank == 0:
             np.save(out / f"{case['name']}.npy", logits.numpy())
     if case.get("save"):
         checkpointing.save_checkpoint(1, chunks, None, None, 0)
     dist.barrier()
     dist.destroy_process_group()
-    return {"args": {name: getattr(args, name) for name in SHOWN}, "tp": parallel_state.get_tensor_model_parallel_world_size()}
+    return {
+        "args": {name: getattr(args, name) for name in SHOWN},
+        "tp": parallel_state.get_tensor_model_parallel_world_size(),
+    }
 
 
 def refuse_second_try() -> None:
-    """load_checkpoint catches what a strict load raises, and loads again with strict=False: that second load raises here."""
+    """load_checkpoint catches what a strict load raises, and loads again with strict=False: that
+    second load raises here.
+    """
     strictly = GPTModel.load_state_dict
 
     def load_state_dict(self: Any, state: Any, strict: bool = True, **kwargs: Any) -> Any:

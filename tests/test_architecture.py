@@ -1,4 +1,6 @@
-"""The shape of the code: imports point one way, nothing heavy is imported to convert, and no model is named in Python."""
+"""The shape of the code: imports point one way, nothing heavy is imported to convert, and no model
+is named in Python.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from tests import tiny
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mckpt"
 MODULES = {
-    ".".join(p.relative_to(ROOT).with_suffix("").parts).removeprefix("mckpt.").removesuffix(".__init__"): p
+    ".".join(p.relative_to(ROOT).with_suffix("").parts)
+    .removeprefix("mckpt.")
+    .removesuffix(".__init__"): p
     for p in sorted(PACKAGE.rglob("*.py"))
 }
 HEAVY = ("torch", "transformers", "megatron", "safetensors", "transformer_engine", "accelerate")
 
-# What the modules of a package, or a module outside of all packages, may import of mckpt. Arrows point down only.
+# What the modules of a package, or a module outside of all packages, may import of mckpt. Arrows
+# point down only.
 MAY: dict[str, set[str]] = {
     "errors": set(),
     "storage": {"errors"},
@@ -35,13 +40,56 @@ MAY: dict[str, set[str]] = {
     "formats": {"containers", "errors", "geometry", "mapping", "storage", "values"},
     "checkpoint": {"errors", "formats", "geometry", "mapping", "storage", "values"},
     "execute": {"errors", "geometry", "storage", "values"},
-    "conversion": {"checkpoint", "containers", "errors", "execute", "formats", "geometry", "mapping", "storage", "values"},
-    "api": {"checkpoint", "containers", "conversion", "errors", "execute", "formats", "geometry", "mapping", "storage", "values"},
+    "conversion": {
+        "checkpoint",
+        "containers",
+        "errors",
+        "execute",
+        "formats",
+        "geometry",
+        "mapping",
+        "storage",
+        "values",
+    },
+    "api": {
+        "checkpoint",
+        "containers",
+        "conversion",
+        "errors",
+        "execute",
+        "formats",
+        "geometry",
+        "mapping",
+        "storage",
+        "values",
+    },
     "launching": {"errors", "execute"},
-    "verification": {"api", "checkpoint", "conversion", "errors", "formats", "geometry", "launching", "mapping", "storage"},
-    "cli": {"api", "checkpoint", "conversion", "errors", "execute", "formats", "geometry", "launching", "mapping", "storage", "verification"},
+    "verification": {
+        "api",
+        "checkpoint",
+        "conversion",
+        "errors",
+        "formats",
+        "geometry",
+        "launching",
+        "mapping",
+        "storage",
+    },
+    "cli": {
+        "api",
+        "checkpoint",
+        "conversion",
+        "errors",
+        "execute",
+        "formats",
+        "geometry",
+        "launching",
+        "mapping",
+        "storage",
+        "verification",
+    },
     "trainer": {"errors", "launching"},
-}  # fmt: skip
+}
 FAR: dict[str, set[str]] = {  # never, not even through others
     "geometry": {"api", "checkpoint", "containers", "execute", "formats", "mapping"},
     "execute": {"api", "checkpoint", "containers", "conversion", "formats", "mapping"},
@@ -62,7 +110,9 @@ def folder(module: str) -> str:
 
 
 def statements(node: ast.AST, top: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports below a node, those for type checkers left out; with `top` only those that run when the module is imported."""
+    """The imports below a node, those for type checkers left out; with `top` only those that run
+    when the module is imported.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
@@ -92,7 +142,12 @@ def ours(module: str) -> set[str]:
     for name in imported(module):
         if name.split(".")[0] == "mckpt":
             rest = name.removeprefix("mckpt").lstrip(".")
-            out.add(next((m for m in (rest, rest.rpartition(".")[0]) if m in MODULES and m != "mckpt"), "mckpt"))
+            out.add(
+                next(
+                    (m for m in (rest, rest.rpartition(".")[0]) if m in MODULES and m != "mckpt"),
+                    "mckpt",
+                )
+            )
     return out - {"mckpt", "lazy"}  # lazy is numpy under another name
 
 
@@ -110,7 +165,9 @@ def reach(module: str) -> set[str]:
 
 def test_the_imports_are_seen() -> None:
     """The test can fail."""
-    assert {"geometry.box", "errors", "formats.base", "mapping", "geometry.packing"} <= ours("formats.megatron.torch")
+    assert {"geometry.box", "errors", "formats.base", "mapping", "geometry.packing"} <= ours(
+        "formats.megatron.torch"
+    )
     assert "geometry.box" in reach("api") and "execute.engine" in reach("cli.commands")
     assert len(MODULES) > 25
 
@@ -139,14 +196,22 @@ def test_nothing_imports_the_trainer() -> None:
         if not module.startswith("trainer"):
             assert not any("trainer" in name for name in imported(module, top=True)), module
             if folder(module) not in ("cli", "verification"):
-                assert not any(name.startswith("mckpt.trainer") for name in imported(module)), module
+                assert not any(name.startswith("mckpt.trainer") for name in imported(module)), (
+                    module
+                )
 
 
-@pytest.mark.parametrize("module", [m for m in MODULES if folder(m) in ("geometry", "values")] + ["mapping.expression"])
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if folder(m) in ("geometry", "values")] + ["mapping.expression"]
+)
 def test_the_core_touches_no_files(module: str) -> None:
     found = {name.split(".")[0] for name in imported(module)}
     assert not found & {"os", "io", "pathlib", "mmap", "shutil", "tempfile", "subprocess", "yaml"}
-    calls = {n.func.id for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+    calls = {
+        n.func.id
+        for n in ast.walk(tree(module))
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    }
     assert not calls & {"open", "print", "input", "eval", "exec", "compile", "__import__"}
 
 
@@ -154,10 +219,19 @@ def test_who_prints_and_who_has_threads() -> None:
     for module in MODULES:
         if module.split(".")[0] == "trainer":
             continue
-        calls = {n.func.id for n in ast.walk(tree(module)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        calls = {
+            n.func.id
+            for n in ast.walk(tree(module))
+            if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
         assert not calls & {"print", "eval", "exec", "compile", "__import__"}, module
         roots = {name.split(".")[0] for name in imported(module)}
-        threaded = ("checkpoint.comparison", "execute.engine", "execute.ranks", "verification.levels")
+        threaded = (
+            "checkpoint.comparison",
+            "execute.engine",
+            "execute.ranks",
+            "verification.levels",
+        )
         assert module in threaded or not roots & {"threading", "concurrent"}, module
         assert module == "launching" or "multiprocessing" not in roots, module
         assert folder(module) == "cli" or not roots & {"click", "rich"}, module
@@ -167,20 +241,33 @@ def test_no_pickle_is_loaded_by_pickle() -> None:
     """`safe_pickle` alone unpickles, over inert classes."""
     for module in MODULES:
         roots = {name.split(".")[0] for name in imported(module)}
-        assert module == "containers.safe_pickle" or not roots & {"pickle", "_pickle", "marshal", "shelve", "dill", "cloudpickle"}, module
+        assert module == "containers.safe_pickle" or not roots & {
+            "pickle",
+            "_pickle",
+            "marshal",
+            "shelve",
+            "dill",
+            "cloudpickle",
+        }, module
 
 
 def test_nothing_heavy_is_imported_by_a_module() -> None:
-    """At the top of a module outside the trainer; `LogicalTensor.torch()` imports torch when it is called."""
+    """At the top of a module outside the trainer; `LogicalTensor.torch()` imports torch when it is
+    called.
+    """
     for module in MODULES:
         if module.split(".")[0] != "trainer":
-            assert not {name.split(".")[0] for name in imported(module, top=True)} & set(HEAVY), module
+            assert not {name.split(".")[0] for name in imported(module, top=True)} & set(HEAVY), (
+                module
+            )
 
 
-# ---------------------------------------------------------------------------------------------------------------- models are data
+# ---------------------------------------------------------------------------------- models are data
 
 
-FAMILIES = sorted({re.match("[a-z]+", path.stem)[0] for path in (ROOT / "mappings" / "hf").glob("*.yaml")})  # type: ignore[index]  # every file name begins with a letter
+FAMILIES = sorted(
+    {re.match("[a-z]+", path.stem)[0] for path in (ROOT / "mappings" / "hf").glob("*.yaml")}
+)  # type: ignore[index]  # every file name begins with a letter
 FAMILY = re.compile("|".join(FAMILIES), re.IGNORECASE)
 
 
@@ -189,9 +276,14 @@ def spoken(module: ast.Module) -> set[int]:
     out = set()
     for node in ast.walk(module):
         parts: list[ast.AST] = []
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             parts = [node.body[0]]
-        elif isinstance(node, ast.Raise) or (isinstance(node, ast.keyword) and node.arg in ("help", "metavar", "epilog")):
+        elif isinstance(node, ast.Raise) or (
+            isinstance(node, ast.keyword) and node.arg in ("help", "metavar", "epilog")
+        ):
             parts = [node]
         out |= {id(n) for part in parts for n in ast.walk(part)}
     return out
@@ -202,9 +294,15 @@ def model_names(module: ast.Module) -> list[str]:
     quiet = spoken(module)
     found = []
     for node in ast.walk(module):
-        texts = [v for f in ("value", "id", "attr", "name", "arg", "module") if isinstance(v := getattr(node, f, None), str)]
+        texts = [
+            v
+            for f in ("value", "id", "attr", "name", "arg", "module")
+            if isinstance(v := getattr(node, f, None), str)
+        ]
         if id(node) not in quiet:
-            found += [f"line {getattr(node, 'lineno', '?')}: {t}" for t in texts if FAMILY.search(t)]
+            found += [
+                f"line {getattr(node, 'lineno', '?')}: {t}" for t in texts if FAMILY.search(t)
+            ]
     return found
 
 
@@ -214,35 +312,65 @@ def test_no_model_is_named_in_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["x = model_type == 'llama'", "{'qwen3': 1}", "def convert_mixtral(): pass", "match x:\n case 'MistralForCausalLM': pass"]
+    "code",
+    [
+        "x = model_type == 'llama'",
+        "{'qwen3': 1}",
+        "def convert_mixtral(): pass",
+        "match x:\n case 'MistralForCausalLM': pass",
+    ],
 )
 def test_a_named_model_is_seen(code: str) -> None:
     assert model_names(ast.parse(code))
 
 
-@pytest.mark.parametrize("code", ['"""As Llama has it."""', "raise ValueError('such as llama')", "option(help='extends llama')", "# llama"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        '"""As Llama has it."""',
+        "raise ValueError('such as llama')",
+        "option(help='extends llama')",
+        "# llama",
+    ],
+)
 def test_messages_may_name_models(code: str) -> None:
     assert not model_names(ast.parse(code))
 
 
-# ---------------------------------------------------------------------------------------------------------------- imports that are paid for
+# ------------------------------------------------------------------------ imports that are paid for
 
 
 def python(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), *arguments], cwd=ROOT, text=True, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *arguments],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_import_mckpt_imports_little() -> None:
-    loaded = set(json.loads(python("import sys, json, mckpt; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))")))
+    loaded = set(
+        json.loads(
+            python(
+                "import sys, json, mckpt; print(json.dumps(sorted({n.split('.')[0] for n in"
+                " sys.modules})))"
+            )
+        )
+    )
     assert not loaded & {*HEAVY, "numpy", "yaml", "click", "rich"}
     assert "mckpt" in loaded
 
 
 def test_help_imports_little() -> None:
     done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mckpt", "--help"], cwd=ROOT, text=True, capture_output=True, check=True
+        [sys.executable, "-X", "importtime", "-m", "mckpt", "--help"],
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        check=True,
     )
     loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "hf-to-megatron" in done.stdout
@@ -282,7 +410,9 @@ for line in json.loads(sys.argv[1]):
 
 
 def test_conversions_import_nothing_heavy(tmp_path: Path) -> None:
-    """Every command that moves or looks at tensors, one after the other in one process that has never seen torch."""
+    """Every command that moves or looks at tensors, one after the other in one process that has
+    never seen torch.
+    """
     source = str(tiny.tiny_random("qwen3-moe", tmp_path / "hf"))
     a, b, c, back = (str(tmp_path / x) for x in ("a", "b", "c", "back"))
     lines = [

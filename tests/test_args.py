@@ -1,4 +1,6 @@
-"""Megatron's args: what a checkpoint says of itself, what is kept of it, and the launch line that comes of it."""
+"""Megatron's args: what a checkpoint says of itself, what is kept of it, and the launch line that
+comes of it.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def trained(source: Path, out: Path, change: Callable[[dict[str, Any]], Any] = lambda args: None, **wanted: Any) -> Path:
-    """A `torch` checkpoint as a run would leave it: changed args, and nothing of mckpt's beside it."""
+def trained(
+    source: Path,
+    out: Path,
+    change: Callable[[dict[str, Any]], Any] = lambda args: None,
+    **wanted: Any,
+) -> Path:
+    """A `torch` checkpoint as a run would leave it: changed args, and nothing of mckpt's
+    beside it.
+    """
     mckpt.plan(source, out, format="torch", **wanted).run()
     for path in (out / "release").glob(f"mp_rank_*/{FILE}"):
         file = Pt(path)
@@ -69,8 +78,12 @@ def test_padding_keeps_its_values_from_megatron_to_megatron(sources: Path, tmp_p
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(impl: str, sources: Path, tmp_path: Path) -> None:
-    mckpt.plan(sources / "qwen3-moe", tmp_path / "a", transformer_impl=impl, grouped_experts=False).run()
+def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(
+    impl: str, sources: Path, tmp_path: Path
+) -> None:
+    mckpt.plan(
+        sources / "qwen3-moe", tmp_path / "a", transformer_impl=impl, grouped_experts=False
+    ).run()
     mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
     kept = args_of(tmp_path / "b")
     assert (kept["transformer_impl"], kept["moe_grouped_gemm"]) == (impl, False)
@@ -80,41 +93,78 @@ def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(impl: str, sourc
 
 
 def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]))
+    run = trained(
+        sources / "qwen3-moe",
+        tmp_path / "run",
+        lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]),
+    )
     mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
-    assert "decoder.layers.3.mlp.router.weight" in mckpt.open(tmp_path / "dist").stored.metadata.tensors
+    assert (
+        "decoder.layers.3.mlp.router.weight"
+        in mckpt.open(tmp_path / "dist").stored.metadata.tensors
+    )
     assert not mckpt.diff(sources / "qwen3-moe", tmp_path / "dist")
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("no_rope_freq", 4), ("qk_l2_norm", True), ("window_attn_skip_freq", 2), ("softmax_scale", 0.5), ("spec", ["a", "b"]),
-     ("moe_shared_expert_gate", True), ("rotary_interleaved", True), ("layernorm_zero_centered_gamma", True),
-     ("moe_router_load_balancing_type", "quantile_balancing"), ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
-     ("moe_router_load_balancing_type", "sinkhorn"), ("moe_mlp_glu_interleave_size", 32), ("mla_down_proj_fusion", True),
-     ("mtp_use_repeated_layer", True), ("gtp_weight_remat_size", 2), ("moe_single_grouped_weight", True)],
-)  # fmt: skip
-def test_args_that_change_the_model_are_not_overlooked(name: str, value: Any, sources: Path, tmp_path: Path) -> None:
+    [
+        ("no_rope_freq", 4),
+        ("qk_l2_norm", True),
+        ("window_attn_skip_freq", 2),
+        ("softmax_scale", 0.5),
+        ("spec", ["a", "b"]),
+        ("moe_shared_expert_gate", True),
+        ("rotary_interleaved", True),
+        ("layernorm_zero_centered_gamma", True),
+        ("moe_router_load_balancing_type", "quantile_balancing"),
+        ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("mla_down_proj_fusion", True),
+        ("mtp_use_repeated_layer", True),
+        ("gtp_weight_remat_size", 2),
+        ("moe_single_grouped_weight", True),
+    ],
+)
+def test_args_that_change_the_model_are_not_overlooked(
+    name: str, value: Any, sources: Path, tmp_path: Path
+) -> None:
     run = trained(sources / "qwen3", tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
 @pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])
-def test_auxiliary_losses_do_not_change_the_model(value: Any, sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_router_load_balancing_type=value))
+def test_auxiliary_losses_do_not_change_the_model(
+    value: Any, sources: Path, tmp_path: Path
+) -> None:
+    run = trained(
+        sources / "qwen3-moe",
+        tmp_path / "run",
+        lambda args: args.update(moe_router_load_balancing_type=value),
+    )
     mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "dim"),
-    [("moe_router_score_function", "sigmoid", "router_score"), ("moe_router_num_groups", 4, "router_groups"),
-     ("moe_router_topk_scaling_factor", 2.5, "router_scale")],
-)  # fmt: skip
-def test_a_router_that_no_family_with_these_tensors_has_is_refused(name: str, value: Any, dim: str, sources: Path, tmp_path: Path) -> None:
+    [
+        ("moe_router_score_function", "sigmoid", "router_score"),
+        ("moe_router_num_groups", 4, "router_groups"),
+        ("moe_router_topk_scaling_factor", 2.5, "router_scale"),
+    ],
+)
+def test_a_router_that_no_family_with_these_tensors_has_is_refused(
+    name: str, value: Any, dim: str, sources: Path, tmp_path: Path
+) -> None:
     run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(
-        MappingError, match=rf"(?s)no family computes.*deepseek_v3: it is for models where mla.*qwen3_moe: .*{dim} is {value!r}"
+        MappingError,
+        match=(
+            rf"(?s)no family computes.*deepseek_v3: it is for models where mla.*qwen3_moe: .*{dim}"
+            rf" is {value!r}"
+        ),
     ):
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
@@ -127,7 +177,12 @@ def test_sizes_that_the_trainer_derives_are_read(sources: Path, tmp_path: Path) 
             "tensor_parallel_num_weight_shards": shards,
             "expert_tensor_parallel_num_weight_shards": 2,
         }
-        run = trained(sources / "qwen3", tmp_path / f"run{remat}", lambda args, new=derived: args.update(new), parallel=Parallel(tp=2))
+        run = trained(
+            sources / "qwen3",
+            tmp_path / f"run{remat}",
+            lambda args, new=derived: args.update(new),
+            parallel=Parallel(tp=2),
+        )
         if remat == 1:
             mckpt.plan(run, tmp_path / "hf", format="hf")
         else:
@@ -135,8 +190,12 @@ def test_sizes_that_the_trainer_derives_are_read(sources: Path, tmp_path: Path) 
                 mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
-def test_a_window_is_read_and_refused_where_it_cannot_be_said(sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(window_size=(31, 0)))
+def test_a_window_is_read_and_refused_where_it_cannot_be_said(
+    sources: Path, tmp_path: Path
+) -> None:
+    run = trained(
+        sources / "llama", tmp_path / "run", lambda args: args.update(window_size=(31, 0))
+    )
     out = tmp_path / "hf"
     planned = mckpt.plan(run, out, format="hf")
     planned.run()
@@ -149,13 +208,17 @@ def test_a_window_is_read_and_refused_where_it_cannot_be_said(sources: Path, tmp
 def test_the_launch_line_says_what_older_args_call_otherwise(sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "llama", tmp_path / "run", lambda args: args.pop("layernorm_epsilon"))
     mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
-    assert "--norm-epsilon 0.003" in (tmp_path / "dist" / "release" / "megatron_args.sh").read_text()
+    assert (
+        "--norm-epsilon 0.003" in (tmp_path / "dist" / "release" / "megatron_args.sh").read_text()
+    )
 
 
 def test_every_dim_of_a_model_is_in_its_launch_line(sources: Path, tmp_path: Path) -> None:
     dialect = mapping.load("megatron", "mcore")
     for case in ("llama", "qwen3", "qwen3-moe", "llama-rope-scaled"):
-        said = mckpt.plan(sources / case, tmp_path / case, allow_inexact=["rope_factor"]).facts["args"]
+        said = mckpt.plan(sources / case, tmp_path / case, allow_inexact=["rope_factor"]).facts[
+            "args"
+        ]
         ckpt = mckpt.open(sources / case)
         for name, spec in dialect.dims.items():
             if spec.keys and (spec.when is None or spec.when(ckpt.dims)):
@@ -169,19 +232,32 @@ def test_the_launch_line_has_a_sequence_length_that_a_run_can_hold(tmp_path: Pat
     said = mckpt.plan(source, tmp_path / "a").facts["args"]
     assert (said["--seq-length"], said["--max-position-embeddings"]) == (4096, 131072)
     run = trained(source, tmp_path / "run", lambda args: args.update(seq_length=8192))
-    assert mckpt.plan(run, tmp_path / "b", format="torch_dist").facts["args"]["--seq-length"] == 8192
+    assert (
+        mckpt.plan(run, tmp_path / "b", format="torch_dist").facts["args"]["--seq-length"] == 8192
+    )
     assert api.launch(mckpt.open(run)).run["--seq-length"] == 8192
 
 
-def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(sources: Path, tmp_path: Path) -> None:
+def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(
+    sources: Path, tmp_path: Path
+) -> None:
     dialect = mapping.load("megatron", "mcore")
     assert not dialect.flags.keys() & dialect.run_flags.keys()
     mckpt.plan(sources / "qwen3", tmp_path / "a", parallel=Parallel(tp=2)).run()
     lines = (tmp_path / "a" / "release" / "megatron_args.sh").read_text().splitlines()
     facts = next(i for i, line in enumerate(lines) if "# Facts of the model" in line)
     settings = next(i for i, line in enumerate(lines) if "# Settings of the run" in line)
-    assert facts < lines.index("    --max-position-embeddings 88") < lines.index("    --qk-layernorm") < settings
-    assert settings < lines.index("    --seq-length 88") < lines.index("    --tensor-model-parallel-size 2")
+    assert (
+        facts
+        < lines.index("    --max-position-embeddings 88")
+        < lines.index("    --qk-layernorm")
+        < settings
+    )
+    assert (
+        settings
+        < lines.index("    --seq-length 88")
+        < lines.index("    --tensor-model-parallel-size 2")
+    )
     flags = json.loads((tmp_path / "a" / "release" / "megatron_args.json").read_text())
     assert [line.split()[0] for line in lines if line.startswith("    --")] == list(flags)
 
@@ -189,18 +265,26 @@ def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(sources: Path
 def test_settings_follow_the_layer_spec_and_the_sizes(sources: Path, tmp_path: Path) -> None:
     run = trained(sources / "qwen3-moe", tmp_path / "run")
     follows = {"--no-persist-layer-norm", "--no-rope-fusion", "--no-gradient-accumulation-fusion"}
-    local = mckpt.plan(run, tmp_path / "a", format="torch_dist", transformer_impl="local").facts["args"]
+    local = mckpt.plan(run, tmp_path / "a", format="torch_dist", transformer_impl="local").facts[
+        "args"
+    ]
     assert follows <= local.keys()
-    wider = mckpt.plan(run, tmp_path / "b", format="torch_dist", parallel=Parallel(tp=2)).facts["args"]
+    wider = mckpt.plan(run, tmp_path / "b", format="torch_dist", parallel=Parallel(tp=2)).facts[
+        "args"
+    ]
     assert not follows & wider.keys()
     assert "--sequence-parallel" in wider  # megatron-core trains experts at tp > 1 with it only
 
 
 def test_a_layout_and_virtual_stages_are_not_both_said(sources: Path, tmp_path: Path) -> None:
-    said = mckpt.plan(sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, layout="Et|t|t|tL")).facts["args"]
+    said = mckpt.plan(
+        sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, layout="Et|t|t|tL")
+    ).facts["args"]
     assert said["--pipeline-model-parallel-layout"] == "Et|t|t|tL"
     assert "--num-virtual-stages-per-pipeline-rank" not in said
-    said = mckpt.plan(sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, vpp=2)).facts["args"]
+    said = mckpt.plan(sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, vpp=2)).facts[
+        "args"
+    ]
     assert said["--num-virtual-stages-per-pipeline-rank"] == 2
 
 
@@ -214,38 +298,63 @@ def test_what_is_asked_for_one_plan_does_not_answer_the_next(sources: Path, tmp_
     assert not mckpt.diff(sources / "llama", tmp_path / "c")
 
 
-def test_a_rope_factor_that_the_trainer_ignores_is_asked_about(sources: Path, tmp_path: Path) -> None:
+def test_a_rope_factor_that_the_trainer_ignores_is_asked_about(
+    sources: Path, tmp_path: Path
+) -> None:
     run = trained(sources / "llama-rope-scaled", tmp_path / "run", allow_inexact=["rope_factor"])
     with pytest.raises(MappingError, match="rope_factor"):
         mckpt.plan(run, tmp_path / "a", format="hf")
-    mckpt.plan(run, tmp_path / "b", format="hf", known=mckpt.Known(settings={"rope_factor": 8.0})).run()
+    mckpt.plan(
+        run, tmp_path / "b", format="hf", known=mckpt.Known(settings={"rope_factor": 8.0})
+    ).run()
     assert json.loads((tmp_path / "b" / "config.json").read_text())["rope_scaling"]["factor"] == 8.0
 
 
 def test_a_setting_wins_over_the_args(sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(max_position_embeddings=32))
-    mckpt.plan(run, tmp_path / "a", format="hf", known=mckpt.Known(settings={"max_positions": 112})).run()
-    assert json.loads((tmp_path / "a" / "config.json").read_text())["max_position_embeddings"] == 112
+    run = trained(
+        sources / "llama", tmp_path / "run", lambda args: args.update(max_position_embeddings=32)
+    )
+    mckpt.plan(
+        run, tmp_path / "a", format="hf", known=mckpt.Known(settings={"max_positions": 112})
+    ).run()
+    assert (
+        json.loads((tmp_path / "a" / "config.json").read_text())["max_position_embeddings"] == 112
+    )
 
 
 def test_an_empty_first_stage_reads_back(sources: Path, tmp_path: Path) -> None:
     for case, impl in (("llama", "local"), ("qwen3-moe", "local")):
         out = tmp_path / case
-        mckpt.plan(sources / case, out, format="torch", parallel=Parallel(pp=3, layout="E|tt|ttL"), transformer_impl=impl).run()
+        mckpt.plan(
+            sources / case,
+            out,
+            format="torch",
+            parallel=Parallel(pp=3, layout="E|tt|ttL"),
+            transformer_impl=impl,
+        ).run()
         assert not mckpt.diff(sources / case, out)
 
 
 def test_a_renamed_checkpoint_keeps_its_iteration(sources: Path, tmp_path: Path) -> None:
     mckpt.plan(sources / "llama", tmp_path / "run", iteration=500).run()
     (tmp_path / "run" / "iter_0000500").rename(tmp_path / "best")
-    planned = mckpt.plan(tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2))
+    planned = mckpt.plan(
+        tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2)
+    )
     assert planned.destination.unit == "iter_0000500"
 
 
 def test_files_that_no_rank_saved_are_not_asked_for(sources: Path, tmp_path: Path) -> None:
-    """tp 3 and ep 2: Megatron-LM writes three files of the six that its ranks ask for, and all weights are in them."""
+    """tp 3 and ep 2: Megatron-LM writes three files of the six that its ranks ask for, and all
+    weights are in them.
+    """
     root = tmp_path / "moe"
-    config = {**tiny.config("qwen3-moe"), "num_attention_heads": 12, "num_key_value_heads": 6, "moe_intermediate_size": 64}
+    config = {
+        **tiny.config("qwen3-moe"),
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "moe_intermediate_size": 64,
+    }
     root.mkdir()
     (root / "config.json").write_text(json.dumps(config))
     tiny.write_weights(root, tiny.tensors(config))
@@ -270,7 +379,11 @@ def test_eight_bit_floats_are_no_weights(tmp_path: Path) -> None:
     start, end = header[name]["data_offsets"]
     header[name].update(dtype="F8_E4M3", data_offsets=[start, start + (end - start) // 2])
     text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length : 8 + length + start + (end - start) // 2])
+    path.write_bytes(
+        len(text).to_bytes(8, "little")
+        + text
+        + raw[8 + length : 8 + length + start + (end - start) // 2]
+    )
     with pytest.raises(mckpt.errors.MckptError, match=f"{re.escape(name)}.*float8_e4m3fn"):
         mckpt.plan(root, tmp_path / "out")
 
@@ -281,11 +394,19 @@ def test_per_layer_keys_stay_so_until_asked(sources: Path, tmp_path: Path) -> No
     mckpt.plan(tmp_path / "b", tmp_path / "c", format="torch_dist").run()
     mckpt.plan(tmp_path / "c", tmp_path / "d", format="torch_dist", layer_keys="stacked").run()
     per_layer = "decoder.layers.3.mlp.linear_fc2.weight"
-    assert [per_layer in mckpt.open(tmp_path / d).stored.metadata.tensors for d in "acd"] == [True, True, False]
+    assert [per_layer in mckpt.open(tmp_path / d).stored.metadata.tensors for d in "acd"] == [
+        True,
+        True,
+        False,
+    ]
     assert [fields(tmp_path / d)["non_homogeneous_layers"] for d in "acd"] == [True, True, False]
     assert not mckpt.diff(sources / "qwen3", tmp_path / "d")
     mckpt.plan(sources / "qwen3-moe", tmp_path / "e").run()
-    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]))
+    run = trained(
+        sources / "qwen3-moe",
+        tmp_path / "run",
+        lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]),
+    )
     with pytest.raises(UsageError, match="per-layer"):
         mckpt.plan(run, tmp_path / "f", format="torch_dist", layer_keys="stacked")
 
@@ -296,26 +417,43 @@ def fields(path: Path) -> dict[str, Any]:
     return dict(common.fields["content_metadata"])
 
 
-# ---------------------------------------------------------------------------------------------------------------- versions of megatron-core
+# ------------------------------------------------------------------------ versions of megatron-core
 
-OLD, NEW = "mtp.layers.0.transformer_layer.", "mtp.layers.0.mtp_model_layer."  # up to 0.16, and from 0.17 on
+# up to 0.16, and from 0.17 on
+OLD, NEW = "mtp.layers.0.transformer_layer.", "mtp.layers.0.mtp_model_layer."
 
 
 def mtp_prefixes(path: Path) -> set[str]:
     """The prefixes OLD and NEW that occur in the keys of any rank of a `torch` checkpoint."""
     files = (path / "release").glob(f"mp_rank_*/{FILE}")
-    return {prefix for file in files for key in Pt(file).value["model"] for prefix in (OLD, NEW) if key.startswith(prefix)}
+    return {
+        prefix
+        for file in files
+        for key in Pt(file).value["model"]
+        for prefix in (OLD, NEW)
+        if key.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize(
     ("version", "prefix", "recorded"),
-    [(None, NEW, "0.19"), ("0.19.2", NEW, "0.19"), ("0.17", NEW, "0.17"), ("0.16.1", OLD, "0.16"), ("0.12", OLD, "0.12")],
+    [
+        (None, NEW, "0.19"),
+        ("0.19.2", NEW, "0.19"),
+        ("0.17", NEW, "0.17"),
+        ("0.16.1", OLD, "0.16"),
+        ("0.12", OLD, "0.12"),
+    ],
 )
 def test_mtp_layers_are_named_for_the_megatron_version_that_will_load_them(
     version: str | None, prefix: str, recorded: str, tmp_path: Path
 ) -> None:
     source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
-    wanted: dict[str, Any] = {"parallel": Parallel(tp=2, pp=2), "transformer_impl": "local", "megatron_version": version}
+    wanted: dict[str, Any] = {
+        "parallel": Parallel(tp=2, pp=2),
+        "transformer_impl": "local",
+        "megatron_version": version,
+    }
     manifest = mckpt.plan(source, tmp_path / "torch", format="torch", **wanted).run()
     assert mtp_prefixes(tmp_path / "torch") == {prefix}
     assert manifest["megatron_version"] == recorded
@@ -326,9 +464,13 @@ def test_mtp_layers_are_named_for_the_megatron_version_that_will_load_them(
     assert not any(key.startswith(NEW) for key in keys)
 
 
-def test_reshard_names_mtp_layers_for_the_newest_megatron_version_unless_told(tmp_path: Path) -> None:
+def test_reshard_names_mtp_layers_for_the_newest_megatron_version_unless_told(
+    tmp_path: Path,
+) -> None:
     source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
-    mckpt.plan(source, tmp_path / "old", format="torch", transformer_impl="local", megatron_version="0.16").run()
+    mckpt.plan(
+        source, tmp_path / "old", format="torch", transformer_impl="local", megatron_version="0.16"
+    ).run()
     mckpt.plan(tmp_path / "old", tmp_path / "new", format="torch").run()
     mckpt.plan(tmp_path / "new", tmp_path / "back", format="torch", megatron_version="0.16").run()
     assert [mtp_prefixes(tmp_path / d) for d in ("old", "new", "back")] == [{OLD}, {NEW}, {OLD}]
@@ -336,10 +478,17 @@ def test_reshard_names_mtp_layers_for_the_newest_megatron_version_unless_told(tm
         assert not mckpt.diff(tmp_path / a, tmp_path / b)
 
 
-def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(sources: Path, tmp_path: Path) -> None:
+def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(
+    sources: Path, tmp_path: Path
+) -> None:
     for form in ("torch", "torch_dist"):
         plans = [
-            mckpt.plan(sources / "qwen3-moe", tmp_path / f"{form}-{version}", format=form, megatron_version=version)
+            mckpt.plan(
+                sources / "qwen3-moe",
+                tmp_path / f"{form}-{version}",
+                format=form,
+                megatron_version=version,
+            )
             for version in ("0.16", "0.19")
         ]
         files = [planned.run()["files"] for planned in plans]
@@ -348,13 +497,19 @@ def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(sourc
 
 
 @pytest.mark.parametrize("version", ["0.11", "0.20", "1.0", "core_v0.16", "16", ""])
-def test_a_megatron_version_that_no_mapping_covers_is_refused(version: str, sources: Path, tmp_path: Path) -> None:
+def test_a_megatron_version_that_no_mapping_covers_is_refused(
+    version: str, sources: Path, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match=r"--megatron-version .*0\.19"):
         mckpt.plan(sources / "llama", tmp_path / "out", megatron_version=version)
 
 
-def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version(tmp_path: Path) -> None:
-    """Latent attention without a latent of the queries, with Transformer Engine: exact up to megatron-core 0.18, not loadable from 0.19 on."""
+def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version(
+    tmp_path: Path,
+) -> None:
+    """Latent attention without a latent of the queries, with Transformer Engine: exact up to
+    megatron-core 0.18, not loadable from 0.19 on.
+    """
     source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
     said = r"q_lora_rank is None \(written for megatron-core 0\.19\): .*--megatron-version 0\.18"
     for wanted in ({}, {"megatron_version": "0.19.2"}, {"allow_inexact": ["q_lora_rank"]}):
@@ -362,14 +517,19 @@ def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version
             mckpt.plan(source, tmp_path / "new", **wanted)
         assert "--allow-inexact" not in str(caught.value)
     mckpt.plan(source, tmp_path / "old", format="torch", megatron_version="0.18").run()
-    mckpt.plan(source, tmp_path / "local", transformer_impl="local")  # which the trainer here builds in every version
+    # which the trainer here builds in every version
+    mckpt.plan(source, tmp_path / "local", transformer_impl="local")
     with pytest.raises(MappingError, match=said):
         mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist")
-    mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist", megatron_version="0.18").run()
+    mckpt.plan(
+        tmp_path / "old", tmp_path / "resharded", format="torch_dist", megatron_version="0.18"
+    ).run()
     assert not mckpt.diff(source, tmp_path / "resharded")
 
 
-def test_what_is_inexact_in_one_megatron_version_only_is_not_said_of_a_trained_checkpoint(tmp_path: Path) -> None:
+def test_what_is_inexact_in_one_megatron_version_only_is_not_said_of_a_trained_checkpoint(
+    tmp_path: Path,
+) -> None:
     source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
     run = trained(source, tmp_path / "run", megatron_version="0.18")
     manifest = mckpt.plan(run, tmp_path / "back", format="hf").run()

@@ -1,4 +1,6 @@
-"""Damaged, hostile and mistaken input: one error that names the place, the stable exit code, and nothing written."""
+"""Damaged, hostile and mistaken input: one error that names the place, the stable exit code, and
+nothing written.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,21 @@ import mckpt as package
 from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import torch_dist
 from tests import tiny
-from tests.door import Pt, edit_json, emit, good, hf, hostile_pickle, mckpt, refused, save_hostile, save_pt, shard, tree, write_shard
+from tests.door import (
+    Pt,
+    edit_json,
+    emit,
+    good,
+    hf,
+    hostile_pickle,
+    mckpt,
+    refused,
+    save_hostile,
+    save_pt,
+    shard,
+    tree,
+    write_shard,
+)
 
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
@@ -36,7 +52,15 @@ def made(tmp_path_factory):
     return root
 
 
-def refuse_copy(made: Path, tmp_path: Path, kind: str, damage: Any, code: int, words: tuple[str, ...], *more: Any) -> None:
+def refuse_copy(
+    made: Path,
+    tmp_path: Path,
+    kind: str,
+    damage: Any,
+    code: int,
+    words: tuple[str, ...],
+    *more: Any,
+) -> None:
     """Copy a checkpoint, damage the copy, and convert it: refused, before anything is written."""
     src, dst = tmp_path / "src", tmp_path / "dst"
     shutil.copytree(made / kind, src)
@@ -95,7 +119,10 @@ SAFETENSORS = {
     "huge size": (header(set_entry(shape=[1 << 70])), (ONE, NORM, "96")),
     "wrong byte count": (header(set_entry(shape=[47])), (ONE, NORM, "94", "96")),
     "overlap": (header(moved(-2)), (ONE, NORM, "overlap")),
-    "hole": (header(lambda h: {k: v for k, v in h.items() if k != "lm_head.weight"}), (ONE, "hole")),
+    "hole": (
+        header(lambda h: {k: v for k, v in h.items() if k != "lm_head.weight"}),
+        (ONE, "hole"),
+    ),
     "out of range": (header(moved(10**9)), (ONE, NORM, "1,000,554,304")),
     "a directory": (lambda src: ((src / ONE).unlink(), (src / ONE).mkdir()), (ONE, "no file")),
 }
@@ -121,18 +148,39 @@ SHARDS = {
         lambda src: shutil.copy(shard_name(src, 0), src / "model-00009-of-00009.safetensors"),
         ("model-00009", "does not name"),
     ),
-    "truncated shard": (lambda src: shard_name(src, 1).write_bytes(shard_name(src, 1).read_bytes()[:-5]), ("model-00002", "truncated")),
-    "index names ../x": (index(lambda m: m.update({NORM: "../x.safetensors"})), ("'../x.safetensors'",)),
-    "index names an absolute path": (index(lambda m: m.update({NORM: "/etc/passwd"})), ("'/etc/passwd'",)),
+    "truncated shard": (
+        lambda src: shard_name(src, 1).write_bytes(shard_name(src, 1).read_bytes()[:-5]),
+        ("model-00002", "truncated"),
+    ),
+    "index names ../x": (
+        index(lambda m: m.update({NORM: "../x.safetensors"})),
+        ("'../x.safetensors'",),
+    ),
+    "index names an absolute path": (
+        index(lambda m: m.update({NORM: "/etc/passwd"})),
+        ("'/etc/passwd'",),
+    ),
     "index names ''": (index(lambda m: m.update({NORM: ""})), ("''",)),
     "index names a number": (index(lambda m: m.update({NORM: 3})), ("weight_map",)),
-    "index names an absent file": (index(lambda m: m.update({NORM: "gone.safetensors"})), ("gone.safetensors", "not there")),
-    "index names another shard": (index(lambda m: m.update({NORM: m["model.embed_tokens.weight"]})), (NORM, "says model-00001")),
+    "index names an absent file": (
+        index(lambda m: m.update({NORM: "gone.safetensors"})),
+        ("gone.safetensors", "not there"),
+    ),
+    "index names another shard": (
+        index(lambda m: m.update({NORM: m["model.embed_tokens.weight"]})),
+        (NORM, "says model-00001"),
+    ),
     "index forgets a tensor": (index(lambda m: m.pop(NORM)), (NORM, "does not name it")),
     "index names an absent tensor": (index(lambda m: m.update(foo=m[NORM])), ("foo", "it is not")),
     "index is no object": (lambda src: (src / INDEX).write_text("[]"), (INDEX, "weight_map")),
-    "tensor in two shards": (lambda src: shutil.copy(shard_name(src, 0), shard_name(src, 1)), ("is in model-00001", "model-00002")),
-    "index and single file": (lambda src: shutil.copy(shard_name(src, 0), src / ONE), (ONE, INDEX, "move one of them away")),
+    "tensor in two shards": (
+        lambda src: shutil.copy(shard_name(src, 0), shard_name(src, 1)),
+        ("is in model-00001", "model-00002"),
+    ),
+    "index and single file": (
+        lambda src: shutil.copy(shard_name(src, 0), src / ONE),
+        (ONE, INDEX, "move one of them away"),
+    ),
 }
 
 
@@ -145,7 +193,10 @@ def test_shards_and_their_index(made, tmp_path, case):
 def test_a_lost_shard_is_one_problem_not_one_for_each_tensor(made, tmp_path):
     shutil.copytree(made / "many", tmp_path / "src")
     shard_name(tmp_path / "src", 1).unlink()
-    assert "is missing; it should be" not in mckpt("hf-to-megatron", tmp_path / "src", tmp_path / "dst").err
+    assert (
+        "is missing; it should be"
+        not in mckpt("hf-to-megatron", tmp_path / "src", tmp_path / "dst").err
+    )
 
 
 def arrays(change: Any) -> Any:
@@ -165,10 +216,18 @@ def integers(head: dict[str, Any]) -> None:
 
 TENSORS = {
     "wrong shape": (arrays(lambda a: a.update({NORM: a[NORM][:40]})), 3, (NORM, "[40]", "[48]")),
-    "transposed": (arrays(lambda a: a.update({DOWN: a[DOWN].T.copy()})), 3, (DOWN, "[64, 48]", "[48, 64]")),
+    "transposed": (
+        arrays(lambda a: a.update({DOWN: a[DOWN].T.copy()})),
+        3,
+        (DOWN, "[64, 48]", "[48, 64]"),
+    ),
     "missing": (arrays(lambda a: a.pop(NORM)), 3, (NORM, "missing", "[48]")),
     "extra": (arrays(lambda a: a.update(foo=a[NORM])), 5, ("foo [48]", "qwen3.yaml")),
-    "mixed dtypes": (arrays(lambda a: a.update({DOWN: a[DOWN].astype("f4")})), 2, ("bfloat16", "float32", "layers.1.mlp.down", "--dtype")),
+    "mixed dtypes": (
+        arrays(lambda a: a.update({DOWN: a[DOWN].astype("f4")})),
+        2,
+        ("bfloat16", "float32", "layers.1.mlp.down", "--dtype"),
+    ),
     "integers": (header(integers), 3, ("down_proj", "int16")),
 }
 
@@ -198,8 +257,16 @@ CONFIGS = {
     "a list": (lambda src: (src / CONFIG).write_text("[1]"), 3, (CONFIG, "list")),
     "no JSON": (lambda src: (src / CONFIG).write_text("{"), 3, (CONFIG, "JSON")),
     "no UTF-8": (lambda src: (src / CONFIG).write_bytes(b'{"a":"\xff"}'), 3, (CONFIG, "JSON")),
-    "unknown architecture": (config(architectures=["FooForCausalLM"]), 4, ("FooForCausalLM", "--mapping")),
-    "no architecture": (lambda src: edit_json(src / CONFIG, lambda c: c.pop("architectures")), 4, ("--family",)),
+    "unknown architecture": (
+        config(architectures=["FooForCausalLM"]),
+        4,
+        ("FooForCausalLM", "--mapping"),
+    ),
+    "no architecture": (
+        lambda src: edit_json(src / CONFIG, lambda c: c.pop("architectures")),
+        4,
+        ("--family",),
+    ),
     "architecture of no list": (config(architectures="Qwen3ForCausalLM"), 4, ("--family",)),
     "size of a string": (config(num_hidden_layers="four"), 4, (CONFIG, "'four'", "int")),
     "size of a list": (config(hidden_size=[48]), 4, (CONFIG, "[48]")),
@@ -209,7 +276,11 @@ CONFIGS = {
     "a million layers": (config(num_hidden_layers=10**6), 4, ("num_layers is 1000000", "10000")),
     "a layer more": (config(num_hidden_layers=5), 3, ("model.layers.4", "missing")),
     "a layer less": (config(num_hidden_layers=3), 5, ("model.layers.3", "in no rule")),
-    "no size": (lambda src: edit_json(src / CONFIG, lambda c: c.pop("hidden_size")), 4, ("hidden_size",)),
+    "no size": (
+        lambda src: edit_json(src / CONFIG, lambda c: c.pop("hidden_size")),
+        4,
+        ("hidden_size",),
+    ),
     "no heads": (config(num_attention_heads=0), 4, ("num_heads is 0",)),
     "no groups": (config(num_key_value_heads=0), 4, ("num_query_groups is 0",)),
     "another head count": (config(num_key_value_heads=7), 3, ("k_proj", "[192, 48]", "[168, 48]")),
@@ -217,8 +288,16 @@ CONFIGS = {
     "epsilon of a string": (config(rms_norm_eps="1e-6"), 4, ("'1e-6'",)),
     "unknown activation": (config(hidden_act="relu"), 4, ("'relu'", "silu")),
     "rope_scaling of a string": (config(rope_scaling="linear"), 4, ("rope_scaling", "'linear'")),
-    "rope_scaling unknown": (config(rope_scaling={"rope_type": "yarn", "factor": 4}), 4, ("'yarn'",)),
-    "rope_scaling half": (config(rope_scaling={"rope_type": "llama3", "factor": 8.0}), 4, ("low_freq_factor",)),
+    "rope_scaling unknown": (
+        config(rope_scaling={"rope_type": "yarn", "factor": 4}),
+        4,
+        ("'yarn'",),
+    ),
+    "rope_scaling half": (
+        config(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        4,
+        ("low_freq_factor",),
+    ),
     "tied of a string": (config(tie_word_embeddings="yes"), 4, ("'yes'", "bool")),
     "quantised": (config(quantization_config={"quant_method": "fp8"}), 4, ("quantization_config",)),
     "unknown key": (config(frobnicate=3), 4, ("frobnicate", "--allow-inexact frobnicate")),
@@ -233,7 +312,11 @@ def test_configs(made, tmp_path, case):
 
 SIZES = {
     "tp of ffn": ("qwen3", ("--tp", 3), ("3",)),
-    "tp of heads": ("qwen3", ("--tp", 32), ("16 attention heads", "tp 32", "choose a tp of 1, 2, 4, 8, 16")),
+    "tp of heads": (
+        "qwen3",
+        ("--tp", 32),
+        ("16 attention heads", "tp 32", "choose a tp of 1, 2, 4, 8, 16"),
+    ),
     "tp of qkv rows": ("mistral", ("--tp", 7, "--format", "torch"), ("7",)),
     "pp": ("qwen3", ("--pp", 3), ("4 layers", "pp 3")),
     "pp above the layers": ("qwen3", ("--pp", 8), ("4 layers", "pp 8")),
@@ -241,8 +324,16 @@ SIZES = {
     "vpp alone": ("qwen3", ("--vpp", 2), ("pp > 1",)),
     "ep on a dense model": ("qwen3", ("--ep", 2), ("ep 2", "without experts")),
     "ep": ("qwen3-moe", ("--ep", 5), ("24 experts", "ep 5")),
-    "etp and torch": ("qwen3-moe", ("--tp", 4, "--etp", 8, "--format", "torch"), ("etp 8", "tp 4", "torch_dist")),
-    "layout": ("qwen3", ("--pp", 2, "--pipeline-model-parallel-layout", "Ett|ttt|L"), ("Ett|ttt|L",)),
+    "etp and torch": (
+        "qwen3-moe",
+        ("--tp", 4, "--etp", 8, "--format", "torch"),
+        ("etp 8", "tp 4", "torch_dist"),
+    ),
+    "layout": (
+        "qwen3",
+        ("--pp", 2, "--pipeline-model-parallel-layout", "Ett|ttt|L"),
+        ("Ett|ttt|L",),
+    ),
     "zero": ("qwen3", ("--tp", 0), ("--tp",)),
     "a word": ("qwen3", ("--tp", "two"), ("--tp",)),
     "memory of a word": ("qwen3", ("--max-memory", "lots"), ("'lots'",)),
@@ -259,16 +350,38 @@ def test_sizes_that_do_not_fit(tmp_path, case):
 
 def test_a_setting_or_family_that_the_config_denies(made, tmp_path):
     src = made / "one"
-    refused(4, "num_layers", "4", "7", args=("hf-to-megatron", src, tmp_path / "d", "--set", "num_layers=7"), untouched=tmp_path)
-    refused(4, "'nope'", "qwen3", args=("hf-to-megatron", src, tmp_path / "d", "--family", "nope"), untouched=tmp_path)
-    refused(4, "/nope.yaml", args=("hf-to-megatron", src, tmp_path / "d", "--mapping", "/nope.yaml"), untouched=tmp_path)
+    refused(
+        4,
+        "num_layers",
+        "4",
+        "7",
+        args=("hf-to-megatron", src, tmp_path / "d", "--set", "num_layers=7"),
+        untouched=tmp_path,
+    )
+    refused(
+        4,
+        "'nope'",
+        "qwen3",
+        args=("hf-to-megatron", src, tmp_path / "d", "--family", "nope"),
+        untouched=tmp_path,
+    )
+    refused(
+        4,
+        "/nope.yaml",
+        args=("hf-to-megatron", src, tmp_path / "d", "--mapping", "/nope.yaml"),
+        untouched=tmp_path,
+    )
 
 
 # ---- pytorch_model.bin
 
 
-def write_bin(directory: Path, found: dict[str, Any], view: Any = None, name: str = "pytorch_model.bin") -> Path:
-    """A .bin by hand. view(key, array) -> (elements of a storage, offset, strides) or None for a dense one."""
+def write_bin(
+    directory: Path, found: dict[str, Any], view: Any = None, name: str = "pytorch_model.bin"
+) -> Path:
+    """A .bin by hand. view(key, array) -> (elements of a storage, offset, strides) or None for a
+    dense one.
+    """
     from collections import OrderedDict
 
     from mckpt.containers import safe_pickle
@@ -292,7 +405,9 @@ def transposed(key: str, array: Any) -> Any:
 
 
 def inside(key: str, array: Any) -> Any:
-    """Every second column of a matrix that is framed by other numbers; every third element of a vector."""
+    """Every second column of a matrix that is framed by other numbers; every third element of a
+    vector.
+    """
     if array.ndim == 2:
         store = np.full((array.shape[0] + 2, array.shape[1] * 2 + 3), 7, array.dtype)
         store[1:-1, 1:-2:2] = array
@@ -312,13 +427,21 @@ def test_bin_dense_and_strided(made, tmp_path, view):
 
 def test_bin_with_an_index(made, tmp_path):
     found = list(tiny.tensors(tiny.config("qwen3")).items())
-    src, names = tmp_path / "src", ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
+    src, names = (
+        tmp_path / "src",
+        ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"],
+    )
     for part, name in zip((dict(found[:20]), dict(found[20:])), names, strict=True):
         write_bin(src, part, name=name)
-    tiny.write_json(src / "pytorch_model.bin.index.json", {"weight_map": {k: names[i >= 20] for i, (k, _) in enumerate(found)}})
+    tiny.write_json(
+        src / "pytorch_model.bin.index.json",
+        {"weight_map": {k: names[i >= 20] for i, (k, _) in enumerate(found)}},
+    )
     assert mckpt("diff", made / "one", src).code == 0
     (src / names[1]).unlink()
-    refused(3, names[1], "not there", args=("hf-to-megatron", src, tmp_path / "d"), untouched=tmp_path)
+    refused(
+        3, names[1], "not there", args=("hf-to-megatron", src, tmp_path / "d"), untouched=tmp_path
+    )
 
 
 def test_bin_damaged(tmp_path):
@@ -361,7 +484,11 @@ def args_of(**fields: Any) -> Any:
 
 def alone(damage: Any) -> Any:
     """Without the Hugging Face files and the manifest that tell the same as the args."""
-    return lambda src: (damage(src), shutil.rmtree(src / "hf"), (src / "release" / "mckpt.json").unlink())
+    return lambda src: (
+        damage(src),
+        shutil.rmtree(src / "hf"),
+        (src / "release" / "mckpt.json").unlink(),
+    )
 
 
 def file_of(rank: str, change: Any) -> Any:
@@ -374,27 +501,75 @@ def file_of(rank: str, change: Any) -> Any:
 
 RANK = "mp_rank_01_000"
 TORCH = {
-    "rank missing": (lambda src: shutil.rmtree(src / "release/mp_rank_01_001"), 3, ("mp_rank_01_001 is missing",)),
-    "first rank missing": (lambda src: shutil.rmtree(src / "release/mp_rank_00_000"), 3, ("mp_rank_00_000 is missing",)),
-    "rank extra": (lambda src: shutil.copytree(src / "release" / RANK, src / "release/mp_rank_02_000"), 3, ("mp_rank_02_000",)),
+    "rank missing": (
+        lambda src: shutil.rmtree(src / "release/mp_rank_01_001"),
+        3,
+        ("mp_rank_01_001 is missing",),
+    ),
+    "first rank missing": (
+        lambda src: shutil.rmtree(src / "release/mp_rank_00_000"),
+        3,
+        ("mp_rank_00_000 is missing",),
+    ),
+    "rank extra": (
+        lambda src: shutil.copytree(src / "release" / RANK, src / "release/mp_rank_02_000"),
+        3,
+        ("mp_rank_02_000",),
+    ),
     "file missing": (lambda src: (src / "release" / RANK / PT).unlink(), 3, (RANK, PT)),
     "file truncated": (file_of("01_000", lambda b: b[:5000]), 3, (RANK, PT, "cut short")),
     "file empty": (file_of("01_000", lambda b: b""), 3, (RANK, PT)),
-    "key missing": (ranks(lambda pt: pt.value["model"].pop(FC2), "01_000"), 3, (RANK, FC2, "missing", "[48, 32]")),
-    "key extra": (ranks(lambda pt: pt.value["model"].update(foo=pt.value["model"][FC2]), "01_000"), 5, (RANK, "foo", "mcore.yaml")),
-    "wrong shape": (ranks(lambda pt: pt.value["model"].update({FC2: pt.put("bfloat16", (48, 31), bytes(2976))}), "01_000"), 3,
-                    (RANK, FC2, "[48, 31]", "[48, 32]")),
-    "wrong dtype": (ranks(lambda pt: pt.value["model"].update({FC2: pt.put("float32", (48, 32), bytes(6144))}), "01_000"), 2,
-                    (RANK, "float32", "bfloat16", "--dtype")),
-    "no tensor": (ranks(lambda pt: pt.value["model"].update({FC2: "weights"}), "01_000"), 3, (RANK, FC2, "no tensor")),
+    "key missing": (
+        ranks(lambda pt: pt.value["model"].pop(FC2), "01_000"),
+        3,
+        (RANK, FC2, "missing", "[48, 32]"),
+    ),
+    "key extra": (
+        ranks(lambda pt: pt.value["model"].update(foo=pt.value["model"][FC2]), "01_000"),
+        5,
+        (RANK, "foo", "mcore.yaml"),
+    ),
+    "wrong shape": (
+        ranks(
+            lambda pt: pt.value["model"].update({FC2: pt.put("bfloat16", (48, 31), bytes(2976))}),
+            "01_000",
+        ),
+        3,
+        (RANK, FC2, "[48, 31]", "[48, 32]"),
+    ),
+    "wrong dtype": (
+        ranks(
+            lambda pt: pt.value["model"].update({FC2: pt.put("float32", (48, 32), bytes(6144))}),
+            "01_000",
+        ),
+        2,
+        (RANK, "float32", "bfloat16", "--dtype"),
+    ),
+    "no tensor": (
+        ranks(lambda pt: pt.value["model"].update({FC2: "weights"}), "01_000"),
+        3,
+        (RANK, FC2, "no tensor"),
+    ),
     "no model": (ranks(lambda pt: pt.value.pop("model"), "01_000"), 3, (RANK, "no `model`")),
     "no dict": (ranks(lambda pt: setattr(pt, "value", [1]), "01_000"), 3, (RANK, "a list")),
     "no args": (alone(ranks(lambda pt: pt.value.pop("args"))), 2, ("no args", "--like")),
     "args of a dict": (ranks(lambda pt: pt.value.update(args={"a": 1})), 3, (PT, "args", "dict")),
-    "args with another tp": (args_of(tensor_model_parallel_size=4), 3, ("tp 4", "mp_rank_02_000 is missing")),
+    "args with another tp": (
+        args_of(tensor_model_parallel_size=4),
+        3,
+        ("tp 4", "mp_rank_02_000 is missing"),
+    ),
     "args with tp of a word": (args_of(tensor_model_parallel_size="two"), 3, (PT, "'two'")),
-    "args with pp that does not divide": (args_of(pipeline_model_parallel_size=3), 3, ("pp 3", "4 layers")),
-    "args with another ffn size": (alone(args_of(ffn_hidden_size=80)), 3, ("linear_fc1", "[64, 48]", "[80, 48]")),
+    "args with pp that does not divide": (
+        args_of(pipeline_model_parallel_size=3),
+        3,
+        ("pp 3", "4 layers"),
+    ),
+    "args with another ffn size": (
+        alone(args_of(ffn_hidden_size=80)),
+        3,
+        ("linear_fc1", "[64, 48]", "[80, 48]"),
+    ),
     "args with layers that do not divide": (alone(args_of(num_layers=5)), 3, ("5 layers", "pp 2")),
     "args with a million layers": (alone(args_of(num_layers=10**6)), 4, ("num_layers is 1000000",)),
     "args with layers of a word": (alone(args_of(num_layers="four")), 4, ("'four'",)),
@@ -402,9 +577,17 @@ TORCH = {
     "args without vocab_size": (alone(args_of(vocab_size=None)), 2, ("256", "--vocab-size")),
     "tracker garbage": (lambda src: (src / TRACKER).write_text("latest"), 3, (TRACKER, "'latest'")),
     "tracker empty": (lambda src: (src / TRACKER).write_text(""), 3, (TRACKER, "''")),
-    "tracker names nothing": (lambda src: (src / TRACKER).write_text("77"), 3, ("iter_0000077", TRACKER, "it has release")),
-    "tracker unreadable": (lambda src: ((src / TRACKER).unlink(), (src / TRACKER).mkdir()), 7, (TRACKER, "cannot be read")),
-}  # fmt: skip
+    "tracker names nothing": (
+        lambda src: (src / TRACKER).write_text("77"),
+        3,
+        ("iter_0000077", TRACKER, "it has release"),
+    ),
+    "tracker unreadable": (
+        lambda src: ((src / TRACKER).unlink(), (src / TRACKER).mkdir()),
+        7,
+        (TRACKER, "cannot be read"),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", TORCH)
@@ -416,7 +599,14 @@ def test_damaged_torch(made, tmp_path, case):
 @pytest.mark.parametrize("rank", ["00_000", "01_001"])
 def test_hostile_rank(made, tmp_path, rank):
     mark = tmp_path / "mark"
-    refuse_copy(made, tmp_path, "torch", lambda src: save_hostile(src / f"release/mp_rank_{rank}" / PT, mark), 8, (rank, "refused"))
+    refuse_copy(
+        made,
+        tmp_path,
+        "torch",
+        lambda src: save_hostile(src / f"release/mp_rank_{rank}" / PT, mark),
+        8,
+        (rank, "refused"),
+    )
     assert not mark.exists()
 
 
@@ -429,17 +619,38 @@ def test_args_missing_but_described(made, tmp_path):
 
 def test_vocab_size_and_iteration_that_are_not_there(made, tmp_path):
     src, dst = made / "torch", tmp_path / "d"
-    refused(3, "256", "1500", args=("megatron-to-hf", src, dst, "--vocab-size", 1500), untouched=tmp_path)
-    refused(2, "--vocab-size", args=("megatron-to-hf", src, dst, "--vocab-size", 0), untouched=tmp_path)
-    refused(3, "iter_0000007", "release", args=("megatron-to-hf", src, dst, "--iteration", 7), untouched=tmp_path)
-    refused(2, "--iteration 7", args=("megatron-to-hf", src / "release" / "mp_rank_00_000", dst, "--iteration", 7), untouched=tmp_path)
+    refused(
+        3,
+        "256",
+        "1500",
+        args=("megatron-to-hf", src, dst, "--vocab-size", 1500),
+        untouched=tmp_path,
+    )
+    refused(
+        2, "--vocab-size", args=("megatron-to-hf", src, dst, "--vocab-size", 0), untouched=tmp_path
+    )
+    refused(
+        3,
+        "iter_0000007",
+        "release",
+        args=("megatron-to-hf", src, dst, "--iteration", 7),
+        untouched=tmp_path,
+    )
+    refused(
+        2,
+        "--iteration 7",
+        args=("megatron-to-hf", src / "release" / "mp_rank_00_000", dst, "--iteration", 7),
+        untouched=tmp_path,
+    )
 
 
 def test_a_replica_that_differs(made, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(made / "torch", src)
     key = "decoder.layers.0.self_attention.q_layernorm.weight"
-    ranks(lambda pt: pt.value["model"].update({key: pt.put("bfloat16", (24,), bytes(48))}), "01_000")(src)
+    ranks(
+        lambda pt: pt.value["model"].update({key: pt.put("bfloat16", (24,), bytes(48))}), "01_000"
+    )(src)
     args = ("megatron-to-hf", src, tmp_path / "dst")
     refused_words = ("layers.0.attn.q_norm.weight", "mp_rank_01_000", "differ")
     said = mckpt(*args, "--check-replicas")
@@ -456,11 +667,20 @@ def test_optimizer_is_left_behind_only_when_asked(made, tmp_path):
     def more(pt: Pt) -> None:
         pt.value["optimizer"] = {"state": pt.put("float32", (2,), bytes(8))}
         pt.value["rng_state"] = [{"random": 1}]
-        pt.value["ema"] = {"weight": pt.put("float32", (2,), bytes(8))}  # a key of tensors that nobody knows
+        # a key of tensors that nobody knows
+        pt.value["ema"] = {"weight": pt.put("float32", (2,), bytes(8))}
         pt.value["note"] = "kept"
 
     ranks(more)(src)
-    refused(2, "optimizer", "rng_state", "ema", "--no-optimizer", args=("reshard", src, tmp_path / "d"), untouched=tmp_path)
+    refused(
+        2,
+        "optimizer",
+        "rng_state",
+        "ema",
+        "--no-optimizer",
+        args=("reshard", src, tmp_path / "d"),
+        untouched=tmp_path,
+    )
     plan = good("plan", src, tmp_path / "d", "--to", "hf", "--json").json
     assert {"optimizer", "rng_state", "ema"} <= set(plan["left_behind"])
     good("reshard", src, tmp_path / "d", "--no-optimizer", "--target-tp", 1)
@@ -479,9 +699,13 @@ def test_optimizer_of_torch_dist(made, tmp_path):
             items[f"optimizer.state.exp_avg.{DIST_FC2}", offsets] = items[DIST_FC2, offsets]
 
     metadata(more)(src)
-    refused(2, "optimizer", "--no-optimizer", args=("reshard", src, tmp_path / "d"), untouched=tmp_path)
+    refused(
+        2, "optimizer", "--no-optimizer", args=("reshard", src, tmp_path / "d"), untouched=tmp_path
+    )
     good("reshard", src, tmp_path / "d", "--no-optimizer")
-    assert not any("optimizer" in k for k in read_metadata(tmp_path / "d/release/.metadata").tensors)
+    assert not any(
+        "optimizer" in k for k in read_metadata(tmp_path / "d/release/.metadata").tensors
+    )
 
 
 # ---- torch_dist
@@ -493,10 +717,17 @@ def metadata(change: Any) -> Any:
     def damage(src: Path) -> None:
         path = src / "release" / ".metadata"
         found = read_metadata(path)
-        tensors = {k: (dtype, size, list(chunks)) for k, (dtype, size, chunks) in found.tensors.items()}
+        tensors = {
+            k: (dtype, size, list(chunks)) for k, (dtype, size, chunks) in found.tensors.items()
+        }
         items = dict(found.items)
         change(tensors, items)
-        path.write_bytes(emit({**tensors, **dict.fromkeys(found.objects)}, [(k, o, *item) for (k, o), item in items.items()]))
+        path.write_bytes(
+            emit(
+                {**tensors, **dict.fromkeys(found.objects)},
+                [(k, o, *item) for (k, o), item in items.items()],
+            )
+        )
 
     return damage
 
@@ -549,27 +780,79 @@ def test_more_files_than_may_be_open(made, tmp_path, monkeypatch):
 
 
 DIST = {
-    "no metadata.json": (lambda src: (src / "release/metadata.json").unlink(), 3, ("metadata.json",)),
-    "metadata.json garbage": (lambda src: (src / "release/metadata.json").write_text("{"), 3, ("metadata.json",)),
-    "another backend": (lambda src: (src / "release/metadata.json").write_text('{"sharded_backend": "x"}'), 3, ("'x'", "torch_dist")),
+    "no metadata.json": (
+        lambda src: (src / "release/metadata.json").unlink(),
+        3,
+        ("metadata.json",),
+    ),
+    "metadata.json garbage": (
+        lambda src: (src / "release/metadata.json").write_text("{"),
+        3,
+        ("metadata.json",),
+    ),
+    "another backend": (
+        lambda src: (src / "release/metadata.json").write_text('{"sharded_backend": "x"}'),
+        3,
+        ("'x'", "torch_dist"),
+    ),
     "no .metadata": (lambda src: (src / "release/.metadata").unlink(), 3, (".metadata",)),
-    ".metadata cut": (lambda src: (src / "release/.metadata").write_bytes((src / "release/.metadata").read_bytes()[:500]), 8, (".metadata",)),
-    "no .distcp": (lambda src: (src / "release/__0_0.distcp").unlink(), 3, ("__0_0.distcp", "not there")),
-    ".distcp without its last bytes": (lambda src: os.truncate(src / "release/__0_0.distcp", os.path.getsize(src / "release/__0_0.distcp") - 1), 3,
-                                       ("__0_0.distcp", "cut short", "its last item, of ")),
-    ".distcp cut": (lambda src: (src / "release/__0_0.distcp").write_bytes((src / "release/__0_0.distcp").read_bytes()[:-60_000]), 3,
-                    ("__0_0.distcp", "cut short")),
+    ".metadata cut": (
+        lambda src: (src / "release/.metadata").write_bytes(
+            (src / "release/.metadata").read_bytes()[:500]
+        ),
+        8,
+        (".metadata",),
+    ),
+    "no .distcp": (
+        lambda src: (src / "release/__0_0.distcp").unlink(),
+        3,
+        ("__0_0.distcp", "not there"),
+    ),
+    ".distcp without its last bytes": (
+        lambda src: os.truncate(
+            src / "release/__0_0.distcp", os.path.getsize(src / "release/__0_0.distcp") - 1
+        ),
+        3,
+        ("__0_0.distcp", "cut short", "its last item, of "),
+    ),
+    ".distcp cut": (
+        lambda src: (src / "release/__0_0.distcp").write_bytes(
+            (src / "release/__0_0.distcp").read_bytes()[:-60_000]
+        ),
+        3,
+        ("__0_0.distcp", "cut short"),
+    ),
     "chunk grid with a hole": (metadata(hole), 3, (DIST_FC2, "9216", "12288")),
-    "chunk without an item": (metadata(lambda t, i: i.pop((DIST_FC2, (0, 0, 0)))), 3, (DIST_FC2, "[0, 0, 0]")),
+    "chunk without an item": (
+        metadata(lambda t, i: i.pop((DIST_FC2, (0, 0, 0)))),
+        3,
+        (DIST_FC2, "[0, 0, 0]"),
+    ),
     "path ../x": (metadata(elsewhere("../x.distcp")), 3, ("'../x.distcp'",)),
     "absolute path": (metadata(elsewhere("/etc/passwd")), 3, ("'/etc/passwd'",)),
     "key missing": (metadata(key_gone), 3, (DIST_FC2, "missing")),
     "key extra": (metadata(key_extra), 5, ("foo.weight", "[4, 48, 64]", "mcore.yaml")),
-    "item past the end": (metadata(item(lambda i: ("__0_0.distcp", 10**9, 100))), 3, (DIST_FC2, "1000000100")),
-    "item of another tensor": (metadata(item(lambda i: i[WORDS, (0, 0)])), 3, (DIST_FC2, "[256, 48]")),
-    "common.pt cut": (lambda src: (src / "release/common.pt").write_bytes(b"PK\3\4"), 3, ("common.pt",)),
-    "common.pt of a list": (lambda src: save_pt(src / "release/common.pt", [1], {}), 3, ("common.pt", "a list")),
-}  # fmt: skip
+    "item past the end": (
+        metadata(item(lambda i: ("__0_0.distcp", 10**9, 100))),
+        3,
+        (DIST_FC2, "1000000100"),
+    ),
+    "item of another tensor": (
+        metadata(item(lambda i: i[WORDS, (0, 0)])),
+        3,
+        (DIST_FC2, "[256, 48]"),
+    ),
+    "common.pt cut": (
+        lambda src: (src / "release/common.pt").write_bytes(b"PK\3\4"),
+        3,
+        ("common.pt",),
+    ),
+    "common.pt of a list": (
+        lambda src: save_pt(src / "release/common.pt", [1], {}),
+        3,
+        ("common.pt", "a list"),
+    ),
+}
 
 
 @pytest.mark.parametrize("case", DIST)
@@ -614,7 +897,9 @@ def test_fp16_overflow_names_the_tensor_and_leaves_nothing_loadable(made, tmp_pa
     name = "model.layers.2.mlp.up_proj.weight"
     arrays(lambda a: a[name].__setitem__((5, 5), 1e6))(src)
     said = mckpt("hf-to-megatron", src, dst, "--dtype", "fp16")
-    assert said.code == 2 and "layers.2.mlp.up.weight" in said.err and "Traceback" not in said.err, said.err
+    assert (
+        said.code == 2 and "layers.2.mlp.up.weight" in said.err and "Traceback" not in said.err
+    ), said.err
     assert all(p.split("/")[0].startswith(".mckpt-") for p in tree(dst))
     assert mckpt("inspect", dst).code == 3
     good("hf-to-megatron", src, dst, "--dtype", "fp16", "--allow-overflow")
@@ -644,9 +929,15 @@ def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
 def test_no_checkpoint_at_all(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    for src, word in (("empty", "no checkpoint"), ("file", "is a file"), ("nope", "does not exist")):
+    for src, word in (
+        ("empty", "no checkpoint"),
+        ("file", "is a file"),
+        ("nope", "does not exist"),
+    ):
         refused(3, word, args=("inspect", tmp_path / src), untouched=tmp_path)
-        refused(3, word, args=("hf-to-megatron", tmp_path / src, tmp_path / "d"), untouched=tmp_path)
+        refused(
+            3, word, args=("hf-to-megatron", tmp_path / src, tmp_path / "d"), untouched=tmp_path
+        )
 
 
 def test_an_unreadable_file(made, tmp_path, monkeypatch):
@@ -656,4 +947,10 @@ def test_an_unreadable_file(made, tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied", args[0])
 
     monkeypatch.setattr(module, "open", refuse, raising=False)
-    refused(7, ONE, "Permission denied", args=("hf-to-megatron", made / "one", tmp_path / "d"), untouched=tmp_path)
+    refused(
+        7,
+        ONE,
+        "Permission denied",
+        args=("hf-to-megatron", made / "one", tmp_path / "d"),
+        untouched=tmp_path,
+    )

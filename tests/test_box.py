@@ -1,4 +1,6 @@
-"""Geometry: literals that can be checked by eye, and laws that hold for any boxes, against plain numpy."""
+"""Geometry: literals that can be checked by eye, and laws that hold for any boxes, against plain
+numpy.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mckpt.geometry.box import Box, Move, Piece, coalesce, gaps, moves, overlap, restride, row_major, tiles
+from mckpt.geometry.box import (
+    Box,
+    Move,
+    Piece,
+    coalesce,
+    gaps,
+    moves,
+    overlap,
+    restride,
+    row_major,
+    tiles,
+)
 from mckpt.geometry.packing import Packed, Placed, buffer, shard
 
-# ---------------------------------------------------------------------------------------------------------------- literals
+# ----------------------------------------------------------------------------------------- literals
 
 
 def test_row_major() -> None:
@@ -59,9 +72,13 @@ def test_coalesce() -> None:
     def one(run: int, src: int, dst: int) -> Move:
         return Move(1, run, src, 0, 1, dst, 0, 1)
 
-    assert coalesce([one(4, 4, 104), one(4, 0, 100)]) == [one(8, 0, 100)]  # they follow each other on both sides
-    assert coalesce([one(4, 0, 100), one(4, 10, 104), one(4, 20, 108)]) == [Move(3, 4, 0, 10, 1, 100, 4, 1)]
-    assert coalesce([one(4, 0, 0), one(3, 10, 4)]) == [one(4, 0, 0), one(3, 10, 4)]  # of different widths
+    # they follow each other on both sides
+    assert coalesce([one(4, 4, 104), one(4, 0, 100)]) == [one(8, 0, 100)]
+    assert coalesce([one(4, 0, 100), one(4, 10, 104), one(4, 20, 108)]) == [
+        Move(3, 4, 0, 10, 1, 100, 4, 1)
+    ]
+    # of different widths
+    assert coalesce([one(4, 0, 0), one(3, 10, 4)]) == [one(4, 0, 0), one(3, 10, 4)]
     stepped = [Move(1, 4, 0, 0, 2, 0, 0, 1), Move(1, 4, 8, 0, 2, 4, 0, 1)]
     assert coalesce(stepped) == stepped
 
@@ -70,16 +87,28 @@ def test_tiles_says_what_is_wrong() -> None:
     left, right = Box((0, 0), (4, 3)), Box((0, 3), (4, 3))
     assert tiles([left, right], (4, 6)) is None
     assert tiles([left], (4, 6)) == "12 of 24 elements are covered"
-    assert tiles([left, right, Box((3, 5), (1, 1))], (4, 6)) == "boxes overlap: [4, 3] at [0, 3] and [1, 1] at [3, 5]"
-    assert tiles([left, Box((0, 3), (4, 4))], (4, 6)) == "the box [4, 4] at [0, 3] reaches outside [4, 6]"
-    assert tiles([left, Box((-1, 3), (4, 3))], (4, 6)) == "the box [4, 3] at [-1, 3] reaches outside [4, 6]"
+    assert (
+        tiles([left, right, Box((3, 5), (1, 1))], (4, 6))
+        == "boxes overlap: [4, 3] at [0, 3] and [1, 1] at [3, 5]"
+    )
+    assert (
+        tiles([left, Box((0, 3), (4, 4))], (4, 6))
+        == "the box [4, 4] at [0, 3] reaches outside [4, 6]"
+    )
+    assert (
+        tiles([left, Box((-1, 3), (4, 3))], (4, 6))
+        == "the box [4, 3] at [-1, 3] reaches outside [4, 6]"
+    )
     assert tiles([], (4, 6)) == "0 of 24 elements are covered"
 
 
 def test_empty_boxes_hide_no_overlap() -> None:
     """The two that overlap leave a hole of the same volume, so the sum of the volumes is right."""
     empty = Box((0,), (0,))
-    assert tiles([Box((0,), (2,)), Box((1,), (2,)), empty, empty], (4,)) == "boxes overlap: [2] at [0] and [2] at [1]"
+    assert (
+        tiles([Box((0,), (2,)), Box((1,), (2,)), empty, empty], (4,))
+        == "boxes overlap: [2] at [0] and [2] at [1]"
+    )
 
 
 def test_gaps_says_what_is_wrong() -> None:
@@ -88,7 +117,10 @@ def test_gaps_says_what_is_wrong() -> None:
     assert wrong is None
     assert free.tolist() == [[3, 3], [10, 2]]
     assert gaps([first, last], 9)[1] == "a piece reaches outside the 9 elements of the buffer"
-    assert gaps([first, Piece("b", Box((0,), (4,)), 2, (1,))], 12)[1] == "two pieces share element 2 of the buffer"
+    assert (
+        gaps([first, Piece("b", Box((0,), (4,)), 2, (1,))], 12)[1]
+        == "two pieces share element 2 of the buffer"
+    )
     odd, even = Piece("a", Box((0,), (4,)), 1, (2,)), Piece("b", Box((0,), (4,)), 0, (2,))
     assert gaps([odd, even], 8)[0].tolist() == []
     assert gaps([odd], 8)[0].tolist() == [[0, 1], [2, 1], [4, 1], [6, 1]]
@@ -96,25 +128,30 @@ def test_gaps_says_what_is_wrong() -> None:
 
 
 def test_restride() -> None:
-    piece = Piece("w", Box((0, 0), (2, 3)), 4, (4, 1))  # columns 0..3 of rows 1 and 2 of a dense [3, 4]
+    # columns 0..3 of rows 1 and 2 of a dense [3, 4]
+    piece = Piece("w", Box((0, 0), (2, 3)), 4, (4, 1))
     assert restride(piece, (3, 4), (10, 2)) == piece._replace(start=10, strides=(10, 2))
     across = Piece("w", Box((0,), (6,)), 0, (1,))  # six elements that run over the end of a row
     assert restride(across, (3, 4), (10, 2)) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------- laws
+# --------------------------------------------------------------------------------------------- laws
 
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
     """A box that is not empty, inside the shape."""
     offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
-    return Box(offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
+    return Box(
+        offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
+    )
 
 
 @st.composite
 def held(draw: st.DrawFn, box: Box) -> tuple[Piece, int]:
-    """The box somewhere in a flat buffer of so many elements: its axes in any order, with gaps between rows, and extra axes around."""
+    """The box somewhere in a flat buffer of so many elements: its axes in any order, with gaps
+    between rows, and extra axes around.
+    """
     order = draw(st.permutations(range(len(box.shape))))
     padded = [box.shape[a] + draw(st.integers(0, 2)) for a in order]
     step = draw(st.integers(1, 3))
@@ -122,12 +159,16 @@ def held(draw: st.DrawFn, box: Box) -> tuple[Piece, int]:
     for axis, stride in zip(order, row_major(padded), strict=True):
         strides[axis] = stride * step
     start = draw(st.integers(0, 5))
-    return Piece("w", box, start, tuple(strides)), start + math.prod(padded) * step + draw(st.integers(0, 3))
+    return Piece("w", box, start, tuple(strides)), start + math.prod(padded) * step + draw(
+        st.integers(0, 3)
+    )
 
 
 def view(flat: np.ndarray, piece: Piece) -> np.ndarray:
     """The piece's box as numpy sees it in the buffer."""
-    return np.lib.stride_tricks.as_strided(flat[piece.start :], piece.box.shape, [s * flat.itemsize for s in piece.strides])
+    return np.lib.stride_tricks.as_strided(
+        flat[piece.start :], piece.box.shape, [s * flat.itemsize for s in piece.strides]
+    )
 
 
 def execute(listed: list[Move], source: np.ndarray, target: np.ndarray) -> None:
@@ -135,13 +176,18 @@ def execute(listed: list[Move], source: np.ndarray, target: np.ndarray) -> None:
     for m in listed:
         for row in range(m.rows):
             for i in range(m.run):
-                target[m.dst_start + row * m.dst_pitch + i * m.dst_step] = source[m.src_start + row * m.src_pitch + i * m.src_step]
+                target[m.dst_start + row * m.dst_pitch + i * m.dst_step] = source[
+                    m.src_start + row * m.src_pitch + i * m.src_step
+                ]
 
 
 def elements(listed: list[Move]) -> list[tuple[int, int]]:
     """(source element, target element) of all moves, sorted."""
     return sorted(
-        (m.src_start + r * m.src_pitch + i * m.src_step, m.dst_start + r * m.dst_pitch + i * m.dst_step)
+        (
+            m.src_start + r * m.src_pitch + i * m.src_step,
+            m.dst_start + r * m.dst_pitch + i * m.dst_step,
+        )
         for m in listed
         for r in range(m.rows)
         for i in range(m.run)
@@ -158,7 +204,12 @@ def test_overlap_commutes(data: st.DataObject, shape: tuple[int, ...]) -> None:
     assert overlap(a, a) == a
     both = overlap(a, b)
     inside = {
-        i for i in np.ndindex(*shape) if all(all(o <= x < o + n for o, x, n in zip(c.offset, i, c.shape, strict=True)) for c in (a, b))
+        i
+        for i in np.ndindex(*shape)
+        if all(
+            all(o <= x < o + n for o, x, n in zip(c.offset, i, c.shape, strict=True))
+            for c in (a, b)
+        )
     }
     assert len(inside) == (math.prod(both.shape) if both else 0)
     if both:
@@ -168,14 +219,22 @@ def test_overlap_commutes(data: st.DataObject, shape: tuple[int, ...]) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.data(), SHAPES)
 def test_moves_are_numpy_slices(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Any box in any order of axes into any other: gaps, steps and transposes included; coalesced or not."""
+    """Any box in any order of axes into any other: gaps, steps and transposes included; coalesced
+    or not.
+    """
     a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
     (source, size), (target, room) = data.draw(held(a)), data.draw(held(b))
     flat = np.arange(1, size + 1)
     wanted, found, joined = np.zeros(room, int), np.zeros(room, int), np.zeros(room, int)
     both = overlap(a, b)
     if both:
-        cut = [tuple(slice(o - p, o - p + n) for o, p, n in zip(both.offset, c.offset, both.shape, strict=True)) for c in (a, b)]
+        cut = [
+            tuple(
+                slice(o - p, o - p + n)
+                for o, p, n in zip(both.offset, c.offset, both.shape, strict=True)
+            )
+            for c in (a, b)
+        ]
         view(wanted, target)[cut[1]] = view(flat, source)[cut[0]]
     listed = moves(source, target)
     execute(listed, flat, found)
@@ -188,12 +247,17 @@ def test_moves_are_numpy_slices(data: st.DataObject, shape: tuple[int, ...]) -> 
 @settings(deadline=None)
 @given(st.data())
 def test_coalesce_moves_the_same_elements(data: st.DataObject) -> None:
-    """Cut a copy of rows at any places, on a grid that makes neighbours likely, and shuffle: the same elements move, in no more moves."""
+    """Cut a copy of rows at any places, on a grid that makes neighbours likely, and shuffle: the
+    same elements move, in no more moves.
+    """
     width = data.draw(st.integers(1, 4))
     count = data.draw(st.integers(1, 12))
     sources = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count))
     slots = data.draw(st.lists(st.integers(0, 12), min_size=count, max_size=count, unique=True))
-    listed = [Move(1, width, s * width, 0, 1, d * width, 0, 1) for s, d in zip(sources, slots, strict=True)]
+    listed = [
+        Move(1, width, s * width, 0, 1, d * width, 0, 1)
+        for s, d in zip(sources, slots, strict=True)
+    ]
     whole = Move(3, width, 0, 5 * width, 1, 20 * width, 2 * width, 1)
     listed = data.draw(st.permutations([*listed, whole]))
     assert elements(coalesce(listed)) == elements(list(listed))
@@ -209,9 +273,13 @@ def test_coalesce_makes_one_move_of_many() -> None:
 
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
-def test_a_restrided_piece_is_the_same_piece_of_a_view(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Where it can be said at all, element i of the box is the same element of the tensor; single-axis pieces can always be said."""
-    (viewed, size) = data.draw(held(Box((0,) * len(shape), shape)))
+def test_a_restrided_piece_is_the_same_piece_of_a_view(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
+    """Where it can be said at all, element i of the box is the same element of the tensor;
+    single-axis pieces can always be said.
+    """
+    viewed, size = data.draw(held(Box((0,) * len(shape), shape)))
     flat = np.arange(size)
     tensor = view(flat, viewed)
     if data.draw(st.booleans()):  # a box of it, axes in any order
@@ -219,8 +287,15 @@ def test_a_restrided_piece_is_the_same_piece_of_a_view(data: st.DataObject, shap
         order = data.draw(st.permutations(range(len(shape))))
         dense = row_major(shape)
         start = sum(o * s for o, s in zip(box.offset, dense, strict=True))
-        piece = Piece("w", Box((0,) * len(shape), tuple(box.shape[a] for a in order)), start, tuple(dense[a] for a in order))
-        must = all(n > 1 or s == 1 for n, s in zip(shape, dense, strict=True)) and len(set(dense)) == len(dense)
+        piece = Piece(
+            "w",
+            Box((0,) * len(shape), tuple(box.shape[a] for a in order)),
+            start,
+            tuple(dense[a] for a in order),
+        )
+        must = all(n > 1 or s == 1 for n, s in zip(shape, dense, strict=True)) and len(
+            set(dense)
+        ) == len(dense)
     else:  # of another rank: the flat tensor
         run = data.draw(st.integers(1, math.prod(shape)))
         piece, must = Piece("w", Box((0,), (run,)), 0, (1,)), run <= shape[-1] and shape[-1] > 1
@@ -231,7 +306,10 @@ def test_a_restrided_piece_is_the_same_piece_of_a_view(data: st.DataObject, shap
     base = viewed.start
     for i in np.ndindex(*piece.box.shape):
         at = piece.start + sum(x * s for x, s in zip(i, piece.strides, strict=True))
-        assert flat[base + found.start + sum(x * s for x, s in zip(i, found.strides, strict=True))] == tensor.ravel()[at]
+        assert (
+            flat[base + found.start + sum(x * s for x, s in zip(i, found.strides, strict=True))]
+            == tensor.ravel()[at]
+        )
 
 
 @st.composite
@@ -255,7 +333,9 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 @settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
-def test_a_partition_tiles_and_a_faulty_one_does_not(data: st.DataObject, shape: tuple[int, ...]) -> None:
+def test_a_partition_tiles_and_a_faulty_one_does_not(
+    data: st.DataObject, shape: tuple[int, ...]
+) -> None:
     parts = data.draw(partitions(shape))
     assert tiles(parts, shape) is None
     one = data.draw(st.sampled_from(parts))
@@ -265,7 +345,8 @@ def test_a_partition_tiles_and_a_faulty_one_does_not(data: st.DataObject, shape:
     assert "boxes overlap" in str(tiles([*parts, one], shape))
     if rest:
         other = data.draw(st.sampled_from(rest))
-        assert tiles([*rest, other], shape) is not None  # the same volume perhaps, and still a hole and an overlap
+        # the same volume perhaps, and still a hole and an overlap
+        assert tiles([*rest, other], shape) is not None
 
 
 @settings(deadline=None)
@@ -277,7 +358,10 @@ def test_gaps_are_what_numpy_does_not_mark(data: st.DataObject) -> None:
         shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
         piece, _ = data.draw(held(Box((0,) * len(shape), shape)))
         piece = piece._replace(start=data.draw(st.integers(0, room - 1)))
-        flat = [piece.start + sum(x * s for x, s in zip(i, piece.strides, strict=True)) for i in np.ndindex(*shape)]
+        flat = [
+            piece.start + sum(x * s for x, s in zip(i, piece.strides, strict=True))
+            for i in np.ndindex(*shape)
+        ]
         outside = outside or max(flat) >= room
         if max(flat) < 200:
             taken[flat] += 1
@@ -322,12 +406,16 @@ def test_shards_tile_once(kind: str, size: int, parts: list[int], columns: int) 
 
 
 def test_moves_across_ranks_of_different_size() -> None:
-    """An expert's weight into one slice of a stack [experts, rows, columns], and out of it again."""
+    """An expert's weight into one slice of a stack [experts, rows, columns], and out of
+    it again.
+    """
     rng = np.random.default_rng(0)
     stack = rng.integers(0, 1000, (3, 4, 5))
     expert = Piece("e", Box((0, 0), (4, 5)), 2 * 4 * 5, (5, 1))
     alone: np.ndarray[Any, Any] = np.zeros((4, 5), int)
-    execute(moves(expert, Piece("e", Box((0, 0), (4, 5)), 0, (5, 1))), stack.ravel(), alone.reshape(-1))
+    execute(
+        moves(expert, Piece("e", Box((0, 0), (4, 5)), 0, (5, 1))), stack.ravel(), alone.reshape(-1)
+    )
     assert (alone == stack[2]).all()
 
 

@@ -1,4 +1,6 @@
-"""The door: every command, its options, what it prints and how it ends; and the same from Python."""
+"""The door: every command, its options, what it prints and how it ends; and the same
+from Python.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def alone(root: Path, to: Path) -> Path:
 def commands(group: click.Group, prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     out = [prefix]
     for name, command in group.commands.items():
-        out += commands(command, (*prefix, name)) if isinstance(command, click.Group) else [(*prefix, name)]
+        out += (
+            commands(command, (*prefix, name))
+            if isinstance(command, click.Group)
+            else [(*prefix, name)]
+        )
     return out
 
 
@@ -75,7 +81,11 @@ def test_a_shell_completes_commands_and_options():
     program = [sys.executable, "-m", "mckpt"]
     words = {"mckpt hf": "hf-to-megatron", "mckpt plan --allow": "--allow-inexact"}
     for line, wanted in words.items():
-        environ = os.environ | {"_MCKPT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - 1)}
+        environ = os.environ | {
+            "_MCKPT_COMPLETE": "bash_complete",
+            "COMP_WORDS": line,
+            "COMP_CWORD": str(len(line.split()) - 1),
+        }
         done = subprocess.run(program, env=environ, capture_output=True, text=True)
         assert (done.returncode, done.stdout, done.stderr) == (0, f"plain,{wanted}\n", "")
 
@@ -98,7 +108,12 @@ def test_wrong_direction(src, torch_dir, tmp_path):
     dst = tmp_path / "d"
     refused(2, "mckpt reshard", args=("hf-to-megatron", torch_dir, dst), untouched=tmp_path)
     refused(2, "mckpt hf-to-megatron", args=("reshard", src, dst), untouched=tmp_path)
-    refused(2, "is a Hugging Face directory already", args=("megatron-to-hf", src, dst), untouched=tmp_path)
+    refused(
+        2,
+        "is a Hugging Face directory already",
+        args=("megatron-to-hf", src, dst),
+        untouched=tmp_path,
+    )
     refused(2, "--iteration", args=("inspect", src, "--iteration", 3), untouched=tmp_path)
 
 
@@ -107,7 +122,10 @@ def test_a_closed_pipe_is_no_difference(src):
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
-        [sys.executable, "-m", "mckpt", "inspect", str(src), "--json"], stdout=write, stderr=subprocess.PIPE, check=False
+        [sys.executable, "-m", "mckpt", "inspect", str(src), "--json"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        check=False,
     )
     os.close(write)
     assert process.returncode == 7 and b"Traceback" not in process.stderr, process.stderr
@@ -126,7 +144,9 @@ def test_inspect(src, torch_dir, dist_dir):
     for path, form, files in ((src, "hf", 1), (torch_dir, "torch", 4), (dist_dir, "torch_dist", 1)):
         found = good("inspect", path, "--json").json
         assert (found["format"], found["files"]) == (form, files)
-        assert found["bytes"] == sum(t["bytes"] for t in found["tensors"].values()) and found["num_tensors"] == len(found["tensors"])
+        assert found["bytes"] == sum(t["bytes"] for t in found["tensors"].values()) and found[
+            "num_tensors"
+        ] == len(found["tensors"])
         text = good("inspect", path).out
         assert f"format: {form}" in text and next(iter(found["tensors"])) in text
     assert good("inspect", torch_dir, "--json").json["parallel"]["tensor_model_parallel_size"] == 2
@@ -142,34 +162,54 @@ def test_inspect_tells_problems_of_the_files(tmp_path):
 
 def test_inspect_megatron_args(src, torch_dir, dist_dir, tmp_path):
     flags = good("inspect", torch_dir, "--megatron-args", "--json").json
-    assert (flags["--num-layers"], flags["--hidden-size"], flags["--tensor-model-parallel-size"]) == (4, 48, 2)
+    assert (
+        flags["--num-layers"],
+        flags["--hidden-size"],
+        flags["--tensor-model-parallel-size"],
+    ) == (4, 48, 2)
     text = good("inspect", torch_dir, "--megatron-args").out
     assert text == (torch_dir / "release" / "megatron_args.sh").read_text()
-    process = subprocess.run(["bash", "-c", text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'], capture_output=True, text=True, check=True)
+    process = subprocess.run(
+        ["bash", "-c", text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert "--num-layers\n4\n" in process.stdout
     same = ("--num-layers", "--ffn-hidden-size", "--rotary-base", "--norm-epsilon")
-    assert [good("inspect", src, "--megatron-args", "--json").json[f] for f in same] == [flags[f] for f in same]
+    assert [good("inspect", src, "--megatron-args", "--json").json[f] for f in same] == [
+        flags[f] for f in same
+    ]
     shutil.copytree(torch_dir, tmp_path / "noargs")
     for path in (tmp_path / "noargs" / "release").glob(f"mp_rank_*/{PT}"):
         pt = Pt(path)
         pt.value.pop("args")
         pt.save()
-    assert good("inspect", tmp_path / "noargs", "--megatron-args", "--json").json["--num-layers"] == 4
+    assert (
+        good("inspect", tmp_path / "noargs", "--megatron-args", "--json").json["--num-layers"] == 4
+    )
 
 
 def test_plan(src, torch_dir, tmp_path):
     plan = good("plan", src, tmp_path / "d", "--tp", 2, "--pp", 2, "--to", "torch", "--json").json
     assert plan["target"]["format"] == "torch" and plan["source"]["tensors"] == 47
     assert plan["target"]["bytes"] == sum(f["bytes"] for f in plan["target"]["files"])
-    assert sum((torch_dir / "release" / f["path"]).stat().st_size for f in plan["target"]["files"]) == plan["target"]["bytes"]
-    assert good("plan", src, tmp_path / "d", "--dtype", "fp32", "--json").json["casts"] == {"bfloat16 -> float32": 277200}
+    assert (
+        sum((torch_dir / "release" / f["path"]).stat().st_size for f in plan["target"]["files"])
+        == plan["target"]["bytes"]
+    )
+    assert good("plan", src, tmp_path / "d", "--dtype", "fp32", "--json").json["casts"] == {
+        "bfloat16 -> float32": 277200
+    }
     assert "47 logical tensors" in good("plan", torch_dir, tmp_path / "d").out
     assert tree(tmp_path) == {}
 
 
 def test_reshard_takes_short_names_of_sizes_too(torch_dir, tmp_path):
     short = good("reshard", torch_dir, tmp_path / "a", "--tp", 4, "--pp", 1, "--json").json
-    long = good("reshard", torch_dir, tmp_path / "b", "--target-tp", 4, "--target-pp", 1, "--json").json
+    long = good(
+        "reshard", torch_dir, tmp_path / "b", "--target-tp", 4, "--target-pp", 1, "--json"
+    ).json
     assert short == long and short["parallel"]["tensor_model_parallel_size"] == 4
     assert "--target-tp, --tp" in good("reshard", "--help").out
 
@@ -177,11 +217,23 @@ def test_reshard_takes_short_names_of_sizes_too(torch_dir, tmp_path):
 def test_plan_of_a_megatron_source_with_sizes_is_a_reshard(torch_dir, dist_dir, tmp_path):
     plan = good("plan", torch_dir, tmp_path / "d", "--tp", 4, "--json").json
     assert (plan["target"]["format"], plan["target"]["parallel"]) == ("torch", "tp 4, pp 2")
-    assert plan["plan"] == good("reshard", torch_dir, tmp_path / "d", "--tp", 4, "--json").json["plan"]
-    assert good("plan", dist_dir, tmp_path / "e", "--account-for-loss-in-pipeline-split", "--json").json["target"]["format"] == "torch_dist"
+    assert (
+        plan["plan"] == good("reshard", torch_dir, tmp_path / "d", "--tp", 4, "--json").json["plan"]
+    )
+    assert (
+        good(
+            "plan", dist_dir, tmp_path / "e", "--account-for-loss-in-pipeline-split", "--json"
+        ).json["target"]["format"]
+        == "torch_dist"
+    )
     given = ("--tp", 4, "--pipeline-model-parallel-layout", "Et|tttL")
     for source in (torch_dir, dist_dir):
-        refused(2, "--tp, --pipeline-model-parallel-layout", "--to torch_dist", args=("plan", source, tmp_path / "f", "--to", "hf", *given))
+        refused(
+            2,
+            "--tp, --pipeline-model-parallel-layout",
+            "--to torch_dist",
+            args=("plan", source, tmp_path / "f", "--to", "hf", *given),
+        )
     assert good("plan", torch_dir, tmp_path / "g", "--json").json["target"]["format"] == "hf"
 
 
@@ -189,14 +241,28 @@ def test_plan_ends_as_the_run_would_where_the_destination_is_refused(src, torch_
     dst = tmp_path / "d"
     good("hf-to-megatron", src, dst)
     before = tree(tmp_path)
-    for args in (("plan", src, dst), ("plan", torch_dir, dst, "--to", "torch_dist"), ("hf-to-megatron", src, dst, "--dry-run")):
+    for args in (
+        ("plan", src, dst),
+        ("plan", torch_dir, dst, "--to", "torch_dist"),
+        ("hf-to-megatron", src, dst, "--dry-run"),
+    ):
         said = mckpt(*args)
-        assert said.code == 6 and "47 logical tensors" in said.out and "--overwrite" in said.err, args
+        assert said.code == 6 and "47 logical tensors" in said.out and "--overwrite" in said.err, (
+            args
+        )
         assert good(*args, "--overwrite").out == said.out
     said = mckpt("plan", src, dst, "--json")
-    assert said.code == 6 and said.json["source"]["tensors"] == 47 and json.loads(said.err)["error"]["exit_code"] == 6
+    assert (
+        said.code == 6
+        and said.json["source"]["tensors"] == 47
+        and json.loads(said.err)["error"]["exit_code"] == 6
+    )
     (dst / "release" / "notes.txt").write_text("mine")
-    assert mckpt("plan", src, dst, "--overwrite").code == mckpt("hf-to-megatron", src, dst, "--overwrite").code == 6
+    assert (
+        mckpt("plan", src, dst, "--overwrite").code
+        == mckpt("hf-to-megatron", src, dst, "--overwrite").code
+        == 6
+    )
     (dst / "release" / "notes.txt").unlink()
     assert tree(tmp_path) == before
 
@@ -212,12 +278,20 @@ def test_every_error_is_json_if_json_is_asked_for(src, tmp_path, monkeypatch):
     for args, kind, code, word in cases:
         said = mckpt(*args)
         found = json.loads(said.err)["error"]
-        assert (found["class"], found["exit_code"], said.code, said.out) == (kind, code, code, ""), args
+        assert (found["class"], found["exit_code"], said.code, said.out) == (
+            kind,
+            code,
+            code,
+            "",
+        ), args
         assert word in found["message"], found
     shutil.copytree(src, tmp_path / "cut")
     tiny.write_weights(tmp_path / "cut", {"model.norm.weight": np.zeros(48, "f4")})
-    found = json.loads(mckpt("hf-to-megatron", tmp_path / "cut", tmp_path / "d", "--json").err)["error"]
-    assert len(found["problems"]) == 46 and "model.embed_tokens.weight" in found["problems"][0]  # the message lists 20
+    found = json.loads(mckpt("hf-to-megatron", tmp_path / "cut", tmp_path / "d", "--json").err)[
+        "error"
+    ]
+    # the message lists 20
+    assert len(found["problems"]) == 46 and "model.embed_tokens.weight" in found["problems"][0]
     for error, code, kind in (
         (KeyboardInterrupt(), 130, "Interrupted"),
         (OSError(5, "broken", "x"), 7, "StorageError"),
@@ -237,12 +311,21 @@ def test_every_error_is_json_if_json_is_asked_for(src, tmp_path, monkeypatch):
 def test_notes_are_json_events_if_json_is_asked_for(src, tmp_path):
     good("hf-to-megatron", src, tmp_path / "d", "--iteration", 5)
     said = good("hf-to-megatron", src, tmp_path / "d", "--iteration", 3, "--json").err
-    assert "--update-tracker" in next(e["message"] for e in map(json.loads, said.splitlines()) if e["event"] == "note")
+    assert "--update-tracker" in next(
+        e["message"] for e in map(json.loads, said.splitlines()) if e["event"] == "note"
+    )
 
 
 def test_a_size_without_a_unit_is_refused_if_it_is_tiny(src, tmp_path):
     args = ("hf-to-megatron", src, tmp_path / "d")
-    refused(2, "--max-memory '5'", "5 bytes", "5MiB", args=(*args, "--max-memory", 5), untouched=tmp_path)
+    refused(
+        2,
+        "--max-memory '5'",
+        "5 bytes",
+        "5MiB",
+        args=(*args, "--max-memory", 5),
+        untouched=tmp_path,
+    )
     for i, size in enumerate(("64MiB", "2GiB", "500MB", str(1 << 20), "64kib")):
         good("hf-to-megatron", src, tmp_path / str(i), "--max-memory", size)
 
@@ -250,7 +333,10 @@ def test_a_size_without_a_unit_is_refused_if_it_is_tiny(src, tmp_path):
 def test_a_name_of_the_hub_is_told_how_to_be_fetched(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refused(
-        3, "does not exist", "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`", args=("hf-to-megatron", "Qwen/Qwen3-0.6B", "d")
+        3,
+        "does not exist",
+        "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`",
+        args=("hf-to-megatron", "Qwen/Qwen3-0.6B", "d"),
     )
     assert said.startswith("mckpt: Qwen/Qwen3-0.6B")
     (tmp_path / "out").mkdir()
@@ -260,9 +346,12 @@ def test_a_name_of_the_hub_is_told_how_to_be_fetched(tmp_path, monkeypatch):
 
 def test_help_shows_the_default_sizes():
     for command, default in (
-        ("hf-to-megatron", "1"), ("reshard", "(the source's)"), ("plan", "(1 from Hugging Face, else the source's)"),
-        ("verify", "(the checkpoint's for torch files, else 1)"), ("train", "(1)"),
-    ):  # fmt: skip
+        ("hf-to-megatron", "1"),
+        ("reshard", "(the source's)"),
+        ("plan", "(1 from Hugging Face, else the source's)"),
+        ("verify", "(the checkpoint's for torch files, else 1)"),
+        ("train", "(1)"),
+    ):
         said = " ".join(good(command, "--help").out.split())
         assert said.count(f"[default: {default}; x>=1]") >= 4, command  # tp, pp, vpp, ep
 
@@ -270,7 +359,10 @@ def test_help_shows_the_default_sizes():
 def test_inspect_speaks_plain_words(torch_dir, dist_dir, src):
     for path in (torch_dir, dist_dir, src):
         assert "{'" not in good("inspect", path).out
-    assert "parallel: tensor_model_parallel_size 2, pipeline_model_parallel_size 2" in good("inspect", torch_dir).out
+    assert (
+        "parallel: tensor_model_parallel_size 2, pipeline_model_parallel_size 2"
+        in good("inspect", torch_dir).out
+    )
     text = good("inspect", dist_dir).out
     assert "in 1 chunk\n" in text and "in 4 chunks\n" in text and "1 chunks" not in text
 
@@ -289,21 +381,36 @@ def test_mappings(src, tmp_path):
     said = good("mappings", "check", mine, "--config", src / "config.json")
     assert "MineForCausalLM" in said.out and "all of which Megatron has a place for" in said.out
     refused(3, "JSON", args=("mappings", "check", mine, "--config", src / "model.safetensors"))
-    broken = {"architectures: [": "YAML", "extends: nope": "nope", "tensors: {a.weight: no.such}": "no.such", "- 1": "1.yaml", "\0": "YAML"}
+    broken = {
+        "architectures: [": "YAML",
+        "extends: nope": "nope",
+        "tensors: {a.weight: no.such}": "no.such",
+        "- 1": "1.yaml",
+        "\0": "YAML",
+    }
     for i, (text, word) in enumerate(broken.items()):
         (tmp_path / f"{i}{word[:1]}1.yaml").write_text(text + "\n")
-        refused(4, word, f"{i}{word[:1]}1.yaml", args=("mappings", "check", tmp_path / f"{i}{word[:1]}1.yaml"))
+        refused(
+            4,
+            word,
+            f"{i}{word[:1]}1.yaml",
+            args=("mappings", "check", tmp_path / f"{i}{word[:1]}1.yaml"),
+        )
     refused(4, "gone.yaml", args=("mappings", "check", tmp_path / "gone.yaml"))
 
 
 def test_own_mapping_and_family(src, tmp_path):
     strange = hf(tmp_path / "strange")
     edit_json(strange / "config.json", lambda c: c.update(architectures=["MineForCausalLM"]))
-    refused(4, "MineForCausalLM", args=("hf-to-megatron", strange, tmp_path / "d"), untouched=tmp_path)
+    refused(
+        4, "MineForCausalLM", args=("hf-to-megatron", strange, tmp_path / "d"), untouched=tmp_path
+    )
     (tmp_path / "mine.yaml").write_text("architectures: [MineForCausalLM]\nextends: qwen3\n")
     good("hf-to-megatron", strange, tmp_path / "mapped", "--mapping", tmp_path / "mine.yaml")
     good("hf-to-megatron", strange, tmp_path / "named", "--family", "qwen3")
-    assert tree(tmp_path / "mapped" / "release").keys() == tree(tmp_path / "named" / "release").keys()
+    assert (
+        tree(tmp_path / "mapped" / "release").keys() == tree(tmp_path / "named" / "release").keys()
+    )
     assert mckpt("diff", src, tmp_path / "named", "--like", src).code == 0
 
 
@@ -324,9 +431,15 @@ def test_diff_exit_codes(src, torch_dir, dist_dir, tmp_path):
     name = "model.layers.2.mlp.up_proj.weight"
     other = changed(src, tmp_path / "other", lambda a: a[name].__setitem__((5, 7), 3))
     said = mckpt("diff", torch_dir, other)
-    assert said.code == 1 and "layers.2.mlp.up.weight: 1 element differs, first at [5, 7]" in said.out and "different:" in said.out
+    assert (
+        said.code == 1
+        and "layers.2.mlp.up.weight: 1 element differs, first at [5, 7]" in said.out
+        and "different:" in said.out
+    )
     said = mckpt("diff", src, other, "--json")
-    assert said.code == 1 and said.json["same"] is False and said.json["changed"][0]["first"] == [5, 7]
+    assert (
+        said.code == 1 and said.json["same"] is False and said.json["changed"][0]["first"] == [5, 7]
+    )
     refused(2, "Missing argument", args=("diff", src))
     refused(3, "does not exist", args=("diff", src, tmp_path / "nope"))
     for atol in ("nan", "inf", "-1"):
@@ -339,17 +452,29 @@ def test_diff_counts_bits_unless_told_otherwise(src, tmp_path):
     def payload(bits: int) -> Any:
         return lambda a: a[name].view("u2").__setitem__(3, bits)
 
-    one, two = changed(src, tmp_path / "1", payload(0x7FC0)), changed(src, tmp_path / "2", payload(0x7FC1))
+    one, two = (
+        changed(src, tmp_path / "1", payload(0x7FC0)),
+        changed(src, tmp_path / "2", payload(0x7FC1)),
+    )
     said = mckpt("diff", one, two)
     assert said.code == 1 and "nan 0x7fc0 against nan 0x7fc1" in said.out
     assert mckpt("diff", one, two, "--atol", 0).code == 0
-    assert mckpt("diff", src, one, "--atol", 1000).code == 1  # a NaN is at no distance from a number
+    # a NaN is at no distance from a number
+    assert mckpt("diff", src, one, "--atol", 1000).code == 1
 
-    zero, minus = changed(src, tmp_path / "3", payload(0)), changed(src, tmp_path / "4", payload(0x8000))
-    assert mckpt("diff", zero, minus).code == 1 and mckpt("diff", zero, minus, "--atol", 0).code == 0
+    zero, minus = (
+        changed(src, tmp_path / "3", payload(0)),
+        changed(src, tmp_path / "4", payload(0x8000)),
+    )
+    assert (
+        mckpt("diff", zero, minus).code == 1 and mckpt("diff", zero, minus, "--atol", 0).code == 0
+    )
 
     near = changed(src, tmp_path / "5", lambda a: a[name].__setitem__(3, float(a[name][3]) + 0.25))
-    assert mckpt("diff", src, near, "--atol", 0.5).code == 0 and mckpt("diff", src, near, "--atol", 0.125).code == 1
+    assert (
+        mckpt("diff", src, near, "--atol", 0.5).code == 0
+        and mckpt("diff", src, near, "--atol", 0.125).code == 1
+    )
 
 
 def test_diff_of_other_models_and_dtypes(src, tmp_path):
@@ -368,7 +493,10 @@ def test_diff_of_other_models_and_dtypes(src, tmp_path):
 def test_json_of_a_conversion_is_the_manifest(src, tmp_path):
     said = good("hf-to-megatron", src, tmp_path / "d", "--json")
     assert said.json == json.loads((tmp_path / "d" / "release" / "mckpt.json").read_text())
-    assert good("hf-to-megatron", src, tmp_path / "e", "--json", "--dry-run").json["plan"] == said.json["plan"]
+    assert (
+        good("hf-to-megatron", src, tmp_path / "e", "--json", "--dry-run").json["plan"]
+        == said.json["plan"]
+    )
     assert not (tmp_path / "e").exists()
     assert str(tmp_path) not in json.dumps(said.json)
 
@@ -381,8 +509,15 @@ def test_checksums(src, tmp_path, algorithm):
     manifest = good("hf-to-megatron", src, tmp_path / "d", "--json", "--checksum", algorithm).json
     for name, file in manifest["files"].items():
         data = (tmp_path / "d" / "release" / name).read_bytes()
-        known = {"crc32": f"crc32:{zlib.crc32(data):08x}", "sha256": f"sha256:{hashlib.sha256(data).hexdigest()}", "none": ""}
-        assert file["bytes"] == len(data) and (file["checksum"] or "") in (known[algorithm], "none"), name
+        known = {
+            "crc32": f"crc32:{zlib.crc32(data):08x}",
+            "sha256": f"sha256:{hashlib.sha256(data).hexdigest()}",
+            "none": "",
+        }
+        assert file["bytes"] == len(data) and (file["checksum"] or "") in (
+            known[algorithm],
+            "none",
+        ), name
 
 
 def test_dtype_and_back(src, tmp_path):
@@ -401,7 +536,9 @@ def test_max_shard_size(torch_dir, src, tmp_path):
     assert index["metadata"]["total_size"] == 554_400
     assert all(s.stat().st_size < 110_000 for s in shards)
     assert mckpt("diff", src, tmp_path / "d").code == 0
-    refused(2, "'huge'", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--max-shard-size", "huge"))
+    refused(
+        2, "'huge'", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--max-shard-size", "huge")
+    )
     refused(2, "'0'", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--max-shard-size", "0"))
 
 
@@ -409,8 +546,11 @@ def test_tokenizer_files_are_copied_to_the_byte(torch_dir, tmp_path):
     given = tmp_path / "tokenizer"
     (given / "sub" / "deep").mkdir(parents=True)
     files = {
-        "tokenizer.json": b'{"mine": 1}\r\n', "chat_template.jinja": "{{ 'ä' }}".encode(), "sub/deep/merges.txt": b"\xff\x00\n", "tokenizer.model": b"\0\1",
-    }  # fmt: skip
+        "tokenizer.json": b'{"mine": 1}\r\n',
+        "chat_template.jinja": "{{ 'ä' }}".encode(),
+        "sub/deep/merges.txt": b"\xff\x00\n",
+        "tokenizer.model": b"\0\1",
+    }
     for name, data in files.items():
         (given / name).write_bytes(data)
     for not_copied in ("model.safetensors", "config.json", ".hidden"):
@@ -418,15 +558,29 @@ def test_tokenizer_files_are_copied_to_the_byte(torch_dir, tmp_path):
     good("megatron-to-hf", torch_dir, tmp_path / "d", "--tokenizer", given)
     written = tree(tmp_path / "d")
     assert {k: written[k] for k in files} == files
-    assert ".hidden" not in written and written["model.safetensors"] != b"{}" and written["config.json"] != b"{}"
-    assert written["tokenizer_config.json"] == (torch_dir / "hf" / "tokenizer_config.json").read_bytes()
-    refused(2, "gone", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--tokenizer", tmp_path / "gone"), untouched=tmp_path)
+    assert (
+        ".hidden" not in written
+        and written["model.safetensors"] != b"{}"
+        and written["config.json"] != b"{}"
+    )
+    assert (
+        written["tokenizer_config.json"]
+        == (torch_dir / "hf" / "tokenizer_config.json").read_bytes()
+    )
+    refused(
+        2,
+        "gone",
+        args=("megatron-to-hf", torch_dir, tmp_path / "e", "--tokenizer", tmp_path / "gone"),
+        untouched=tmp_path,
+    )
 
 
 def test_side_files_survive_the_way_there_and_back(torch_dir, src, tmp_path):
     good("megatron-to-hf", torch_dir, tmp_path / "d")
     written = tree(tmp_path / "d")
-    assert {k: v for k, v in tree(src).items() if k != "model.safetensors"}.items() <= written.items()
+    assert {
+        k: v for k, v in tree(src).items() if k != "model.safetensors"
+    }.items() <= written.items()
 
 
 def test_like_and_set(torch_dir, src, tmp_path):
@@ -435,10 +589,34 @@ def test_like_and_set(torch_dir, src, tmp_path):
     assert (tmp_path / "like" / "config.json").read_bytes() == (src / "config.json").read_bytes()
     other = hf(tmp_path / "other")
     edit_json(other / "config.json", lambda c: c.update(intermediate_size=80))
-    refused(4, "ffn_size", "64", "80", args=("megatron-to-hf", lone, tmp_path / "d", "--like", other), untouched=tmp_path)
-    refused(3, "config.json", args=("megatron-to-hf", lone, tmp_path / "d", "--like", tmp_path / "gone"), untouched=tmp_path)
-    refused(3, "[64, 48]", "[80, 48]", args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=80"), untouched=tmp_path)
-    refused(2, "ffn_size", "'x'", args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=x"), untouched=tmp_path)
+    refused(
+        4,
+        "ffn_size",
+        "64",
+        "80",
+        args=("megatron-to-hf", lone, tmp_path / "d", "--like", other),
+        untouched=tmp_path,
+    )
+    refused(
+        3,
+        "config.json",
+        args=("megatron-to-hf", lone, tmp_path / "d", "--like", tmp_path / "gone"),
+        untouched=tmp_path,
+    )
+    refused(
+        3,
+        "[64, 48]",
+        "[80, 48]",
+        args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=80"),
+        untouched=tmp_path,
+    )
+    refused(
+        2,
+        "ffn_size",
+        "'x'",
+        args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=x"),
+        untouched=tmp_path,
+    )
     good("megatron-to-hf", lone, tmp_path / "args")  # its args say all
     assert mckpt("diff", src, tmp_path / "args").code == 0
 
@@ -461,22 +639,37 @@ def test_rows_beyond_the_vocabulary(torch_dir, src, tmp_path):
     last.save()
     said = good("megatron-to-hf", lone, tmp_path / "d")
     assert "3 rows beyond" in said.err
-    assert any("3 rows beyond" in line for line in json.loads((tmp_path / "d" / "mckpt.json").read_text())["dropped"])
+    assert any(
+        "3 rows beyond" in line
+        for line in json.loads((tmp_path / "d" / "mckpt.json").read_text())["dropped"]
+    )
     assert mckpt("diff", src, tmp_path / "d").code == 0
     good("megatron-to-hf", alone(lone, tmp_path / "bare"), tmp_path / "kept", "--keep-padding")
     kept = package.open(tmp_path / "kept")
-    assert kept["embed.weight"].shape == (256, 48) and (kept["embed.weight"][228:231].numpy() == 1).all()
+    assert (
+        kept["embed.weight"].shape == (256, 48)
+        and (kept["embed.weight"][228:231].numpy() == 1).all()
+    )
     assert json.loads((tmp_path / "kept" / "config.json").read_text())["vocab_size"] == 256
 
 
 def test_vocab_size_is_asked_for_and_checked(torch_dir, src, tmp_path):
     lone = alone(torch_dir, tmp_path / "lone")
     edit_ranks(lone, lambda pt: pt.value["args"].state.update(vocab_size=None))
-    refused(2, "256", "--vocab-size", args=("megatron-to-hf", lone, tmp_path / "d"), untouched=tmp_path)
-    refused(3, "256", "300", args=("megatron-to-hf", lone, tmp_path / "d", "--vocab-size", 300), untouched=tmp_path)
+    refused(
+        2, "256", "--vocab-size", args=("megatron-to-hf", lone, tmp_path / "d"), untouched=tmp_path
+    )
+    refused(
+        3,
+        "256",
+        "300",
+        args=("megatron-to-hf", lone, tmp_path / "d", "--vocab-size", 300),
+        untouched=tmp_path,
+    )
     good("megatron-to-hf", lone, tmp_path / "d", "--vocab-size", 193)
     assert mckpt("diff", src, tmp_path / "d").code == 0
-    good("reshard", lone, tmp_path / "r", "--target-tp", 4)  # of no matter between Megatron checkpoints
+    # of no matter between Megatron checkpoints
+    good("reshard", lone, tmp_path / "r", "--target-tp", 4)
 
 
 def test_reshard_keeps_what_it_does_not_know(torch_dir, src, tmp_path):
@@ -484,18 +677,50 @@ def test_reshard_keeps_what_it_does_not_know(torch_dir, src, tmp_path):
     shutil.copytree(torch_dir, lone)
     odd = safe_pickle.glob("somebody.plugin", "Policy")(3, "x")
     edit_ranks(lone, lambda pt: pt.value["args"].state.update(policy=odd, note="keep", seed=1234))
-    good("reshard", lone, tmp_path / "d", "--target-tp", 1, "--target-pp", 4, "--target-format", "torch_dist")
+    good(
+        "reshard",
+        lone,
+        tmp_path / "d",
+        "--target-tp",
+        1,
+        "--target-pp",
+        4,
+        "--target-format",
+        "torch_dist",
+    )
     args = Pt(tmp_path / "d" / "release" / "common.pt").value["args"].state
-    assert (args["note"], args["seed"], args["tensor_model_parallel_size"], args["pipeline_model_parallel_size"]) == ("keep", 1234, 1, 4)
+    assert (
+        args["note"],
+        args["seed"],
+        args["tensor_model_parallel_size"],
+        args["pipeline_model_parallel_size"],
+    ) == ("keep", 1234, 1, 4)
     kept = args["policy"]
-    assert (type(kept).module, type(kept).name, kept.args) == ("somebody.plugin", "Policy", (3, "x"))
+    assert (type(kept).module, type(kept).name, kept.args) == (
+        "somebody.plugin",
+        "Policy",
+        (3, "x"),
+    )
     assert mckpt("diff", src, tmp_path / "d").code == 0
 
 
 def test_reshard_formats_there_and_back(torch_dir, src, tmp_path):
     good("reshard", torch_dir, tmp_path / "a", "--target-format", "torch_dist", "--target-tp", 4)
-    good("reshard", tmp_path / "a", tmp_path / "b", "--target-format", "torch", "--target-tp", 2, "--target-pp", 2)
-    here, there = ({k: v for k, v in tree(d / "release").items() if "mp_rank" in k and v} for d in (torch_dir, tmp_path / "b"))
+    good(
+        "reshard",
+        tmp_path / "a",
+        tmp_path / "b",
+        "--target-format",
+        "torch",
+        "--target-tp",
+        2,
+        "--target-pp",
+        2,
+    )
+    here, there = (
+        {k: v for k, v in tree(d / "release").items() if "mp_rank" in k and v}
+        for d in (torch_dir, tmp_path / "b")
+    )
     assert here.keys() == there.keys() and mckpt("diff", torch_dir, tmp_path / "b").code == 0
 
 
@@ -508,10 +733,30 @@ def test_open(src, torch_dir, dist_dir):
     for path in (src, torch_dir, dist_dir):
         ckpt = package.open(path)
         tensor = ckpt["layers.3.attn.q.weight"]
-        assert (tensor.shape, tensor.dtype, tensor.nbytes, len(tensor)) == ((384, 48), "bfloat16", 384 * 48 * 2, 384)
-        assert tensor.numpy().dtype == ml_dtypes.bfloat16 and np.array_equal(tensor.numpy().view("u2"), q.view("u2"))
-        for index in (np.s_[:8], np.s_[-3:], np.s_[5], np.s_[-1], np.s_[7:7], np.s_[3:9, 40:], np.s_[2, 3], np.s_[..., :4], np.s_[..., 3],
-                      np.s_[2, ...], np.s_[...], np.s_[np.int64(4)], np.s_[100:1000]):  # fmt: skip
+        assert (tensor.shape, tensor.dtype, tensor.nbytes, len(tensor)) == (
+            (384, 48),
+            "bfloat16",
+            384 * 48 * 2,
+            384,
+        )
+        assert tensor.numpy().dtype == ml_dtypes.bfloat16 and np.array_equal(
+            tensor.numpy().view("u2"), q.view("u2")
+        )
+        for index in (
+            np.s_[:8],
+            np.s_[-3:],
+            np.s_[5],
+            np.s_[-1],
+            np.s_[7:7],
+            np.s_[3:9, 40:],
+            np.s_[2, 3],
+            np.s_[..., :4],
+            np.s_[..., 3],
+            np.s_[2, ...],
+            np.s_[...],
+            np.s_[np.int64(4)],
+            np.s_[100:1000],
+        ):
             assert tensor[index].shape == q[index].shape, index
             assert np.array_equal(tensor[index].numpy().astype("f4"), q[index].astype("f4")), index
         assert np.array_equal(tensor[4:8][1:3].numpy().astype("f4"), q[5:7].astype("f4"))
@@ -519,7 +764,12 @@ def test_open(src, torch_dir, dist_dir):
             with pytest.raises(IndexError, match=r"layers\.3\.attn\.q\.weight"):
                 tensor[index]
         assert len(ckpt) == 47 and "nope" not in ckpt and "layers.3.attn.q.weight" in ckpt
-        for name in ("nope", "layers.4.attn.q.weight", "layers.{layer}.attn.q.weight", "model.norm.weight"):
+        for name in (
+            "nope",
+            "layers.4.attn.q.weight",
+            "layers.{layer}.attn.q.weight",
+            "model.norm.weight",
+        ):
             with pytest.raises(KeyError, match=re.escape(name)):
                 ckpt[name]
         assert (ckpt.format, ckpt.dims["num_layers"]) == (ckpt.stored.format, 4)
@@ -532,7 +782,9 @@ def test_open_pickled_and_threaded(torch_dir):
     assert np.array_equal(piece.numpy().view("u2"), again["embed.weight"][3:5].numpy().view("u2"))
     fresh = package.open(torch_dir)
     with ThreadPoolExecutor(8) as pool:
-        read = dict(zip(ckpt, pool.map(lambda name: fresh[name].numpy().tobytes(), ckpt), strict=True))
+        read = dict(
+            zip(ckpt, pool.map(lambda name: fresh[name].numpy().tobytes(), ckpt), strict=True)
+        )
     assert read == {name: tensor.numpy().tobytes() for name, tensor in again.items()}
 
 
@@ -549,7 +801,9 @@ def test_torch_tensors(dist_dir):
     torch = pytest.importorskip("torch")
     found = package.open(dist_dir)["layers.0.mlp.up.weight"][:3].torch()
     wanted = tiny.tensors(tiny.config("qwen3"))["model.layers.0.mlp.up_proj.weight"][:3]
-    assert found.dtype == torch.bfloat16 and np.array_equal(found.float().numpy(), wanted.astype("f4"))
+    assert found.dtype == torch.bfloat16 and np.array_equal(
+        found.float().numpy(), wanted.astype("f4")
+    )
 
 
 def test_plan_and_convert_from_python(src, torch_dir, tmp_path):

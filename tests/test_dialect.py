@@ -1,6 +1,8 @@
-"""The dialect has a rule for every tensor that Megatron-Core's model has, whatever the dims, so that a plan cannot miss one.
+"""The dialect has a rule for every tensor that Megatron-Core's model has, whatever the dims, so
+that a plan cannot miss one.
 
-The families that come with mckpt use only some combinations of norm, biases and activation. A family of a user's own may use any of them.
+The families that come with mckpt use only some combinations of norm, biases and activation. A
+family of a user's own may use any of them.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ PLAIN = {"gated": False, "activation": "gelu"}
 LAYERNORM = {"norm": "layernorm"}
 PADDED_ROWS = 256
 DENSE, MIXTURE = Parallel(tp=2, pp=2), Parallel(tp=2, pp=2, ep=2, etp=1)
-MODELS: dict[str, tuple[str, Dims, Parallel]] = {  # name -> case of tests/tiny.py, dims in which the model is not that case
+# name -> case of tests/tiny.py, dims in which the model is not that case
+MODELS: dict[str, tuple[str, Dims, Parallel]] = {
     "layernorm": ("qwen3", LAYERNORM, DENSE),
     "biases": ("qwen3", BIASES, DENSE),
     "not gated": ("llama", PLAIN, DENSE),
@@ -38,7 +41,11 @@ MODELS: dict[str, tuple[str, Dims, Parallel]] = {  # name -> case of tests/tiny.
     "mixture, not gated, biases": ("qwen3-moe", {**LAYERNORM, **BIASES, **PLAIN}, MIXTURE),
     "shared expert, not gated": ("deepseek-v3", PLAIN, MIXTURE),
     "latent attention, layernorm": ("deepseek-v3", LAYERNORM, MIXTURE),
-    "latent attention, biases": ("deepseek-v3", {"mlp_bias": True, "o_bias": True, "shared_ffn_size": 0}, MIXTURE),
+    "latent attention, biases": (
+        "deepseek-v3",
+        {"mlp_bias": True, "o_bias": True, "shared_ffn_size": 0},
+        MIXTURE,
+    ),
 }
 CASES = [(name, impl) for name in MODELS for impl in ("local", "transformer_engine")]
 
@@ -55,7 +62,11 @@ def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
     """The dialect's choices for these layers and the installed megatron-core."""
     dialect = mapping.load("megatron", "mcore")
     by_version = dialect.choices_for(dialect.version(version("megatron-core")))
-    return {"transformer_impl": impl, "experts": "grouped" if impl == "transformer_engine" else "sequential", **by_version}
+    return {
+        "transformer_impl": impl,
+        "experts": "grouped" if impl == "transformer_engine" else "sequential",
+        **by_version,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -69,31 +80,51 @@ def real(work: Path) -> dict[str, dict[str, Any]]:
     cases = []
     for name, impl in CASES:
         dims, parallel = dims_of(name, work), MODELS[name][2]
-        given = {**mapping.GIVEN, "dtype": "float32", "padded_vocab_size": PADDED_ROWS, **chosen_by(impl, dims)}
-        args = {**mapping.load("megatron", "mcore").write(dims, given), **parallel.args(), "params_dtype": "float32"}
+        given = {
+            **mapping.GIVEN,
+            "dtype": "float32",
+            "padded_vocab_size": PADDED_ROWS,
+            **chosen_by(impl, dims),
+        }
+        args = {
+            **mapping.load("megatron", "mcore").write(dims, given),
+            **parallel.args(),
+            "params_dtype": "float32",
+        }
         sizes = {k: getattr(parallel, k) for k in ("tp", "pp", "ep", "etp") if getattr(parallel, k)}
         cases.append({"name": f"{name} {impl}", "kind": "keys", "args": args, **sizes})
     return judge(cases, 1, work / "keys", fake_te=True, timeout=600)
 
 
 @pytest.mark.parametrize(("name", "impl"), CASES)
-def test_every_tensor_of_the_model_has_a_rule(name: str, impl: str, work: Path, real: dict[str, dict[str, Any]]) -> None:
+def test_every_tensor_of_the_model_has_a_rule(
+    name: str, impl: str, work: Path, real: dict[str, dict[str, Any]]
+) -> None:
     found = real[f"{name} {impl}"]
     assert found["ok"], explain(found)
     dims, parallel = dims_of(name, work), MODELS[name][2]
     ours = torch_dist_tensors(dims, chosen_by(impl, dims), parallel)
-    assert ours == {k: shape for k, (shape, dtype) in found["torch_dist"].items() if dtype != "object"}
+    assert ours == {
+        k: shape for k, (shape, dtype) in found["torch_dist"].items() if dtype != "object"
+    }
     files = torch_tensors(dims, chosen_by(impl, dims), parallel)
     assert set(files) == set(found["torch"])
     for directory, models in found["torch"].items():
-        wanted = [{k: shape for k, shape in model.items() if not k.endswith("_extra_state")} for model in models]
+        wanted = [
+            {k: shape for k, shape in model.items() if not k.endswith("_extra_state")}
+            for model in models
+        ]
         assert files[directory] == wanted
 
 
-def torch_dist_tensors(dims: Dims, chosen: dict[str, Any], parallel: Parallel) -> dict[str, list[int]]:
+def torch_dist_tensors(
+    dims: Dims, chosen: dict[str, Any], parallel: Parallel
+) -> dict[str, list[int]]:
     """Key -> shape of every tensor that a torch_dist checkpoint gets."""
     dialect = mapping.load("megatron", "mcore")
-    layers = dialect.say_choices(dialect.write(dims, {**mapping.GIVEN, **chosen})).get("layers", "stacked")
+    layers = dialect.say_choices(dialect.write(dims, {**mapping.GIVEN, **chosen})).get(
+        "layers", "stacked"
+    )
     scope = dialect.scope(dims, container="torch_dist", layers=layers, pp=parallel.pp, **chosen)
     return {
         key: [*torch_dist._axes(b, scope), *packed(b.rule, scope, PADDED_ROWS).shape]
@@ -102,17 +133,26 @@ def torch_dist_tensors(dims: Dims, chosen: dict[str, Any], parallel: Parallel) -
     }
 
 
-def torch_tensors(dims: Dims, chosen: dict[str, Any], parallel: Parallel) -> dict[str, list[dict[str, list[int]]]]:
-    """Directory of a rank -> key -> shape of every tensor of each virtual stage that its file gets."""
+def torch_tensors(
+    dims: Dims, chosen: dict[str, Any], parallel: Parallel
+) -> dict[str, list[dict[str, list[int]]]]:
+    """Directory of a rank -> key -> shape of every tensor of each virtual stage that its
+    file gets.
+    """
     dialect = mapping.load("megatron", "mcore")
     scope = dialect.scope(dims, container="torch", layers="stacked", pp=parallel.pp, **chosen)
-    grid, stages = parallel.files(bool(dims["num_experts"])), parallel.stages(dims["num_layers"], dims["mtp_layers"])
+    grid, stages = (
+        parallel.files(bool(dims["num_experts"])),
+        parallel.stages(dims["num_layers"], dims["mtp_layers"]),
+    )
     out: dict[str, list[dict[str, list[int]]]] = {}
     for b in dialect.bind(scope):
         for held in torch_format._shards(b, packed(b.rule, scope, PADDED_ROWS), parallel, grid):
             for p in range(parallel.pp):
                 for t, e in held.files:
-                    models = out.setdefault(parallel.directory(t, p, e), [{} for _ in range(parallel.vpp)])
+                    models = out.setdefault(
+                        parallel.directory(t, p, e), [{} for _ in range(parallel.vpp)]
+                    )
                     for v, _, _, key in torch_format._instances(b, stages[p], p, parallel, dims, e):
                         models[v][key] = list(held.shape)
     return out

@@ -1,6 +1,8 @@
-"""The pages for readers are true: their commands and Python run, and what they show of files and of output is there.
+"""The pages for readers are true: their commands and Python run, and what they show of files and of
+output is there.
 
-All blocks of a page run in their order in one folder, which holds links to the files of the repository. Comments above a block say how:
+All blocks of a page run in their order in one folder, which holds links to the files of the
+repository. Comments above a block say how:
 
     <!-- not run: reason -->      a `sh` or `python` block that does not run; all others do
     <!-- needs megatron-core -->  the block, and all behind it, run in the judges' tier only
@@ -26,15 +28,20 @@ from mckpt.mapping import reading
 from mckpt.mapping.hub import FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
+    (ROOT / "docs").glob("*.md")
+)
 BLOCK = re.compile(r"^((?:<!-- .*? -->\n)*)```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMENT = re.compile(r"<!-- (\w+(?: run)?)(?::? (.*?))? -->")
-INSTALL = re.compile(r"(?:\S*python3? -m venv \S+ && )?\S*pip install [^&\n]*(?:&& |\n)")  # the network is not for tests
+# the network is not for tests
+INSTALL = re.compile(r"(?:\S*python3? -m venv \S+ && )?\S*pip install [^&\n]*(?:&& |\n)")
 LIMIT_S = 300
 
 
 class Block(NamedTuple):
-    """A fenced block, the line at which its text begins, and the comments above it: first word -> the rest."""
+    """A fenced block, the line at which its text begins, and the comments above it: first word ->
+    the rest.
+    """
 
     language: str
     text: str
@@ -55,7 +62,9 @@ def runs(block: Block) -> bool:
 
 
 def run_page(page: str, folder: Path, judged: bool) -> list[str]:
-    """Runs the blocks of a page in `folder`, up to the first that needs Megatron-Core if not `judged`; returns what is not as the page says."""
+    """Runs the blocks of a page in `folder`, up to the first that needs Megatron-Core if not
+    `judged`; returns what is not as the page says.
+    """
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name != "demo":
             (folder / path.name).symlink_to(path)
@@ -64,28 +73,48 @@ def run_page(page: str, folder: Path, judged: bool) -> list[str]:
     for name, arguments in (("mckpt", "-m mckpt"), ("python", ""), ("python3", "")):
         (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {arguments} "$@"\n')
         (programs / name).chmod(0o755)
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "PATH": f"{programs}:{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    environ = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+    }
     wrong: list[str] = []
     printed = ""
     for block in blocks(page):
         if "file" in block.comments:
             (folder / block.comments["file"]).write_text(block.text)
         elif "from" in block.comments:
-            there = {bare(line) for line in (ROOT / block.comments["from"]).read_text().splitlines()}
+            there = {
+                bare(line) for line in (ROOT / block.comments["from"]).read_text().splitlines()
+            }
             wrong += [
-                f"line {block.line}: {block.comments['from']} has no line {line!r}" for line in lines(block.text) if line not in there
+                f"line {block.line}: {block.comments['from']} has no line {line!r}"
+                for line in lines(block.text)
+                if line not in there
             ]
         elif "printed" in block.comments:
-            wrong += [f"line {block.line}: {line!r} is not in\n{printed}" for line in lines(block.text) if line not in printed]
+            wrong += [
+                f"line {block.line}: {line!r} is not in\n{printed}"
+                for line in lines(block.text)
+                if line not in printed
+            ]
         elif runs(block):
             if "needs" in block.comments and not judged:
                 break
             text = INSTALL.sub("", block.text)
-            program = ["bash", "-e", "-c", text] if block.language == "sh" else [sys.executable, "-c", text]
-            done = subprocess.run(program, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
+            program = (
+                ["bash", "-e", "-c", text]
+                if block.language == "sh"
+                else [sys.executable, "-c", text]
+            )
+            done = subprocess.run(
+                program, cwd=folder, env=environ, capture_output=True, text=True, timeout=LIMIT_S
+            )
             printed = done.stdout + done.stderr
             if done.returncode != int(block.comments.get("exit", 0)):
-                wrong.append(f"line {block.line}: exit status {done.returncode}\n{block.text}\n{printed}")
+                wrong.append(
+                    f"line {block.line}: exit status {done.returncode}\n{block.text}\n{printed}"
+                )
                 break
     return wrong
 
@@ -104,7 +133,9 @@ def test_the_blocks_of_a_page_run(page: Path, tmp_path: Path) -> None:
     assert not run_page(page.read_text(), tmp_path, judged=False)
 
 
-JUDGED = [path for path in PAGES if any("needs" in block.comments for block in blocks(path.read_text()))]
+JUDGED = [
+    path for path in PAGES if any("needs" in block.comments for block in blocks(path.read_text()))
+]
 
 
 @pytest.mark.judge
@@ -117,8 +148,19 @@ def test_what_does_not_run_says_why() -> None:
     for page in PAGES:
         for block in blocks(page.read_text()):
             for name, rest in block.comments.items():
-                assert name in ("not run", "needs", "exit", "file", "from", "printed", "tests"), f"{page.name}:{block.line}: {name}"
-                assert rest or name in ("printed", "tests"), f"{page.name}:{block.line}: <!-- {name} --> says no more"
+                assert name in (
+                    "not run",
+                    "needs",
+                    "exit",
+                    "file",
+                    "from",
+                    "printed",
+                    "tests",
+                ), f"{page.name}:{block.line}: {name}"
+                assert rest or name in (
+                    "printed",
+                    "tests",
+                ), f"{page.name}:{block.line}: <!-- {name} --> says no more"
 
 
 PAGE = """
@@ -164,9 +206,13 @@ def test_the_page_on_new_models_has_every_word_of_the_mapping_language() -> None
 
 def test_the_examples_on_the_page_on_new_models_stand_in_mapping_files() -> None:
     page = (ROOT / "docs" / "new-model.md").read_text()
-    files = [path.read_text() for path in FOLDER.rglob("*.yaml")] + [b.text for b in blocks(page) if "file" in b.comments]
+    files = [path.read_text() for path in FOLDER.rglob("*.yaml")] + [
+        b.text for b in blocks(page) if "file" in b.comments
+    ]
     there = " ".join(" ".join(files).split())
-    language = page[page.index("## The mapping language") : page.index("## What the language cannot say")]
+    language = page[
+        page.index("## The mapping language") : page.index("## What the language cannot say")
+    ]
     rows = re.findall(r"^\| `[\w-]+` \| .* \| `([^`]+)` \|$", language, re.M)
     assert len(rows) > 40
     assert not [example for example in rows if " ".join(example.split()) not in there]

@@ -35,7 +35,21 @@ RNG = np.random.default_rng(7)
 
 def copy(rows, run, src, dst, *, tensor=0, cast=0):
     """One COPY; src and dst are (file, at, pitch, step)."""
-    return (tensor, src[0], dst[0], cast, -1, rows, run, src[1], dst[1], src[2], dst[2], src[3], dst[3])
+    return (
+        tensor,
+        src[0],
+        dst[0],
+        cast,
+        -1,
+        rows,
+        run,
+        src[1],
+        dst[1],
+        src[2],
+        dst[2],
+        src[3],
+        dst[3],
+    )
 
 
 def copies(*rows):
@@ -48,8 +62,20 @@ def reference(plan, casts, sources, sizes):
     for c in plan:
         src_type, dst_type = (numpy_dtype(name) for name in casts[c["cast"]])
         shape = (int(c["rows"]), int(c["run"]))
-        src = np.ndarray(shape, src_type, sources[c["src_file"]].data, int(c["src_at"]), (int(c["src_pitch"]), int(c["src_step"])))
-        dst = np.ndarray(shape, dst_type, out[c["dst_file"]].data, int(c["dst_at"]), (int(c["dst_pitch"]), int(c["dst_step"])))
+        src = np.ndarray(
+            shape,
+            src_type,
+            sources[c["src_file"]].data,
+            int(c["src_at"]),
+            (int(c["src_pitch"]), int(c["src_step"])),
+        )
+        dst = np.ndarray(
+            shape,
+            dst_type,
+            out[c["dst_file"]].data,
+            int(c["dst_at"]),
+            (int(c["dst_pitch"]), int(c["dst_step"])),
+        )
         with np.errstate(all="ignore"):
             dst[...] = src if src_type == dst_type else src.astype(dst_type)
     return [o.tobytes() for o in out]
@@ -101,7 +127,13 @@ def columns(sources, targets, rows, width, item=2):
     for k in range(n):
         col = k * w
         out.append(
-            copy(rows, w, (col // s, 64 + col % s * item, s * item, item), (col // t, 128 + col % t * item, t * item, item), tensor=3)
+            copy(
+                rows,
+                w,
+                (col // s, 64 + col % s * item, s * item, item),
+                (col // t, 128 + col % t * item, t * item, item),
+                tensor=3,
+            )
         )
     return copies(*out), [64 + rows * s * item] * sources, [128 + rows * t * item + 40] * targets
 
@@ -122,10 +154,14 @@ def test_rows_wider_than_the_budget(tmp_path, budget):
 def test_each_source_byte_is_read_once(tmp_path, monkeypatch):
     plan, src, dst = columns(1, 8, 3000, 4096)
     real, read = os.preadv, []
-    monkeypatch.setattr(os, "preadv", lambda fd, views, at: read.append(real(fd, views, at)) or read[-1])
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, at: read.append(real(fd, views, at)) or read[-1]
+    )
     writes = []
     put = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: writes.append(put(fd, view, at)) or writes[-1])
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, view, at: writes.append(put(fd, view, at)) or writes[-1]
+    )
     check(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst)
     assert sum(read) == 3000 * 4096 * 2
     assert len(read) < 30
@@ -140,25 +176,53 @@ def test_transpose(tmp_path, budget, writer):
         "rows": copy(500, 300, (0, 10, 2, 1000), (0, 6, 600, 2)),
         "columns": copy(300, 500, (0, 10, 1000, 2), (0, 6, 2, 600)),
     }[writer]
-    check(tmp_path, copies(c), SAME, [random_bytes(10 + 300000)], [300010], max_memory=budget, threads=2)
+    check(
+        tmp_path,
+        copies(c),
+        SAME,
+        [random_bytes(10 + 300000)],
+        [300010],
+        max_memory=budget,
+        threads=2,
+    )
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_interleaved_gate_and_up(tmp_path, budget):
-    """`[g0 u0 g1 u1 ...]` of every row to gate and up apart, transposed, and back: pairs of tensors that fill rows only together."""
+    """`[g0 u0 g1 u1 ...]` of every row to gate and up apart, transposed, and back: pairs of tensors
+    that fill rows only together.
+    """
     rows, f = 64, 900
-    apart = [copy(rows, f, (0, 2 * k, 4 * f, 4), (0, k * rows * f * 2, 2 * f, 2), tensor=k) for k in (0, 1)]
-    turned = [copy(f, rows, (0, 2 * k, 4, 4 * f), (1, k * rows * f * 2, 2 * rows, 2), tensor=k) for k in (0, 1)]
+    apart = [
+        copy(rows, f, (0, 2 * k, 4 * f, 4), (0, k * rows * f * 2, 2 * f, 2), tensor=k)
+        for k in (0, 1)
+    ]
+    turned = [
+        copy(f, rows, (0, 2 * k, 4, 4 * f), (1, k * rows * f * 2, 2 * rows, 2), tensor=k)
+        for k in (0, 1)
+    ]
     together = [copy(rows, f, (1 + k, 0, 2 * f, 2), (2, 2 * k, 4 * f, 4), tensor=k) for k in (0, 1)]
     alone = [copy(rows, f, (1, 0, 2 * f, 2), (3, 0, 4 * f, 4), tensor=2)]
     data = [random_bytes(rows * f * 4), random_bytes(rows * f * 2), random_bytes(rows * f * 2)]
-    check(tmp_path, copies(*apart, *turned, *together, *alone), SAME, data, [rows * f * 4] * 4, max_memory=budget, threads=2)
+    check(
+        tmp_path,
+        copies(*apart, *turned, *together, *alone),
+        SAME,
+        data,
+        [rows * f * 4] * 4,
+        max_memory=budget,
+        threads=2,
+    )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.data())
 def test_any_copies(tmp_path_factory, data):
-    """Any affine copies: sources may overlap, targets tile a grid whose order and gaps are drawn."""
+    """Any affine copies: sources may overlap, targets tile a grid whose order and gaps
+    are drawn.
+    """
     draw = data.draw
     names = ["float32", "bfloat16", "float16", "uint8", "int64"]
     floats = names[:3]
@@ -175,7 +239,9 @@ def test_any_copies(tmp_path_factory, data):
         gap = draw(st.sampled_from([0, 0, di, 5, 9000]))
         for k in range(ways):
             steps = [si * draw(st.integers(1, 3)), 0]
-            steps[1] = draw(st.sampled_from([steps[0] * m, steps[0] * m * ways, steps[0] * m + 9000 * si]))
+            steps[1] = draw(
+                st.sampled_from([steps[0] * m, steps[0] * m * ways, steps[0] * m + 9000 * si])
+            )
             src_turned = draw(st.booleans())
             if src_turned:
                 steps = [draw(st.sampled_from([steps[0] * n, steps[0] * n + 9000])), steps[0]]
@@ -192,30 +258,72 @@ def test_any_copies(tmp_path_factory, data):
         sizes[file] = at[file] + draw(st.integers(0, 20))
     plan = copies(*rows)
     if len(plan):
-        end = (plan["src_at"] + (plan["rows"] - 1) * plan["src_pitch"] + (plan["run"] - 1) * plan["src_step"]).max() + 8
+        end = (
+            plan["src_at"]
+            + (plan["rows"] - 1) * plan["src_pitch"]
+            + (plan["run"] - 1) * plan["src_step"]
+        ).max() + 8
     else:
         end = 1
     tmp = tmp_path_factory.mktemp("any")
     src = [RNG.normal(0, 1, -(-int(end) // 4)).astype("f4").view("u1") for _ in range(2)]
     budget = draw(st.sampled_from([4 << 10, 64 << 10, 64 << 20]))
-    check(tmp, plan, casts, src, sizes, max_memory=budget, threads=draw(st.integers(1, 3)), allow_overflow=True)
+    check(
+        tmp,
+        plan,
+        casts,
+        src,
+        sizes,
+        max_memory=budget,
+        threads=draw(st.integers(1, 3)),
+        allow_overflow=True,
+    )
 
 
 # Casts
 
 
 def specials():
-    """Bits of float32 at every edge: subnormals, ties, infinities, NaN, and what float16 and bfloat16 cannot hold."""
-    edges = [0, 1, 0x007FFFFF, 0x00800000, 0x33000000, 0x33000001, 0x38800000, 0x387FFFFF, 0x477FE000, 0x477FEFFF, 0x477FF000]
-    edges += [0x3F808000, 0x3F818000, 0x3F807FFF, 0x3F808001, 0x7F7FFFFF, 0x7F7F8000, 0x7F7F7FFF, 0x7F800000, 0x7F800001, 0x7FC12345]
+    """Bits of float32 at every edge: subnormals, ties, infinities, NaN, and what float16 and
+    bfloat16 cannot hold.
+    """
+    edges = [
+        0,
+        1,
+        0x007FFFFF,
+        0x00800000,
+        0x33000000,
+        0x33000001,
+        0x38800000,
+        0x387FFFFF,
+        0x477FE000,
+        0x477FEFFF,
+        0x477FF000,
+    ]
+    edges += [
+        0x3F808000,
+        0x3F818000,
+        0x3F807FFF,
+        0x3F808001,
+        0x7F7FFFFF,
+        0x7F7F8000,
+        0x7F7F7FFF,
+        0x7F800000,
+        0x7F800001,
+        0x7FC12345,
+    ]
     bits = np.array(edges, "u4")
-    return np.concatenate([bits, bits | np.uint32(1 << 31), RNG.integers(0, 1 << 32, 1 << 17, dtype="u4")])
+    return np.concatenate(
+        [bits, bits | np.uint32(1 << 31), RNG.integers(0, 1 << 32, 1 << 17, dtype="u4")]
+    )
 
 
 @pytest.mark.parametrize("src", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dst", ["float32", "float16", "bfloat16"])
 def test_casts_are_those_of_torch(tmp_path, src, dst):
-    """Bit for bit, but for the payload of NaN: torch's own differs between its vector and its scalar loops."""
+    """Bit for bit, but for the payload of NaN: torch's own differs between its vector and its
+    scalar loops.
+    """
     torch = pytest.importorskip("torch")
     bits = specials() if src == "float32" else np.arange(1 << 16, dtype="u2")
     (got,), _ = run(
@@ -226,8 +334,14 @@ def test_casts_are_those_of_torch(tmp_path, src, dst):
         [len(bits) * itemsize(dst)],
         allow_overflow=True,
     )
-    held = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, src)).to(getattr(torch, dst))
-    want = held.view(torch.int32 if dst == "float32" else torch.int16).numpy().view(f"u{itemsize(dst)}")
+    held = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, src)).to(
+        getattr(torch, dst)
+    )
+    want = (
+        held.view(torch.int32 if dst == "float32" else torch.int16)
+        .numpy()
+        .view(f"u{itemsize(dst)}")
+    )
     ours, nan = np.frombuffer(got, want.dtype), held.isnan().numpy()
     assert np.array_equal(ours[~nan], want[~nan])
     with np.errstate(invalid="ignore"):
@@ -238,17 +352,30 @@ def test_casts_are_those_of_torch(tmp_path, src, dst):
 @pytest.mark.parametrize("src", ["float32", "bfloat16"])
 def test_overflow_names_the_place(tmp_path, src, run_of):
     """Infinities of the source are none."""
-    data, size, wrong = np.ones(3 * run_of, numpy_dtype(src)), itemsize(src), 2 * run_of + run_of * 4 // 5
+    data, size, wrong = (
+        np.ones(3 * run_of, numpy_dtype(src)),
+        itemsize(src),
+        2 * run_of + run_of * 4 // 5,
+    )
     data[[12, run_of + 1, wrong - 1, wrong]] = np.inf, -np.inf, np.inf, -70000
     plan = copies(copy(3, run_of, (0, 0, run_of * size, size), (0, 0, run_of * 2, 2), tensor=5))
-    place = rf"tensor 5: .*source0: {float(data[wrong]):g} at byte {wrong * size} .*--allow-overflow"
+    place = (
+        rf"tensor 5: .*source0: {float(data[wrong]):g} at byte {wrong * size} .*--allow-overflow"
+    )
     with pytest.raises(Overflow, match=place) as caught:
         run(tmp_path, plan, [(src, "float16")], [data.view("u1")], [6 * run_of])
     assert caught.value.tensor == 5
 
 
 def test_pieces_are_each_element_once():
-    for shape in [(1, 1), (7, 10), (3, casting.PIECE), (2, casting.PIECE + 1), (casting.PIECE + 1, 1), (casting.PIECE // 3, 4)]:
+    for shape in [
+        (1, 1),
+        (7, 10),
+        (3, casting.PIECE),
+        (2, casting.PIECE + 1),
+        (casting.PIECE + 1, 1),
+        (casting.PIECE // 3, 4),
+    ]:
         times = np.zeros(shape, "i8")
         for part in casting.pieces(*shape):
             assert times[part].size <= casting.PIECE
@@ -263,7 +390,10 @@ def test_pieces_are_each_element_once():
 def test_fixed_bytes_and_checksums(tmp_path, checksum):
     """`[head | data | hole | data | tail]`, the tail made of the crc of what is before it."""
     data = random_bytes(300000)
-    plan = copies(copy(1, 50000, (0, 0, 0, 2), (0, 64, 0, 2)), copy(1, 50000, (0, 100000, 0, 2), (0, 200064, 0, 2)))
+    plan = copies(
+        copy(1, 50000, (0, 0, 0, 2), (0, 64, 0, 2)),
+        copy(1, 50000, (0, 100000, 0, 2), (0, 200064, 0, 2)),
+    )
     asked = []
 
     def fixed(crc_of):
@@ -273,20 +403,30 @@ def test_fixed_bytes_and_checksums(tmp_path, checksum):
     (got,), sums = run(tmp_path, plan, SAME, [data], [300100], fixed, checksum=checksum)
     body = data[:100000].tobytes() + bytes(100000) + data[100000:200000].tobytes()
     assert got == b"head" + bytes(60) + body + b"tail" + bytes(32)
-    want = {"none": "", "crc32": f"crc32:{zlib.crc32(got):08x}", "sha256": f"sha256:{hashlib.sha256(got).hexdigest()}"}
+    want = {
+        "none": "",
+        "crc32": f"crc32:{zlib.crc32(got):08x}",
+        "sha256": f"sha256:{hashlib.sha256(got).hexdigest()}",
+    }
     assert sums == [want[checksum]]
     crcs = [zlib.crc32(body), zlib.crc32(body[:150000]), zlib.crc32(body[6:16])]
     assert asked == [crcs if checksum == "crc32" else None]
 
 
 def test_many_copies_are_cut_cheaply():
-    """Half a million copies are what a large model has: 0.2 s and 8 MB for 50,000, in chains of any length."""
+    """Half a million copies are what a large model has: 0.2 s and 8 MB for 50,000, in chains of any
+    length.
+    """
     num = 50_000
     plan = np.zeros(num, COPY)
     i = np.arange(num)
     plan["rows"], plan["run"], plan["src_step"], plan["dst_step"] = 1024, 512, 2, 2
     plan["src_pitch"], plan["src_at"] = 1024, i << 20
-    plan["dst_file"], plan["dst_at"], plan["dst_pitch"] = i // 4000, (i // 4 % 1000 << 22) + i % 4 * 1024, 4096
+    plan["dst_file"], plan["dst_at"], plan["dst_pitch"] = (
+        i // 4000,
+        (i // 4 % 1000 << 22) + i % 4 * 1024,
+        4096,
+    )
     tracemalloc.start()
     began = time.process_time()
     work = clusters.Work.of(plan, SAME)
@@ -310,7 +450,14 @@ def test_no_copies(tmp_path):
 def test_progress_ends_at_the_total(tmp_path):
     seen = []
     plan, src, dst = columns(1, 2, 100, 64)
-    run(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, progress=lambda *said: seen.append(said))
+    run(
+        tmp_path,
+        plan,
+        SAME,
+        [random_bytes(n) for n in src],
+        dst,
+        progress=lambda *said: seen.append(said),
+    )
     assert seen[-1] == (100 * 64 * 2, 100 * 64 * 2, len(dst), len(dst))
     assert all(a[0] <= b[0] and a[2] <= b[2] for a, b in itertools.pairwise(seen))
 
@@ -325,7 +472,12 @@ def small_units(monkeypatch, nbytes):
 
 def many(units=8, nbytes=1 << 20):
     """A flat copy per unit, of one source to one target: (plan, data, sizes)."""
-    plan = copies(*(copy(1, nbytes // 2, (0, k * nbytes * 2, 0, 2), (0, k * nbytes, 0, 2), tensor=k) for k in range(units)))
+    plan = copies(
+        *(
+            copy(1, nbytes // 2, (0, k * nbytes * 2, 0, 2), (0, k * nbytes, 0, 2), tensor=k)
+            for k in range(units)
+        )
+    )
     return plan, [random_bytes(2 * units * nbytes)], [units * nbytes]
 
 
@@ -343,7 +495,10 @@ def test_no_space_midway(tmp_path, monkeypatch):
 
     with monkeypatch.context() as m:
         m.setattr(os, "pwrite", full)
-        with pytest.raises(StorageError, match=r"cannot write \d+ bytes at \d+ of .*file0: No space.*run the same command again") as caught:
+        with pytest.raises(
+            StorageError,
+            match=r"cannot write \d+ bytes at \d+ of .*file0: No space.*run the same command again",
+        ) as caught:
             run(tmp_path, plan, SAME, data, sizes, threads=2)
     assert isinstance(caught.value.__cause__, OSError)
     done = len(list(tmp_path.glob("staging/done/*[0-9]")))
@@ -391,18 +546,34 @@ def test_checksum_of_units_done_without(tmp_path, monkeypatch):
 
 
 def test_truncated_source(tmp_path):
-    with pytest.raises(SourceError, match=r"source0 is truncated: wanted 1000 bytes at 500, got 400"):
-        run(tmp_path, copies(copy(1, 500, (0, 500, 0, 2), (0, 0, 0, 2))), SAME, [random_bytes(900)], [1000])
+    with pytest.raises(
+        SourceError, match=r"source0 is truncated: wanted 1000 bytes at 500, got 400"
+    ):
+        run(
+            tmp_path,
+            copies(copy(1, 500, (0, 500, 0, 2), (0, 0, 0, 2))),
+            SAME,
+            [random_bytes(900)],
+            [1000],
+        )
 
 
 def test_missing_source(tmp_path):
     outputs = [TargetFile("a", 10, nothing)]
     with pytest.raises(StorageError, match=r"cannot open .*absent"):
-        execute(copies(copy(1, 5, (0, 0, 0, 2), (0, 0, 0, 2))), SAME, [str(tmp_path / "absent")], outputs, tmp_path / "staging")
+        execute(
+            copies(copy(1, 5, (0, 0, 0, 2), (0, 0, 0, 2))),
+            SAME,
+            [str(tmp_path / "absent")],
+            outputs,
+            tmp_path / "staging",
+        )
 
 
 def test_too_large_for_the_filesystem(tmp_path):
-    with pytest.raises(StorageError, match=r"needs \d+ bytes more, its filesystem has \d+ bytes free"):
+    with pytest.raises(
+        StorageError, match=r"needs \d+ bytes more, its filesystem has \d+ bytes free"
+    ):
         execute(copies(), SAME, [], [TargetFile("a", 1 << 60, nothing)], tmp_path / "staging")
     assert list((tmp_path / "staging").iterdir()) == []
 
@@ -413,19 +584,23 @@ def test_more_files_than_descriptors(tmp_path, monkeypatch):
     check(tmp_path, plan, SAME, [random_bytes(100) for _ in range(60)], [100] * 60, threads=3)
 
 
-CHILD = textwrap.dedent(
-    """
+CHILD = textwrap.dedent("""
     import os, re, signal, sys, time
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that runs the tests in the background ignores it for all
+    # a shell that runs the tests in the background ignores SIGINT for all of them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from pathlib import Path
     import numpy as np
     from mckpt.execute import clusters, engine as ex
     from mckpt.geometry.join import COPY
 
-    folder, nbytes, delay, budget = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
+    folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
+    delay, budget = float(sys.argv[3]), int(sys.argv[4])
     rows, w = nbytes // 8192, 512
     plan = [(0, 0, k, 0, -1, rows, w, k * w * 2, 0, 8192, w * 2, 2, 2) for k in range(8)]
-    plan += [(1, 0, 8, 1, -1, 1, nbytes // 4, 0, 0, 0, 0, 4, 2), (2, 0, 9, 0, -1, 1, nbytes // 2, 0, 0, 0, 0, 2, 2)]
+    plan += [
+        (1, 0, 8, 1, -1, 1, nbytes // 4, 0, 0, 0, 0, 4, 2),
+        (2, 0, 9, 0, -1, 1, nbytes // 2, 0, 0, 0, 0, 2, 2),
+    ]
     sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
     if delay:
         clusters.UNIT = clusters.SLAB = 1 << 20
@@ -436,23 +611,27 @@ CHILD = textwrap.dedent(
 
     def peak():
         # bytes; not ru_maxrss, which a child inherits from the process that forked it
-        return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) << 10
 
     idle = peak()
     print("ready", flush=True)
     try:
-        ex.execute(np.array(plan, COPY), [("bfloat16",) * 2, ("float32", "bfloat16")], [str(folder / "source")], outputs,
-                   folder / "staging", max_memory=budget, threads=2)
+        ex.execute(
+            np.array(plan, COPY), [("bfloat16",) * 2, ("float32", "bfloat16")],
+            [str(folder / "source")], outputs, folder / "staging", max_memory=budget, threads=2,
+        )
     except KeyboardInterrupt:
         sys.exit(130)
     print(peak() - idle)
-    """
-)
+    """)
 
 
 def child(folder, nbytes, delay=0.0, budget=64 << 20):
     command = [sys.executable, "-c", CHILD, str(folder), str(nbytes), str(delay), str(budget)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    )
     assert process.stdout.readline() == "ready\n"
     return process
 
@@ -465,7 +644,9 @@ def normal_source(folder, nbytes):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
-    """SIGINT ends it within a second; either way the next run does only what no unit holds, and the bytes are right."""
+    """SIGINT ends it within a second; either way the next run does only what no unit holds, and the
+    bytes are right.
+    """
     nbytes = 8 << 20
     data = normal_source(tmp_path, nbytes)
     process = child(tmp_path, nbytes, delay=0.02)
@@ -482,22 +663,32 @@ def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
 
     rows, w = nbytes // 8192, 512
     plan = [copy(rows, w, (0, k * w * 2, 8192, 2), (k, 0, w * 2, 2)) for k in range(8)]
-    plan += [copy(1, nbytes // 4, (0, 0, 0, 4), (8, 0, 0, 2), tensor=1, cast=1), copy(1, nbytes // 2, (0, 0, 0, 2), (9, 0, 0, 2), tensor=2)]
+    plan += [
+        copy(1, nbytes // 4, (0, 0, 0, 4), (8, 0, 0, 2), tensor=1, cast=1),
+        copy(1, nbytes // 2, (0, 0, 0, 2), (9, 0, 0, 2), tensor=2),
+    ]
     sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
     casts = [("bfloat16",) * 2, ("float32", "bfloat16")]
     small_units(monkeypatch, 1 << 20)
     real, written = os.pwrite, []
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: written.append(len(view)) or real(fd, view, at))
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, view, at: written.append(len(view)) or real(fd, view, at)
+    )
     outputs = [TargetFile(f"f{i}", size, nothing) for i, size in enumerate(sizes)]
     sums = execute(copies(*plan), casts, [str(tmp_path / "source")], outputs, tmp_path / "staging")
     assert sum(written) <= sum(sizes) - len(before) * (1 << 19)
     want = reference(copies(*plan), casts, [data], sizes)
-    assert [(tmp_path / "staging" / o.path).read_bytes() == w for o, w in zip(outputs, want, strict=True)] == [True] * 10
+    assert [
+        (tmp_path / "staging" / o.path).read_bytes() == w
+        for o, w in zip(outputs, want, strict=True)
+    ] == [True] * 10
     assert sums == [f"crc32:{zlib.crc32(w):08x}" for w in want]
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path):
-    """Peak RSS above an idle process, for 32 MiB and 256 MiB of source: at most the budget and a tenth."""
+    """Peak RSS above an idle process, for 32 MiB and 256 MiB of source: at most the budget and a
+    tenth.
+    """
     for nbytes in (32 << 20, 256 << 20):
         folder = tmp_path / str(nbytes)
         folder.mkdir()

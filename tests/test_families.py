@@ -1,6 +1,8 @@
-"""Every family through every form: Hugging Face -> Megatron -> other sizes or format -> Hugging Face, bit for bit.
+"""Every family through every form: Hugging Face -> Megatron -> other sizes or format -> Hugging
+Face, bit for bit.
 
-Combinations are chosen so that each case meets every value of every axis; expected bytes come from tests.tiny, not from mckpt.
+Combinations are chosen so that each case meets every value of every axis; expected bytes come from
+tests.tiny, not from mckpt.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from mckpt.geometry.parallel import Parallel
 from tests import tiny
 
 INEXACT = ["rope_factor"]  # of llama-rope-scaled
-MIXED = "qwen3-moe-mixed"  # some layers dense: what torch_dist can only say with one key for each layer
+# some layers dense: what torch_dist can only say with one key for each layer
+MIXED = "qwen3-moe-mixed"
 CASES = (*tiny.CASES, MIXED)
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain", MIXED)
 LEGS = 5  # forms of each case; each is reached from another one
@@ -95,16 +98,26 @@ def tensors(case: str, dtype: str) -> dict[str, np.ndarray]:
     for layer in config(case)["mlp_only_layers"]:
         at = f"model.layers.{layer}.mlp."
         out = {k: v for k, v in out.items() if not k.startswith(at)}
-        for name, shape in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-            out[f"{at}{name}_proj.weight"] = tiny.values(f"{at}{name}_proj.weight", shape).astype(tiny.DTYPES[dtype][1])
+        for name, shape in (
+            ("gate", (ffn, hidden)),
+            ("up", (ffn, hidden)),
+            ("down", (hidden, ffn)),
+        ):
+            out[f"{at}{name}_proj.weight"] = tiny.values(f"{at}{name}_proj.weight", shape).astype(
+                tiny.DTYPES[dtype][1]
+            )
     return out
 
 
 def fits(case: str, f: Form) -> bool:
-    """Whether Megatron could build the case so; what does not fit is refused, which other tests see."""
+    """Whether Megatron could build the case so; what does not fit is refused, which other tests
+    see.
+    """
     c = config(case)
     moe = case in MOE
-    experts = next((c[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in c), 1)
+    experts = next(
+        (c[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in c), 1
+    )
     return (
         c["num_hidden_layers"] % (f.pp * f.vpp) == 0
         and (f.vpp == 1 or f.pp > 1)
@@ -113,36 +126,49 @@ def fits(case: str, f: Form) -> bool:
         and (f.format == "torch_dist" or f.tp % (f.etp or f.tp) == 0)
         and not (f.grouped and f.impl == "local")
         and not (f.format == "torch" and f.common_as_object)
-        and not (case == "deepseek-v3-plain" and f.impl == "transformer_engine" and f.megatron is None)
+        and not (
+            case == "deepseek-v3-plain" and f.impl == "transformer_engine" and f.megatron is None
+        )
     )
 
 
 @functools.cache
 def possible(case: str) -> list[Form]:
     """Every form that fits the case."""
-    return [f for f in (Form(*values) for values in itertools.product(*AXES.values())) if fits(case, f)]
+    return [
+        f for f in (Form(*values) for values in itertools.product(*AXES.values())) if fits(case, f)
+    ]
 
 
 @functools.cache
 def forms(case: str) -> list[Form]:
-    """LEGS forms or more, such that every value of every axis that fits the case is in one: greedy, among a seeded sample."""
+    """LEGS forms or more, such that every value of every axis that fits the case is in one: greedy,
+    among a seeded sample.
+    """
     rng = random.Random(case)
     every = possible(case)
     todo = {(axis, value) for f in every for axis, value in f._asdict().items()}
     out: list[Form] = []
     while todo or len(out) < LEGS:
-        best = max(rng.sample(every, min(150, len(every))), key=lambda f: len(todo & set(f._asdict().items())))
+        best = max(
+            rng.sample(every, min(150, len(every))),
+            key=lambda f: len(todo & set(f._asdict().items())),
+        )
         out.append(best)
         todo -= set(best._asdict().items())
     rng.shuffle(out)
     return out
 
 
-CHAINS = [(case, a, b) for case in CASES for a, b in itertools.pairwise([*forms(case), forms(case)[0]])]
+CHAINS = [
+    (case, a, b) for case in CASES for a, b in itertools.pairwise([*forms(case), forms(case)[0]])
+]
 
 
 def safetensors(directory: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Name -> (dtype, shape, bytes) of every tensor in the directory's files, read with json and slices."""
+    """Name -> (dtype, shape, bytes) of every tensor in the directory's files, read with json and
+    slices.
+    """
     out: dict[str, tuple[str, list[int], bytes]] = {}
     for path in sorted(directory.glob("*.safetensors")):
         raw = path.read_bytes()
@@ -181,14 +207,24 @@ def test_the_chains_meet_every_value_with_every_case() -> None:
         for axis, values in AXES.items():
             fit = {getattr(f, axis) for f in possible(case)}
             assert {getattr(f, axis) for f in mine} == fit
-            assert fit == set(values) or axis == "pp" or case not in MOE, f"{case} can have only {fit} of {axis}"
-    assert {(a.format, b.format) for _, a, b in CHAINS} == set(itertools.product(AXES["format"], repeat=2))
+            assert fit == set(values) or axis == "pp" or case not in MOE, (
+                f"{case} can have only {fit} of {axis}"
+            )
+    assert {(a.format, b.format) for _, a, b in CHAINS} == set(
+        itertools.product(AXES["format"], repeat=2)
+    )
     assert 60 <= len(CHAINS) <= 110
 
 
-@pytest.mark.parametrize(("case", "a", "b"), CHAINS, ids=[f"{case}--{a}--{b}" for case, a, b in CHAINS])
-def test_there_resharded_and_back(case: str, a: Form, b: Form, sources: dict[str, Path], tmp_path: Path) -> None:
-    """HF -> a -> b -> HF. The args alone describe the model on the way back where the number of the chain is odd."""
+@pytest.mark.parametrize(
+    ("case", "a", "b"), CHAINS, ids=[f"{case}--{a}--{b}" for case, a, b in CHAINS]
+)
+def test_there_resharded_and_back(
+    case: str, a: Form, b: Form, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """HF -> a -> b -> HF. The args alone describe the model on the way back where the number of the
+    chain is odd.
+    """
     odd = CHAINS.index((case, a, b)) % 2
     mckpt.plan(sources[case], tmp_path / "a", **a.target()).run()
     found = mckpt.diff(sources[case], tmp_path / "a")
@@ -197,11 +233,15 @@ def test_there_resharded_and_back(case: str, a: Form, b: Form, sources: dict[str
     if odd:
         for path in sorted((tmp_path / "b" / "hf").iterdir()):
             path.unlink()
-    mckpt.plan(tmp_path / "b", tmp_path / "back", format="hf", max_shard_size=150_000 if odd else 10**9).run(check_replicas=True)
+    mckpt.plan(
+        tmp_path / "b", tmp_path / "back", format="hf", max_shard_size=150_000 if odd else 10**9
+    ).run(check_replicas=True)
     same_tensors(tmp_path / "back", tensors(case, "bfloat16"))
     again, first = mckpt.open(tmp_path / "back"), mckpt.open(sources[case])
     free = {"ffn_size"} if case in MOE and case != MIXED else set()
-    assert {k: v for k, v in again.dims.items() if k not in free} == {k: v for k, v in first.dims.items() if k not in free}
+    assert {k: v for k, v in again.dims.items() if k not in free} == {
+        k: v for k, v in first.dims.items() if k not in free
+    }
     index(tmp_path / "back")
 
 
@@ -216,16 +256,22 @@ def index(directory: Path) -> None:
     said = json.loads(path.read_text())
     found = safetensors(directory)
     assert said["metadata"]["total_size"] == sum(len(data) for _, _, data in found.values())
-    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    assert files == [
+        f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))
+    ]
     assert sorted(set(said["weight_map"].values())) == files
     assert said["weight_map"].keys() == found.keys()
     for name, file in said["weight_map"].items():
         raw = (directory / file).read_bytes()
-        assert name in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]), f"{name} is not in {file}"
+        assert name in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]), (
+            f"{name} is not in {file}"
+        )
 
 
 def test_shards_are_cut_at_the_size(sources: dict[str, Path], tmp_path: Path) -> None:
-    """No file of more than one tensor is larger; no two neighbours would fit into one, where tensors are about as large as files may be."""
+    """No file of more than one tensor is larger; no two neighbours would fit into one, where
+    tensors are about as large as files may be.
+    """
     mckpt.plan(sources["qwen3-moe"], tmp_path / "a").run()
     mckpt.plan(tmp_path / "a", tmp_path / "hf", format="hf", max_shard_size=60_000).run()
     index(tmp_path / "hf")
@@ -253,20 +299,26 @@ def safetensors_of(path: Path) -> list[int]:
     """Bytes of each tensor of a file."""
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-    return [t["data_offsets"][1] - t["data_offsets"][0] for name, t in header.items() if name != "__metadata__"]
+    return [
+        t["data_offsets"][1] - t["data_offsets"][0]
+        for name, t in header.items()
+        if name != "__metadata__"
+    ]
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 400))
 def test_files_are_cut_in_order(sizes: list[int], most: int) -> None:
     files = hf_format.cut(sizes, most)
-    assert files[0] == 0 and all(after - before in (0, 1) for before, after in itertools.pairwise(files))
+    assert files[0] == 0 and all(
+        after - before in (0, 1) for before, after in itertools.pairwise(files)
+    )
     for file in range(files[-1] + 1):
         held = [size for size, f in zip(sizes, files, strict=True) if f == file]
         assert sum(held) <= most or len(held) == 1
     assert files[-1] + 1 <= 2 * -(-sum(sizes) // most) + 1 or max(sizes) > most / 2
 
 
-# ---------------------------------------------------------------------------------------------------------------- corners
+# ------------------------------------------------------------------------------------------ corners
 
 
 UNEVEN: list[dict[str, Any]] = [
@@ -284,8 +336,12 @@ UNEVEN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("said", UNEVEN, ids=[str(Parallel(**s)) for s in UNEVEN])
 @pytest.mark.parametrize("case", ["llama-tied", "qwen3-moe"])
-def test_uneven_pipelines(case: str, said: dict[str, Any], sources: dict[str, Path], tmp_path: Path) -> None:
-    """As `torch`, where layers are numbered within their stage; then even again, with the sizes read from its args."""
+def test_uneven_pipelines(
+    case: str, said: dict[str, Any], sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """As `torch`, where layers are numbered within their stage; then even again, with the sizes
+    read from its args.
+    """
     uneven = Parallel(tp=2, **said)
     mckpt.plan(sources[case], tmp_path / "a", format="torch", parallel=uneven).run()
     source = mckpt.open(tmp_path / "a")
@@ -315,18 +371,25 @@ def raw_torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
         for key, record in value["model"].items():
             if (view := safe_pickle.as_tensor(record)) is not None:
                 f.seek(data[view.storage][0])
-                yield key, np.frombuffer(f.read(2 * math.prod(view.shape)), "u2").reshape(view.shape)
+                yield (
+                    key,
+                    np.frombuffer(f.read(2 * math.prod(view.shape)), "u2").reshape(view.shape),
+                )
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-tied"])
 def test_padding_is_zero_and_dropped(case: str, sources: dict[str, Path], tmp_path: Path) -> None:
     """131 and 149 rows over 4 ranks, to a multiple of 64 x 4: rank by rank against numpy."""
-    mckpt.plan(sources[case], tmp_path / "a", format="torch", parallel=Parallel(tp=4), divisible_by=64).run()
+    mckpt.plan(
+        sources[case], tmp_path / "a", format="torch", parallel=Parallel(tp=4), divisible_by=64
+    ).run()
     embed = tensors(case, "bfloat16")["model.embed_tokens.weight"].view("u2")
     padded = np.zeros((256, embed.shape[1]), "u2")
     padded[: len(embed)] = embed
     for rank, part in enumerate(np.split(padded, 4)):
-        held = dict(raw_torch(tmp_path / "a" / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt"))
+        held = dict(
+            raw_torch(tmp_path / "a" / "release" / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
+        )
         assert np.array_equal(held["embedding.word_embeddings.weight"], part)
         assert ("output_layer.weight" in held) == (case == "llama")
     mckpt.plan(tmp_path / "a", tmp_path / "back", format="hf").run()
@@ -337,11 +400,20 @@ def test_padding_is_zero_and_dropped(case: str, sources: dict[str, Path], tmp_pa
     assert json.loads((tmp_path / "padded" / "config.json").read_text())["vocab_size"] == 256
 
 
-def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(sources: dict[str, Path], tmp_path: Path) -> None:
-    """As `torch`, for Megatron keeps a copy there to compute the logits; a copy that differs is found."""
+def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
+    """As `torch`, for Megatron keeps a copy there to compute the logits; a copy that differs is
+    found.
+    """
     mckpt.plan(sources["llama-tied"], tmp_path / "a", format="torch", parallel=Parallel(pp=2)).run()
-    first, last = (tmp_path / "a" / "release" / f"mp_rank_00_{i:03d}" / "model_optim_rng.pt" for i in (0, 1))
-    assert np.array_equal(dict(raw_torch(first))["embedding.word_embeddings.weight"], dict(raw_torch(last))["output_layer.weight"])
+    first, last = (
+        tmp_path / "a" / "release" / f"mp_rank_00_{i:03d}" / "model_optim_rng.pt" for i in (0, 1)
+    )
+    assert np.array_equal(
+        dict(raw_torch(first))["embedding.word_embeddings.weight"],
+        dict(raw_torch(last))["output_layer.weight"],
+    )
     assert "embedding.word_embeddings.weight" not in dict(raw_torch(last))
     rank = mckpt.open(tmp_path / "a").stored
     assert isinstance(rank, torch_format.Checkpoint)
@@ -350,13 +422,24 @@ def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(sources: dict[str
     with last.open("r+b") as f:
         f.seek(entry.at)
         f.write(b"\x01\x02")
-    with pytest.raises(mckpt.errors.SourceError, match=r"embed\.weight: its copy in .*mp_rank_00_001.*output_layer\.weight.* differs"):
+    with pytest.raises(
+        mckpt.errors.SourceError,
+        match=r"embed\.weight: its copy in .*mp_rank_00_001.*output_layer\.weight.* differs",
+    ):
         mckpt.plan(tmp_path / "a", tmp_path / "back", format="hf").run(check_replicas=True)
 
 
 def test_the_layout_of_one_rank_by_hand(sources: dict[str, Path], tmp_path: Path) -> None:
-    """tp 2, pp 2, rank 1 of the second stage of qwen3: every tensor made of the Hugging Face ones by numpy alone."""
-    mckpt.plan(sources["qwen3"], tmp_path / "a", format="torch", parallel=Parallel(tp=2, pp=2), transformer_impl="transformer_engine").run()
+    """tp 2, pp 2, rank 1 of the second stage of qwen3: every tensor made of the Hugging Face ones
+    by numpy alone.
+    """
+    mckpt.plan(
+        sources["qwen3"],
+        tmp_path / "a",
+        format="torch",
+        parallel=Parallel(tp=2, pp=2),
+        transformer_impl="transformer_engine",
+    ).run()
     held = dict(raw_torch(tmp_path / "a" / "release" / "mp_rank_01_001" / "model_optim_rng.pt"))
     hf = {k: v.view("u2") for k, v in tensors("qwen3", "bfloat16").items()}
     groups = config("qwen3")["num_key_value_heads"]
@@ -367,14 +450,22 @@ def test_the_layout_of_one_rank_by_hand(sources: dict[str, Path], tmp_path: Path
     for local, layer in ((0, 2), (1, 3)):
         at, ours = f"model.layers.{layer}.", f"decoder.layers.{local}."
         q, k, v = (hf[f"{at}self_attn.{x}_proj.weight"] for x in "qkv")
-        qkv = np.concatenate([x.reshape(groups, -1, x.shape[1]) for x in (q, k, v)], 1).reshape(-1, q.shape[1])
+        qkv = np.concatenate([x.reshape(groups, -1, x.shape[1]) for x in (q, k, v)], 1).reshape(
+            -1, q.shape[1]
+        )
         gate, up = (np.split(hf[f"{at}mlp.{x}_proj.weight"], 2)[1] for x in ("gate", "up"))
         wanted[f"{ours}self_attention.linear_qkv.weight"] = np.split(qkv, 2)[1]
-        wanted[f"{ours}self_attention.linear_qkv.layer_norm_weight"] = hf[f"{at}input_layernorm.weight"]
+        wanted[f"{ours}self_attention.linear_qkv.layer_norm_weight"] = hf[
+            f"{at}input_layernorm.weight"
+        ]
         wanted[f"{ours}self_attention.q_layernorm.weight"] = hf[f"{at}self_attn.q_norm.weight"]
         wanted[f"{ours}self_attention.k_layernorm.weight"] = hf[f"{at}self_attn.k_norm.weight"]
-        wanted[f"{ours}self_attention.linear_proj.weight"] = np.split(hf[f"{at}self_attn.o_proj.weight"], 2, 1)[1]
-        wanted[f"{ours}mlp.linear_fc1.layer_norm_weight"] = hf[f"{at}post_attention_layernorm.weight"]
+        wanted[f"{ours}self_attention.linear_proj.weight"] = np.split(
+            hf[f"{at}self_attn.o_proj.weight"], 2, 1
+        )[1]
+        wanted[f"{ours}mlp.linear_fc1.layer_norm_weight"] = hf[
+            f"{at}post_attention_layernorm.weight"
+        ]
         wanted[f"{ours}mlp.linear_fc1.weight"] = np.concatenate([gate, up])
         wanted[f"{ours}mlp.linear_fc2.weight"] = np.split(hf[f"{at}mlp.down_proj.weight"], 2, 1)[1]
     assert held.keys() == wanted.keys()
@@ -383,7 +474,9 @@ def test_the_layout_of_one_rank_by_hand(sources: dict[str, Path], tmp_path: Path
 
 
 def test_stacked_and_per_layer_keys(sources: dict[str, Path], tmp_path: Path) -> None:
-    """torch_dist has one key for all layers, but for a model of mixed layers; a reshard keeps what it finds."""
+    """torch_dist has one key for all layers, but for a model of mixed layers; a reshard keeps what
+    it finds.
+    """
     for case, key in (
         ("qwen3-moe", "decoder.layers.self_attention.linear_proj.weight"),
         (MIXED, "decoder.layers.3.self_attention.linear_proj.weight"),

@@ -1,7 +1,8 @@
-"""The judge itself: the real megatron-core saves, reshards and runs six families to the same logits, and those are transformers' logits.
+"""The judge itself: the real megatron-core saves, reshards and runs six families to the same
+logits, and those are transformers' logits.
 
-No code of the converter takes part. The conversion to transformers below is written by hand with view and cat, so that the judge is known
-to be right before it judges anything.
+No code of the converter takes part. The conversion to transformers below is written by hand with
+view and cat, so that the judge is known to be right before it judges anything.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-if not (find_spec("megatron.core") and find_spec("transformers")):  # importing them here would cost every run 5 s
+# importing them here would cost every run 5 s
+if not (find_spec("megatron.core") and find_spec("transformers")):
     pytest.skip("megatron-core or transformers is not installed", allow_module_level=True)
 
 import torch
@@ -27,27 +29,79 @@ EXPERTS, TOPK, MOE_FFN = 12, 3, 20
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 61)).tolist()
 
 DENSE = {
-    "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": FFN, "num_attention_heads": HEADS, "num_query_groups": GROUPS,
-    "group_query_attention": True, "kv_channels": HIDDEN // HEADS, "max_position_embeddings": 128, "seq_length": 128,
-    "normalization": "RMSNorm", "norm_epsilon": 1e-5, "layernorm_epsilon": 1e-5, "position_embedding_type": "rope",
-    "add_position_embedding": False, "rotary_base": 10000, "rotary_percent": 1.0, "rotary_interleaved": False,
-    "use_rope_scaling": False, "rope_scaling_factor": 8.0, "swiglu": True, "add_bias_linear": False, "add_qkv_bias": False,
-    "qk_layernorm": False, "untie_embeddings_and_output_weights": True, "vocab_size": VOCAB, "padded_vocab_size": PADDED_VOCAB,
-    "make_vocab_size_divisible_by": 32, "num_experts": None, "transformer_impl": "local", "params_dtype": "torch.float32",
-    "hidden_dropout": 0.0, "attention_dropout": 0.0, "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
-    "no_save_optim": True, "no_save_rng": True,
-}  # fmt: skip
+    "num_layers": LAYERS,
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": FFN,
+    "num_attention_heads": HEADS,
+    "num_query_groups": GROUPS,
+    "group_query_attention": True,
+    "kv_channels": HIDDEN // HEADS,
+    "max_position_embeddings": 128,
+    "seq_length": 128,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "layernorm_epsilon": 1e-5,
+    "position_embedding_type": "rope",
+    "add_position_embedding": False,
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "rotary_interleaved": False,
+    "use_rope_scaling": False,
+    "rope_scaling_factor": 8.0,
+    "swiglu": True,
+    "add_bias_linear": False,
+    "add_qkv_bias": False,
+    "qk_layernorm": False,
+    "untie_embeddings_and_output_weights": True,
+    "vocab_size": VOCAB,
+    "padded_vocab_size": PADDED_VOCAB,
+    "make_vocab_size_divisible_by": 32,
+    "num_experts": None,
+    "transformer_impl": "local",
+    "params_dtype": "torch.float32",
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "no_save_optim": True,
+    "no_save_rng": True,
+}
 MOE = DENSE | {
-    "num_experts": EXPERTS, "moe_ffn_hidden_size": MOE_FFN, "moe_router_topk": TOPK, "moe_router_pre_softmax": False,
-    "moe_router_score_function": "softmax", "moe_router_load_balancing_type": "none", "moe_grouped_gemm": False, "moe_layer_freq": 1,
-}  # fmt: skip
-QWEN3 = {"qk_layernorm": True, "kv_channels": 10, "layernorm_epsilon": 1e-6, "norm_epsilon": 1e-6, "rotary_base": 1000000}
-LLAMA3 = {"use_rope_scaling": True, "rope_scaling_factor": 32.0, "rotary_base": 500000, "untie_embeddings_and_output_weights": False}
+    "num_experts": EXPERTS,
+    "moe_ffn_hidden_size": MOE_FFN,
+    "moe_router_topk": TOPK,
+    "moe_router_pre_softmax": False,
+    "moe_router_score_function": "softmax",
+    "moe_router_load_balancing_type": "none",
+    "moe_grouped_gemm": False,
+    "moe_layer_freq": 1,
+}
+QWEN3 = {
+    "qk_layernorm": True,
+    "kv_channels": 10,
+    "layernorm_epsilon": 1e-6,
+    "norm_epsilon": 1e-6,
+    "rotary_base": 1000000,
+}
+LLAMA3 = {
+    "use_rope_scaling": True,
+    "rope_scaling_factor": 32.0,
+    "rotary_base": 500000,
+    "untie_embeddings_and_output_weights": False,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": DENSE,
     "llama3": DENSE | LLAMA3,
     "mistral": DENSE | {"rotary_base": 1000000},
-    "qwen2": DENSE | {"add_qkv_bias": True, "layernorm_epsilon": 1e-6, "norm_epsilon": 1e-6, "rotary_base": 1000000},
+    "qwen2": (
+        DENSE
+        | {
+            "add_qkv_bias": True,
+            "layernorm_epsilon": 1e-6,
+            "norm_epsilon": 1e-6,
+            "rotary_base": 1000000,
+        }
+    ),
     "qwen3": DENSE | QWEN3,
     "mixtral": MOE | {"rotary_base": 1000000},
     "qwen3_moe": MOE | QWEN3,
@@ -55,8 +109,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 TE = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}
-LATENT = {"multi_latent_attention": True, "qk_layernorm": True, "group_query_attention": False, "num_query_groups": HEADS, "q_lora_rank": 24,
-          "kv_lora_rank": 16, "qk_head_dim": 10, "qk_pos_emb_head_dim": 4, "v_head_dim": 8, "rope_type": "rope"}  # fmt: skip
+LATENT = {
+    "multi_latent_attention": True,
+    "qk_layernorm": True,
+    "group_query_attention": False,
+    "num_query_groups": HEADS,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_head_dim": 10,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+    "rope_type": "rope",
+}
 
 
 @pytest.fixture(scope="module")
@@ -65,27 +129,55 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_sizes_of_another_run_do_not_stay() -> None:
-    """megatron-core 0.19 stores tp times gtp_weight_remat_size in the args, which are then built at other sizes."""
+    """megatron-core 0.19 stores tp times gtp_weight_remat_size in the args, which are then built at
+    other sizes.
+    """
     from mckpt.trainer import build
 
-    stored = DENSE | {"tensor_parallel_num_weight_shards": 2, "expert_tensor_parallel_num_weight_shards": 2}
+    stored = DENSE | {
+        "tensor_parallel_num_weight_shards": 2,
+        "expert_tensor_parallel_num_weight_shards": 2,
+    }
     config = build.transformer_config(build.at_sizes(stored, tp=1))
-    assert getattr(config, "gtp_weight_remat_size", 1) == getattr(config, "expert_gtp_weight_remat_size", 1) == 1
+    assert (
+        getattr(config, "gtp_weight_remat_size", 1)
+        == getattr(config, "expert_gtp_weight_remat_size", 1)
+        == 1
+    )
 
 
-def loads(directory: Path, tag: str, sizes: list[dict[str, int]], **others: Any) -> list[dict[str, Any]]:
+def loads(
+    directory: Path, tag: str, sizes: list[dict[str, int]], **others: Any
+) -> list[dict[str, Any]]:
     """Forward cases on one checkpoint, named TAG-tp2pp2."""
     case = {"kind": "forward", "checkpoint": str(directory), "tokens": TOKENS} | others
-    return [{"name": f"{tag}-" + "".join(f"{key}{value}" for key, value in size.items())} | case | size for size in sizes]
+    return [
+        {"name": f"{tag}-" + "".join(f"{key}{value}" for key, value in size.items())} | case | size
+        for size in sizes
+    ]
 
 
-def saves(directory: Path, tag: str, args: dict[str, Any], form: str, **others: Any) -> list[dict[str, Any]]:
-    return [{"name": f"{tag}-save", "kind": "save", "args": args, "format": form, "destination": str(directory), "tokens": TOKENS} | others]
+def saves(
+    directory: Path, tag: str, args: dict[str, Any], form: str, **others: Any
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"{tag}-save",
+            "kind": "save",
+            "args": args,
+            "format": form,
+            "destination": str(directory),
+            "tokens": TOKENS,
+        }
+        | others
+    ]
 
 
 @pytest.fixture(scope="module")
 def results(work: Path) -> dict[str, dict[str, Any]]:
-    """One launch of 4 ranks: every family saved at tp2 pp2 in both formats, and loaded at other sizes."""
+    """One launch of 4 ranks: every family saved at tp2 pp2 in both formats, and loaded at other
+    sizes.
+    """
     cases: list[dict[str, Any]] = []
     for family, args in FAMILIES.items():
         size = {"tp": 2, "pp": 2} | ({"ep": 2, "etp": 1} if args["num_experts"] else {})
@@ -94,32 +186,69 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
             others += [{"ep": 4, "etp": 1}, {"tp": 2, "ep": 2}, {"tp": 4, "ep": 2, "etp": 1}]
         elif family not in ("llama", "llama3"):
             others = others[:2]
-        cases += saves(work / f"{family}-torch_dist", f"{family}-torch_dist", args, "torch_dist", **size)
+        cases += saves(
+            work / f"{family}-torch_dist", f"{family}-torch_dist", args, "torch_dist", **size
+        )
         cases += loads(work / f"{family}-torch_dist", f"{family}-torch_dist", others)
         cases += saves(work / f"{family}-torch", f"{family}-torch", args, "torch", **size)
         cases += loads(work / f"{family}-torch", f"{family}-torch", [size])
         cases += saves(work / f"{family}-whole", f"{family}-whole", args, "torch")
     # pipelines that are not even, and virtual stages in legacy files
-    cases += loads(work / "llama3-torch_dist", "llama3-first", [{"pp": 2}], args={"decoder_first_pipeline_num_layers": 1})
-    cases += loads(work / "llama3-torch_dist", "llama3-layout", [{"pp": 2, "vpp": 2}], args={"pipeline_model_parallel_layout": "Et|t|tt|L"})
-    split = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+    cases += loads(
+        work / "llama3-torch_dist",
+        "llama3-first",
+        [{"pp": 2}],
+        args={"decoder_first_pipeline_num_layers": 1},
+    )
+    cases += loads(
+        work / "llama3-torch_dist",
+        "llama3-layout",
+        [{"pp": 2, "vpp": 2}],
+        args={"pipeline_model_parallel_layout": "Et|t|tt|L"},
+    )
+    split = {
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    }
     cases += loads(work / "llama3-torch_dist", "llama3-account", [{"pp": 3}], args=split)
     cases += saves(work / "llama3-vpp", "llama3-vpp", DENSE | LLAMA3, "torch", pp=2, vpp=2, tp=2)
     cases += loads(work / "llama3-vpp", "llama3-vpp", [{"tp": 2, "pp": 2, "vpp": 2}])
     # another function: the tests below ask for another result
-    cases += loads(work / "llama3-torch_dist", "other-rope", [{"tp": 2}], args={"use_rope_scaling": False})
-    cases += loads(work / "llama3-torch_dist", "other-untied", [{"tp": 2}], args={"untie_embeddings_and_output_weights": True})
+    cases += loads(
+        work / "llama3-torch_dist", "other-rope", [{"tp": 2}], args={"use_rope_scaling": False}
+    )
+    cases += loads(
+        work / "llama3-torch_dist",
+        "other-untied",
+        [{"tp": 2}],
+        args={"untie_embeddings_and_output_weights": True},
+    )
     cases += loads(work / "llama3-torch", "other-grid", [{"tp": 4}])
-    cases += loads(work / "mistral-torch_dist", "other-tied", [{"tp": 2}], args={"untie_embeddings_and_output_weights": False})
+    cases += loads(
+        work / "mistral-torch_dist",
+        "other-tied",
+        [{"tp": 2}],
+        args={"untie_embeddings_and_output_weights": False},
+    )
     # a checkpoint without args and of another dtype
-    cases += saves(work / "bare", "bare", DENSE | {"params_dtype": "torch.bfloat16"}, "torch_dist", with_args=False, iteration=None, tp=2)
+    cases += saves(
+        work / "bare",
+        "bare",
+        DENSE | {"params_dtype": "torch.bfloat16"},
+        "torch_dist",
+        with_args=False,
+        iteration=None,
+        tp=2,
+    )
     cases += loads(work / "bare", "bare", [{"pp": 2}], args=DENSE)
     cases += loads(work / "bare", "nothing", [{"pp": 2}])
     return judge(cases, 4, work / "results")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_logits_at_every_parallel_size(results: dict[str, dict[str, Any]], family: str) -> None:
+def test_the_same_logits_at_every_parallel_size(
+    results: dict[str, dict[str, Any]], family: str
+) -> None:
     same_logits(results, family, results[f"{family}-whole-save"]["logits"])
 
 
@@ -129,19 +258,30 @@ def same_logits(results: dict[str, dict[str, Any]], family: str, reference: np.n
     assert reference.shape == (2, 61, VOCAB)
     assert reference.std() > 1
     for name, result in mine.items():
-        np.testing.assert_allclose(result["logits"], reference, atol=1e-5 * np.abs(reference).max(), rtol=0, err_msg=name)
+        np.testing.assert_allclose(
+            result["logits"], reference, atol=1e-5 * np.abs(reference).max(), rtol=0, err_msg=name
+        )
         assert result.get("unread", []) == result.get("forgiven", []) == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_logits_of_transformers(results: dict[str, dict[str, Any]], work: Path, family: str) -> None:
-    model = torch.load(work / f"{family}-whole" / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["model"]
+def test_the_logits_of_transformers(
+    results: dict[str, dict[str, Any]], work: Path, family: str
+) -> None:
+    model = torch.load(
+        work / f"{family}-whole" / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt",
+        weights_only=False,
+    )["model"]
     expected = transformers_logits(family, model)
-    np.testing.assert_allclose(results[f"{family}-whole-save"]["logits"], expected, atol=1e-4, rtol=0)
+    np.testing.assert_allclose(
+        results[f"{family}-whole-save"]["logits"], expected, atol=1e-4, rtol=0
+    )
 
 
 def test_the_judge_sees_the_rope_scaling(results: dict[str, dict[str, Any]]) -> None:
-    difference = np.abs(results["other-rope-tp2"]["logits"] - results["llama3-whole-save"]["logits"]).max()
+    difference = np.abs(
+        results["other-rope-tp2"]["logits"] - results["llama3-whole-save"]["logits"]
+    ).max()
     assert difference > 0.01, "61 positions do not tell scaled from plain rope"
 
 
@@ -165,36 +305,85 @@ def test_without_args_and_in_bf16(results: dict[str, dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The Transformer Engine layer specs on the stand-in of tests/fake_te; keys and grids; a launch with faults."""
+    """The Transformer Engine layer specs on the stand-in of tests/fake_te; keys and grids; a launch
+    with faults.
+    """
     cases: list[dict[str, Any]] = []
     for family in ("llama3", "qwen3_moe"):
         args = FAMILIES[family] | TE
         moe = {"ep": 2, "etp": 1} if args["num_experts"] else {}
         for form in ("torch_dist", "torch"):
-            others = [{}, {"tp": 4}, {"tp": 2, "pp": 2, "vpp": 2}, *([{"ep": 4, "etp": 1}, {"tp": 2, "ep": 2}] if moe else [])]
-            cases += saves(work / f"te-{family}-{form}", f"{family}-te-{form}", args, form, tp=2, pp=2, **moe)
+            others = [
+                {},
+                {"tp": 4},
+                {"tp": 2, "pp": 2, "vpp": 2},
+                *([{"ep": 4, "etp": 1}, {"tp": 2, "ep": 2}] if moe else []),
+            ]
+            cases += saves(
+                work / f"te-{family}-{form}", f"{family}-te-{form}", args, form, tp=2, pp=2, **moe
+            )
             cases += loads(
-                work / f"te-{family}-{form}", f"{family}-te-{form}", others if form == "torch_dist" else [{"tp": 2, "pp": 2} | moe]
+                work / f"te-{family}-{form}",
+                f"{family}-te-{form}",
+                others if form == "torch_dist" else [{"tp": 2, "pp": 2} | moe],
             )
         sequence = {"args": {"sequence_parallel": True}, "training": True}
-        cases += loads(work / f"te-{family}-torch_dist", f"{family}-te-sequence", [{"tp": 2, "pp": 2} | moe], **sequence)
+        cases += loads(
+            work / f"te-{family}-torch_dist",
+            f"{family}-te-sequence",
+            [{"tp": 2, "pp": 2} | moe],
+            **sequence,
+        )
         for impl in (TE, {}):
             name = f"keys-{family}-{'te' if impl else 'local'}"
-            cases.append({"name": name, "kind": "keys", "args": FAMILIES[family] | impl, "tp": 2, "pp": 2, "vpp": 2} | moe)
+            cases.append(
+                {
+                    "name": name,
+                    "kind": "keys",
+                    "args": FAMILIES[family] | impl,
+                    "tp": 2,
+                    "pp": 2,
+                    "vpp": 2,
+                }
+                | moe
+            )
     cases += loads(work / "te-llama3-torch_dist", "llama3-local", [{"tp": 2}], impl="local")
     cases += loads(work / "llama3-torch_dist", "from-local", [{}], impl="transformer_engine")
     cases += loads(work / "te-qwen3_moe-torch_dist", "to-local", [{}], impl="local")
-    cases += loads(work / "te-qwen3_moe-torch", "to-local-torch", [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}], impl="local")
-    cases += loads(work / "qwen3_moe-torch", "from-local-torch", [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}], args=TE)
+    cases += loads(
+        work / "te-qwen3_moe-torch",
+        "to-local-torch",
+        [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}],
+        impl="local",
+    )
+    cases += loads(
+        work / "qwen3_moe-torch",
+        "from-local-torch",
+        [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}],
+        args=TE,
+    )
     cases += loads(work / "qwen3_moe-torch_dist", "from-local-moe", [{"tp": 2}], args=TE)
-    for of, other in (("local", "transformer_engine"), ("transformer_engine", "local")):  # down projections: cut in the one, whole in the other
+    # down projections: cut in the one, whole in the other
+    for of, other in (("local", "transformer_engine"), ("transformer_engine", "local")):
         directory = work / f"latent-{of}"
-        cases += saves(directory, f"latent-{of}", MOE | LATENT | {"transformer_impl": of}, "torch", tp=2, pp=2, ep=2, etp=1)
-        cases += loads(directory, f"latent-{of}-other", [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}], impl=other)
+        cases += saves(
+            directory,
+            f"latent-{of}",
+            MOE | LATENT | {"transformer_impl": of},
+            "torch",
+            tp=2,
+            pp=2,
+            ep=2,
+            etp=1,
+        )
+        cases += loads(
+            directory, f"latent-{of}-other", [{"tp": 2, "pp": 2, "ep": 2, "etp": 1}], impl=other
+        )
     cases.append({"name": "grid-wide-tp", "kind": "grid", "tp": 4, "pp": 2, "ep": 2, "etp": 1})
     cases.append({"name": "grid-wide-ep", "kind": "grid", "tp": 2, "ep": 4, "etp": 1})
     cases.append({"name": "grid-cp", "kind": "grid", "tp": 2, "cp": 2, "pp": 2})
-    # one rank fails while the other waits for it; then one dies; the cases after them must not feel it
+    # one rank fails while the other waits for it; then one dies; the cases after them must not feel
+    # it
     (work / "llama-torch" / "iter_0000001" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
     cases += loads(work / "llama-torch", "fault", [{"tp": 2, "pp": 2}], timeout=8)
     cases += loads(work / "te-llama3-torch_dist", "after-fault", [{"tp": 2, "pp": 2}])
@@ -210,69 +399,137 @@ def test_transformer_engine_specs_give_the_logits_of_the_local_ones(
     same_logits(te_results, family, results[f"{family}-whole-save"]["logits"])
 
 
-def test_each_spec_reads_the_other(results: dict[str, dict[str, Any]], te_results: dict[str, dict[str, Any]]) -> None:
-    loaded = {name: result for name, result in te_results.items() if name.startswith(("from-local-", "to-local-"))}
+def test_each_spec_reads_the_other(
+    results: dict[str, dict[str, Any]], te_results: dict[str, dict[str, Any]]
+) -> None:
+    loaded = {
+        name: result
+        for name, result in te_results.items()
+        if name.startswith(("from-local-", "to-local-"))
+    }
     assert len(loaded) == 5
     for name, result in loaded.items():
         assert not explain(result)
-        reference = results["llama3-whole-save" if name == "from-local-" else "qwen3_moe-whole-save"]["logits"]
-        np.testing.assert_allclose(result["logits"], reference, atol=1e-5 * np.abs(reference).max(), rtol=0, err_msg=name)
+        reference = results[
+            "llama3-whole-save" if name == "from-local-" else "qwen3_moe-whole-save"
+        ]["logits"]
+        np.testing.assert_allclose(
+            result["logits"], reference, atol=1e-5 * np.abs(reference).max(), rtol=0, err_msg=name
+        )
     assert "missing decoder.final_layernorm._extra_state" in te_results["from-local-"]["forgiven"]
 
 
 @pytest.mark.parametrize("of", ["local", "transformer_engine"])
-def test_each_spec_reads_what_the_other_cuts(te_results: dict[str, dict[str, Any]], of: str) -> None:
+def test_each_spec_reads_what_the_other_cuts(
+    te_results: dict[str, dict[str, Any]], of: str
+) -> None:
     saved, loaded = te_results[f"latent-{of}-save"], te_results[f"latent-{of}-other-tp2pp2ep2etp1"]
     assert not explain(saved) + explain(loaded)
-    np.testing.assert_allclose(loaded["logits"], saved["logits"], atol=1e-5 * np.abs(saved["logits"]).max(), rtol=0)
+    np.testing.assert_allclose(
+        loaded["logits"], saved["logits"], atol=1e-5 * np.abs(saved["logits"]).max(), rtol=0
+    )
 
 
 def test_keys(te_results: dict[str, dict[str, Any]]) -> None:
     for name in ("llama3-te", "llama3-local", "qwen3_moe-te", "qwen3_moe-local"):
         assert not explain(te_results[f"keys-{name}"])
     stored = te_results["keys-qwen3_moe-te"]["torch_dist"]
-    assert stored["decoder.layers.self_attention.linear_qkv.weight"] == [[LAYERS, (HEADS + 2 * GROUPS) * 10, HIDDEN], "float32"]
-    assert stored["decoder.layers.mlp.experts.experts.linear_fc1.weight"] == [[LAYERS, EXPERTS, 2 * MOE_FFN, HIDDEN], "float32"]
-    assert stored["decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_3.11_4.12"] == [[], "object"]
+    assert stored["decoder.layers.self_attention.linear_qkv.weight"] == [
+        [LAYERS, (HEADS + 2 * GROUPS) * 10, HIDDEN],
+        "float32",
+    ]
+    assert stored["decoder.layers.mlp.experts.experts.linear_fc1.weight"] == [
+        [LAYERS, EXPERTS, 2 * MOE_FFN, HIDDEN],
+        "float32",
+    ]
+    assert stored["decoder.layers.mlp.experts.experts.linear_fc2._extra_state/shard_3.11_4.12"] == [
+        [],
+        "object",
+    ]
     files = te_results["keys-qwen3_moe-te"]["torch"]
-    assert sorted(files) == ["mp_rank_00_000_000", "mp_rank_00_001_000", "mp_rank_01_000_001", "mp_rank_01_001_001"]
-    assert files["mp_rank_00_000_000"][1]["decoder.layers.0.mlp.experts.linear_fc1.weight5"] == [2 * MOE_FFN, HIDDEN]
+    assert sorted(files) == [
+        "mp_rank_00_000_000",
+        "mp_rank_00_001_000",
+        "mp_rank_01_000_001",
+        "mp_rank_01_001_001",
+    ]
+    assert files["mp_rank_00_000_000"][1]["decoder.layers.0.mlp.experts.linear_fc1.weight5"] == [
+        2 * MOE_FFN,
+        HIDDEN,
+    ]
     assert "embedding.word_embeddings.weight" in files["mp_rank_00_000_000"][0]
-    assert "output_layer.weight" in te_results["keys-llama3-local"]["torch"]["mp_rank_01_001"][1]  # tied: the last stage's copy
+    # tied: the last stage's copy
+    assert "output_layer.weight" in te_results["keys-llama3-local"]["torch"]["mp_rank_01_001"][1]
     assert "output_layer.weight" not in te_results["keys-llama3-local"]["torch_dist"]
 
 
 def test_grid(te_results: dict[str, dict[str, Any]]) -> None:
     assert sorted(te_results["grid-wide-tp"]["files"]) == [
-        "mp_rank_00_000_000", "mp_rank_00_001_000", "mp_rank_01_000_001", "mp_rank_01_001_001",
-        "mp_rank_02_000_000", "mp_rank_02_001_000", "mp_rank_03_000_001", "mp_rank_03_001_001",
-    ]  # fmt: skip
-    assert sorted(te_results["grid-wide-ep"]["files"]) == ["mp_rank_00_000", "mp_rank_00_002", "mp_rank_01_001", "mp_rank_01_003"]
-    assert sorted(te_results["grid-cp"]["files"]) == ["mp_rank_00_000", "mp_rank_00_001", "mp_rank_01_000", "mp_rank_01_001"]
+        "mp_rank_00_000_000",
+        "mp_rank_00_001_000",
+        "mp_rank_01_000_001",
+        "mp_rank_01_001_001",
+        "mp_rank_02_000_000",
+        "mp_rank_02_001_000",
+        "mp_rank_03_000_001",
+        "mp_rank_03_001_001",
+    ]
+    assert sorted(te_results["grid-wide-ep"]["files"]) == [
+        "mp_rank_00_000",
+        "mp_rank_00_002",
+        "mp_rank_01_001",
+        "mp_rank_01_003",
+    ]
+    assert sorted(te_results["grid-cp"]["files"]) == [
+        "mp_rank_00_000",
+        "mp_rank_00_001",
+        "mp_rank_01_000",
+        "mp_rank_01_001",
+    ]
 
 
-def test_a_failed_case_harms_no_other(results: dict[str, dict[str, Any]], te_results: dict[str, dict[str, Any]]) -> None:
+def test_a_failed_case_harms_no_other(
+    results: dict[str, dict[str, Any]], te_results: dict[str, dict[str, Any]]
+) -> None:
     assert "mp_rank_01_001" in explain(te_results["fault-tp2pp2"])
     assert not te_results["death"]["ok"]
     for name in ("after-fault-tp2pp2", "after-death-tp2pp2"):
         assert not explain(te_results[name])
-        np.testing.assert_allclose(te_results[name]["logits"], results["llama3-whole-save"]["logits"], atol=1e-4, rtol=0)
+        np.testing.assert_allclose(
+            te_results[name]["logits"], results["llama3-whole-save"]["logits"], atol=1e-4, rtol=0
+        )
 
 
 def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
-    """The logits of the transformers model that holds the weights of `model`, a whole (tp1 pp1) local-spec state dict of Megatron."""
+    """The logits of the transformers model that holds the weights of `model`, a whole (tp1 pp1)
+    local-spec state dict of Megatron.
+    """
     import transformers
 
     args = FAMILIES[family]
     config = {
-        "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": FFN, "vocab_size": VOCAB, "max_position_embeddings": 128,
-        "num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": args["kv_channels"], "num_experts_per_tok": TOPK,
-        "rms_norm_eps": args["layernorm_epsilon"], "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
-        "attn_implementation": "eager", "sliding_window": None,
+        "num_hidden_layers": LAYERS,
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": args["kv_channels"],
+        "num_experts_per_tok": TOPK,
+        "rms_norm_eps": args["layernorm_epsilon"],
+        "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
+        "attn_implementation": "eager",
+        "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": float(args["rotary_base"])},
-    }  # fmt: skip
+    }
     if family == "llama3":
-        scaling = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        scaling = {
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
         config["rope_parameters"] |= {"rope_type": "llama3"} | scaling
     if family == "mixtral":
         config |= {"intermediate_size": MOE_FFN, "num_local_experts": EXPERTS}
@@ -287,10 +544,22 @@ def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
         "mixtral": "Mixtral",
         "qwen3_moe": "Qwen3Moe",
     }[family]
-    hf = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**config)).float().eval()
+    hf = (
+        getattr(transformers, f"{name}ForCausalLM")(
+            getattr(transformers, f"{name}Config")(**config)
+        )
+        .float()
+        .eval()
+    )
     weights = {
         "model.embed_tokens.weight": model["embedding.word_embeddings.weight"][:VOCAB],
-        "lm_head.weight": model["output_layer.weight" if "output_layer.weight" in model else "embedding.word_embeddings.weight"][:VOCAB],
+        "lm_head.weight": model[
+            (
+                "output_layer.weight"
+                if "output_layer.weight" in model
+                else "embedding.word_embeddings.weight"
+            )
+        ][:VOCAB],
         "model.norm.weight": model["decoder.final_layernorm.weight"],
     }
     for layer in range(LAYERS):
@@ -299,7 +568,10 @@ def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
             for key, value in model.items()
             if key.startswith(f"decoder.layers.{layer}.")
         }
-        weights |= {f"model.layers.{layer}.{key}": value for key, value in transformers_layer(megatron, args["kv_channels"]).items()}
+        weights |= {
+            f"model.layers.{layer}.{key}": value
+            for key, value in transformers_layer(megatron, args["kv_channels"]).items()
+        }
     result = hf.load_state_dict(weights, strict=True)
     assert not result.missing_keys
     with torch.no_grad():
@@ -316,18 +588,29 @@ def transformers_layer(layer: dict[str, Any], head_dim: int) -> dict[str, Any]:
     }
     for kind in ("weight", "bias"):
         if f"self_attention.linear_qkv.{kind}" in layer:
-            groups = layer[f"self_attention.linear_qkv.{kind}"].unflatten(0, (GROUPS, (heads + 2) * head_dim))
+            groups = layer[f"self_attention.linear_qkv.{kind}"].unflatten(
+                0, (GROUPS, (heads + 2) * head_dim)
+            )
             parts = groups.split([heads * head_dim, head_dim, head_dim], dim=1)
-            out |= {f"self_attn.{x}_proj.{kind}": part.flatten(0, 1) for x, part in zip("qkv", parts, strict=True)}
+            out |= {
+                f"self_attn.{x}_proj.{kind}": part.flatten(0, 1)
+                for x, part in zip("qkv", parts, strict=True)
+            }
     for x in "qk":
         if f"self_attention.{x}_layernorm.weight" in layer:
             out[f"self_attn.{x}_norm.weight"] = layer[f"self_attention.{x}_layernorm.weight"]
     if "mlp.router.weight" not in layer:
         gate, up = layer["mlp.linear_fc1.weight"].chunk(2)
-        return out | {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": layer["mlp.linear_fc2.weight"]}
+        return out | {
+            "mlp.gate_proj.weight": gate,
+            "mlp.up_proj.weight": up,
+            "mlp.down_proj.weight": layer["mlp.linear_fc2.weight"],
+        }
     expert = "mlp.experts.local_experts.{}.linear_fc{}.weight"
     return out | {
         "mlp.gate.weight": layer["mlp.router.weight"],
-        "mlp.experts.gate_up_proj": torch.stack([layer[expert.format(e, 1)] for e in range(EXPERTS)]),
+        "mlp.experts.gate_up_proj": torch.stack(
+            [layer[expert.format(e, 1)] for e in range(EXPERTS)]
+        ),
         "mlp.experts.down_proj": torch.stack([layer[expert.format(e, 2)] for e in range(EXPERTS)]),
     }

@@ -1,4 +1,5 @@
-"""A checkpoint keeps how it was made: the user's family file, what --allow-inexact let pass, and dims that the user corrected.
+"""A checkpoint keeps how it was made: the user's family file, what --allow-inexact let pass, and
+dims that the user corrected.
 
 Later commands need no flag that the first one was given.
 """
@@ -44,35 +45,66 @@ KEPT = "mckpt-mapping.yaml"
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model of the user's own, its family file of two parts, and a Megatron checkpoint made with them."""
+    """A directory with a model of the user's own, its family file of two parts, and a Megatron
+    checkpoint made with them.
+    """
     root = tmp_path_factory.mktemp("mine")
     (root / "maps").mkdir()
     (root / "maps" / "mine.yaml").write_text(MINE)
     (root / "maps" / "base.yaml").write_text(BASE)
-    config = {**tiny.config("llama"), "architectures": ["MineForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+    config = {
+        **tiny.config("llama"),
+        "architectures": ["MineForCausalLM"],
+        "hidden_act": "gelu_pytorch_tanh",
+    }
     arrays = tiny.tensors(config)
     for old, new in NAMES.items():
         arrays = {name.replace(old, new): array for name, array in arrays.items()}
     (root / "hf").mkdir()
     tiny.write_weights(root / "hf", arrays)
     tiny.write_json(root / "hf" / "config.json", config)
-    good("hf-to-megatron", root / "hf", root / "ckpt", "--mapping", root / "maps" / "mine.yaml", "--allow-inexact", "activation")
+    good(
+        "hf-to-megatron",
+        root / "hf",
+        root / "ckpt",
+        "--mapping",
+        root / "maps" / "mine.yaml",
+        "--allow-inexact",
+        "activation",
+    )
     return root
 
 
-def test_later_commands_need_neither_the_mapping_nor_what_was_allowed(mine: Path, tmp_path: Path) -> None:
-    said = good("reshard", mine / "ckpt", tmp_path / "tp2", "--target-tp", 2, "--target-format", "torch").err
+def test_later_commands_need_neither_the_mapping_nor_what_was_allowed(
+    mine: Path, tmp_path: Path
+) -> None:
+    said = good(
+        "reshard", mine / "ckpt", tmp_path / "tp2", "--target-tp", 2, "--target-format", "torch"
+    ).err
     assert f"{KEPT}, the family file that is kept with the checkpoint, is used" in said
-    assert "activation: 'gelu_tanh' is taken from mckpt.json: --allow-inexact activation was given" in said
+    assert (
+        "activation: 'gelu_tanh' is taken from mckpt.json: --allow-inexact activation was given"
+        in said
+    )
     assert "inexact: activation is 'gelu_tanh', and mcore would compute with 'silu'" in said
     for ckpt in (mine / "ckpt", tmp_path / "tp2"):  # what a reshard writes keeps all of it too
-        assert good("diff", ckpt, mine / "ckpt").out.startswith("the same to the last bit: 39 tensors")
-        assert good("diff", mine / "hf", ckpt).out.startswith("the same to the last bit: 39 tensors")
+        assert good("diff", ckpt, mine / "ckpt").out.startswith(
+            "the same to the last bit: 39 tensors"
+        )
+        assert good("diff", mine / "hf", ckpt).out.startswith(
+            "the same to the last bit: 39 tensors"
+        )
         assert "inexact: activation" in good("inspect", ckpt).out
         said = mckpt("verify", mine / "hf", ckpt, "--level", "bytes")
-        assert said.code == 1 and "activation: the config says gelu_tanh, and the args mean silu" in said.out, said.out  # no model like its source
+        # no model like its source
+        assert (
+            said.code == 1
+            and "activation: the config says gelu_tanh, and the args mean silu" in said.out
+        ), said.out
         assert said.out.splitlines()[-1].startswith("INCOMPLETE")
-    assert good("plan", tmp_path / "tp2", tmp_path / "none", "--json").json["target"]["format"] == "hf"
+    assert (
+        good("plan", tmp_path / "tp2", tmp_path / "none", "--json").json["target"]["format"] == "hf"
+    )
     back = tmp_path / "back"
     good("megatron-to-hf", tmp_path / "tp2", back)
     assert (back / "config.json").read_bytes() == (mine / "hf" / "config.json").read_bytes()
@@ -90,8 +122,15 @@ def test_the_kept_family_file_is_complete_on_its_own(mine: Path) -> None:
     assert [(r.key, r.of, r.pack, r.when and r.when.text) for r in kept.rules] == [
         (r.key, r.of, r.pack, r.when and r.when.text) for r in given.rules
     ]
-    assert kept.dims.keys() == given.dims.keys() and kept.dims["activation"].values == given.dims["activation"].values
-    assert (kept.architectures, kept.inert, kept.ignore) == (given.architectures, given.inert, given.ignore)
+    assert (
+        kept.dims.keys() == given.dims.keys()
+        and kept.dims["activation"].values == given.dims["activation"].values
+    )
+    assert (kept.architectures, kept.inert, kept.ignore) == (
+        given.architectures,
+        given.inert,
+        given.ignore,
+    )
 
 
 def test_a_family_file_that_extends_only_what_mckpt_has_is_kept_to_the_byte(tmp_path: Path) -> None:
@@ -101,39 +140,73 @@ def test_a_family_file_that_extends_only_what_mckpt_has_is_kept_to_the_byte(tmp_
     (tmp_path / "mine.yaml").write_bytes(text)
     good("hf-to-megatron", source, tmp_path / "d", "--mapping", tmp_path / "mine.yaml")
     assert (tmp_path / "d" / "hf" / KEPT).read_bytes() == text
-    assert "--mapping" not in good("reshard", tmp_path / "d", tmp_path / "e", "--tp", 2, "--mapping", tmp_path / "mine.yaml").err
+    assert (
+        "--mapping"
+        not in good(
+            "reshard",
+            tmp_path / "d",
+            tmp_path / "e",
+            "--tp",
+            2,
+            "--mapping",
+            tmp_path / "mine.yaml",
+        ).err
+    )
 
 
 def test_a_family_that_was_named_is_recorded(tmp_path: Path) -> None:
     source = hf(tmp_path / "src")
     edit_json(source / "config.json", lambda c: c.update(architectures=["MineForCausalLM"]))
     good("hf-to-megatron", source, tmp_path / "d", "--family", "qwen3")
-    assert "family qwen3 is taken from mckpt.json" in good("reshard", tmp_path / "d", tmp_path / "e", "--tp", 2).err
+    assert (
+        "family qwen3 is taken from mckpt.json"
+        in good("reshard", tmp_path / "d", tmp_path / "e", "--tp", 2).err
+    )
     good("megatron-to-hf", tmp_path / "e", tmp_path / "back")
-    assert good("diff", tmp_path / "d", tmp_path / "back").out.startswith("the same to the last bit: 47 tensors")
-    good("hf-to-megatron", source, tmp_path / "named", "--mapping", "qwen3")  # a family that mckpt has, not a file
-    assert good("diff", tmp_path / "d", tmp_path / "named").out.startswith("the same to the last bit: 47 tensors")
+    assert good("diff", tmp_path / "d", tmp_path / "back").out.startswith(
+        "the same to the last bit: 47 tensors"
+    )
+    # a family that mckpt has, not a file
+    good("hf-to-megatron", source, tmp_path / "named", "--mapping", "qwen3")
+    assert good("diff", tmp_path / "d", tmp_path / "named").out.startswith(
+        "the same to the last bit: 47 tensors"
+    )
 
 
-def test_a_family_file_that_is_not_stored_is_not_named_in_the_manifest(mine: Path, tmp_path: Path) -> None:
+def test_a_family_file_that_is_not_stored_is_not_named_in_the_manifest(
+    mine: Path, tmp_path: Path
+) -> None:
     """A checkpoint without hf/ has no place for it; back in Hugging Face's format it has one."""
     good("hf-to-megatron", tiny.tiny_random("llama", tmp_path / "src"), tmp_path / "d")
     for path in [*(tmp_path / "d" / "hf").iterdir(), tmp_path / "d" / "release" / "mckpt.json"]:
         path.unlink()
     (tmp_path / "own.yaml").write_text("architectures: [OwnForCausalLM]\nextends: llama\n")
     own = ("--mapping", tmp_path / "own.yaml")
-    assert "mapping_file" not in good("reshard", tmp_path / "d", tmp_path / "e", *own, "--json").json
-    assert "mapping_file" in good("megatron-to-hf", tmp_path / "e", tmp_path / "back", *own, "--json").json
-    assert good("diff", tmp_path / "back", tmp_path / "e").out.startswith("the same to the last bit")
+    assert (
+        "mapping_file" not in good("reshard", tmp_path / "d", tmp_path / "e", *own, "--json").json
+    )
+    assert (
+        "mapping_file"
+        in good("megatron-to-hf", tmp_path / "e", tmp_path / "back", *own, "--json").json
+    )
+    assert good("diff", tmp_path / "back", tmp_path / "e").out.startswith(
+        "the same to the last bit"
+    )
 
 
-def test_a_kept_family_file_that_was_changed_is_refused_and_can_be_overridden(mine: Path, tmp_path: Path) -> None:
+def test_a_kept_family_file_that_was_changed_is_refused_and_can_be_overridden(
+    mine: Path, tmp_path: Path
+) -> None:
     ckpt = tmp_path / "ckpt"
     good("reshard", mine / "ckpt", ckpt, "--target-pp", 2)
     before = mapping.digest_of((ckpt / "hf" / KEPT).read_text())
     (ckpt / "hf" / KEPT).write_text((ckpt / "hf" / KEPT).read_text() + "# changed\n")
     after = mapping.digest_of((ckpt / "hf" / KEPT).read_text())
-    for args in (("reshard", ckpt, tmp_path / "d"), ("diff", ckpt, mine / "ckpt"), ("megatron-to-hf", ckpt, tmp_path / "e")):
+    for args in (
+        ("reshard", ckpt, tmp_path / "d"),
+        ("diff", ckpt, mine / "ckpt"),
+        ("megatron-to-hf", ckpt, tmp_path / "e"),
+    ):
         refused(4, before, after, KEPT, "--mapping", args=args, untouched=tmp_path)
         assert mckpt(*args, "--mapping", mine / "maps" / "mine.yaml").code == 0
     (ckpt / "hf" / KEPT).unlink()
@@ -153,8 +226,15 @@ def test_args_still_have_to_agree_in_what_was_not_allowed(mine: Path, tmp_path: 
     good("reshard", mine / "ckpt", tmp_path / "d", "--target-tp", 2)
     manifest = tmp_path / "d" / "release" / "mckpt.json"
     edit_json(manifest, lambda m: m["inexact"].clear())
-    refused(4, "activation is 'silu'", "'gelu_tanh' was given", args=("diff", tmp_path / "d", mine / "ckpt"))
-    edit_json(manifest, lambda m: (m["inexact"].update(activation="why"), m["dims"].update(norm_eps=0.5)))
+    refused(
+        4,
+        "activation is 'silu'",
+        "'gelu_tanh' was given",
+        args=("diff", tmp_path / "d", mine / "ckpt"),
+    )
+    edit_json(
+        manifest, lambda m: (m["inexact"].update(activation="why"), m["dims"].update(norm_eps=0.5))
+    )
     edit_json(tmp_path / "d" / "hf" / "config.json", lambda c: c.pop("rms_norm_eps"))
     refused(4, "norm_eps", args=("diff", tmp_path / "d", mine / "ckpt"))
 
@@ -164,7 +244,9 @@ def test_args_still_have_to_agree_in_what_was_not_allowed(mine: Path, tmp_path: 
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek-V3 as transformers saves it: without its layers of multi-token prediction, with their count in config.json."""
+    """A DeepSeek-V3 as transformers saves it: without its layers of multi-token prediction, with
+    their count in config.json.
+    """
     root = tmp_path_factory.mktemp("headless") / "hf"
     root.mkdir()
     config = tiny.config("deepseek-v3")
@@ -174,31 +256,53 @@ def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_missing_layers_of_multi_token_prediction_are_named_as_such(headless: Path, tmp_path: Path) -> None:
+def test_missing_layers_of_multi_token_prediction_are_named_as_such(
+    headless: Path, tmp_path: Path
+) -> None:
     args = ("hf-to-megatron", headless, tmp_path / "d")
     refused(
-        3, "All 66 missing tensors are of layers of multi-token prediction", "num_nextn_predict_layers 1", "--set mtp_layers=0", args=args
+        3,
+        "All 66 missing tensors are of layers of multi-token prediction",
+        "num_nextn_predict_layers 1",
+        "--set mtp_layers=0",
+        args=args,
     )
     config = tiny.config("deepseek-v3")
     arrays = tiny.tensors(config)
-    for lost in ("model.layers.4.enorm.weight", "model.norm.weight"):  # damaged: the hint would be wrong
+    # damaged: the hint would be wrong
+    for lost in ("model.layers.4.enorm.weight", "model.norm.weight"):
         (tmp_path / lost).mkdir()
         tiny.write_weights(tmp_path / lost, {k: v for k, v in arrays.items() if k != lost})
         tiny.write_json(tmp_path / lost / "config.json", config)
-        assert "--set mtp_layers=0" not in refused(3, lost, args=("hf-to-megatron", tmp_path / lost, tmp_path / "d"))
+        assert "--set mtp_layers=0" not in refused(
+            3, lost, args=("hf-to-megatron", tmp_path / lost, tmp_path / "d")
+        )
 
 
-def test_the_users_word_wins_over_config_json_where_the_tensors_agree_with_it(headless: Path, tmp_path: Path) -> None:
+def test_the_users_word_wins_over_config_json_where_the_tensors_agree_with_it(
+    headless: Path, tmp_path: Path
+) -> None:
     said = good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0", "--tp", 2).err
-    assert "mtp_layers: config.json says num_nextn_predict_layers 1; 0 is taken, as --set says and as the tensors are" in said
-    assert json.loads((tmp_path / "d" / "hf" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    assert (
+        "mtp_layers: config.json says num_nextn_predict_layers 1; 0 is taken, as --set says and as"
+        " the tensors are" in said
+    )
+    assert (
+        json.loads((tmp_path / "d" / "hf" / "config.json").read_text())["num_nextn_predict_layers"]
+        == 0
+    )
     good("reshard", tmp_path / "d", tmp_path / "r", "--target-pp", 2)
     good("megatron-to-hf", tmp_path / "r", tmp_path / "back")
     written = json.loads((tmp_path / "back" / "config.json").read_text())
-    assert written == {**json.loads((headless / "config.json").read_text()), "num_nextn_predict_layers": 0}
+    assert written == {
+        **json.loads((headless / "config.json").read_text()),
+        "num_nextn_predict_layers": 0,
+    }
     good("hf-to-megatron", tmp_path / "back", tmp_path / "again")
     for ckpt in ("d", "r", "back"):
-        assert good("diff", tmp_path / ckpt, tmp_path / "again").out.startswith("the same to the last bit: 201 tensors")
+        assert good("diff", tmp_path / ckpt, tmp_path / "again").out.startswith(
+            "the same to the last bit: 201 tensors"
+        )
     said = good("verify", headless, tmp_path / "r", "--level", "bytes", "--set", "mtp_layers=0").out
     assert said.splitlines()[-1].startswith("PASS")
 
@@ -207,37 +311,77 @@ def test_transformers_loads_the_corrected_config(headless: Path, tmp_path: Path)
     transformers = pytest.importorskip("transformers")
     good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0")
     good("megatron-to-hf", tmp_path / "d", tmp_path / "back")
-    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "back", output_loading_info=True
+    )
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-def test_the_users_word_does_not_win_where_tensors_cannot_tell_or_disagree(headless: Path, tmp_path: Path) -> None:
+def test_the_users_word_does_not_win_where_tensors_cannot_tell_or_disagree(
+    headless: Path, tmp_path: Path
+) -> None:
     whole = hf(tmp_path / "whole", "deepseek-v3")
     for source, setting, words in (
         (whole, "mtp_layers=0", ("mtp_layers is 1", "0 was given")),
         (whole, "num_layers=3", ("num_layers is 4", "3 was given")),
         (headless, "rope_theta=5.0", ("rope_theta is", "5.0 was given")),
     ):
-        refused(4, *words, args=("hf-to-megatron", source, tmp_path / "d", "--set", setting), untouched=tmp_path)
-    refused(4, "rope_theta", args=("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0", "--set", "rope_theta=5.0"))
+        refused(
+            4,
+            *words,
+            args=("hf-to-megatron", source, tmp_path / "d", "--set", setting),
+            untouched=tmp_path,
+        )
+    refused(
+        4,
+        "rope_theta",
+        args=(
+            "hf-to-megatron",
+            headless,
+            tmp_path / "d",
+            "--set",
+            "mtp_layers=0",
+            "--set",
+            "rope_theta=5.0",
+        ),
+    )
 
 
-def test_settings_correct_the_config_that_is_written_from_another_directory(tmp_path: Path, headless: Path) -> None:
+def test_settings_correct_the_config_that_is_written_from_another_directory(
+    tmp_path: Path, headless: Path
+) -> None:
     """--like with a config.json that counts layers which the Megatron checkpoint does not have."""
     good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0")
     for name in ("hf", "release"):
         for path in (tmp_path / "d" / name).glob("*.json" if name == "hf" else "mckpt.json"):
             path.unlink()
-    good("megatron-to-hf", tmp_path / "d", tmp_path / "back", "--like", headless, "--set", "mtp_layers=0")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    good(
+        "megatron-to-hf",
+        tmp_path / "d",
+        tmp_path / "back",
+        "--like",
+        headless,
+        "--set",
+        "mtp_layers=0",
+    )
+    assert (
+        json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 0
+    )
     assert tree(tmp_path / "back")
 
 
-def test_a_family_file_in_a_directory_without_a_manifest_is_used(mine: Path, tmp_path: Path) -> None:
-    """A trainer saved further iterations into the same save directory: only hf/ tells of the family."""
+def test_a_family_file_in_a_directory_without_a_manifest_is_used(
+    mine: Path, tmp_path: Path
+) -> None:
+    """A trainer saved further iterations into the same save directory: only hf/ tells of the
+    family.
+    """
     good("reshard", mine / "ckpt", tmp_path / "d", "--target-tp", 2)
     (tmp_path / "d" / "release" / "mckpt.json").unlink()
     assert Checkpoint(tmp_path / "d").naming.mapping == str(tmp_path / "d" / "hf" / KEPT)
     with pytest.raises(MappingError, match="activation"):  # nothing records what was allowed
         _ = Checkpoint(tmp_path / "d").dims
-    assert Checkpoint(tmp_path / "d", Known(settings={"activation": "gelu_tanh"})).dims["activation"] == "gelu_tanh"
+    assert (
+        Checkpoint(tmp_path / "d", Known(settings={"activation": "gelu_tanh"})).dims["activation"]
+        == "gelu_tanh"
+    )

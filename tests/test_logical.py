@@ -23,7 +23,9 @@ def stored(pieces: list[Piece], shape: tuple[int, ...], at: int, **more: bool) -
     return Stored("key", "float32", shape, tuple(pieces), zero, zero, zero, np.array([at]), **more)
 
 
-def pair(path: Path, rows: int, width: int, transposed: bool) -> tuple[np.memmap, np.memmap, Reader]:
+def pair(
+    path: Path, rows: int, width: int, transposed: bool
+) -> tuple[np.memmap, np.memmap, Reader]:
     """A file with a tensor and a replica of it, both zero and sparse."""
     size = rows * width * 4
     with open(path, "wb") as f:
@@ -31,11 +33,18 @@ def pair(path: Path, rows: int, width: int, transposed: bool) -> tuple[np.memmap
     box = Box((0, 0), (rows, width))
     one = stored([Piece("w", box, 0, (width, 1))], box.shape, 0)
     other = stored(
-        [Piece("w", box, 0, (1, rows) if transposed else (width, 1))], box.shape[::-1] if transposed else box.shape, size, replica=True
+        [Piece("w", box, 0, (1, rows) if transposed else (width, 1))],
+        box.shape[::-1] if transposed else box.shape,
+        size,
+        replica=True,
     )
     first = np.memmap(path, "f4", "r+", 0, box.shape)
     second = np.memmap(path, "f4", "r+", size, other.shape)
-    return first, second.T if transposed else second, Reader(Layout([str(path)], [one, other], {"w": box.shape}))
+    return (
+        first,
+        second.T if transposed else second,
+        Reader(Layout([str(path)], [one, other], {"w": box.shape})),
+    )
 
 
 def peak(call: Callable[[], list[str]]) -> tuple[list[str], int]:
@@ -74,14 +83,24 @@ def test_padding_is_read_in_blocks(tmp_path, monkeypatch):
     with open(path, "wb") as f:
         f.truncate(ROWS * WIDTH * 4)
     box = Box((0, 0), (10, WIDTH))
-    reader = Reader(Layout([str(path)], [stored([Piece("w", box, 0, (WIDTH, 1))], (ROWS, WIDTH), 0, padding=True)], {"w": box.shape}))
+    reader = Reader(
+        Layout(
+            [str(path)],
+            [stored([Piece("w", box, 0, (WIDTH, 1))], (ROWS, WIDTH), 0, padding=True)],
+            {"w": box.shape},
+        )
+    )
     found, nbytes = peak(reader.padding)
     assert found == [] and nbytes < 30 << 20
     held = np.memmap(path, "f4", "r+", 0, (ROWS, WIDTH))
     held[[9, 10, 5000, 5001, ROWS - 1], [0, 3, 4, 5, WIDTH - 1]] = 1
-    assert reader.padding() == ["key: 4 rows beyond the true vocabulary are not zero, and are dropped"]
+    assert reader.padding() == [
+        "key: 4 rows beyond the true vocabulary are not zero, and are dropped"
+    ]
     monkeypatch.setattr(logical, "BLOCK_BYTES", 3 * WIDTH * 4)
-    assert reader.padding() == ["key: 4 rows beyond the true vocabulary are not zero, and are dropped"]
+    assert reader.padding() == [
+        "key: 4 rows beyond the true vocabulary are not zero, and are dropped"
+    ]
 
 
 @pytest.mark.parametrize("padding", [False, True])
@@ -89,7 +108,12 @@ def test_what_lies_between_the_elements_of_a_view_is_no_padding(tmp_path, paddin
     np.full(100, 7, "f4").tofile(tmp_path / "file")
     box = Box((0, 0), (4, 3))
     held = group(
-        "key", (4, 3), (Piece("w", box, 0, (3, 1)),), [(0, 0, Entry("float32", (4, 3), 0, 8, (20, 2)))], Problems("x"), padding=padding
+        "key",
+        (4, 3),
+        (Piece("w", box, 0, (3, 1)),),
+        [(0, 0, Entry("float32", (4, 3), 0, 8, (20, 2)))],
+        Problems("x"),
+        padding=padding,
     )
     assert [(s.view, s.padding) for s in held] == [(True, padding)]
     reader = Reader(Layout([str(tmp_path / "file")], held, {"w": (4, 3)}))

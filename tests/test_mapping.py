@@ -1,4 +1,6 @@
-"""Mapping files: each rule of the checker by a file that breaks it, what expressions can say, and that configs survive both ways."""
+"""Mapping files: each rule of the checker by a file that breaks it, what expressions can say, and
+that configs survive both ways.
+"""
 
 from __future__ import annotations
 
@@ -25,52 +27,132 @@ IDS = [str(p.relative_to(FIXTURES / "configs")) for p in CONFIGS]
 TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
 
 
-# ---------------------------------------------------------------------------------------------------------------- broken files
+# ------------------------------------------------------------------------------------- broken files
 
 
 BROKEN: dict[str, tuple[str, str]] = {
-    "unknown section": ("extends: llama\ntensor: {}\n", r"my\.yaml:2: 'tensor' is no section of a mapping file; known: architectures, extends"),
-    "unknown dim": ("extends: llama\ndims:\n  num_layer: n_layer\n", r"my\.yaml:3: logical\.yaml has no dim 'num_layer'"),
-    "a broken requires": ('extends: llama\nrequires: "mla and ("\n', r"my\.yaml: 'mla and \(' is no expression"),
-    "a broken derive": ("extends: llama\nderive:\n  a: 1 +\n", r"my\.yaml:3: '1 \+' is no expression"),
+    "unknown section": (
+        "extends: llama\ntensor: {}\n",
+        r"my\.yaml:2: 'tensor' is no section of a mapping file; known: architectures, extends",
+    ),
+    "unknown dim": (
+        "extends: llama\ndims:\n  num_layer: n_layer\n",
+        r"my\.yaml:3: logical\.yaml has no dim 'num_layer'",
+    ),
+    "a broken requires": (
+        'extends: llama\nrequires: "mla and ("\n',
+        r"my\.yaml: 'mla and \(' is no expression",
+    ),
+    "a broken derive": (
+        "extends: llama\nderive:\n  a: 1 +\n",
+        r"my\.yaml:3: '1 \+' is no expression",
+    ),
     "a broken also": ("extends: llama\nalso:\n  b: c =\n", r"my\.yaml:3: 'c =' is no expression"),
-    "a broken inexact": ("extends: llama\ninexact:\n  x: {when: num_layers !=, why: w}\n", r"my\.yaml:3: 'num_layers !=' is no expression"),
-    "inexact without why": ("extends: llama\ninexact:\n  x: {when: 'True'}\n", r"my\.yaml:3: x wants `when` and `why`"),
+    "a broken inexact": (
+        "extends: llama\ninexact:\n  x: {when: num_layers !=, why: w}\n",
+        r"my\.yaml:3: 'num_layers !=' is no expression",
+    ),
+    "inexact without why": (
+        "extends: llama\ninexact:\n  x: {when: 'True'}\n",
+        r"my\.yaml:3: x wants `when` and `why`",
+    ),
     "a broken instead": (
-        "extends: llama\nblocks:\n  foo.:\n    instead: {when: 1 +, key: bar.}\n    tensors: {a.weight: /embed.weight}\n",
+        (
+            "extends: llama\nblocks:\n  foo.:\n    instead: {when: 1 +, key: bar.}\n    tensors:"
+            " {a.weight: /embed.weight}\n"
+        ),
         r"my\.yaml:3: '1 \+' is no expression",
     ),
     "half an instead": (
-        "extends: llama\nblocks:\n  foo.:\n    instead: {key: bar.}\n    tensors: {a.weight: /embed.weight}\n",
+        (
+            "extends: llama\nblocks:\n  foo.:\n    instead: {key: bar.}\n    tensors: {a.weight:"
+            " /embed.weight}\n"
+        ),
         r"my\.yaml:3: `instead` of foo\. wants `key` and `when`",
     ),
-    "a dim that says nothing": ("extends: llama\ndims:\n  head_dim: {default: '128'}\n", r"my\.yaml:3: head_dim has no key, no const and no read"),
-    "unknown word of a dim": ("dims:\n  head_dim: {keys: head_dim}\n", r"my\.yaml:2: head_dim may say key, default, values, const, read"),
-    "a dim that is a list": ("dims:\n  head_dim: [head_dim]\n", r"my\.yaml:2: head_dim may say key, .*not \['head_dim'\]"),
-    "unknown tensor": ("tensors:\n\n  wte.weight: embeddings.weight\n", r"my\.yaml:3: wte\.weight: logical\.yaml has no tensor 'embeddings\.weight'"),
+    "a dim that says nothing": (
+        "extends: llama\ndims:\n  head_dim: {default: '128'}\n",
+        r"my\.yaml:3: head_dim has no key, no const and no read",
+    ),
+    "unknown word of a dim": (
+        "dims:\n  head_dim: {keys: head_dim}\n",
+        r"my\.yaml:2: head_dim may say key, default, values, const, read",
+    ),
+    "a dim that is a list": (
+        "dims:\n  head_dim: [head_dim]\n",
+        r"my\.yaml:2: head_dim may say key, .*not \['head_dim'\]",
+    ),
+    "unknown tensor": (
+        "tensors:\n\n  wte.weight: embeddings.weight\n",
+        r"my\.yaml:3: wte\.weight: logical\.yaml has no tensor 'embeddings\.weight'",
+    ),
     "unknown tensor of a block": (
-        "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      c_attn.weight: attn.qkv.weight\n",
-        r"my\.yaml:5: h\.\{layer\}\.c_attn\.weight: logical\.yaml has no tensor 'layers\.\{layer\}\.attn\.qkv\.weight'",
+        (
+            "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      c_attn.weight:"
+            " attn.qkv.weight\n"
+        ),
+        (
+            r"my\.yaml:5: h\.\{layer\}\.c_attn\.weight: logical\.yaml has no tensor"
+            r" 'layers\.\{layer\}\.attn\.qkv\.weight'"
+        ),
     ),
     "unknown packing": (
         "tensors:\n  a: {pack: zip, of: [embed.weight, lm_head.weight]}\n",
         r"my\.yaml:2: a: no packing 'zip'; known: one, concat, gated, qkv",
     ),
-    "several tensors and no pack": ("tensors:\n  a: {of: [embed.weight, lm_head.weight]}\n", r"my\.yaml:2: a: several tensors need a `pack`"),
-
-    "unknown tp kind": ("tensors:\n  a: {of: embed.weight, tp: columns}\n", r"my\.yaml:2: a: no tp kind 'columns'; known: column, row, vocab, replicated"),
-    "unknown word of a rule": ("tensors:\n  a: {of: embed.weight, stages: first}\n", r"my\.yaml:2: a: a rule may say of, pack, .*, not stages"),
-    "a bad expression": ("tensors:\n  a: {of: embed.weight, when: not tied and}\n", r"my\.yaml:2: 'not tied and' is no expression"),
-    "a bad expression of a dim": ("dims:\n  head_dim: {key: d, default: hidden_size //}\n", r"my\.yaml:2: 'hidden_size //' is no expression"),
-    "a call": ("tensors:\n  a: {of: embed.weight, when: open('x')}\n", r"my\.yaml:2: .*only all, any, .*, is_list can be called"),
-    "a call of an attribute": ("tensors:\n  a: {of: embed.weight, when: config.pop('x')}\n", r"my\.yaml:2: .*can be called"),
-    "a key twice": ("tensors:\n  a: embed.weight\n  a: lm_head.weight\n", r"my\.yaml:3: 'a' stands here twice \(first in line 2\)"),
-    "a section twice": ("inert: []\ndims: {}\ninert: []\n", r"my\.yaml:3: 'inert' stands here twice \(first in line 1\)"),
-    "extends what is not there": ("extends: lama\n", r"my\.yaml:1: there is no mapping 'lama' to extend"),
-    "extends itself": ("extends: my\n", r"my\.yaml:1: there is no mapping 'my' to extend \(it extends itself\)"),
-    "an index not of the tensor": ("tensors:\n  a.{layer}: embed.weight\n", r"my\.yaml:2: a\.\{layer\}: \{layer\} is not an index of embed\.weight"),
+    "several tensors and no pack": (
+        "tensors:\n  a: {of: [embed.weight, lm_head.weight]}\n",
+        r"my\.yaml:2: a: several tensors need a `pack`",
+    ),
+    "unknown tp kind": (
+        "tensors:\n  a: {of: embed.weight, tp: columns}\n",
+        r"my\.yaml:2: a: no tp kind 'columns'; known: column, row, vocab, replicated",
+    ),
+    "unknown word of a rule": (
+        "tensors:\n  a: {of: embed.weight, stages: first}\n",
+        r"my\.yaml:2: a: a rule may say of, pack, .*, not stages",
+    ),
+    "a bad expression": (
+        "tensors:\n  a: {of: embed.weight, when: not tied and}\n",
+        r"my\.yaml:2: 'not tied and' is no expression",
+    ),
+    "a bad expression of a dim": (
+        "dims:\n  head_dim: {key: d, default: hidden_size //}\n",
+        r"my\.yaml:2: 'hidden_size //' is no expression",
+    ),
+    "a call": (
+        "tensors:\n  a: {of: embed.weight, when: open('x')}\n",
+        r"my\.yaml:2: .*only all, any, .*, is_list can be called",
+    ),
+    "a call of an attribute": (
+        "tensors:\n  a: {of: embed.weight, when: config.pop('x')}\n",
+        r"my\.yaml:2: .*can be called",
+    ),
+    "a key twice": (
+        "tensors:\n  a: embed.weight\n  a: lm_head.weight\n",
+        r"my\.yaml:3: 'a' stands here twice \(first in line 2\)",
+    ),
+    "a section twice": (
+        "inert: []\ndims: {}\ninert: []\n",
+        r"my\.yaml:3: 'inert' stands here twice \(first in line 1\)",
+    ),
+    "extends what is not there": (
+        "extends: lama\n",
+        r"my\.yaml:1: there is no mapping 'lama' to extend",
+    ),
+    "extends itself": (
+        "extends: my\n",
+        r"my\.yaml:1: there is no mapping 'my' to extend \(it extends itself\)",
+    ),
+    "an index not of the tensor": (
+        "tensors:\n  a.{layer}: embed.weight\n",
+        r"my\.yaml:2: a\.\{layer\}: \{layer\} is not an index of embed\.weight",
+    ),
     "an unknown index": (
-        "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      e.{e}.weight: moe.experts.{expert}.up.weight\n",
+        (
+            "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      e.{e}.weight:"
+            " moe.experts.{expert}.up.weight\n"
+        ),
         r"my\.yaml:5: h\.\{layer\}\.e\.\{e\}\.weight: \{e\} is not an index of",
     ),
     "different indices": (
@@ -78,23 +160,53 @@ BROKEN: dict[str, tuple[str, str]] = {
         r"my\.yaml:2: a: its tensors do not have the same indices",
     ),
     "no YAML": ("tensors: {a: [}\n", r"(?s)my\.yaml: no YAML: .*line 1"),
-    "a tag of Python": ("tensors: !!python/object/apply:os.system ['true']\n", r"my\.yaml: no YAML: .*could not determine a constructor"),
+    "a tag of Python": (
+        "tensors: !!python/object/apply:os.system ['true']\n",
+        r"my\.yaml: no YAML: .*could not determine a constructor",
+    ),
     "braces of other lengths": (
-        "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      '{q,k,v}.weight': 'attn.{q,k}.weight'\n",
+        (
+            "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      '{q,k,v}.weight':"
+            " 'attn.{q,k}.weight'\n"
+        ),
         r"my\.yaml:5: h\.\{layer\}\.\{q,k,v\}\.weight: \{q,k\} has 2 words, and the key has 3",
     ),
-    "braces on one side": ("tensors:\n  a: '{embed,lm_head}.weight'\n", r"my\.yaml:2: a: \{embed,lm_head\} has 2 words, and the key has 0"),
-    "a section that is text": ("extends: llama\ntensors: embed.weight\n", r"my\.yaml:2: tensors holds keys and values, not 'embed\.weight'"),
-    "architectures as text": ("architectures: LlamaForCausalLM\n", r"my\.yaml:1: architectures holds a list, not 'LlamaForCausalLM'"),
-    "a block that is text": ("blocks:\n  h.: layers.\n", r"my\.yaml:2: h\. holds keys and values, not 'layers\.'"),
-    "values that are no list": ("expect:\n  rope_type: rope\n", r"my\.yaml:2: rope_type holds a list, not 'rope'"),
-    "a rule that is a number": ("tensors:\n  a: 5\n", r"my\.yaml:2: a: wants a tensor, or of, pack, .*, not 5"),
-    "a number in `of`": ("tensors:\n  a: {of: [1, 2], pack: concat}\n", r"my\.yaml:2: a: `of` names tensors, not \[1, 2\]"),
+    "braces on one side": (
+        "tensors:\n  a: '{embed,lm_head}.weight'\n",
+        r"my\.yaml:2: a: \{embed,lm_head\} has 2 words, and the key has 0",
+    ),
+    "a section that is text": (
+        "extends: llama\ntensors: embed.weight\n",
+        r"my\.yaml:2: tensors holds keys and values, not 'embed\.weight'",
+    ),
+    "architectures as text": (
+        "architectures: LlamaForCausalLM\n",
+        r"my\.yaml:1: architectures holds a list, not 'LlamaForCausalLM'",
+    ),
+    "a block that is text": (
+        "blocks:\n  h.: layers.\n",
+        r"my\.yaml:2: h\. holds keys and values, not 'layers\.'",
+    ),
+    "values that are no list": (
+        "expect:\n  rope_type: rope\n",
+        r"my\.yaml:2: rope_type holds a list, not 'rope'",
+    ),
+    "a rule that is a number": (
+        "tensors:\n  a: 5\n",
+        r"my\.yaml:2: a: wants a tensor, or of, pack, .*, not 5",
+    ),
+    "a number in `of`": (
+        "tensors:\n  a: {of: [1, 2], pack: concat}\n",
+        r"my\.yaml:2: a: `of` names tensors, not \[1, 2\]",
+    ),
     "a list": ("- a\n- b\n", r"my\.yaml: a mapping file holds keys and values, not list"),
     "nothing": ("", r"my\.yaml: a mapping file holds keys and values, not NoneType"),
-    "a key that is no name": ("tensors:\n  1.5: embed.weight\n", r"my\.yaml:2: the key 1\.5 must be a name"),
+    "a key that is no name": (
+        "tensors:\n  1.5: embed.weight\n",
+        r"my\.yaml:2: the key 1\.5 must be a name",
+    ),
     "no UTF-8": ("\udcff", r"my\.yaml: cannot be read"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BROKEN)
@@ -110,13 +222,17 @@ def test_braces() -> None:
     """One rule for each word, on both sides."""
     rules = {r.key: r.of for r in mapping.load("hf", "llama").rules}
     for word in "qkv":
-        assert rules[f"model.layers.{{layer}}.self_attn.{word}_proj.weight"] == (f"layers.{{layer}}.attn.{word}.weight",)
+        assert rules[f"model.layers.{{layer}}.self_attn.{word}_proj.weight"] == (
+            f"layers.{{layer}}.attn.{word}.weight",
+        )
     assert not any("," in key for key in rules)
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
-    path.write_text("dims:\n  no_such: x\ntensors:\n  a: nothing\n  b: {of: embed.weight, tp: diagonal}\n")
+    path.write_text(
+        "dims:\n  no_such: x\ntensors:\n  a: nothing\n  b: {of: embed.weight, tp: diagonal}\n"
+    )
     with pytest.raises(MappingError) as caught:
         mapping.load("hf", str(path))
     assert [f"my.yaml:{line}:" in str(caught.value) for line in (2, 4, 5)] == [True] * 3
@@ -130,7 +246,10 @@ def test_a_line_of_the_base_is_named_in_the_base(tmp_path: Path) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    with pytest.raises(MappingError, match=r"no mapping 'lama'; known: .*llama, mistral.*or the path of a \.yaml file"):
+    with pytest.raises(
+        MappingError,
+        match=r"no mapping 'lama'; known: .*llama, mistral.*or the path of a \.yaml file",
+    ):
         mapping.load("hf", "lama")
     with pytest.raises(MappingError, match="no mapping"):
         mapping.load("hf", str(tmp_path / "none.yaml"))
@@ -138,17 +257,27 @@ def test_no_such_file(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
     with pytest.raises(
-        MappingError, match=r"(?s)no family has the architecture NoSuchForCausalLM; known: .*my\.yaml.*extends: llama.*--mapping my\.yaml"
+        MappingError,
+        match=(
+            r"(?s)no family has the architecture NoSuchForCausalLM; known: .*my\.yaml.*extends:"
+            r" llama.*--mapping my\.yaml"
+        ),
     ):
         mapping.family_of("NoSuchForCausalLM")
 
 
-@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind in ("hf", "megatron") for name in mapping.names(kind)])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in ("hf", "megatron") for name in mapping.names(kind)]
+)
 def test_every_file_that_comes_with_mckpt(kind: str, name: str) -> None:
-    """It is a mapping; every dim without a neutral value is said; every inert key is no key of a dim."""
+    """It is a mapping; every dim without a neutral value is said; every inert key is no key of a
+    dim.
+    """
     file = mapping.load(kind, name)
     assert file.rules
-    silent = [d for d, about in mapping.hub().dims.items() if about.neutral is None and d not in file.dims]
+    silent = [
+        d for d, about in mapping.hub().dims.items() if about.neutral is None and d not in file.dims
+    ]
     assert silent == []
     used = {e for r in file.rules for e in r.of}
     assert used <= set(mapping.hub().tensors)
@@ -165,25 +294,67 @@ def test_a_mapping_is_frozen() -> None:
     assert len(mapping.load("hf", "llama").rules) == before
 
 
-# ---------------------------------------------------------------------------------------------------------------- expressions
+# -------------------------------------------------------------------------------------- expressions
 
 
-SCOPE = {"a": 3, "b": 2.5, "xs": [1, 0, 1], "none": None, "config": {"k": 7, "inner": {"z": 1}}, "yes": True}
+SCOPE = {
+    "a": 3,
+    "b": 2.5,
+    "xs": [1, 0, 1],
+    "none": None,
+    "config": {"k": 7, "inner": {"z": 1}},
+    "yes": True,
+}
 
 
-@pytest.mark.parametrize(("text", "value"), [
-    ("a + 2 * 4 - 1", 10), ("7 // 2", 3), ("7 / 2", 3.5), ("7 % 4", 3), ("-a", -3), ("not yes", False), ("a == 3 and b < 3", True),
-    ("1 < a <= 3", True),
-    ("3 < a <= 3", False), ("none or 5", 5), ("0 or none", None), ("1 and 2", 2), ("0 and 2", 0), ("xs[0]", 1), ("xs[-1]", 1),
-    ("config.k", 7), ("config.missing", None),
-    ("config.inner.z", 1), ("config.inner.no.deeper", None), ("config.k.deeper", None), ("'x' if yes else 'y'", "x"),
-    ("a in [1, 3]", True), ("a not in [1, 3]", False),
-    ("[i * 2 for i in range(4)]", [0, 2, 4, 6]), ("[i for i in xs if i]", [1, 1]), ("any(xs)", True), ("all(xs)", False), ("len(xs)", 3),
-    ("max(a, 1)", 3), ("min(a, 1)", 1),
-    ("float(a)", 3.0), ("int('4')", 4), ("bool(none)", False), ("is_list(xs)", True), ("is_list(a)", False), ("[1] * 3", [1, 1, 1]),
-    ("'torch.' + 'float32'", "torch.float32"),
-    ("none != None", False), ("[[j for j in range(i)] for i in range(3)]", [[], [0], [0, 1]]), ("True", True), (True, True), (7, 7), (1.5, 1.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a + 2 * 4 - 1", 10),
+        ("7 // 2", 3),
+        ("7 / 2", 3.5),
+        ("7 % 4", 3),
+        ("-a", -3),
+        ("not yes", False),
+        ("a == 3 and b < 3", True),
+        ("1 < a <= 3", True),
+        ("3 < a <= 3", False),
+        ("none or 5", 5),
+        ("0 or none", None),
+        ("1 and 2", 2),
+        ("0 and 2", 0),
+        ("xs[0]", 1),
+        ("xs[-1]", 1),
+        ("config.k", 7),
+        ("config.missing", None),
+        ("config.inner.z", 1),
+        ("config.inner.no.deeper", None),
+        ("config.k.deeper", None),
+        ("'x' if yes else 'y'", "x"),
+        ("a in [1, 3]", True),
+        ("a not in [1, 3]", False),
+        ("[i * 2 for i in range(4)]", [0, 2, 4, 6]),
+        ("[i for i in xs if i]", [1, 1]),
+        ("any(xs)", True),
+        ("all(xs)", False),
+        ("len(xs)", 3),
+        ("max(a, 1)", 3),
+        ("min(a, 1)", 1),
+        ("float(a)", 3.0),
+        ("int('4')", 4),
+        ("bool(none)", False),
+        ("is_list(xs)", True),
+        ("is_list(a)", False),
+        ("[1] * 3", [1, 1, 1]),
+        ("'torch.' + 'float32'", "torch.float32"),
+        ("none != None", False),
+        ("[[j for j in range(i)] for i in range(3)]", [[], [0], [0, 1]]),
+        ("True", True),
+        (True, True),
+        (7, 7),
+        (1.5, 1.5),
+    ],
+)
 def test_expressions(text: Any, value: Any) -> None:
     assert Expression(text)(SCOPE) == value
 
@@ -192,28 +363,100 @@ def test_names_are_the_free_ones() -> None:
     assert Expression("[i + layer for i in range(n) if moe[i]]").names == {"layer", "n", "moe"}
 
 
-@pytest.mark.parametrize("text", [
-    "__import__('os')", "().__class__", "(1).__class__", "[].__class__", "''.join(xs)", "xs.append(1)", "open('x')", "eval('1')",
-    "lambda: 1", "(lambda: 1)()", "{1: 2}",
-    "{1, 2}", "{i for i in xs}", "{i: i for i in xs}", "(i for i in xs)", "(1, 2)", "f'{a}'", "a := 1", "(a := 1)", "import os", "a; b",
-    "a = 1", "*xs", "range(*xs)", "max(key=a)",
-    "2 ** 9", "1 << 9", "a | 1", "a & 1", "a ^ 1", "~a", "+a", "a @ b", "await a", "yield", "xs[0:1]", "...", "a is b", "a is not b",
-    "[i for i, j in xs].x", "config['k'].x", "(a + b).real",
-    "print(1)", "getattr(a, 'x')", "type(a)", "range.__call__(3)", "any.x(1)", "", "(", "1 +", "a b", "\x00", "(" * 500 + ")" * 500, "b'x'", "1j",
-    "+".join("1" * 1500),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')",
+        "().__class__",
+        "(1).__class__",
+        "[].__class__",
+        "''.join(xs)",
+        "xs.append(1)",
+        "open('x')",
+        "eval('1')",
+        "lambda: 1",
+        "(lambda: 1)()",
+        "{1: 2}",
+        "{1, 2}",
+        "{i for i in xs}",
+        "{i: i for i in xs}",
+        "(i for i in xs)",
+        "(1, 2)",
+        "f'{a}'",
+        "a := 1",
+        "(a := 1)",
+        "import os",
+        "a; b",
+        "a = 1",
+        "*xs",
+        "range(*xs)",
+        "max(key=a)",
+        "2 ** 9",
+        "1 << 9",
+        "a | 1",
+        "a & 1",
+        "a ^ 1",
+        "~a",
+        "+a",
+        "a @ b",
+        "await a",
+        "yield",
+        "xs[0:1]",
+        "...",
+        "a is b",
+        "a is not b",
+        "[i for i, j in xs].x",
+        "config['k'].x",
+        "(a + b).real",
+        "print(1)",
+        "getattr(a, 'x')",
+        "type(a)",
+        "range.__call__(3)",
+        "any.x(1)",
+        "",
+        "(",
+        "1 +",
+        "a b",
+        "\x00",
+        "(" * 500 + ")" * 500,
+        "b'x'",
+        "1j",
+        "+".join("1" * 1500),
+    ],
+)
 def test_what_cannot_be_said(text: str) -> None:
     with pytest.raises(ExpressionError):
         Expression(text)
 
 
-@pytest.mark.parametrize("text", [
-    "missing", "a[0]", "xs[9]", "1 / 0", "a % 0", "none + 1", "len(a)", "int('x')", "[i for i in a]", "max()", "range('x')",
-    "range(10000000)", "len(range(0, 99999999999))", "[0] * 100000000000", "'x' * 100000000000", "100000000000 * [0]", "[i for i, j in xs]",
-    "[i + j for i in xs for j in xs]", "any",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "missing",
+        "a[0]",
+        "xs[9]",
+        "1 / 0",
+        "a % 0",
+        "none + 1",
+        "len(a)",
+        "int('x')",
+        "[i for i in a]",
+        "max()",
+        "range('x')",
+        "range(10000000)",
+        "len(range(0, 99999999999))",
+        "[0] * 100000000000",
+        "'x' * 100000000000",
+        "100000000000 * [0]",
+        "[i for i, j in xs]",
+        "[i + j for i in xs for j in xs]",
+        "any",
+    ],
+)
 def test_what_has_no_value(text: str) -> None:
-    """Refused when it is parsed or when it is asked for, at once either way, and as the one error."""
+    """Refused when it is parsed or when it is asked for, at once either way, and as the
+    one error.
+    """
     with pytest.raises(ExpressionError):
         Expression(text)(SCOPE)
 
@@ -229,22 +472,57 @@ def test_attributes_read_dicts_only() -> None:
     assert Expression("a.__class__.__base__")(SCOPE) is None
 
 
-# ---------------------------------------------------------------------------------------------------------------- dims
+# --------------------------------------------------------------------------------------------- dims
 
 
 def bears(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config that bear on logits, by the names of transformers 4; null is as absent. Listed by hand, apart from mappings/."""
+    """The keys of a config that bear on logits, by the names of transformers 4; null is as absent.
+
+    Listed by hand, apart from mappings/.
+    """
     keys = [
-        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-        "intermediate_size", "hidden_act", "rms_norm_eps", "rope_theta", "tie_word_embeddings", "attention_bias",
-        "mlp_bias", "max_position_embeddings", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-        "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers", "model_type", "architectures",
-        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts",
-        "first_k_dense_replace", "moe_layer_freq", "n_group", "topk_group", "routed_scaling_factor", "scoring_func", "topk_method",
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "intermediate_size",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_theta",
+        "tie_word_embeddings",
+        "attention_bias",
+        "mlp_bias",
+        "max_position_embeddings",
+        "num_local_experts",
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+        "model_type",
+        "architectures",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "n_routed_experts",
+        "n_shared_experts",
+        "first_k_dense_replace",
+        "moe_layer_freq",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "scoring_func",
+        "topk_method",
         "num_nextn_predict_layers",
-    ]  # fmt: skip
+    ]
     out = {k: config[k] for k in keys if config.get(k) is not None}
-    out["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])  # the same model
+    # the same model
+    out["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         out["sliding_window"] = config["sliding_window"]
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
@@ -258,7 +536,9 @@ def bears(config: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", [*CONFIGS, *TINY], ids=[*IDS, *(f"tiny/{p.name}" for p in TINY)])
 def test_write_of_read_is_the_config(path: Path) -> None:
-    """On every key that bears on logits; what is written beyond them is what transformers takes for granted."""
+    """On every key that bears on logits; what is written beyond them is what transformers takes for
+    granted.
+    """
     config = json.loads(path.read_text())
     family = mapping.load("hf", mapping.family_of(config["architectures"][0]))
     dims = family.read(config)
@@ -267,13 +547,16 @@ def test_write_of_read_is_the_config(path: Path) -> None:
     assert {k: found.get(k) for k in wanted} == wanted
     assert family.read(written) == dims
     assert family.inexact(dims) == {}
-    assert set(family.unknown(config)) <= {"quantization_config"}  # which is about how weights are stored, and not the family's
+    # which is about how weights are stored, and not the family's
+    assert set(family.unknown(config)) <= {"quantization_config"}
     assert all(type(v) in (int, float, bool, str, list, type(None)) for v in dims.values())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=IDS)
 def test_megatron_args_say_what_the_config_says(path: Path) -> None:
-    """Through Megatron's args and back: equal dims, but for what the plan calls inexact; and one family is chosen from args alone."""
+    """Through Megatron's args and back: equal dims, but for what the plan calls inexact; and one
+    family is chosen from args alone.
+    """
     config = json.loads(path.read_text())
     name = mapping.family_of(config["architectures"][0])
     family, dialect = mapping.load("hf", name), mapping.load("megatron", "mcore")
@@ -283,7 +566,11 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     free = {d for d, spec in family.dims.items() if spec.free}
     apart = {k for k in dims if dims[k] != again[k]} - free
     assert apart <= inexact.keys()
-    known = {"mistral-7b-v0.1": {"sliding_window"}, "llama-3.2-1b": {"rope_factor"}, "kimi-k2": {"rope_beta_fast"}}
+    known = {
+        "mistral-7b-v0.1": {"sliding_window"},
+        "llama-3.2-1b": {"rope_factor"},
+        "kimi-k2": {"rope_beta_fast"},
+    }
     wanted = known.get(path.stem, set())
     assert inexact.keys() == wanted, inexact
 
@@ -292,7 +579,11 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     assert chosen.name == ("llama" if name == "mistral" else name), note
     written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
     same = {k: v for k, v in bears(written).items() if k not in ("architectures", "model_type")}
-    wanted_keys = {k: v for k, v in bears(config).items() if k not in ("architectures", "model_type", "sliding_window")}
+    wanted_keys = {
+        k: v
+        for k, v in bears(config).items()
+        if k not in ("architectures", "model_type", "sliding_window")
+    }
     assert {k: same.get(k) for k in wanted_keys} == wanted_keys
 
 
@@ -301,19 +592,45 @@ def llama(**changed: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "missing": ({"hidden_size": "drop", "num_hidden_layers": "drop"},
-                ["num_hidden_layers is missing (decoder layers)", "hidden_size is missing (width of the residual stream)"]),
-    "types": ({"hidden_size": "64", "rms_norm_eps": "1e-5x", "tie_word_embeddings": 1, "vocab_size": True, "intermediate_size": 2.5},
-    ["hidden_size is '64', and must be of type int", "norm_eps is '1e-5x', and must be of type float",
-    "tied is 1, and must be of type bool",
-               "vocab_size is True, and must be of type int", "ffn_size is 2.5, and must be of type int"]),
+    "missing": (
+        {"hidden_size": "drop", "num_hidden_layers": "drop"},
+        [
+            "num_hidden_layers is missing (decoder layers)",
+            "hidden_size is missing (width of the residual stream)",
+        ],
+    ),
+    "types": (
+        {
+            "hidden_size": "64",
+            "rms_norm_eps": "1e-5x",
+            "tie_word_embeddings": 1,
+            "vocab_size": True,
+            "intermediate_size": 2.5,
+        },
+        [
+            "hidden_size is '64', and must be of type int",
+            "norm_eps is '1e-5x', and must be of type float",
+            "tied is 1, and must be of type bool",
+            "vocab_size is True, and must be of type int",
+            "ffn_size is 2.5, and must be of type int",
+        ],
+    ),
     "negative": ({"num_hidden_layers": -1}, ["num_layers is -1, and must be from 1 to 10000"]),
     "values": ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'; llama.yaml knows 'silu'"]),
-    "rope type": ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling.rope_type is 'yarn'; llama.yaml knows 'default', 'llama3'"]),
-    "disagree": ({"rope_parameters": {"rope_theta": 5.0}}, ["says two things of rope_theta: rope_theta", "rope_parameters.rope_theta 5.0"]),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        ["rope_scaling.rope_type is 'yarn'; llama.yaml knows 'default', 'llama3'"],
+    ),
+    "disagree": (
+        {"rope_parameters": {"rope_theta": 5.0}},
+        ["says two things of rope_theta: rope_theta", "rope_parameters.rope_theta 5.0"],
+    ),
     "lists": ({"hidden_size": [64]}, ["hidden_size is [64], and must be of type int"]),
-    "rope incomplete": ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ["rope_scaling.low_freq_factor", "is missing"]),
-}  # fmt: skip
+    "rope incomplete": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        ["rope_scaling.low_freq_factor", "is missing"],
+    ),
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -344,7 +661,9 @@ def test_a_config_of_a_billion_layers_costs_no_memory() -> None:
 
 def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
     (tmp_path / "my.yaml").write_text("extends: llama\ninert: [one_key, [another]]\n")
-    assert mapping.load("hf", str(tmp_path / "my.yaml")).inert == mapping.load("hf", "llama").inert | {"one_key", "another"}
+    assert mapping.load("hf", str(tmp_path / "my.yaml")).inert == mapping.load(
+        "hf", "llama"
+    ).inert | {"one_key", "another"}
 
 
 def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
@@ -364,21 +683,47 @@ def test_an_arg_that_no_dim_says_is_refused() -> None:
     assert dialect.read({**args, "qk_l2_norm": None}) == dims
     with pytest.raises(MappingError, match=r"qk_l2_norm is True, and mcore\.yaml knows only False"):
         dialect.read({**args, "qk_l2_norm": True})
-    with pytest.raises(MappingError, match=r"(?s)position_embedding_type is 'none'.*glu_linear_offset is 1\.0"):
+    with pytest.raises(
+        MappingError, match=r"(?s)position_embedding_type is 'none'.*glu_linear_offset is 1\.0"
+    ):
         dialect.read({**args, "position_embedding_type": "none", "glu_linear_offset": 1.0})
 
 
-@pytest.mark.parametrize(("changed", "name"), [
-    ({"rope_scaling": {"rope_type": "llama3",
-    "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}}, "rope_factor"),
-    ({"rope_scaling": {"rope_type": "llama3",
-    "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
-     "rope_low_freq_factor"),
-    ({"rope_theta": 10000.5}, "rope_theta"),
-    ({"mlp_bias": True}, "qkv_bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 32.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "rope_factor",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 2.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                }
+            },
+            "rope_low_freq_factor",
+        ),
+        ({"rope_theta": 10000.5}, "rope_theta"),
+        ({"mlp_bias": True}, "qkv_bias"),
+    ],
+)
 def test_inexact_names_the_dim(changed: dict[str, Any], name: str) -> None:
-    found = mapping.load("megatron", "mcore").inexact(mapping.load("hf", "llama").read(llama(**changed)), mapping.GIVEN)
+    found = mapping.load("megatron", "mcore").inexact(
+        mapping.load("hf", "llama").read(llama(**changed)), mapping.GIVEN
+    )
     assert name in found
     assert found[name].startswith(f"{name} is ")
 
@@ -387,7 +732,13 @@ def test_a_window_is_inexact_and_refused_by_a_plan(tmp_path: Path) -> None:
     source = tiny.tiny_random("mistral", tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     tiny.write_json(source / "config.json", {**config, "sliding_window": 16})
-    with pytest.raises(MappingError, match=r"sliding_window is 16, and mcore would compute with None\n.*--allow-inexact sliding_window"):
+    with pytest.raises(
+        MappingError,
+        match=(
+            r"sliding_window is 16, and mcore would compute with None\n.*--allow-inexact"
+            r" sliding_window"
+        ),
+    ):
         mckpt.plan(source, tmp_path / "out")
     mckpt.plan(source, tmp_path / "out", allow_inexact=["sliding_window"])
 
@@ -395,43 +746,61 @@ def test_a_window_is_inexact_and_refused_by_a_plan(tmp_path: Path) -> None:
 def test_unknown_keys_of_a_config() -> None:
     """Those that say nothing are no trouble; a plan to Megatron refuses the others by name."""
     family = mapping.load("hf", "llama")
-    assert family.unknown(llama(final_logit_softcapping=30.0, new_flag=False, other=None, empty=[], nothing={})) == [
-        "final_logit_softcapping"
-    ]
+    assert family.unknown(
+        llama(final_logit_softcapping=30.0, new_flag=False, other=None, empty=[], nothing={})
+    ) == ["final_logit_softcapping"]
     assert family.unknown(llama()) == []
 
 
 def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
     """transformers 5 writes rope_interleave: true into the config.json of a DeepSeek-V3."""
     source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", rope_interleave=True)
-    assert mapping.load("hf", "deepseek_v3").unknown(json.loads((source / "config.json").read_text())) == []
+    assert (
+        mapping.load("hf", "deepseek_v3").unknown(json.loads((source / "config.json").read_text()))
+        == []
+    )
     mckpt.plan(source, tmp_path / "out")
     other = tiny.tiny_random("deepseek-v3", tmp_path / "other", rope_interleave=False)
-    with pytest.raises(MappingError, match=r"rope_interleave is False, and deepseek_v3\.yaml knows only True"):
+    with pytest.raises(
+        MappingError, match=r"rope_interleave is False, and deepseek_v3\.yaml knows only True"
+    ):
         mckpt.plan(other, tmp_path / "out")
 
 
 def test_an_unknown_key_is_refused_by_a_plan(tmp_path: Path) -> None:
     source = tiny.tiny_random("llama", tmp_path / "hf")
     tiny.write_json(source / "config.json", llama(final_logit_softcapping=30.0))
-    with pytest.raises(MappingError, match=r"says final_logit_softcapping 30\.0, of which llama\.yaml knows nothing"):
+    with pytest.raises(
+        MappingError,
+        match=r"says final_logit_softcapping 30\.0, of which llama\.yaml knows nothing",
+    ):
         mckpt.plan(source, tmp_path / "out")
     mckpt.plan(source, tmp_path / "out", allow_inexact=["final_logit_softcapping"])
 
 
-@pytest.mark.parametrize(("text", "value"), [("num_layers=3", ("num_layers", 3)), ("tied=true", ("tied", True)), ("rope_theta=5.0", ("rope_theta", 5.0)),
-                                             ("moe_layers=[0, 1]", ("moe_layers", [0, 1]))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("num_layers=3", ("num_layers", 3)),
+        ("tied=true", ("tied", True)),
+        ("rope_theta=5.0", ("rope_theta", 5.0)),
+        ("moe_layers=[0, 1]", ("moe_layers", [0, 1])),
+    ],
+)
 def test_settings(text: str, value: Any) -> None:
     assert mapping.parse_setting(text) == value
 
 
-@pytest.mark.parametrize("text", ["num_layers", "layers=3", "num_layers=three", "tied=3", "num_layers=-1", "num_layers=[", "=3"])
+@pytest.mark.parametrize(
+    "text",
+    ["num_layers", "layers=3", "num_layers=three", "tied=3", "num_layers=-1", "num_layers=[", "=3"],
+)
 def test_settings_refused(text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"--set {text!r}")):
         mapping.parse_setting(text)
 
 
-# ---------------------------------------------------------------------------------------------------------------- a file of the user's own
+# ------------------------------------------------------------------------- a file of the user's own
 
 
 MINE = """
@@ -470,25 +839,43 @@ def mine(directory: Path) -> dict[str, np.ndarray]:
         def get(name: str, i: int = i) -> np.ndarray:
             return arrays[f"model.layers.{i}.{name}.weight"]
 
-        out[f"h.{i}.ln_1.weight"], out[f"h.{i}.ln_2.weight"] = get("input_layernorm"), get("post_attention_layernorm")
+        out[f"h.{i}.ln_1.weight"], out[f"h.{i}.ln_2.weight"] = (
+            get("input_layernorm"),
+            get("post_attention_layernorm"),
+        )
         out[f"h.{i}.c_attn.weight"] = np.concatenate([get(f"self_attn.{x}_proj") for x in "qkv"])
-        out[f"h.{i}.c_proj.weight"], out[f"h.{i}.down.weight"] = get("self_attn.o_proj"), get("mlp.down_proj")
+        out[f"h.{i}.c_proj.weight"], out[f"h.{i}.down.weight"] = (
+            get("self_attn.o_proj"),
+            get("mlp.down_proj"),
+        )
         out[f"h.{i}.gate_up.weight"] = np.concatenate([get("mlp.gate_proj"), get("mlp.up_proj")])
     directory.mkdir()
     tiny.write_weights(directory, out)
-    config = llama(architectures=["MineForCausalLM"], d_model=tiny.config("llama")["hidden_size"], hidden_size="drop")
+    config = llama(
+        architectures=["MineForCausalLM"],
+        d_model=tiny.config("llama")["hidden_size"],
+        hidden_size="drop",
+    )
     tiny.write_json(directory / "config.json", config)
     return out
 
 
 def test_a_file_of_the_users_own(tmp_path: Path) -> None:
-    """Another prefix, other names, fused weights: to Megatron, where it is the Llama it was made of, and back under its own names."""
+    """Another prefix, other names, fused weights: to Megatron, where it is the Llama it was made
+    of, and back under its own names.
+    """
     (tmp_path / "mine.yaml").write_text(MINE)
     arrays = mine(tmp_path / "mine")
     known = mckpt.Known(mapping=str(tmp_path / "mine.yaml"))
     with pytest.raises(MappingError, match="no family has the architecture MineForCausalLM"):
         mckpt.plan(tmp_path / "mine", tmp_path / "out")
-    mckpt.plan(tmp_path / "mine", tmp_path / "out", known=known, format="torch", parallel=mckpt.Parallel(tp=2, pp=2)).run()
+    mckpt.plan(
+        tmp_path / "mine",
+        tmp_path / "out",
+        known=known,
+        format="torch",
+        parallel=mckpt.Parallel(tp=2, pp=2),
+    ).run()
     plain = tiny.tiny_random("llama", tmp_path / "llama")
     found = mckpt.diff(plain, mckpt.open(tmp_path / "out", mapping=str(tmp_path / "mine.yaml")))
     assert not found, found.json()
@@ -497,7 +884,9 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
     mckpt.plan(tmp_path / "out", tmp_path / "back", known=known, format="hf").run()
     again = mckpt.open(tmp_path / "back", mapping=str(tmp_path / "mine.yaml"))
     assert set(again.stored.entries) == set(arrays)
-    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads((tmp_path / "mine" / "config.json").read_text())
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (tmp_path / "mine" / "config.json").read_text()
+    )
     raw = (tmp_path / "back" / "model.safetensors").read_bytes()
     for key, entry in again.stored.entries.items():
         assert raw[entry.at : entry.at + arrays[key].nbytes] == arrays[key].tobytes(), key
@@ -523,8 +912,14 @@ def test_all_tensors_that_the_other_side_lacks_are_one_error(tmp_path: Path) -> 
     source = tiny.tiny_random("llama", tmp_path / "hf")
     known = mckpt.Known(mapping=str(tmp_path / "mine.yaml"))
     lacking = [
-        "final_norm.weight [64] (norm before the output layer): Megatron needs it, and mine.yaml has no rule for it",
-        "layers.{layer}.mlp_norm.weight [64] (norm before the mlp or the experts): Megatron needs it, and mine.yaml has no rule for it",
+        (
+            "final_norm.weight [64] (norm before the output layer): Megatron needs it, and"
+            " mine.yaml has no rule for it"
+        ),
+        (
+            "layers.{layer}.mlp_norm.weight [64] (norm before the mlp or the experts): Megatron"
+            " needs it, and mine.yaml has no rule for it"
+        ),
     ]
     for wanted in ({}, {"dtype": "fp32"}, {"format": "torch"}):
         with pytest.raises(MappingError) as caught:
@@ -536,13 +931,19 @@ def test_all_tensors_that_the_other_side_lacks_are_one_error(tmp_path: Path) -> 
 
 
 def test_a_plan_asks_for_what_the_target_model_has(tmp_path: Path) -> None:
-    """A family whose norms are LayerNorms, and which names no biases for them: Megatron's model has biases."""
+    """A family whose norms are LayerNorms, and which names no biases for them: Megatron's model has
+    biases.
+    """
     (tmp_path / "mine.yaml").write_text("extends: llama\ndims:\n  norm: {const: layernorm}\n")
     source = tiny.tiny_random("llama", tmp_path / "hf")
     with pytest.raises(MappingError) as caught:
         mckpt.plan(source, tmp_path / "out", known=mckpt.Known(mapping=str(tmp_path / "mine.yaml")))
     lacking = [problem.split()[0] for problem in caught.value.problems]
-    assert lacking == ["final_norm.bias", "layers.{layer}.attn_norm.bias", "layers.{layer}.mlp_norm.bias"]
+    assert lacking == [
+        "final_norm.bias",
+        "layers.{layer}.attn_norm.bias",
+        "layers.{layer}.mlp_norm.bias",
+    ]
 
 
 def test_a_model_that_its_file_does_not_fit(tmp_path: Path) -> None:
@@ -554,8 +955,14 @@ def test_a_model_that_its_file_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "mine" / "model.safetensors").unlink()
     tiny.write_weights(tmp_path / "mine", arrays)
     with pytest.raises(mckpt.errors.SourceError) as caught:
-        mckpt.plan(tmp_path / "mine", tmp_path / "out", known=mckpt.Known(mapping=str(tmp_path / "mine.yaml")))
+        mckpt.plan(
+            tmp_path / "mine",
+            tmp_path / "out",
+            known=mckpt.Known(mapping=str(tmp_path / "mine.yaml")),
+        )
     text = str(caught.value)
-    assert "wte.weight is [5, 64] in model.safetensors, and should be [131, 64] by config.json" in text
+    assert (
+        "wte.weight is [5, 64] in model.safetensors, and should be [131, 64] by config.json" in text
+    )
     assert "ln_f.weight is missing; it should be [64]" in text
     assert "and 16 more" in text

@@ -1,7 +1,8 @@
-"""Packings are *right*: against references written with reshape, concatenate and split, which know nothing of boxes.
+"""Packings are *right*: against references written with reshape, concatenate and split, which know
+nothing of boxes.
 
-A round trip proves no packing: with k and v exchanged in `qkv`, every round trip passes. So the second half packs wrongly on purpose, and
-asserts that the comparison with the reference fails.
+A round trip proves no packing: with k and v exchanged in `qkv`, every round trip passes. So the
+second half packs wrongly on purpose, and asserts that the comparison with the reference fails.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from mckpt.geometry import packing
 from mckpt.geometry.box import Box, Piece, gaps, tiles
 from mckpt.geometry.packing import PACKINGS, Packed, PackingError, Shape, buffer, padded, shard
 
-HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB = 12, 4, 6, 20, 24, 13  # no two alike; 3 q heads in each query group
+# no two alike; 3 q heads in each query group
+HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB = 12, 4, 6, 20, 24, 13
 
 
 def tensor(seed: int, *shape: int) -> np.ndarray:
@@ -24,32 +26,50 @@ def tensor(seed: int, *shape: int) -> np.ndarray:
     return np.random.RandomState(seed).permutation(math.prod(shape)).reshape(shape) + 1000 * seed
 
 
-Q, K, V = tensor(1, HEADS * HEAD_DIM, HIDDEN), tensor(2, GROUPS * HEAD_DIM, HIDDEN), tensor(3, GROUPS * HEAD_DIM, HIDDEN)
-Q_BIAS, K_BIAS, V_BIAS = tensor(4, HEADS * HEAD_DIM), tensor(5, GROUPS * HEAD_DIM), tensor(6, GROUPS * HEAD_DIM)
+Q, K, V = (
+    tensor(1, HEADS * HEAD_DIM, HIDDEN),
+    tensor(2, GROUPS * HEAD_DIM, HIDDEN),
+    tensor(3, GROUPS * HEAD_DIM, HIDDEN),
+)
+Q_BIAS, K_BIAS, V_BIAS = (
+    tensor(4, HEADS * HEAD_DIM),
+    tensor(5, GROUPS * HEAD_DIM),
+    tensor(6, GROUPS * HEAD_DIM),
+)
 GATE, UP, DOWN = tensor(7, FFN, HIDDEN), tensor(8, FFN, HIDDEN), tensor(9, HIDDEN, FFN)
 GATE_BIAS, UP_BIAS = tensor(10, FFN), tensor(11, FFN)
 EMBED, NORM = tensor(12, VOCAB, HIDDEN), tensor(13, HIDDEN)
 
-# ---------------------------------------------------------------------------------------------------------------- references
+# --------------------------------------------------------------------------------------- references
 
 
 def reference_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray, groups: int = GROUPS) -> np.ndarray:
-    """One query group after the other: its q heads, its k head, its v head (Megatron-Core, attention.py, get_query_key_value_tensors)."""
+    """One query group after the other: its q heads, its k head, its v head (Megatron-Core,
+    attention.py, get_query_key_value_tensors).
+    """
     parts = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
     return np.concatenate(parts, axis=1).reshape(-1, *q.shape[1:])
 
 
 def reference_gated(gate: np.ndarray, up: np.ndarray, ways: int) -> list[np.ndarray]:
-    """Every rank has its part of gate above its part of up, because SwiGLU chunks the local output in two (mlp.py, glu)."""
-    return [np.concatenate(both) for both in zip(np.split(gate, ways), np.split(up, ways), strict=True)]
+    """Every rank has its part of gate above its part of up, because SwiGLU chunks the local output
+    in two (mlp.py, glu).
+    """
+    return [
+        np.concatenate(both) for both in zip(np.split(gate, ways), np.split(up, ways), strict=True)
+    ]
 
 
 def reference_vocab(embed: np.ndarray, rows: int, ways: int) -> list[np.ndarray]:
-    """Zeros below the true rows, then equal ranges of rows (tensor_parallel/layers.py, VocabParallelEmbedding)."""
-    return np.split(np.concatenate([embed, np.zeros((rows - len(embed), embed.shape[1]), embed.dtype)]), ways)
+    """Zeros below the true rows, then equal ranges of rows (tensor_parallel/layers.py,
+    VocabParallelEmbedding).
+    """
+    return np.split(
+        np.concatenate([embed, np.zeros((rows - len(embed), embed.shape[1]), embed.dtype)]), ways
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- ours
+# --------------------------------------------------------------------------------------------- ours
 
 
 def store(shape: Shape, pieces: Sequence[Piece], members: Sequence[np.ndarray]) -> np.ndarray:
@@ -57,13 +77,22 @@ def store(shape: Shape, pieces: Sequence[Piece], members: Sequence[np.ndarray]) 
     out = np.zeros(math.prod(shape), int)
     for p in pieces:
         cut = tuple(slice(o, o + n) for o, n in zip(p.box.offset, p.box.shape, strict=True))
-        to = np.lib.stride_tricks.as_strided(out[p.start :], p.box.shape, [s * out.itemsize for s in p.strides])
+        to = np.lib.stride_tricks.as_strided(
+            out[p.start :], p.box.shape, [s * out.itemsize for s in p.strides]
+        )
         to[...] = members[int(p.tensor)][cut]
     return out.reshape(shape)
 
 
 def shards(
-    pack: str, members: Sequence[np.ndarray], kind: str, ways: int, *, groups: int = GROUPS, rows: int = 0, transposed: bool = False
+    pack: str,
+    members: Sequence[np.ndarray],
+    kind: str,
+    ways: int,
+    *,
+    groups: int = GROUPS,
+    rows: int = 0,
+    transposed: bool = False,
 ) -> list[np.ndarray]:
     """What each tensor-parallel rank holds, as mckpt places it."""
     whole = PACKINGS[pack]([m.shape for m in members], groups)
@@ -71,13 +100,20 @@ def shards(
         whole = padded(whole, rows)
     out, found = [], []
     for rank in range(ways):
-        shape, pieces = buffer(whole, shard(whole, kind, rank, ways), [str(i) for i in range(len(members))], transposed)
+        shape, pieces = buffer(
+            whole, shard(whole, kind, rank, ways), [str(i) for i in range(len(members))], transposed
+        )
         out.append(store(shape, pieces, members))
         found.append((shape, pieces))
     if not rows:  # each rank's buffer is full, and together they hold each member once
         assert all(gaps(pieces, math.prod(shape))[0].size == 0 for shape, pieces in found)
     for i, m in enumerate(members):
-        held = [p.box for _, pieces in (found[:1] if kind == "replicated" else found) for p in pieces if p.tensor == str(i)]
+        held = [
+            p.box
+            for _, pieces in (found[:1] if kind == "replicated" else found)
+            for p in pieces
+            if p.tensor == str(i)
+        ]
         assert tiles(held, m.shape) is None
     return out
 
@@ -86,7 +122,9 @@ def same(ours: Sequence[np.ndarray], reference: Sequence[np.ndarray]) -> None:
     assert len(ours) == len(reference)
     for rank, (a, b) in enumerate(zip(ours, reference, strict=True)):
         assert a.shape == b.shape, f"rank {rank}: {a.shape} against {b.shape}"
-        assert np.array_equal(a, b), f"rank {rank}: {int((a != b).sum())} of {a.size} elements differ"
+        assert np.array_equal(a, b), (
+            f"rank {rank}: {int((a != b).sum())} of {a.size} elements differ"
+        )
 
 
 def check_qkv(ways: int = 1) -> None:
@@ -94,7 +132,10 @@ def check_qkv(ways: int = 1) -> None:
 
 
 def check_qkv_bias(ways: int = 1) -> None:
-    same(shards("qkv", [Q_BIAS, K_BIAS, V_BIAS], "column", ways), np.split(reference_qkv(Q_BIAS, K_BIAS, V_BIAS), ways))
+    same(
+        shards("qkv", [Q_BIAS, K_BIAS, V_BIAS], "column", ways),
+        np.split(reference_qkv(Q_BIAS, K_BIAS, V_BIAS), ways),
+    )
 
 
 def check_gated(ways: int = 1) -> None:
@@ -102,7 +143,10 @@ def check_gated(ways: int = 1) -> None:
 
 
 def check_gated_bias(ways: int = 1) -> None:
-    same(shards("gated", [GATE_BIAS, UP_BIAS], "column", ways), reference_gated(GATE_BIAS, UP_BIAS, ways))
+    same(
+        shards("gated", [GATE_BIAS, UP_BIAS], "column", ways),
+        reference_gated(GATE_BIAS, UP_BIAS, ways),
+    )
 
 
 def check_row(ways: int = 1) -> None:
@@ -114,14 +158,23 @@ def check_column(ways: int = 1) -> None:
 
 
 def check_concat(ways: int = 1) -> None:
-    same(shards("concat", [GATE, UP, EMBED[:8]], "column", ways), np.split(np.concatenate([GATE, UP, EMBED[:8]]), ways))
+    same(
+        shards("concat", [GATE, UP, EMBED[:8]], "column", ways),
+        np.split(np.concatenate([GATE, UP, EMBED[:8]]), ways),
+    )
 
 
 def check_transposed(ways: int = 1) -> None:
     """A square weight too: nothing but the values can tell."""
     square = tensor(14, FFN, FFN)
-    same(shards("one", [square], "row", ways, transposed=True), [s.T for s in np.split(square, ways, axis=1)])
-    same(shards("gated", [GATE, UP], "column", ways, transposed=True), [s.T for s in reference_gated(GATE, UP, ways)])
+    same(
+        shards("one", [square], "row", ways, transposed=True),
+        [s.T for s in np.split(square, ways, axis=1)],
+    )
+    same(
+        shards("gated", [GATE, UP], "column", ways, transposed=True),
+        [s.T for s in reference_gated(GATE, UP, ways)],
+    )
 
 
 def check_vocab(ways: int = 1) -> None:
@@ -147,7 +200,9 @@ CHECKS: dict[str, Callable[[int], None]] = {
 @pytest.mark.parametrize("ways", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", CHECKS)
 def test_against_the_reference(name: str, ways: int) -> None:
-    """tp 8 is more than the 4 query groups, and leaves ranks that hold only padding of the vocabulary."""
+    """tp 8 is more than the 4 query groups, and leaves ranks that hold only padding of the
+    vocabulary.
+    """
     CHECKS[name](ways)
 
 
@@ -155,7 +210,10 @@ def test_against_the_reference(name: str, ways: int) -> None:
 @pytest.mark.parametrize("ways", [1, 2, 4])
 def test_multi_query_and_multi_head(groups: int, heads: int, ways: int) -> None:
     q, k, v = tensor(1, heads * 4, 5), tensor(2, groups * 4, 5), tensor(3, groups * 4, 5)
-    same(shards("qkv", [q, k, v], "column", ways, groups=groups), np.split(reference_qkv(q, k, v, groups), ways))
+    same(
+        shards("qkv", [q, k, v], "column", ways, groups=groups),
+        np.split(reference_qkv(q, k, v, groups), ways),
+    )
 
 
 def test_replicated() -> None:
@@ -182,17 +240,20 @@ def test_shapes_that_do_not_fit() -> None:
         packing.qkv([(8, 5), (7, 5), (8, 5)], 2)
     with pytest.raises(PackingError, match=r"v \[8, 6\]"):
         packing.qkv([(8, 5), (8, 5), (8, 6)], 2)
-    with pytest.raises(PackingError, match=r"cannot be stacked along axis 0: \[4, 5\] and \[4, 6\]"):
+    with pytest.raises(
+        PackingError, match=r"cannot be stacked along axis 0: \[4, 5\] and \[4, 6\]"
+    ):
         packing.gated([(4, 5), (4, 6)], 1)
     with pytest.raises(PackingError, match="10 rows do not divide by 4"):
         shard(packing.one([(10, 6)], 1), "column", 0, 4)
     with pytest.raises(PackingError, match="6 columns do not divide by 4"):
         shard(packing.one([(8, 6)], 1), "row", 0, 4)
-    with pytest.raises(PackingError, match="5 rows do not divide by 2"):  # each part on its own: 10 rows would
+    # each part on its own: 10 rows would
+    with pytest.raises(PackingError, match="5 rows do not divide by 2"):
         shard(packing.gated([(5, 6), (5, 6)], 1), "column", 0, 2)
 
 
-# ---------------------------------------------------------------------------------------------------------------- the tests can fail
+# ------------------------------------------------------------------------------- the tests can fail
 
 Pack = Callable[[Sequence[Shape], int], Packed]
 
@@ -203,13 +264,17 @@ def exchanged(original: Pack, a: int, b: int) -> Pack:
     def mutant(shapes: Sequence[Shape], groups: int) -> Packed:
         packed = original(shapes, groups)
         number = {a: b, b: a}
-        return packed._replace(placed=tuple(p._replace(member=number.get(p.member, p.member)) for p in packed.placed))
+        return packed._replace(
+            placed=tuple(p._replace(member=number.get(p.member, p.member)) for p in packed.placed)
+        )
 
     return mutant
 
 
 def shifted(original: Pack, rows: int) -> Pack:
-    """Every q box taken from so many rows on, around the end: an interleave that is one head off."""
+    """Every q box taken from so many rows on, around the end: an interleave that is one
+    head off.
+    """
 
     def mutant(shapes: Sequence[Shape], groups: int) -> Packed:
         packed = original(shapes, groups)
@@ -222,7 +287,11 @@ def shifted(original: Pack, rows: int) -> Pack:
                 continue
             for head in range(0, p.box.shape[0], rows):
                 low = ((p.box.offset[0] + head + rows) % q, *p.box.offset[1:])
-                placed.append(p._replace(box=Box(low, (rows, *p.box.shape[1:])), at=(p.at[0] + head, *p.at[1:])))
+                placed.append(
+                    p._replace(
+                        box=Box(low, (rows, *p.box.shape[1:])), at=(p.at[0] + head, *p.at[1:])
+                    )
+                )
         return packed._replace(placed=tuple(placed))
 
     return mutant
@@ -242,14 +311,24 @@ MUTANTS: list[tuple[str, str, Pack, list[str], int]] = [
     ("k and v", "qkv", exchanged(packing.qkv, 1, 2), ["check_qkv", "check_qkv_bias"], 1),
     ("one head off", "qkv", shifted(packing.qkv, HEAD_DIM), ["check_qkv", "check_qkv_bias"], 1),
     ("not interleaved", "qkv", uninterleaved, ["check_qkv", "check_qkv_bias"], 1),
-    ("gate and up", "gated", exchanged(packing.gated, 0, 1), ["check_gated", "check_gated_bias", "check_transposed"], 1),
+    (
+        "gate and up",
+        "gated",
+        exchanged(packing.gated, 0, 1),
+        ["check_gated", "check_gated_bias", "check_transposed"],
+        1,
+    ),
     ("gate|up cut as one", "gated", cut_as_one, ["check_gated", "check_gated_bias"], 2),
     ("first and second", "concat", exchanged(packing.concat, 0, 1), ["check_concat"], 1),
 ]
 
 
-@pytest.mark.parametrize(("what", "pack", "mutant", "names", "ways"), MUTANTS, ids=[m[0] for m in MUTANTS])
-def test_a_wrong_packing_is_seen(what: str, pack: str, mutant: Pack, names: list[str], ways: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("what", "pack", "mutant", "names", "ways"), MUTANTS, ids=[m[0] for m in MUTANTS]
+)
+def test_a_wrong_packing_is_seen(
+    what: str, pack: str, mutant: Pack, names: list[str], ways: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`same` fails, and nothing else does: the mutant still covers everything exactly once."""
     monkeypatch.setitem(PACKINGS, pack, mutant)
     for name in names:
@@ -261,7 +340,9 @@ def test_a_transposed_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even of a square weight, where no shape can tell."""
     whole = buffer
 
-    def mutant(packed: Packed, boxes: Sequence[Box], names: Sequence[str], transposed: bool = False) -> tuple[Shape, tuple[Piece, ...]]:
+    def mutant(
+        packed: Packed, boxes: Sequence[Box], names: Sequence[str], transposed: bool = False
+    ) -> tuple[Shape, tuple[Piece, ...]]:
         return whole(packed, boxes, names, not transposed)
 
     monkeypatch.setitem(globals(), "buffer", mutant)
@@ -271,9 +352,17 @@ def test_a_transposed_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("row", "check_row"), ("column", "check_qkv"), ("vocab", "check_vocab"), ("column", "check_gated")]
+    ("kind", "name"),
+    [
+        ("row", "check_row"),
+        ("column", "check_qkv"),
+        ("vocab", "check_vocab"),
+        ("column", "check_gated"),
+    ],
 )
-def test_shards_of_the_wrong_rank_are_seen(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_the_wrong_rank_are_seen(
+    kind: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = shard
 
     def mutant(packed: Packed, kind: str, rank: int, size: int) -> list[Box]:

@@ -1,4 +1,6 @@
-"""Parallel sizes: layers where Megatron-Core places them, the files of a stage, args both ways, and what is refused."""
+"""Parallel sizes: layers where Megatron-Core places them, the files of a stage, args both ways, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def placed(num_layers: int, pp: int, said: dict[str, Any]) -> Any:
 
 
 def test_layers_lie_where_megatron_places_them() -> None:
-    """All that Megatron accepts, and all that it refuses; where it would lose or double layers, a refusal."""
+    """All that Megatron accepts, and all that it refuses; where it would lose or double layers, a
+    refusal.
+    """
     wrong = []
     for num_layers, pp, said, answer in ROWS:
         ours = placed(num_layers, pp, said)
@@ -44,47 +48,83 @@ def test_layers_lie_where_megatron_places_them() -> None:
 
 @pytest.mark.judge
 def test_the_rows_are_what_megatron_core_says() -> None:
-    """The installed one, asked again; it accepts some of what validate_args has refused before it."""
+    """The installed one, asked again; it accepts some of what validate_args has refused
+    before it.
+    """
     pytest.importorskip("megatron.core")
     asked = [row for i, row in enumerate(ROWS) if i % 5 == 0 or "layout" in row[2]]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.placement"], input=json.dumps([row[:3] for row in asked]), text=True, capture_output=True,
-        check=True, cwd=Path(__file__).parent.parent,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-m", "tests.placement"],
+        input=json.dumps([row[:3] for row in asked]),
+        text=True,
+        capture_output=True,
+        check=True,
+        cwd=Path(__file__).parent.parent,
+    )
     answers = json.loads(done.stdout.splitlines()[-1])
-    apart = [(row, found) for row, found in zip(asked, answers, strict=True) if row[3] not in ("lost", None) and found != row[3]]
+    apart = [
+        (row, found)
+        for row, found in zip(asked, answers, strict=True)
+        if row[3] not in ("lost", None) and found != row[3]
+    ]
     assert not apart
 
 
 def test_literals() -> None:
     assert Parallel(pp=2).stages(4) == [[[0, 1]], [[2, 3]]]
     assert Parallel(pp=2, vpp=2).stages(4) == [[[0], [2]], [[1], [3]]]
-    assert Parallel(pp=3, first_stage_layers=1, last_stage_layers=1).stages(4) == [[[0]], [[1, 2]], [[3]]]
-    assert Parallel(pp=2, account_for_embedding=True, account_for_loss=True).stages(4) == [[[0, 1]], [[2, 3]]]
-    assert Parallel(pp=2, vpp=3, account_for_embedding=True, account_for_loss=True).stages(4) == [[[], [1], [3]], [[0], [2], []]]
+    assert Parallel(pp=3, first_stage_layers=1, last_stage_layers=1).stages(4) == [
+        [[0]],
+        [[1, 2]],
+        [[3]],
+    ]
+    assert Parallel(pp=2, account_for_embedding=True, account_for_loss=True).stages(4) == [
+        [[0, 1]],
+        [[2, 3]],
+    ]
+    assert Parallel(pp=2, vpp=3, account_for_embedding=True, account_for_loss=True).stages(4) == [
+        [[], [1], [3]],
+        [[0], [2], []],
+    ]
     assert Parallel(pp=2, layout="Et|tt|t|L").stages(4) == [[[0], [3]], [[1, 2], []]]
 
 
 @settings(deadline=None)
 @given(st.integers(1, 24), st.integers(1, 6), st.integers(1, 4), st.booleans(), st.booleans())
-def test_every_layer_lies_once(num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool) -> None:
+def test_every_layer_lies_once(
+    num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool
+) -> None:
     try:
-        stages = Parallel(pp=pp, vpp=vpp, account_for_embedding=embedding, account_for_loss=loss).stages(num_layers)
+        stages = Parallel(
+            pp=pp, vpp=vpp, account_for_embedding=embedding, account_for_loss=loss
+        ).stages(num_layers)
     except UsageError:
         return
-    assert sorted(i for rank in stages for virtual in rank for i in virtual) == list(range(num_layers))
+    assert sorted(i for rank in stages for virtual in rank for i in virtual) == list(
+        range(num_layers)
+    )
     assert all(len(rank) == vpp for rank in stages) and len(stages) == pp
 
 
-# ---------------------------------------------------------------------------------------------------------------- layouts
+# ------------------------------------------------------------------------------------------ layouts
 
 
 @pytest.mark.parametrize(
-    ("layout", "same"), [("Et*3|tL", "Ettt|tL"), ("E,t*3|t,L", "Ettt|tL"), ("E(t|)*3tL", "Et|t|t|tL"), ("E(t*2|)*1ttL", "Ett|ttL")]
+    ("layout", "same"),
+    [
+        ("Et*3|tL", "Ettt|tL"),
+        ("E,t*3|t,L", "Ettt|tL"),
+        ("E(t|)*3tL", "Et|t|t|tL"),
+        ("E(t*2|)*1ttL", "Ett|ttL"),
+    ],
 )
 def test_layout_strings(layout: str, same: str) -> None:
     assert Parallel(pp=2, layout=layout).stages(4) == Parallel(pp=2, layout=same).stages(4)
-    assert Parallel(pp=2, layout=layout).vpp == Parallel(pp=2, layout=same).vpp == (same.count("|") + 1) // 2
+    assert (
+        Parallel(pp=2, layout=layout).vpp
+        == Parallel(pp=2, layout=same).vpp
+        == (same.count("|") + 1) // 2
+    )
 
 
 def test_layers_of_multi_token_prediction_are_in_one_stage() -> None:
@@ -93,71 +133,91 @@ def test_layers_of_multi_token_prediction_are_in_one_stage() -> None:
     assert separate.stages(4, mtp_layers=1) == [[[0], [3]], [[1, 2], []]]
     assert separate.mtp_stage == (0, 1)
     for layout, mtp_layers in (("Ett|ttL", 1), ("Ettm|ttmL", 2), ("Ett|ttmL", 2)):
-        with pytest.raises(UsageError, match=rf"places {layout.count('m')} MTP layers \(m\), and the model has {mtp_layers}"):
+        with pytest.raises(
+            UsageError,
+            match=rf"places {layout.count('m')} MTP layers \(m\), and the model has {mtp_layers}",
+        ):
             Parallel(pp=2, layout=layout).stages(4, mtp_layers)
 
 
-@pytest.mark.parametrize(("layout", "message"), [
-    ("Ett|t|tL", "has 3 stages, which do not divide by pp 2"),
-    ("Ett|tttL", "places 5 layers"),
-    ("ttt|tL", "wants E first and L last"),
-    ("Ett|tt", "wants E first and L last"),
-    ("EEtt|ttL", "wants E first and L last"),
-    ("tEt|ttL", "wants E first and L last"),
-    ("Ett|ttmL", r"MTP layers \(m\)"),
-    ("Ett | ttL", "'Ett ' may hold E, t, m and L"),
-    ("ett|ttl", "'ett' may hold E, t, m and L"),
-    ("Etx|ttL", "'Etx' may hold E, t, m and L"),
-    ("E((t|)*2)*2L|", "may hold E, t, m and L"),
-    ("", "has 1 stages"),
-    ("|", "places 0 layers"),
-    ("E(t|)*99999L", "has 100,000 stages, and at most 4,096 are read"),
-    ("E(t*99999|)*99999L", "unrolls to more than 262,144 characters"),
-    ("E(" + "t" * 4000 + ")*99999|L", "unrolls to more than 262,144 characters"),
-    ("Et*99999999999999999999|L", "may hold E, t, m and L|unrolls"),
-    ("(" * 5000, "is no text of at most 4,096 characters"),
-    ("(" * 4000, "may hold E, t, m and L|has 1 stages"),
-    (7, "is no text"),
-    (["Et", "tL"], "is no text"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("Ett|t|tL", "has 3 stages, which do not divide by pp 2"),
+        ("Ett|tttL", "places 5 layers"),
+        ("ttt|tL", "wants E first and L last"),
+        ("Ett|tt", "wants E first and L last"),
+        ("EEtt|ttL", "wants E first and L last"),
+        ("tEt|ttL", "wants E first and L last"),
+        ("Ett|ttmL", r"MTP layers \(m\)"),
+        ("Ett | ttL", "'Ett ' may hold E, t, m and L"),
+        ("ett|ttl", "'ett' may hold E, t, m and L"),
+        ("Etx|ttL", "'Etx' may hold E, t, m and L"),
+        ("E((t|)*2)*2L|", "may hold E, t, m and L"),
+        ("", "has 1 stages"),
+        ("|", "places 0 layers"),
+        ("E(t|)*99999L", "has 100,000 stages, and at most 4,096 are read"),
+        ("E(t*99999|)*99999L", "unrolls to more than 262,144 characters"),
+        ("E(" + "t" * 4000 + ")*99999|L", "unrolls to more than 262,144 characters"),
+        ("Et*99999999999999999999|L", "may hold E, t, m and L|unrolls"),
+        ("(" * 5000, "is no text of at most 4,096 characters"),
+        ("(" * 4000, "may hold E, t, m and L|has 1 stages"),
+        (7, "is no text"),
+        (["Et", "tL"], "is no text"),
+    ],
+)
 def test_hostile_layouts_are_refused_at_once(layout: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Parallel(pp=2, layout=layout).stages(4)
 
 
-# ---------------------------------------------------------------------------------------------------------------- sizes
+# -------------------------------------------------------------------------------------------- sizes
 
 
-@pytest.mark.parametrize(("said", "message"), [
-    ({"tp": 0}, "tp is 0, and must be a whole number from 1"),
-    ({"pp": -1}, "pp is -1"),
-    ({"ep": 1.0}, r"ep is 1\.0"),
-    ({"etp": "2"}, "etp is '2'"),
-    ({"vpp": True}, "vpp is True"),
-    ({"pp": "2", "layout": "Et|tL"}, "pp is '2'"),
-    ({"first_stage_layers": 0, "pp": 2}, "first_stage_layers is 0"),
-    ({"vpp": 2}, "vpp 2 needs pp > 1"),
-    ({"pp": 2, "first_stage_layers": 1, "account_for_loss": True}, "say one of"),
-    ({"pp": 2, "layout": "Et|tL", "last_stage_layers": 1}, "say one of"),
-    ({"pp": 2, "layout": "Et|tL", "account_for_embedding": True}, "say one of"),
-    ({"tp": 10**9}, "from 1 to 65536"),
-    ({"tp": 60000, "ep": 60000}, "more than 65536 ranks"),
-    ({"pp": 60000, "vpp": 60000}, "more than 65536 ranks"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"tp": 0}, "tp is 0, and must be a whole number from 1"),
+        ({"pp": -1}, "pp is -1"),
+        ({"ep": 1.0}, r"ep is 1\.0"),
+        ({"etp": "2"}, "etp is '2'"),
+        ({"vpp": True}, "vpp is True"),
+        ({"pp": "2", "layout": "Et|tL"}, "pp is '2'"),
+        ({"first_stage_layers": 0, "pp": 2}, "first_stage_layers is 0"),
+        ({"vpp": 2}, "vpp 2 needs pp > 1"),
+        ({"pp": 2, "first_stage_layers": 1, "account_for_loss": True}, "say one of"),
+        ({"pp": 2, "layout": "Et|tL", "last_stage_layers": 1}, "say one of"),
+        ({"pp": 2, "layout": "Et|tL", "account_for_embedding": True}, "say one of"),
+        ({"tp": 10**9}, "from 1 to 65536"),
+        ({"tp": 60000, "ep": 60000}, "more than 65536 ranks"),
+        ({"pp": 60000, "vpp": 60000}, "more than 65536 ranks"),
+    ],
+)
 def test_sizes_that_are_none(said: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Parallel(**said)
 
 
-@pytest.mark.parametrize(("said", "num_layers", "message"), [
-    ({"pp": 3}, 4, "4 layers do not divide over 3 pipeline stages"),
-    ({"pp": 2, "vpp": 2}, 6, r"\[3, 3\] layers of the pipeline ranks do not divide by vpp 2"),
-    ({"pp": 2, "first_stage_layers": 5}, 4, "4 layers less 5 of the first or last stage"),
-    ({"pp": 2, "first_stage_layers": 4}, 4, "nothing is left for 1 of the pipeline stages"),
-    ({"pp": 2, "first_stage_layers": 2, "last_stage_layers": 2, "vpp": 2}, 4, "Megatron divides by zero"),
-    ({"pp": 1, "first_stage_layers": 1, "last_stage_layers": 2}, 4, "4 layers less 2"),
-    ({"pp": 2, "account_for_embedding": True}, 4, "4 layers and 1 for embedding and loss do not divide"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "num_layers", "message"),
+    [
+        ({"pp": 3}, 4, "4 layers do not divide over 3 pipeline stages"),
+        ({"pp": 2, "vpp": 2}, 6, r"\[3, 3\] layers of the pipeline ranks do not divide by vpp 2"),
+        ({"pp": 2, "first_stage_layers": 5}, 4, "4 layers less 5 of the first or last stage"),
+        ({"pp": 2, "first_stage_layers": 4}, 4, "nothing is left for 1 of the pipeline stages"),
+        (
+            {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 2, "vpp": 2},
+            4,
+            "Megatron divides by zero",
+        ),
+        ({"pp": 1, "first_stage_layers": 1, "last_stage_layers": 2}, 4, "4 layers less 2"),
+        (
+            {"pp": 2, "account_for_embedding": True},
+            4,
+            "4 layers and 1 for embedding and loss do not divide",
+        ),
+    ],
+)
 def test_layers_that_do_not_fit(said: dict[str, Any], num_layers: int, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Parallel(**said).stages(num_layers)
@@ -185,7 +245,9 @@ def test_files() -> None:
 
 def test_etp_that_does_not_divide_tp_has_no_files(tmp_path: Path) -> None:
     for tp, etp in ((2, 4), (3, 2), (1, 2)):
-        with pytest.raises(UsageError, match=f"etp {etp} does not divide tp {tp}.*use --format torch_dist"):
+        with pytest.raises(
+            UsageError, match=f"etp {etp} does not divide tp {tp}.*use --format torch_dist"
+        ):
             Parallel(tp=tp, ep=2, etp=etp).files(experts=True)
     source = tiny.tiny_random("mixtral", tmp_path / "hf")
     with pytest.raises(UsageError, match="etp 2 does not divide tp 1"):
@@ -194,7 +256,9 @@ def test_etp_that_does_not_divide_tp_has_no_files(tmp_path: Path) -> None:
 
 
 def test_directories() -> None:
-    """mp_rank_TT[_PPP][_EEE]; a number wider than its field is not cut (Megatron-LM, checkpointing.py, get_checkpoint_name)."""
+    """mp_rank_TT[_PPP][_EEE]; a number wider than its field is not cut (Megatron-LM,
+    checkpointing.py, get_checkpoint_name).
+    """
     assert Parallel(tp=2).directory(1, 0, 0) == "mp_rank_01"
     assert Parallel(tp=2, pp=2).directory(1, 1, 0) == "mp_rank_01_001"
     assert Parallel(tp=2, ep=2).directory(1, 0, 1) == "mp_rank_01_001"
@@ -202,7 +266,7 @@ def test_directories() -> None:
     assert Parallel(tp=128, pp=2, ep=2).directory(100, 1, 1) == "mp_rank_100_001_001"
 
 
-# ---------------------------------------------------------------------------------------------------------------- args
+# --------------------------------------------------------------------------------------------- args
 
 
 EXAMPLES = [
@@ -225,19 +289,39 @@ def test_args_both_ways(one: Parallel) -> None:
 
 def test_args_as_megatron_keeps_them() -> None:
     assert Parallel.of_args({}) == Parallel()
-    assert Parallel.of_args({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}) == Parallel(tp=2)
-    assert Parallel.of_args({"virtual_pipeline_model_parallel_size": 4}) == Parallel()  # Megatron leaves it there at pp 1
+    assert Parallel.of_args(
+        {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
+    ) == Parallel(tp=2)
+    # Megatron leaves it there at pp 1
+    assert Parallel.of_args({"virtual_pipeline_model_parallel_size": 4}) == Parallel()
     stages = [["embedding", "decoder"], ["decoder", "decoder"], ["decoder"], ["loss"]]
-    assert Parallel.of_args({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": stages}).layout == "Et|tt|t|L"
-    kept = {"input_data": "Et|tt|t|L", "layout": [1, 2]}  # its PipelineParallelLayerLayout object, as a pickle holds it
-    assert Parallel.of_args({"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": kept}).vpp == 2
+    assert (
+        Parallel.of_args(
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": stages}
+        ).layout
+        == "Et|tt|t|L"
+    )
+    # its PipelineParallelLayerLayout object, as a pickle holds it
+    kept = {"input_data": "Et|tt|t|L", "layout": [1, 2]}
+    assert (
+        Parallel.of_args(
+            {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": kept}
+        ).vpp
+        == 2
+    )
 
 
-@pytest.mark.parametrize("args", [
-    {"tensor_model_parallel_size": "two"}, {"pipeline_model_parallel_size": "two"}, {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": 5},
-    {"expert_model_parallel_size": 2.5}, {"pipeline_model_parallel_size": [2]},
-    {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": [["decoder", 3]]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"tensor_model_parallel_size": "two"},
+        {"pipeline_model_parallel_size": "two"},
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": 5},
+        {"expert_model_parallel_size": 2.5},
+        {"pipeline_model_parallel_size": [2]},
+        {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": [["decoder", 3]]},
+    ],
+)
 def test_args_that_are_none(args: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Parallel.of_args(args)
@@ -247,7 +331,9 @@ def test_with() -> None:
     """None keeps what is there; another pipeline takes the uneven split of the old one away."""
     even = Parallel(tp=2, pp=4, vpp=2, ep=2, etp=1)
     assert even.with_() == even
-    assert even.with_(tp=8, pp=None, layout=None, account_for_loss=False) == Parallel(tp=8, pp=4, vpp=2, ep=2, etp=1)
+    assert even.with_(tp=8, pp=None, layout=None, account_for_loss=False) == Parallel(
+        tp=8, pp=4, vpp=2, ep=2, etp=1
+    )
     assert even.with_(pp=2) == Parallel(tp=2, pp=2, ep=2, etp=1)
     assert even.with_(pp=1) == Parallel(tp=2, ep=2, etp=1)
     uneven = Parallel(tp=2, pp=3, first_stage_layers=1)

@@ -1,4 +1,7 @@
-"""Plans: joins executed byte by byte are what they should be, and seeded faults are no cover. Nothing here knows a format."""
+"""Plans: joins executed byte by byte are what they should be, and seeded faults are no cover.
+
+Nothing here knows a format.
+"""
 
 from __future__ import annotations
 
@@ -33,19 +36,32 @@ SIZES = {"float32": 4, "bfloat16": 2}
 
 
 class Form:
-    """Builds a layout: each `add` puts stored tensors of one geometry into files, one buffer after the other."""
+    """Builds a layout: each `add` puts stored tensors of one geometry into files, one buffer after
+    the other.
+    """
 
     def __init__(self, num_files: int) -> None:
         self.ends = [16] * num_files  # bytes; something else begins each file
         self.stored: list[Stored] = []
 
-    def add(self, key: str, shape: tuple[int, ...], pieces: Sequence[Piece], *, dtype: str = "float32", replica: bool = False, padding: bool = False,
-            first: int = 0) -> None:  # fmt: skip
+    def add(
+        self,
+        key: str,
+        shape: tuple[int, ...],
+        pieces: Sequence[Piece],
+        *,
+        dtype: str = "float32",
+        replica: bool = False,
+        padding: bool = False,
+        first: int = 0,
+    ) -> None:
         names = "".join(p.tensor for p in pieces)
         layers = LAYERS if "{layer}" in names else 1
         experts = EXPERTS if "{expert}" in names else 1
         rows = []
-        for n, (layer, expert) in enumerate((la, e) for la in range(layers) for e in range(experts)):
+        for n, (layer, expert) in enumerate(
+            (la, e) for la in range(layers) for e in range(experts)
+        ):
             f = (first + n) % len(self.ends)
             rows.append((layer, expert, f, self.ends[f]))
             self.ends[f] += math.prod(shape) * SIZES[dtype]
@@ -66,7 +82,16 @@ class Form:
         )
 
     def pack(
-        self, key: str, pack: str, members: Sequence[str], kind: str, ways: int, *, rows: int = 0, transposed: bool = False, **more: Any
+        self,
+        key: str,
+        pack: str,
+        members: Sequence[str],
+        kind: str,
+        ways: int,
+        *,
+        rows: int = 0,
+        transposed: bool = False,
+        **more: Any,
     ) -> None:
         """A packing of members, cut for `ways` ranks, a rank's buffers from file `rank` on."""
         whole = PACKINGS[pack]([SHAPES[m] for m in members], 2)
@@ -74,7 +99,13 @@ class Form:
         for rank in range(ways):
             shape, pieces = buffer(whole, shard(whole, kind, rank, ways), members, transposed)
             self.add(
-                f"{key} of rank {rank}", shape, pieces, first=rank, replica=kind == "replicated" and rank > 0, padding=bool(rows), **more
+                f"{key} of rank {rank}",
+                shape,
+                pieces,
+                first=rank,
+                replica=kind == "replicated" and rank > 0,
+                padding=bool(rows),
+                **more,
             )
 
     def layout(self) -> Layout:
@@ -90,18 +121,41 @@ def plain(dtype: str = "float32") -> Form:
     return form
 
 
-def fused(ways: int = 2, dtype: str = "float32", qkv: Sequence[str] = "qkv", skip: str = "") -> Form:
-    """Packed and cut, as Megatron keeps them; `down` transposed, the vocabulary padded, the norm on every rank."""
+def fused(
+    ways: int = 2, dtype: str = "float32", qkv: Sequence[str] = "qkv", skip: str = ""
+) -> Form:
+    """Packed and cut, as Megatron keeps them; `down` transposed, the vocabulary padded, the norm on
+    every rank.
+    """
     form = Form(3)
     rules: dict[str, Callable[[], None]] = {
-        "embed": lambda: form.pack("embed", "one", ["embed.weight"], "vocab", ways, rows=16, dtype=dtype),
-        "norm": lambda: form.pack("norm", "one", ["layers.{layer}.norm.weight"], "replicated", ways, dtype=dtype),
-        "qkv": lambda: form.pack("qkv", "qkv", [f"layers.{{layer}}.{x}.weight" for x in qkv], "column", ways, dtype=dtype),
+        "embed": lambda: form.pack(
+            "embed", "one", ["embed.weight"], "vocab", ways, rows=16, dtype=dtype
+        ),
+        "norm": lambda: form.pack(
+            "norm", "one", ["layers.{layer}.norm.weight"], "replicated", ways, dtype=dtype
+        ),
+        "qkv": lambda: form.pack(
+            "qkv", "qkv", [f"layers.{{layer}}.{x}.weight" for x in qkv], "column", ways, dtype=dtype
+        ),
         "o": lambda: form.pack("o", "one", ["layers.{layer}.o.weight"], "row", ways, dtype=dtype),
         "fc1": lambda: form.pack(
-            "fc1", "gated", [f"layers.{{layer}}.experts.{{expert}}.{x}.weight" for x in ("gate", "up")], "column", ways, dtype=dtype
+            "fc1",
+            "gated",
+            [f"layers.{{layer}}.experts.{{expert}}.{x}.weight" for x in ("gate", "up")],
+            "column",
+            ways,
+            dtype=dtype,
         ),
-        "fc2": lambda: form.pack("fc2", "one", ["layers.{layer}.experts.{expert}.down.weight"], "row", ways, transposed=True, dtype=dtype),
+        "fc2": lambda: form.pack(
+            "fc2",
+            "one",
+            ["layers.{layer}.experts.{expert}.down.weight"],
+            "row",
+            ways,
+            transposed=True,
+            dtype=dtype,
+        ),
     }
     for name, rule in rules.items():
         if name != skip:
@@ -110,30 +164,47 @@ def fused(ways: int = 2, dtype: str = "float32", qkv: Sequence[str] = "qkv", ski
 
 
 def fill(form: Form) -> list[bytearray]:
-    """Files whose every stored element is unlike all others; padding zero. Replicas hold what the first one holds."""
+    """Files whose every stored element is unlike all others; padding zero.
+
+    Replicas hold what the first one holds.
+    """
     data = [bytearray(end) for end in form.ends]
     values = {}
     number = 1
     for name, shape in SHAPES.items():
         for layer in range(LAYERS):
             for expert in range(EXPERTS):
-                values[name, layer, expert] = np.arange(number, number + math.prod(shape), dtype="u4").reshape(shape)
+                values[name, layer, expert] = np.arange(
+                    number, number + math.prod(shape), dtype="u4"
+                ).reshape(shape)
                 number += math.prod(shape)
     for s in form.stored:
         kind = np.dtype(f"u{SIZES[s.dtype]}")
-        for layer, expert, file, at in zip(s.layer.tolist(), s.expert.tolist(), s.file.tolist(), s.at.tolist(), strict=True):
+        for layer, expert, file, at in zip(
+            s.layer.tolist(), s.expert.tolist(), s.file.tolist(), s.at.tolist(), strict=True
+        ):
             flat = np.frombuffer(data[file], kind, s.numel, at)
             for p in s.pieces:
                 cut = tuple(slice(o, o + n) for o, n in zip(p.box.offset, p.box.shape, strict=True))
                 for i, v in np.ndenumerate(
-                    values[p.tensor, layer if "{layer}" in p.tensor else 0, expert if "{expert}" in p.tensor else 0][cut]
+                    values[
+                        p.tensor,
+                        layer if "{layer}" in p.tensor else 0,
+                        expert if "{expert}" in p.tensor else 0,
+                    ][cut]
                 ):
-                    flat[p.start + sum(x * t for x, t in zip(i, p.strides, strict=True))] = v % 65521
+                    flat[p.start + sum(x * t for x, t in zip(i, p.strides, strict=True))] = (
+                        v % 65521
+                    )
     return data
 
 
-def interpret(joined: Joined, source: Sequence[bytes | bytearray], ends: Sequence[int]) -> list[bytearray]:
-    """Copies as their fields say, one element at a time, no numpy; each target byte written at most once."""
+def interpret(
+    joined: Joined, source: Sequence[bytes | bytearray], ends: Sequence[int]
+) -> list[bytearray]:
+    """Copies as their fields say, one element at a time, no numpy; each target byte written at most
+    once.
+    """
     out = [bytearray(end) for end in ends]
     written: list[set[int]] = [set() for _ in ends]
     for c in joined.copies:
@@ -152,7 +223,7 @@ def interpret(joined: Joined, source: Sequence[bytes | bytearray], ends: Sequenc
     return out
 
 
-# ---------------------------------------------------------------------------------------------------------------- what a join is
+# ----------------------------------------------------------------------------------- what a join is
 
 
 @pytest.mark.parametrize("form", [plain(), fused(1), fused(2)], ids=["plain", "fused", "shards"])
@@ -193,10 +264,14 @@ def test_resharding() -> None:
 
 def test_copies_are_in_order_of_reading_and_have_names() -> None:
     joined = join(fused(2).layout(), plain().layout())
-    where = list(zip(joined.copies["src_file"].tolist(), joined.copies["src_at"].tolist(), strict=True))
+    where = list(
+        zip(joined.copies["src_file"].tolist(), joined.copies["src_at"].tolist(), strict=True)
+    )
     assert where == sorted(where)
     names = {joined.name(t) for t in joined.copies["tensor"].tolist()}
-    assert names == {n.format(layer=la, expert=e) for n in SHAPES for la in range(LAYERS) for e in range(EXPERTS)}
+    assert names == {
+        n.format(layer=la, expert=e) for n in SHAPES for la in range(LAYERS) for e in range(EXPERTS)
+    }
 
 
 def test_casts_are_listed() -> None:
@@ -209,7 +284,9 @@ def test_casts_are_listed() -> None:
 
 @st.composite
 def random_forms(draw: st.DrawFn) -> Form:
-    """Each tensor cut into random boxes, each box in a buffer of its own, some transposed, in a random order and file."""
+    """Each tensor cut into random boxes, each box in a buffer of its own, some transposed, in a
+    random order and file.
+    """
     form = Form(draw(st.integers(1, 3)))
     todo = []
     for name, shape in SHAPES.items():
@@ -221,7 +298,12 @@ def random_forms(draw: st.DrawFn) -> Form:
     for key, name, box, turned in draw(st.permutations(todo)):
         shape = box.shape[::-1] if turned else box.shape
         strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
-        form.add(key, shape, [Piece(name, box, 0, tuple(strides[::-1] if turned else strides))], first=draw(st.integers(0, 2)))
+        form.add(
+            key,
+            shape,
+            [Piece(name, box, 0, tuple(strides[::-1] if turned else strides))],
+            first=draw(st.integers(0, 2)),
+        )
     return form
 
 
@@ -233,7 +315,7 @@ def test_any_layout_into_any_other_and_back(a: Form, b: Form) -> None:
     assert interpret(join(b.layout(), a.layout()), there, a.ends) == fill(a)
 
 
-# ---------------------------------------------------------------------------------------------------------------- what is no cover
+# --------------------------------------------------------------------------------- what is no cover
 
 
 def refused(source: Layout, target: Layout) -> str:
@@ -252,38 +334,69 @@ def changed(form: Form, key: str, **fields: Any) -> Layout:
 
 @pytest.mark.parametrize("skip", ["embed", "norm", "o", "fc2"])
 def test_a_rule_removed(skip: str) -> None:
-    name = {"embed": "embed.weight", "norm": "layers.0.norm.weight", "o": "layers.0.o.weight", "fc2": "layers.0.experts.0.down.weight"}[
-        skip
-    ]
-    assert f"{name}: the target has no place for it" in refused(plain().layout(), fused(2, skip=skip).layout())
-    assert f"{name}: the source does not have it" in refused(fused(2, skip=skip).layout(), plain().layout())
+    name = {
+        "embed": "embed.weight",
+        "norm": "layers.0.norm.weight",
+        "o": "layers.0.o.weight",
+        "fc2": "layers.0.experts.0.down.weight",
+    }[skip]
+    assert f"{name}: the target has no place for it" in refused(
+        plain().layout(), fused(2, skip=skip).layout()
+    )
+    assert f"{name}: the source does not have it" in refused(
+        fused(2, skip=skip).layout(), plain().layout()
+    )
 
 
 def test_one_layer_or_expert_removed() -> None:
     def without(layer: int, expert: int) -> Layout:
-        s = next(s for s in plain().stored if s.key.startswith("layers.{layer}.experts.{expert}.up"))
+        s = next(
+            s for s in plain().stored if s.key.startswith("layers.{layer}.experts.{expert}.up")
+        )
         keep = ~((s.layer == layer) & (s.expert == expert))
-        return changed(plain(), s.key, **{k: getattr(s, k)[keep] for k in ("layer", "expert", "file", "at")})
+        return changed(
+            plain(), s.key, **{k: getattr(s, k)[keep] for k in ("layer", "expert", "file", "at")}
+        )
 
-    assert "layers.1.experts.1.up.weight: the source does not have it" in refused(without(1, 1), fused().layout())
-    assert "layers.2.experts.0.up.weight: the target has no place for it" in refused(fused().layout(), without(2, 0))
+    assert "layers.1.experts.1.up.weight: the source does not have it" in refused(
+        without(1, 1), fused().layout()
+    )
+    assert "layers.2.experts.0.up.weight: the target has no place for it" in refused(
+        fused().layout(), without(2, 0)
+    )
 
 
 def test_a_shard_removed() -> None:
     layout = fused(2).layout()
     layout.stored = [s for s in layout.stored if s.key != "o of rank 1"]
-    assert "target: layers.0.o.weight [6, 12]: 36 of 72 elements are covered" in refused(plain().layout(), layout)
-    assert "source: layers.0.o.weight [6, 12]: 36 of 72 elements are covered" in refused(layout, plain().layout())
+    assert "target: layers.0.o.weight [6, 12]: 36 of 72 elements are covered" in refused(
+        plain().layout(), layout
+    )
+    assert "source: layers.0.o.weight [6, 12]: 36 of 72 elements are covered" in refused(
+        layout, plain().layout()
+    )
 
 
 def test_a_duplicate() -> None:
     layout = plain().layout()
     layout.stored.append(next(s for s in layout.stored if s.key.startswith("layers.{layer}.o")))
     text = refused(layout, fused().layout())
-    assert "source: layers.0.o.weight [6, 12]: boxes overlap: [6, 12] at [0, 0] and [6, 12] at [0, 0]" in text
+    assert (
+        "source: layers.0.o.weight [6, 12]: boxes overlap: [6, 12] at [0, 0] and [6, 12] at [0, 0]"
+        in text
+    )
     s = next(s for s in plain().stored if s.key.startswith("layers.{layer}.o"))
-    twice = changed(plain(), s.key, **{k: np.concatenate([getattr(s, k), getattr(s, k)[:1]]) for k in ("layer", "expert", "file", "at")})
-    assert f"source: {s.key} is stored 2 times for layer 0, expert 0" in refused(twice, fused().layout())
+    twice = changed(
+        plain(),
+        s.key,
+        **{
+            k: np.concatenate([getattr(s, k), getattr(s, k)[:1]])
+            for k in ("layer", "expert", "file", "at")
+        },
+    )
+    assert f"source: {s.key} is stored 2 times for layer 0, expert 0" in refused(
+        twice, fused().layout()
+    )
 
 
 def test_a_replica_that_is_not_marked() -> None:
@@ -300,41 +413,64 @@ def test_pieces_that_share_an_element() -> None:
 
 def test_a_piece_outside() -> None:
     s = next(s for s in fused(1).stored if s.key == "o of rank 0")
-    text = refused(plain().layout(), changed(fused(1), s.key, pieces=(s.pieces[0]._replace(start=1),)))
+    text = refused(
+        plain().layout(), changed(fused(1), s.key, pieces=(s.pieces[0]._replace(start=1),))
+    )
     assert "o of rank 0 [6, 12]: a piece reaches outside the 72 elements of the buffer" in text
 
 
 def test_a_hole() -> None:
-    """A piece forgotten: the buffer has elements that hold nothing, and the tensor is not covered. Both are said."""
+    """A piece forgotten: the buffer has elements that hold nothing, and the tensor is not covered.
+
+    Both are said.
+    """
     s = next(s for s in fused(1).stored if s.key == "qkv of rank 0")
     text = refused(plain().layout(), changed(fused(1), s.key, pieces=s.pieces[:-1]))
-    assert "target: qkv of rank 0 [20, 6]: 12 of 120 elements hold nothing that the mapping names" in text
+    assert (
+        "target: qkv of rank 0 [20, 6]: 12 of 120 elements hold nothing that the mapping names"
+        in text
+    )
     assert "target: layers.0.v.weight [4, 6]: 12 of 24 elements are covered" in text
 
 
 def test_padding_only_where_it_is_allowed() -> None:
     text = refused(plain().layout(), changed(fused(2), "embed of rank 1", padding=False))
     assert "embed of rank 1 [8, 6]: 36 of 48 elements hold nothing that the mapping names" in text
-    join(changed(fused(2), "embed of rank 1", padding=False, view=True), plain().layout())  # nothing is said of what a view leaves out
+    # nothing is said of what a view leaves out
+    join(changed(fused(2), "embed of rank 1", padding=False, view=True), plain().layout())
 
 
 def test_a_tensor_of_another_size() -> None:
     """The source's k is narrower than the target wants."""
     form = plain()
     name = "layers.{layer}.k.weight"
-    layout = changed(form, f"{name} of rank 0", shape=(3, 6), pieces=(Piece(name, Box((0, 0), (3, 6)), 0, (6, 1)),))
-    assert "source: layers.0.k.weight [4, 6]: 18 of 24 elements are covered" in refused(layout, fused().layout())
+    layout = changed(
+        form,
+        f"{name} of rank 0",
+        shape=(3, 6),
+        pieces=(Piece(name, Box((0, 0), (3, 6)), 0, (6, 1)),),
+    )
+    assert "source: layers.0.k.weight [4, 6]: 18 of 24 elements are covered" in refused(
+        layout, fused().layout()
+    )
 
 
 def test_all_problems_at_once() -> None:
     layout = changed(fused(2, skip="norm"), "o of rank 0", pieces=())
     text = refused(plain().layout(), layout)
-    for part in ("o of rank 0", "layers.0.o.weight", "layers.0.norm.weight", "layers.2.norm.weight"):
+    for part in (
+        "o of rank 0",
+        "layers.0.o.weight",
+        "layers.0.norm.weight",
+        "layers.2.norm.weight",
+    ):
         assert part in text
 
 
 def test_k_and_v_exchanged_is_a_cover() -> None:
-    """Which is why a proof of cover and a round trip are not enough: tests/test_packing.py compares with references that know no boxes."""
+    """Which is why a proof of cover and a round trip are not enough: tests/test_packing.py compares
+    with references that know no boxes.
+    """
     a, right, wrong = plain(), fused(1), fused(1, qkv="qvk")
     there = interpret(join(a.layout(), wrong.layout()), fill(a), wrong.ends)
     assert there != fill(right)

@@ -42,7 +42,9 @@ def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.M
 
     shown = io.StringIO()
     real = rich.console.Console
-    monkeypatch.setattr(rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=120))
+    monkeypatch.setattr(
+        rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=120)
+    )
     with progress.Line("writing") as line:
         line.bar.refresh()
         assert "/?" not in shown.getvalue()

@@ -1,4 +1,6 @@
-"""Nothing is valid until it is complete; what is not ours stays; the same command gives the same bytes."""
+"""Nothing is valid until it is complete; what is not ours stays; the same command gives the same
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,21 @@ def trained(tmp_path_factory, src):
 
 
 def loadable(dst: Path) -> bool:
-    """Whether anything there looks complete to transformers, dist_checkpointing, Megatron's tracker, or mckpt."""
+    """Whether anything there looks complete to transformers, dist_checkpointing, Megatron's
+    tracker, or mckpt.
+    """
     units = [dst, *(p for p in dst.glob("*") if not p.name.startswith("."))] if dst.exists() else []
-    if any((p / n).exists() for p in units for n in ("config.json", "metadata.json", ".metadata", TRACKER)):
+    if any(
+        (p / n).exists()
+        for p in units
+        for n in ("config.json", "metadata.json", ".metadata", TRACKER)
+    ):
         return True
-    if any(p.name.startswith("mp_rank") for p in dst.rglob("*") if not p.relative_to(dst).parts[0].startswith(".mckpt-")):
+    if any(
+        p.name.startswith("mp_rank")
+        for p in dst.rglob("*")
+        if not p.relative_to(dst).parts[0].startswith(".mckpt-")
+    ):
         return True
     return mckpt("inspect", dst).code == 0
 
@@ -56,17 +68,31 @@ def test_near_the_source(tmp_path):
     (tmp_path / "link").symlink_to(src)
     (tmp_path / "above").symlink_to(tmp_path / "deep")
     for dst, word in (
-        (src, "is the source itself"), (src / "x", "inside the source"), (tmp_path / "deep", "above the source"),
-        (tmp_path / "link", "is the source itself"), (tmp_path / "link" / "x", "inside the source"), (tmp_path / "above", "above the source"),
+        (src, "is the source itself"),
+        (src / "x", "inside the source"),
+        (tmp_path / "deep", "above the source"),
+        (tmp_path / "link", "is the source itself"),
+        (tmp_path / "link" / "x", "inside the source"),
+        (tmp_path / "above", "above the source"),
         (src / ".." / "src", "is the source itself"),
-    ):  # fmt: skip
+    ):
         refused(6, word, args=("hf-to-megatron", src, dst), untouched=tmp_path)
-    refused(6, "is the source itself", args=("hf-to-megatron", tmp_path / "link", src), untouched=tmp_path)
+    refused(
+        6,
+        "is the source itself",
+        args=("hf-to-megatron", tmp_path / "link", src),
+        untouched=tmp_path,
+    )
 
 
 def test_a_save_directory_is_a_source_as_a_whole(tmp_path, trained):
     shutil.copytree(trained, tmp_path / "ckpt")
-    refused(6, "source", args=("reshard", tmp_path / "ckpt" / "iter_0000007", tmp_path / "ckpt", "--overwrite"), untouched=tmp_path)
+    refused(
+        6,
+        "source",
+        args=("reshard", tmp_path / "ckpt" / "iter_0000007", tmp_path / "ckpt", "--overwrite"),
+        untouched=tmp_path,
+    )
 
 
 def test_destination_that_cannot_be(tmp_path, src):
@@ -97,8 +123,9 @@ def test_dry_run_writes_nothing(tmp_path, src):
 
 def test_existing_output_needs_overwrite(tmp_path, src, trained):
     for args, there in (
-        (("hf-to-megatron", src, tmp_path / "m"), "release"), (("megatron-to-hf", trained, tmp_path / "h"), "config.json"),
-    ):  # fmt: skip
+        (("hf-to-megatron", src, tmp_path / "m"), "release"),
+        (("megatron-to-hf", trained, tmp_path / "h"), "config.json"),
+    ):
         good(*args)
         before = tree(tmp_path)
         refused(6, there, "--overwrite", args=args, untouched=tmp_path)
@@ -122,13 +149,21 @@ def test_overwrite_replaces_one_unit_and_nothing_else(tmp_path, src):
     assert tree(dst) == before
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "checkpoint-100/optimizer.pt", ".git/HEAD", "sub/config.json"])
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "checkpoint-100/optimizer.pt", ".git/HEAD", "sub/config.json"]
+)
 def test_overwrite_never_takes_foreign_files(tmp_path, trained, name):
     dst = tmp_path / "dst"
     good("megatron-to-hf", trained, dst)
     (dst / name).parent.mkdir(exist_ok=True)
     (dst / name).write_text("mine")
-    refused(6, name, "no part of a checkpoint", args=("megatron-to-hf", trained, dst, "--overwrite"), untouched=tmp_path)
+    refused(
+        6,
+        name,
+        "no part of a checkpoint",
+        args=("megatron-to-hf", trained, dst, "--overwrite"),
+        untouched=tmp_path,
+    )
 
 
 def test_overwrite_never_takes_foreign_files_of_a_unit(tmp_path, src):
@@ -177,7 +212,13 @@ def test_tracker_moves_forward_only(tmp_path, src):
     assert tracker() == "5"
     assert good("inspect", dst, "--json").json["iteration"] == 5
     assert good("inspect", dst, "--iteration", 8, "--json").json["iteration"] == 8
-    refused(3, "iter_0000009", "iter_0000005", args=("inspect", dst, "--iteration", 9), untouched=tmp_path)
+    refused(
+        3,
+        "iter_0000009",
+        "iter_0000005",
+        args=("inspect", dst, "--iteration", 9),
+        untouched=tmp_path,
+    )
 
 
 def test_units_without_a_tracker(tmp_path, src):
@@ -187,7 +228,9 @@ def test_units_without_a_tracker(tmp_path, src):
     good("inspect", dst)  # there is but one
     good("hf-to-megatron", src, dst, "--iteration", 6)
     (dst / TRACKER).unlink()
-    refused(2, "iter_0000005", "iter_0000006", "--iteration", args=("inspect", dst), untouched=tmp_path)
+    refused(
+        2, "iter_0000005", "iter_0000006", "--iteration", args=("inspect", dst), untouched=tmp_path
+    )
 
 
 def test_side_files_of_another_model(tmp_path, src):
@@ -195,11 +238,19 @@ def test_side_files_of_another_model(tmp_path, src):
     good("hf-to-megatron", src, dst)
     edit_json(other / "config.json", lambda c: c.update(rope_theta=5))
     before = tree(dst)
-    refused(6, "config.json", "another model", args=("hf-to-megatron", other, dst, "--iteration", 3), untouched=dst)
+    refused(
+        6,
+        "config.json",
+        "another model",
+        args=("hf-to-megatron", other, dst, "--iteration", 3),
+        untouched=dst,
+    )
     edit_json(other / "config.json", lambda c: c.update(rope_theta=80000))
     shutil.copy(src / "config.json", other)
     (other / "tokenizer.json").write_text("{}")
-    refused(6, "tokenizer.json", args=("hf-to-megatron", other, dst, "--iteration", 3), untouched=dst)
+    refused(
+        6, "tokenizer.json", args=("hf-to-megatron", other, dst, "--iteration", 3), untouched=dst
+    )
     assert tree(dst) == before
     good("hf-to-megatron", src, dst, "--iteration", 3)
 
@@ -229,7 +280,12 @@ def test_full_disk(tmp_path, src, monkeypatch):
     monkeypatch.setattr(os, "copy_file_range", lambda *a: 0)
     monkeypatch.setattr(os, "pwrite", full)
     said = mckpt("hf-to-megatron", src, tmp_path / "dst", "--threads", 1)
-    assert said.code == 7 and "No space left" in said.err and "run the same command again" in said.err and "Traceback" not in said.err
+    assert (
+        said.code == 7
+        and "No space left" in said.err
+        and "run the same command again" in said.err
+        and "Traceback" not in said.err
+    )
     assert not loadable(tmp_path / "dst")
     monkeypatch.undo()
     good("hf-to-megatron", src, tmp_path / "dst")
@@ -238,10 +294,18 @@ def test_full_disk(tmp_path, src, monkeypatch):
 
 
 def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
-    """mckpt in a process of its own; `before` is Python that runs first. A shell that runs the tests in the background ignores SIGINT for all."""
-    start = "import sys, os, signal\nfrom mckpt import cli\nfrom mckpt.conversion import publishing\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    """mckpt in a process of its own; `before` is Python that runs first.
+
+    A shell that runs the tests in the background ignores SIGINT for all.
+    """
+    start = (
+        "import sys, os, signal\nfrom mckpt import cli\nfrom mckpt.conversion import"
+        " publishing\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    )
     code = f"{start}\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def test_file_size_limit(tmp_path, src):
@@ -254,15 +318,26 @@ def test_file_size_limit(tmp_path, src):
     assert not loadable(dst)
 
 
-# where to die: at so many calls of this function. The commit of an hf directory has a rename for each name, of a unit three; then its mark
-# is unlinked, and its staging directory goes
+# where to die: at so many calls of this function. The commit of an hf directory has a rename for
+# each name, of a unit three; then its mark is unlinked, and its staging directory goes
 DEATHS = [
-    ("fsync", 1), ("fsync", 9), ("rename", 1), ("rename", 2), ("rename", 3), ("rename", 4), ("rename", 6), ("replace", 1), ("replace", 2),
-    ("rmtree", 1), ("rmtree", 2), ("unlink", 1),
-]  # fmt: skip
+    ("fsync", 1),
+    ("fsync", 9),
+    ("rename", 1),
+    ("rename", 2),
+    ("rename", 3),
+    ("rename", 4),
+    ("rename", 6),
+    ("replace", 1),
+    ("replace", 2),
+    ("rmtree", 1),
+    ("rmtree", 2),
+    ("unlink", 1),
+]
 
 
-ENDS = {"unlink": "publishing", "rmtree": ".mckpt-"}  # these are called in other places too, with other names
+# these are called in other places too, with other names
+ENDS = {"unlink": "publishing", "rmtree": ".mckpt-"}
 
 
 class Killed(BaseException):
@@ -270,7 +345,9 @@ class Killed(BaseException):
 
 
 def dying(name: str, count: int, *args: Any) -> bool:
-    """Run mckpt, and kill it at the so-maniest call of a function of os or shutil; False if it has fewer such calls."""
+    """Run mckpt, and kill it at the so-maniest call of a function of os or shutil; False if it has
+    fewer such calls.
+    """
     calls: list[int] = []
     module = shutil if name == "rmtree" else os
     real = getattr(module, name)
@@ -307,9 +384,13 @@ def test_killed_at_any_point(tmp_path, src, trained, kind):
         died += 1
         published = name == "rmtree" or (name, count) == ("replace", 2)
         if not more and not published and name != "unlink":
-            assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (name, count)
+            assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (
+                name,
+                count,
+            )
         if more and (dst / "config.json").exists():
-            assert mckpt("diff", dst, src).code == 0, (name, count)  # the old one or the new one, and no mixture
+            # the old one or the new one, and no mixture
+            assert mckpt("diff", dst, src).code == 0, (name, count)
         good(*args, dst, *(more or ["--overwrite"] * published))  # then all is there
         assert tree(dst) == tree(tmp_path / "whole"), (name, count)
     assert died >= 5
@@ -319,29 +400,55 @@ def test_killed_at_any_point(tmp_path, src, trained, kind):
 def another(tmp_path_factory, trained):
     """A save directory of another model."""
     root = tmp_path_factory.mktemp("another") / "ckpt"
-    good("hf-to-megatron", hf(tmp_path_factory.mktemp("other") / "moe", "qwen3-moe"), root, "--iteration", 7)
+    good(
+        "hf-to-megatron",
+        hf(tmp_path_factory.mktemp("other") / "moe", "qwen3-moe"),
+        root,
+        "--iteration",
+        7,
+    )
     return root
 
 
-@pytest.mark.parametrize("name, count", [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("replace", 2), ("rmtree", 2)])
+@pytest.mark.parametrize(
+    "name, count",
+    [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("replace", 2), ("rmtree", 2)],
+)
 @pytest.mark.parametrize("over", [False, True])
-def test_what_a_killed_run_left_lets_nobody_else_replace(tmp_path, trained, another, name, count, over):
-    """Its own half is all that the same command may replace unasked; a checkpoint of another plan never is."""
+def test_what_a_killed_run_left_lets_nobody_else_replace(
+    tmp_path, trained, another, name, count, over
+):
+    """Its own half is all that the same command may replace unasked; a checkpoint of another plan
+    never is.
+    """
     dst = tmp_path / "dst"
     if over:
         good("megatron-to-hf", another, dst)
     assert dying(name, count, "megatron-to-hf", trained, dst, *["--overwrite"] * over)
     standing = [p for p in dst.iterdir() if not p.name.startswith(".mckpt-")]
     if standing:
-        refused(6, "--overwrite", args=("megatron-to-hf", another, dst, "--max-shard-size", "100KB"), untouched=dst)
+        refused(
+            6,
+            "--overwrite",
+            args=("megatron-to-hf", another, dst, "--max-shard-size", "100KB"),
+            untouched=dst,
+        )
     good("megatron-to-hf", another, dst, "--overwrite")
-    refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)  # though its mark may be there still
+    # though its mark may be there still
+    refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)
 
 
 def test_killed_again_and_again(tmp_path, trained):
     good("megatron-to-hf", trained, tmp_path / "whole")
     args = ("megatron-to-hf", trained, tmp_path / "dst")
-    for name, count in (("rename", 3), ("rename", 1), ("rename", 2), ("replace", 1), ("unlink", 1), ("rename", 1)):
+    for name, count in (
+        ("rename", 3),
+        ("rename", 1),
+        ("rename", 2),
+        ("replace", 1),
+        ("unlink", 1),
+        ("rename", 1),
+    ):
         assert dying(name, count, *args)
     good(*args)
     assert tree(tmp_path / "dst") == tree(tmp_path / "whole")
@@ -370,10 +477,14 @@ def test_config_json_comes_after_the_rest_is_on_the_disk(tmp_path, trained, monk
     done: list[str] = []
     rename, sync = os.rename, publishing.sync
     monkeypatch.setattr(os, "rename", lambda a, b: (done.append(Path(b).name), rename(a, b)))
-    monkeypatch.setattr(publishing, "sync", lambda path: (done.append(f"sync {Path(path).name}"), sync(path)))
+    monkeypatch.setattr(
+        publishing, "sync", lambda path: (done.append(f"sync {Path(path).name}"), sync(path))
+    )
     good("megatron-to-hf", trained, tmp_path / "dst", "--max-shard-size", "100KB")
     at = done.index("config.json")
-    assert done[at - 1] == done[at + 1] == "sync dst" and any(n.endswith(".safetensors") for n in done[:at])
+    assert done[at - 1] == done[at + 1] == "sync dst" and any(
+        n.endswith(".safetensors") for n in done[:at]
+    )
     assert not any(n.endswith(".safetensors") for n in done[at:])
 
 
@@ -401,7 +512,10 @@ def test_what_other_plans_left_is_named(tmp_path, src):
     (left / "data" / "more").write_bytes(bytes(100_000))
     said = good("hf-to-megatron", src, dst, "--iteration", 3)
     (line,) = [line for line in said.err.splitlines() if str(left) in line]
-    assert "another plan" in line and int(line.split(" bytes")[0].split()[-1].replace(",", "")) >= 100_000
+    assert (
+        "another plan" in line
+        and int(line.split(" bytes")[0].split()[-1].replace(",", "")) >= 100_000
+    )
     assert (left / "data" / "more").exists()
     lock = os.open(left / "lock", os.O_RDWR)
     try:
@@ -421,7 +535,13 @@ def test_side_files_are_looked_at_before_anything_is_written(tmp_path, trained):
     (source / "tokenizer.json").symlink_to(tmp_path / "blobs" / "1234")
     args = ("hf-to-megatron", source, tmp_path / "dst")
     refused(3, "tokenizer.json", "blobs/1234", "remove the link", args=args, untouched=tmp_path)
-    refused(3, "tokenizer.json", "blobs/1234", args=("megatron-to-hf", trained, tmp_path / "h", "--tokenizer", source), untouched=tmp_path)
+    refused(
+        3,
+        "tokenizer.json",
+        "blobs/1234",
+        args=("megatron-to-hf", trained, tmp_path / "h", "--tokenizer", source),
+        untouched=tmp_path,
+    )
     (source / "tokenizer.json").unlink()
     os.mkfifo(source / "tokenizer.json")
     refused(3, "tokenizer.json", "no file", args=args, untouched=tmp_path)
@@ -439,7 +559,9 @@ def test_side_files_that_change(tmp_path, when, monkeypatch):
         (source / "tokenizer.json").write_text("{ }")
     else:
         real = shutil.copyfile
-        monkeypatch.setattr(shutil, "copyfile", lambda a, b: (real(a, b), (source / "config.json").write_text("{}")))
+        monkeypatch.setattr(
+            shutil, "copyfile", lambda a, b: (real(a, b), (source / "config.json").write_text("{}"))
+        )
     with pytest.raises(errors.SourceError, match="was changed since the plan was made"):
         planned.run()
     assert not (tmp_path / "dst" / "release").exists() and not (tmp_path / "dst" / "hf").exists()
@@ -453,7 +575,9 @@ def test_a_copied_file_that_grows_or_shrinks(tmp_path, trained, size):
     (tokenizer / "tokenizer.json").write_bytes(bytes(2_000_000))
     planned = package.plan(trained, tmp_path / "dst", format="hf", tokenizer=tokenizer)
     (tokenizer / "tokenizer.json").write_bytes(bytes(size))
-    with pytest.raises(errors.SourceError, match=f"tokenizer.json: had 2,000,000 bytes .* has {size:,} now"):
+    with pytest.raises(
+        errors.SourceError, match=f"tokenizer.json: had 2,000,000 bytes .* has {size:,} now"
+    ):
         planned.run()
     assert not (tmp_path / "dst" / "config.json").exists()
 
@@ -480,7 +604,13 @@ def test_an_interrupted_run_is_no_checkpoint_and_is_said_to_be_there(tmp_path, s
         ):
             assert dying(name, count, *args, dst)
             (left,) = dst.glob(".mckpt-*")
-            words = ("no checkpoint is here yet", left.name, "interrupted", share, "The same command goes on")
+            words = (
+                "no checkpoint is here yet",
+                left.name,
+                "interrupted",
+                share,
+                "The same command goes on",
+            )
             for command in (("inspect", dst), ("megatron-to-hf", dst, tmp_path / "d")):
                 refused(3, *words, args=command, untouched=tmp_path)
         with open(left / "lock", "r+") as lock:
@@ -494,7 +624,10 @@ def test_an_interrupted_run_is_no_checkpoint_and_is_said_to_be_there(tmp_path, s
 
 def test_ctrl_c(tmp_path, src):
     dst = tmp_path / "dst"
-    wait = "import time; publishing.Destination.publish = lambda *a, **k: (print('here', flush=True), time.sleep(60))"
+    wait = (
+        "import time; publishing.Destination.publish = lambda *a, **k: (print('here', flush=True),"
+        " time.sleep(60))"
+    )
     process = run("hf-to-megatron", src, dst, before=wait)
     assert process.stdout is not None and process.stdout.readline() == b"here\n"
     process.send_signal(signal.SIGINT)
@@ -507,7 +640,11 @@ def test_ctrl_c(tmp_path, src):
 def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
     dst = tmp_path / "dst"
     with monkeypatch.context() as patch:
-        patch.setattr(publishing.Destination, "publish", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken", "x")))
+        patch.setattr(
+            publishing.Destination,
+            "publish",
+            lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken", "x")),
+        )
         assert mckpt("hf-to-megatron", src, dst).code == 7
     for path in dst.rglob("__0_0.distcp"):
         path.write_bytes(bytes(path.stat().st_size))  # what a bad disk may have made of it
@@ -542,7 +679,10 @@ def test_the_same_command_twice_at_once(tmp_path, src, monkeypatch):
 
 
 def test_two_plans_of_one_unit(tmp_path, src):
-    one, two = package.plan(src, tmp_path / "dst"), package.plan(src, tmp_path / "dst", parallel=package.Parallel(tp=2))
+    one, two = (
+        package.plan(src, tmp_path / "dst"),
+        package.plan(src, tmp_path / "dst", parallel=package.Parallel(tp=2)),
+    )
     one.run()
     before = tree(tmp_path / "dst")
     with pytest.raises(errors.DestinationError, match="already holds"):
@@ -560,7 +700,21 @@ def test_same_command_same_bytes(tmp_path, form):
     trees = []
     for threads in (1, 4, 1):
         dst = tmp_path / f"{len(trees)}"
-        good("hf-to-megatron", src, dst, "--format", form, "--tp", 2, "--ep", 2, "--threads", threads, "--max-memory", "1MiB")
+        good(
+            "hf-to-megatron",
+            src,
+            dst,
+            "--format",
+            form,
+            "--tp",
+            2,
+            "--ep",
+            2,
+            "--threads",
+            threads,
+            "--max-memory",
+            "1MiB",
+        )
         good("megatron-to-hf", dst, tmp_path / f"hf{len(trees)}", "--threads", threads)
         trees.append((tree(dst), tree(tmp_path / f"hf{len(trees)}")))
     assert "release/mckpt.json" in trees[0][0] and trees[0] == trees[1] == trees[2]

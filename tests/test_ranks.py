@@ -1,4 +1,6 @@
-"""Several processes do one run: the output is that of one, whoever dies, and nobody waits for ever."""
+"""Several processes do one run: the output is that of one, whoever dies, and nobody
+waits for ever.
+"""
 
 from __future__ import annotations
 
@@ -32,15 +34,29 @@ def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str
     """Of one rank; a tiny model has many units there."""
     custom = tmp_path / "sitecustomize.py"
     if not custom.exists():  # a rank that starts must not find it half-written
-        custom.write_text("import mckpt.execute.clusters as c\nc.UNIT = 64 << 10\nc.SLAB = 16 << 10\n")
+        custom.write_text(
+            "import mckpt.execute.clusters as c\nc.UNIT = 64 << 10\nc.SLAB = 16 << 10\n"
+        )
     path = os.pathsep.join([str(tmp_path), str(door.ROOT)])
-    return os.environ | {"MCKPT_RANK": str(rank), "MCKPT_NUM_RANKS": str(size), "MCKPT_RUN": run, "PYTHONPATH": path}
+    return os.environ | {
+        "MCKPT_RANK": str(rank),
+        "MCKPT_NUM_RANKS": str(size),
+        "MCKPT_RUN": run,
+        "PYTHONPATH": path,
+    }
 
 
-def start(arguments: list[Any], rank: int, size: int, tmp_path: Path, run: str = "") -> subprocess.Popen[str]:
+def start(
+    arguments: list[Any], rank: int, size: int, tmp_path: Path, run: str = ""
+) -> subprocess.Popen[str]:
     command = [*LAUNCHED, *map(str, arguments)]
     return subprocess.Popen(
-        command, env=environment(rank, size, tmp_path, run), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        command,
+        env=environment(rank, size, tmp_path, run),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
     )
 
 
@@ -50,8 +66,12 @@ def wait(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize(("form", "run"), [("torch", "a"), ("torch_dist", "")])
-def test_the_output_is_that_of_one_process(source: Path, tmp_path: Path, form: str, run: str) -> None:
-    """With a name for the run (srun, --workers) and without one (torchrun), where rank 0 is known by its heartbeat."""
+def test_the_output_is_that_of_one_process(
+    source: Path, tmp_path: Path, form: str, run: str
+) -> None:
+    """With a name for the run (srun, --workers) and without one (torchrun), where rank 0 is known
+    by its heartbeat.
+    """
     arguments = ["hf-to-megatron", source, "PLACE", "--format", form, "--tp", 2]
     door.good(*arguments[:2], tmp_path / "one", *arguments[3:])
     arguments[2] = tmp_path / "three"
@@ -59,7 +79,12 @@ def test_the_output_is_that_of_one_process(source: Path, tmp_path: Path, form: s
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     assert [bool(out) for _, out, _ in ended] == [False, False, True]  # rank 0 does the talking
     assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
-    again = wait([start([*arguments[:3], "--overwrite", *arguments[3:]], rank, 2, tmp_path, run) for rank in (0, 1)])
+    again = wait(
+        [
+            start([*arguments[:3], "--overwrite", *arguments[3:]], rank, 2, tmp_path, run)
+            for rank in (0, 1)
+        ]
+    )
     assert [code for code, _, _ in again] == [0, 0], again
     assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
 
@@ -67,16 +92,33 @@ def test_the_output_is_that_of_one_process(source: Path, tmp_path: Path, form: s
 def test_workers(source: Path, tmp_path: Path) -> None:
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch", "--tp", 2)
     done = subprocess.run(
-        [*LAUNCHED, "hf-to-megatron", source, tmp_path / "three", "--format", "torch", "--tp", "2", "--workers", "3"],
-        env=os.environ | {"PYTHONPATH": str(door.ROOT)}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
+        [
+            *LAUNCHED,
+            "hf-to-megatron",
+            source,
+            tmp_path / "three",
+            "--format",
+            "torch",
+            "--tp",
+            "2",
+            "--workers",
+            "3",
+        ],
+        env=os.environ | {"PYTHONPATH": str(door.ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
     for back in ("reshard", "megatron-to-hf"):
         done = subprocess.run(
             [*LAUNCHED, back, tmp_path / "three", tmp_path / back, "--workers", "2", "--json"],
-            env=os.environ | {"PYTHONPATH": str(door.ROOT)}, capture_output=True, text=True, timeout=100,
-        )  # fmt: skip
+            env=os.environ | {"PYTHONPATH": str(door.ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["files"]
     assert door.mckpt("diff", source, tmp_path / "megatron-to-hf").code == 0
@@ -88,7 +130,13 @@ def test_many_workers_leave_nothing_behind(source: Path, tmp_path: Path) -> None
     for number in range(4):
         out = tmp_path / str(number)
         command = [*LAUNCHED, "hf-to-megatron", source, out, "--workers", "12"]
-        done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(door.ROOT)}, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            command,
+            env=os.environ | {"PYTHONPATH": str(door.ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
         assert done.returncode == 0, done.stderr
         assert door.tree(out) == door.tree(tmp_path / "one")
 
@@ -96,26 +144,42 @@ def test_many_workers_leave_nothing_behind(source: Path, tmp_path: Path) -> None
 def patched(patch: str, arguments: list[Any]) -> list[str]:
     """The command of an mckpt in which something was changed first."""
     said = [str(a) for a in arguments]
-    return [sys.executable, "-c", f"import sys, mckpt.cli\n{patch}\nsys.argv[1:] = {said}\nmckpt.cli.main()"]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys, mckpt.cli\n{patch}\nsys.argv[1:] = {said}\nmckpt.cli.main()",
+    ]
 
 
 def test_a_dead_rank_is_replaced(source: Path, tmp_path: Path) -> None:
     """Rank 1 of 2 never comes: rank 0 gives it up and does its share."""
     door.good("hf-to-megatron", source, tmp_path / "one")
-    command = patched("import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0", ["hf-to-megatron", source, tmp_path / "two"])
-    done = subprocess.run(command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60)
+    command = patched(
+        "import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0",
+        ["hf-to-megatron", source, tmp_path / "two"],
+    )
+    done = subprocess.run(
+        command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert door.tree(tmp_path / "two") == door.tree(tmp_path / "one")
 
 
 def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path: Path) -> None:
-    """Rank 1 dies when it has done one unit, with nobody to tell; and then the same with rank 0, after which three go on."""
+    """Rank 1 dies when it has done one unit, with nobody to tell; and then the same with rank 0,
+    after which three go on.
+    """
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
     arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch", "--threads", "1"]
-    dies = "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
+    dies = (
+        "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a);"
+        " os._exit(9)\ne._Journal.write = write"
+    )
     killed = subprocess.Popen(patched(dies, arguments), env=environment(1, 2, tmp_path, "x"))
     command = patched("import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0", arguments)
-    done = subprocess.run(command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60
+    )
     assert (killed.wait(), done.returncode) == (9, 0), done.stderr
     assert "rank 1 has ended or is not heard of" in done.stderr
     assert door.tree(tmp_path / "two") == door.tree(tmp_path / "one")
@@ -126,9 +190,20 @@ def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path:
     assert not (tmp_path / "three" / "release").exists()
     assert list((tmp_path / "three").glob(".mckpt-*/done/0*"))
     (kept,) = (tmp_path / "three").glob(".mckpt-*/done/0*")
-    moved = "import mckpt.execute.engine as e; w = e._Journal.write\ndef write(j, u, r): print('moved', u); w(j, u, r)\ne._Journal.write = write"
-    starting = [subprocess.Popen(patched(moved, arguments), env=environment(rank, 3, tmp_path, "z"), stdout=subprocess.PIPE,
-                                 stderr=subprocess.PIPE, text=True) for rank in range(3)]  # fmt: skip
+    moved = (
+        "import mckpt.execute.engine as e; w = e._Journal.write\ndef write(j, u, r): print('moved',"
+        " u); w(j, u, r)\ne._Journal.write = write"
+    )
+    starting = [
+        subprocess.Popen(
+            patched(moved, arguments),
+            env=environment(rank, 3, tmp_path, "z"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
     ended = wait(starting)
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     said = "".join(out for _, out, _ in ended)
@@ -141,8 +216,17 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     """Both end with the error of the one, and nothing is published."""
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
     first = start(arguments, 0, 2, tmp_path, "y")
-    fails = "import mckpt.execute.engine as e, mckpt.errors as x\ndef fails(*a): raise x.StorageError('the disk of rank 1')\ne._Run.move = fails"
-    second = subprocess.run(patched(fails, arguments), env=environment(1, 2, tmp_path, "y"), capture_output=True, text=True, timeout=60)
+    fails = (
+        "import mckpt.execute.engine as e, mckpt.errors as x\ndef fails(*a): raise"
+        " x.StorageError('the disk of rank 1')\ne._Run.move = fails"
+    )
+    second = subprocess.run(
+        patched(fails, arguments),
+        env=environment(1, 2, tmp_path, "y"),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert second.returncode == 7
     ((code, _, said),) = wait([first])
     assert code == 7
@@ -150,22 +234,34 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "release").exists()
 
 
-SOON = "import mckpt.execute.ranks; mckpt.execute.ranks.LOOK_S = 0.3; mckpt.execute.ranks.DEAD_S = 3.0"
+SOON = (
+    "import mckpt.execute.ranks; mckpt.execute.ranks.LOOK_S = 0.3; mckpt.execute.ranks.DEAD_S = 3.0"
+)
 
 
-def ranks_end(arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, patch: str = SOON) -> list[tuple[int, str]]:
-    """Starts these ranks of 2, each when the one before has ended; their codes and what they said, within a minute."""
+def ranks_end(
+    arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, patch: str = SOON
+) -> list[tuple[int, str]]:
+    """Starts these ranks of 2, each when the one before has ended; their codes and what they said,
+    within a minute.
+    """
     out = []
     for rank in order:
         done = subprocess.run(
-            patched(patch, arguments), env=environment(rank, 2, tmp_path, run), capture_output=True, text=True, timeout=60
+            patched(patch, arguments),
+            env=environment(rank, 2, tmp_path, run),
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         out.append((done.returncode, done.stderr))
     return out
 
 
 @pytest.mark.parametrize("run", ["x", ""])
-def test_what_rank_0_is_refused_for_the_others_find_too(source: Path, tmp_path: Path, run: str) -> None:
+def test_what_rank_0_is_refused_for_the_others_find_too(
+    source: Path, tmp_path: Path, run: str
+) -> None:
     """With its code and its words, whoever comes first, and nothing is left to say so."""
     out = tmp_path / "out"
     arguments = ["hf-to-megatron", source, out]
@@ -188,8 +284,13 @@ def test_what_rank_0_is_refused_for_the_others_find_too(source: Path, tmp_path: 
 @pytest.mark.parametrize("run", ["x", ""])
 def test_a_place_where_another_works(source: Path, tmp_path: Path, run: str) -> None:
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
-    stays = "import time, mckpt.execute.engine as e\ndef stays(*a): print(flush=True); time.sleep(100)\ne._Run.move = stays"
-    other = subprocess.Popen(patched(stays, arguments), env=environment(0, 1, tmp_path), stdout=subprocess.PIPE)
+    stays = (
+        "import time, mckpt.execute.engine as e\ndef stays(*a): print(flush=True);"
+        " time.sleep(100)\ne._Run.move = stays"
+    )
+    other = subprocess.Popen(
+        patched(stays, arguments), env=environment(0, 1, tmp_path), stdout=subprocess.PIPE
+    )
     try:
         assert other.stdout is not None
         other.stdout.readline()
@@ -199,21 +300,30 @@ def test_a_place_where_another_works(source: Path, tmp_path: Path, run: str) -> 
     finally:
         other.kill()
         other.communicate()
-    ended = wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])  # its name is in the lock still
+    # its name is in the lock still
+    ended = wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])
     assert [code for code, _, _ in ended] == [0, 0], ended
 
 
 @pytest.mark.parametrize("run", ["x", ""])
 def test_an_error_of_rank_0_before_the_others_came(source: Path, tmp_path: Path, run: str) -> None:
-    """Nameless, it may be of an earlier run, and is believed when rank 0 has not come for as long as one that is dead."""
+    """Nameless, it may be of an earlier run, and is believed when rank 0 has not come for as long
+    as one that is dead.
+    """
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
-    full = f"{SOON}\nimport os, types, mckpt.execute.engine as e\ne.os = types.SimpleNamespace(**vars(os))"
+    full = (
+        f"{SOON}\nimport os, types, mckpt.execute.engine as e\ne.os ="
+        " types.SimpleNamespace(**vars(os))"
+    )
     full += "\ne.os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=512)"
     ended = ranks_end(arguments, (0, 1), tmp_path, run, full)
     assert [code for code, _ in ended] == [7, 7], ended
     assert all("512 bytes free" in said for _, said in ended), ended
     if not run:
-        ended = [(code, said) for code, _, said in wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])]
+        ended = [
+            (code, said)
+            for code, _, said in wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])
+        ]
         assert [code for code, _ in ended] == [0, 0], ended
 
 
@@ -228,11 +338,18 @@ def test_no_leave_to_write(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("run", ["x", ""])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_ranks_that_miss_each_other_with_overwrite(source: Path, tmp_path: Path, run: str, order: tuple[int, int]) -> None:
-    """What is in place is the same plan's, of this run or of an earlier one: neither waits for more than one that died."""
+def test_ranks_that_miss_each_other_with_overwrite(
+    source: Path, tmp_path: Path, run: str, order: tuple[int, int]
+) -> None:
+    """What is in place is the same plan's, of this run or of an earlier one: neither waits for more
+    than one that died.
+    """
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--overwrite"]
     door.good(*arguments[:3])
-    before, written = door.tree(tmp_path / "out"), (tmp_path / "out" / "release" / "mckpt.json").stat().st_mtime_ns
+    before, written = (
+        door.tree(tmp_path / "out"),
+        (tmp_path / "out" / "release" / "mckpt.json").stat().st_mtime_ns,
+    )
     ended = ranks_end(arguments, order, tmp_path, run)
     assert [code for code, _ in ended] == [0, 0], ended
     assert door.tree(tmp_path / "out") == before
@@ -245,20 +362,38 @@ def test_ranks_that_miss_each_other_with_overwrite(source: Path, tmp_path: Path,
         ({}, Ranks()),
         ({"RANK": "3", "WORLD_SIZE": "8"}, Ranks(3, 8)),
         ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Ranks(3, 8, local=4)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ranks()),  # a batch script: not one of the tasks
-        ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2"}, Ranks(1, 4, "7.2.")),
+        # a batch script: not one of the tasks
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ranks()),
         (
-            {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "65", "SLURM_STEP_TASKS_PER_NODE": "4(x16),1"},
+            {
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "4",
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "2",
+            },
+            Ranks(1, 4, "7.2."),
+        ),
+        (
+            {
+                "SLURM_PROCID": "1",
+                "SLURM_STEP_NUM_TASKS": "65",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x16),1",
+            },
             Ranks(1, 65, "..", local=4),
         ),
-        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "n"}, Ranks(1, 2, "n")),
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "n"},
+            Ranks(1, 2, "n"),
+        ),
     ],
 )
 def test_what_launchers_say(environ: dict[str, str], expected: Ranks) -> None:
     assert Ranks.of_environment(environ) == expected
 
 
-@pytest.mark.parametrize("environ", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "environ", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}]
+)
 def test_what_launchers_must_not_say(environ: dict[str, str]) -> None:
     with pytest.raises(errors.UsageError, match="in the environment"):
         Ranks.of_environment(environ)
@@ -268,7 +403,8 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
     assert [Ranks(0, 8, local=n).cores for n in (1, 4, 100)] == [64, 16, 1]
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))  # bound by the launcher: these are its own
+    # bound by the launcher: these are its own
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert Ranks(0, 8, local=4).cores == 8
 
 
@@ -290,16 +426,24 @@ def test_a_line_of_an_earlier_run_is_none(tmp_path: Path, monkeypatch: pytest.Mo
         for other in {"new", run} - {"old"}:
             with pytest.raises(errors.StorageError, match="rank 0 has not begun"):
                 Session(tmp_path, Ranks(1, 2, other)).join(lambda late: False)
-    with Session(tmp_path, Ranks(0, 3)) as larger, pytest.raises(errors.StorageError, match="rank 0 has not begun"):
+    with (
+        Session(tmp_path, Ranks(0, 3)) as larger,
+        pytest.raises(errors.StorageError, match="rank 0 has not begun"),
+    ):
         larger.open()
         Session(tmp_path, Ranks(1, 2)).join(lambda late: False)  # its share would be another
     for run in ("new", ""):
-        with Session(tmp_path, Ranks(0, 2, run)) as first, Session(tmp_path, Ranks(1, 2, run)) as second:
+        with (
+            Session(tmp_path, Ranks(0, 2, run)) as first,
+            Session(tmp_path, Ranks(1, 2, run)) as second,
+        ):
             first.open()
             second.join(lambda late: False)
 
 
-def test_when_rank_0_is_done_or_dead_or_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_when_rank_0_is_done_or_dead_or_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "BEAT_S", 0.05)
 
     def both() -> tuple[Session, Session]:
@@ -338,10 +482,15 @@ def test_when_rank_0_is_done_or_dead_or_begins_anew(tmp_path: Path, monkeypatch:
         second.listen()
 
 
-def test_a_stopped_process_does_not_take_the_others_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_process_does_not_take_the_others_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ranks, "BEAT_S", 0.05)
     monkeypatch.setattr(ranks, "DEAD_S", 0.5)
-    with Session(tmp_path, Ranks(0, 2, "r")) as first, Session(tmp_path, Ranks(1, 2, "r")) as second:
+    with (
+        Session(tmp_path, Ranks(0, 2, "r")) as first,
+        Session(tmp_path, Ranks(1, 2, "r")) as second,
+    ):
         first.open()
         second.join(lambda late: False)
         first.over.set()
@@ -353,7 +502,9 @@ def test_a_stopped_process_does_not_take_the_others_for_dead(tmp_path: Path, mon
 
 
 def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
-    """A process of a run that is over, and that nothing tells from this one, says that it has done its share."""
+    """A process of a run that is over, and that nothing tells from this one, says that it has done
+    its share.
+    """
     with Session(tmp_path, Ranks(0, 2)) as old, Session(tmp_path, Ranks(1, 2)) as straggler:
         old.open()
         straggler.line |= {"id": old.line["id"], "steps": 2}
@@ -365,9 +516,14 @@ def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) -> None:
-    """Of a run whose files were removed while one of its processes lived on: it writes into the journal of the next."""
+    """Of a run whose files were removed while one of its processes lived on: it writes into the
+    journal of the next.
+    """
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--format", "torch", "--threads", "1"]
-    dies = "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a); os._exit(9)\ne._Journal.write = write"
+    dies = (
+        "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a);"
+        " os._exit(9)\ne._Journal.write = write"
+    )
     environ = environment(0, 1, tmp_path)
     assert subprocess.run(patched(dies, arguments), env=environ, timeout=60).returncode == 9
     (staging,) = (tmp_path / "out").glob(".mckpt-*")
@@ -379,20 +535,32 @@ def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) 
     again.write_bytes(late)
     for path in (staging / "data").rglob("*.pt"):
         path.write_bytes(bytes(path.stat().st_size))
-    assert subprocess.run([*LAUNCHED, *map(str, arguments)], env=environ, timeout=60).returncode == 0
+    assert (
+        subprocess.run([*LAUNCHED, *map(str, arguments)], env=environ, timeout=60).returncode == 0
+    )
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
     assert door.tree(tmp_path / "out") == door.tree(tmp_path / "one")
 
 
 def test_an_interrupt_ends_all_workers_at_once(source: Path, tmp_path: Path) -> None:
     """And the same command goes on."""
-    slow = "import signal, time, mckpt.execute.engine as e; m = e._Run.move\ndef move(*a): time.sleep(0.2); return m(*a)\ne._Run.move = move"
-    slow += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"  # a shell's background job ignores it, and so would its children
+    slow = (
+        "import signal, time, mckpt.execute.engine as e; m = e._Run.move\ndef move(*a):"
+        " time.sleep(0.2); return m(*a)\ne._Run.move = move"
+    )
+    # a shell's background job ignores it, and so would its children
+    slow += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--workers", "3", "--threads", "1"]
     environ = {k: v for k, v in environment(0, 1, tmp_path).items() if not k.startswith("MCKPT_")}
     for number in (signal.SIGINT, signal.SIGTERM):
         before = len(list((tmp_path / "out").glob(".mckpt-*/done/0*")))
-        process = subprocess.Popen(patched(slow, arguments), env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            patched(slow, arguments),
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for _ in range(600):
             if len(list((tmp_path / "out").glob(".mckpt-*/done/0*"))) > before:
                 break
@@ -403,9 +571,13 @@ def test_an_interrupt_ends_all_workers_at_once(source: Path, tmp_path: Path) -> 
         assert time.monotonic() - begun < 2, said  # 1 s on an idle machine
         assert process.returncode == 130, said
         assert "goes on" in said
-    left = subprocess.run(["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True).stdout
+    left = subprocess.run(
+        ["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True
+    ).stdout
     assert not left, left
-    done = subprocess.run([*LAUNCHED, *map(str, arguments)], env=environ, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [*LAUNCHED, *map(str, arguments)], env=environ, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     door.good("hf-to-megatron", source, tmp_path / "one")
     assert door.tree(tmp_path / "out") == door.tree(tmp_path / "one")

@@ -1,4 +1,6 @@
-"""The README is true: its commands exist, and CI runs its test command. tests/test_docs.py runs its blocks."""
+"""The README is true: its commands exist, and CI runs its test command. tests/test_docs.py runs its
+blocks.
+"""
 
 from __future__ import annotations
 
@@ -27,11 +29,19 @@ def test_ci_runs_the_test_command() -> None:
 def test_ci_runs_what_megatron_core_judges_with_the_newest_version_too() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert "-m 'judge and not gpu and not slow'" in script
-    starts = re.compile(r"^from tests\.judging|^ *from mckpt\.trainer|\bverify_all\b|mckpt\.verify\(|mckpt\(\"verify\",(?!.*bytes)", re.M)
-    found = {path.name for path in (ROOT / "tests").glob("test_*.py") if starts.search(path.read_text())}
+    starts = re.compile(
+        r"^from tests\.judging|^ *from"
+        r" mckpt\.trainer|\bverify_all\b|mckpt\.verify\(|mckpt\(\"verify\",(?!.*bytes)",
+        re.M,
+    )
+    found = {
+        path.name for path in (ROOT / "tests").glob("test_*.py") if starts.search(path.read_text())
+    }
     assert len(found) >= 5
     for name in found:
-        assert "pytest.mark.judge" in (ROOT / "tests" / name).read_text(), f"{name} starts megatron-core, and is not marked"
+        assert "pytest.mark.judge" in (ROOT / "tests" / name).read_text(), (
+            f"{name} starts megatron-core, and is not marked"
+        )
 
 
 def test_every_command_is_there_and_in_the_readme() -> None:
@@ -39,7 +49,10 @@ def test_every_command_is_there_and_in_the_readme() -> None:
     assert named == set(cli.commands)
 
 
-@pytest.mark.parametrize("command", [(name,) for name in cli.commands] + [("mappings", name) for name in ("list", "show", "check")])
+@pytest.mark.parametrize(
+    "command",
+    [(name,) for name in cli.commands] + [("mappings", name) for name in ("list", "show", "check")],
+)
 def test_every_command_has_help(command: tuple[str, ...]) -> None:
     result = CliRunner().invoke(cli, [*command, "--help"])
     assert result.exit_code == 0
@@ -49,5 +62,9 @@ def test_every_command_has_help(command: tuple[str, ...]) -> None:
 def test_every_exit_code_is_in_the_readme() -> None:
     from mckpt import errors
 
-    codes = {e.exit_code for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.MckptError)}
+    codes = {
+        e.exit_code
+        for e in vars(errors).values()
+        if isinstance(e, type) and issubclass(e, errors.MckptError)
+    }
     assert codes | {0, 1, 130} == {int(c) for c in re.findall(r"^\| (\d+) \|", README, re.M)}

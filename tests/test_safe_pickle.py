@@ -1,4 +1,6 @@
-"""Pickles: nothing that they name runs, what hurts is refused in one line, and what is read is written as it was."""
+"""Pickles: nothing that they name runs, what hurts is refused in one line, and what is read is
+written as it was.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,15 @@ class Evil:
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_nothing_runs(tmp_path, protocol):
     marker = tmp_path / "marker"
-    value = {"args": Evil(os.system, f"touch '{marker}'"), "e": Evil(eval, f"open({str(marker)!r}, 'w')")}
+    value = {
+        "args": Evil(os.system, f"touch '{marker}'"),
+        "e": Evil(eval, f"open({str(marker)!r}, 'w')"),
+    }
     data = pickle.dumps(value, protocol)
     got = sp.loads(data, "x")
-    assert repr(type(got["args"])) in ("<posix.system>", "<nt.system>") and got["args"].args == (f"touch '{marker}'",)
+    assert repr(type(got["args"])) in ("<posix.system>", "<nt.system>") and got["args"].args == (
+        f"touch '{marker}'",
+    )
     assert sp.short(got["e"]).endswith("eval object>")
     assert not marker.exists()
     pickle.loads(data)
@@ -54,13 +61,19 @@ BOMBS = {
     "long length": b"\x80\x02\x8b" + u32(0x7FFFFFFF) + b".",
     "frame length": b"\x80\x04\x95" + struct.pack("<Q", 1 << 36) + b"N.",
     "deep tuple as key": b"\x80\x02})" + b"\x85" * 1_000_000 + b"Ns.",
-    "shared tuples as key": b"\x80\x02})q\x00" + b"".join(b"h%c\x85h%c\x86q%c" % (i, i, i + 1) for i in range(60)) + b"Ns.",
-    "copies of a list": b"\x80\x02("
-    + b"ccollections\nOrderedDict\nq\x00]("
-    + b"K\x01K\x02\x86" * 1000
-    + b"eq\x01"
-    + b"h\x00h\x01\x85R" * 100
-    + b"t",
+    "shared tuples as key": (
+        b"\x80\x02})q\x00"
+        + b"".join(b"h%c\x85h%c\x86q%c" % (i, i, i + 1) for i in range(60))
+        + b"Ns."
+    ),
+    "copies of a list": (
+        b"\x80\x02("
+        + b"ccollections\nOrderedDict\nq\x00]("
+        + b"K\x01K\x02\x86" * 1000
+        + b"eq\x01"
+        + b"h\x00h\x01\x85R" * 100
+        + b"t"
+    ),
     "ext": b"\x80\x02\x82\x01.",
     "inst": b"(ios\nsystem\n.",
     "dup": b"\x80\x02]" + b"2" * 100 + b"t.",
@@ -74,7 +87,9 @@ BOMBS = {
     "empty": b"",
     "call of a class with no arguments": b"\x80\x02cos\nsystem\nb.",
     "globals": b"\x80\x02(" + b"".join(b"ca\n%d\n0" % i for i in range(5000)) + b"N.",
-    "attribute of an OrderedDict": b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb.",
+    "attribute of an OrderedDict": (
+        b"\x80\x02ccollections\nOrderedDict\n)R}X\x05\x00\x00\x00itemsK\x01sb."
+    ),
 }
 
 
@@ -82,11 +97,18 @@ BOMBS = {
 def test_bombs_are_refused_in_one_line(name):
     with pytest.raises(PickleError) as e:
         sp.loads(BOMBS[name], "some.pt")
-    assert str(e.value).startswith("some.pt: ") and "\n" not in str(e.value) and len(str(e.value)) < 400
+    assert (
+        str(e.value).startswith("some.pt: ")
+        and "\n" not in str(e.value)
+        and len(str(e.value)) < 400
+    )
 
 
 def test_errors_say_where_and_what():
-    with pytest.raises(PickleError, match="byte 3 of the pickle: opcode LONG_BINPUT sets memo 2147483648, but 9 bytes"):
+    with pytest.raises(
+        PickleError,
+        match="byte 3 of the pickle: opcode LONG_BINPUT sets memo 2147483648, but 9 bytes",
+    ):
         sp.loads(BOMBS["memo index"], "some.pt")
     with pytest.raises(PickleError, match="opcode BINUNICODE claims 4294967295 bytes, 1 are left"):
         sp.loads(BOMBS["unicode length"], "some.pt")
@@ -113,7 +135,9 @@ for data in BOMBS.values():
 assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 """
     root = Path(__file__).parent.parent
-    done = subprocess.run([sys.executable, "-c", code, str(root)], capture_output=True, text=True, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, cwd=root
+    )
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
 
 
@@ -126,7 +150,9 @@ def test_deep_nesting():
 
 
 def test_many_shared_references_stay_small():
-    laughs = b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(100)) + b"."
+    laughs = (
+        b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(100)) + b"."
+    )
     with pytest.raises(PickleError):  # a hundred values on the stack
         sp.loads(laughs, "x")
     value = []
@@ -138,11 +164,49 @@ def test_many_shared_references_stay_small():
 
 
 VALUES = [
-    None, True, False, 0, 255, 256, 65535, 65536,
-    -1, -128, -129, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, -(2**63), 2**64, 2**2100, -(2**2100),
-    1.5, float("inf"), "", "a", "modèle", "\ud800", "x" * 300, (), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], [1], list(range(2500)),
-    {}, {"a": 1}, {i: str(i) for i in range(2500)}, b"", b"abc\xff", b"y" * 300, OrderedDict(a=1, b=[2]), {(1, (2, 3)): {"k": ()}},
-]  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    255,
+    256,
+    65535,
+    65536,
+    -1,
+    -128,
+    -129,
+    2**31 - 1,
+    2**31,
+    -(2**31),
+    -(2**31) - 1,
+    -(2**63),
+    2**64,
+    2**2100,
+    -(2**2100),
+    1.5,
+    float("inf"),
+    "",
+    "a",
+    "modèle",
+    "\ud800",
+    "x" * 300,
+    (),
+    (1,),
+    (1, 2),
+    (1, 2, 3),
+    (1, 2, 3, 4),
+    [],
+    [1],
+    list(range(2500)),
+    {},
+    {"a": 1},
+    {i: str(i) for i in range(2500)},
+    b"",
+    b"abc\xff",
+    b"y" * 300,
+    OrderedDict(a=1, b=[2]),
+    {(1, (2, 3)): {"k": ()}},
+]
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: repr(v)[:20])
@@ -172,7 +236,11 @@ def test_records_are_written_as_they_were():
     data = pickle.dumps(value, 2)
     out = sp.dumps(sp.loads(data, "x"))
     again = pickle.loads(out)
-    assert again["args"] == value["args"] and again["rng"] == value["rng"] and (again["array"] == value["array"]).all()
+    assert (
+        again["args"] == value["args"]
+        and again["rng"] == value["rng"]
+        and (again["array"] == value["array"]).all()
+    )
     assert (again["np"][1] == value["np"][1]).all() and again["device"] is random.Random
     assert sp.dumps(sp.loads(out, "x")) == out
 
@@ -182,12 +250,22 @@ def test_fields_and_plain():
     import pathlib
 
     space = sp.namespace(
-        dtype=sp.torch_dtype("bfloat16"), n=3, path=sp.loads(pickle.dumps(pathlib.PurePosixPath("/a/b"), 2), "x"), t=(1, 2.5)
+        dtype=sp.torch_dtype("bfloat16"),
+        n=3,
+        path=sp.loads(pickle.dumps(pathlib.PurePosixPath("/a/b"), 2), "x"),
+        t=(1, 2.5),
     )
     space.state["kind"] = sp.glob("megatron.core.enums", "ModelType")(1)
     space.state["odd"] = sp.glob("a", "B").__new__(sp.glob("a", "B"))
     assert sp.fields(space)["n"] == 3
-    assert sp.plain(space) == {"dtype": "bfloat16", "n": 3, "path": "/a/b", "t": [1, 2.5], "kind": 1, "odd": "<a.B object>"}
+    assert sp.plain(space) == {
+        "dtype": "bfloat16",
+        "n": 3,
+        "path": "/a/b",
+        "t": [1, 2.5],
+        "kind": 1,
+        "odd": "<a.B object>",
+    }
     assert pickle.loads(sp.dumps(sp.namespace(a=1))) == argparse.Namespace(a=1)
     with pytest.raises(PickleError):
         sp.fields(3)
@@ -195,7 +273,13 @@ def test_fields_and_plain():
 
 def test_tensor_views():
     assert sp.as_tensor(sp.tensor("bfloat16", (3, 4), "7")) == ("bfloat16", (3, 4), (4, 1), "7", 0)
-    assert sp.as_tensor(sp.tensor("float8_e4m3fn", (3, 4), "7")) == ("float8_e4m3fn", (3, 4), (4, 1), "7", 0)
+    assert sp.as_tensor(sp.tensor("float8_e4m3fn", (3, 4), "7")) == (
+        "float8_e4m3fn",
+        (3, 4),
+        (4, 1),
+        "7",
+        0,
+    )
     assert sp.as_tensor({"a": 1}) is None and sp.as_tensor(sp.namespace()) is None
     storage = sp.tensor("float32", (3, 4), "0").args[0]
     build = sp.glob("torch._utils", "_rebuild_tensor_v2")
@@ -242,9 +326,13 @@ def test_flips_raise_nothing_else():
 def test_a_bomb_behind_many_values_is_found(protocol):
     value = {f"k{i}": [i, (i, i + 1), "s" * (i % 100), 1.5, ("a", ("b", i))] for i in range(3000)}
     records = [Evil(str, i) for i in range(3000)]
-    data = pickle.dumps({"records": records, **value, "again": [records[i % 99] for i in range(3000)]}, protocol)
+    data = pickle.dumps(
+        {"records": records, **value, "again": [records[i % 99] for i in range(3000)]}, protocol
+    )
     got = sp.loads(data, "x")
-    assert got["k2999"] == [2999, (2999, 3000), "s" * 99, 1.5, ("a", ("b", 2999))] and got["records"][2999].args == (2999,)
+    assert got["k2999"] == [2999, (2999, 3000), "s" * 99, 1.5, ("a", ("b", 2999))] and got[
+        "records"
+    ][2999].args == (2999,)
     end = data.rindex(b"k2999") + 5
     with pytest.raises(PickleError, match="LONG_BINPUT"):
         sp.loads(data[:end] + b"]r" + u32(1 << 31) + b"0" + data[end:], "x")
@@ -260,14 +348,23 @@ class Size(tuple):
 
 
 def objects(rng, num):
-    """Objects with the opcodes of chunks and items: with up to three sizes, of ranks 0 to 9, and numbers of every width."""
+    """Objects with the opcodes of chunks and items: with up to three sizes, of ranks 0 to 9, and
+    numbers of every width.
+    """
     import argparse
 
     out, keys = [], ["k0", "k1", "k2"]
     for i in range(num):
         ranks = [rng.randrange(10) for _ in range(rng.randrange(4))]
-        sizes = {f"size{n}": Size(rng.choice((0, 300, 70_000, 1 << 40, -1)) for _ in range(rank)) for n, rank in enumerate(ranks)}
-        more = {"key": keys[i % 3], "at": rng.choice((i, i << 8, i << 33)), "index": rng.choice((None, True, i))}
+        sizes = {
+            f"size{n}": Size(rng.choice((0, 300, 70_000, 1 << 40, -1)) for _ in range(rank))
+            for n, rank in enumerate(ranks)
+        }
+        more = {
+            "key": keys[i % 3],
+            "at": rng.choice((i, i << 8, i << 33)),
+            "index": rng.choice((None, True, i)),
+        }
         fields = list({**sizes, **more}.items())
         rng.shuffle(fields)
         out.append(argparse.Namespace(**dict(fields)))
@@ -296,15 +393,24 @@ def by_opcode(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_objects_have_the_effect_of_their_opcodes(seed, by_opcode):
-    """The scan of a damaged pickle refuses the same byte for the same reason as when it follows each opcode.
+    """The scan of a damaged pickle refuses the same byte for the same reason as when it follows
+    each opcode.
 
     Only a memo index that nothing has set may be left to the unpickler, which refuses it.
     """
     rng = random.Random(seed)
-    tensors = OrderedDict((f"layers.{i}.w", sp.tensor("bfloat16", (i + 1, 300), str(i))) for i in range(40))
+    tensors = OrderedDict(
+        (f"layers.{i}.w", sp.tensor("bfloat16", (i + 1, 300), str(i))) for i in range(40)
+    )
     shared = ("p", "q")
-    values = {f"k{i}": [i, (i, i + 1), "s" * (i % 30), (i, ("a", i))] for i in range(40)}, [(shared, i, shared) for i in range(40)]
-    plain = [sp.dumps(tensors), *(pickle.dumps(value, protocol) for protocol in (2, 4) for value in values)]
+    values = (
+        {f"k{i}": [i, (i, i + 1), "s" * (i % 30), (i, ("a", i))] for i in range(40)},
+        [(shared, i, shared) for i in range(40)],
+    )
+    plain = [
+        sp.dumps(tensors),
+        *(pickle.dumps(value, protocol) for protocol in (2, 4) for value in values),
+    ]
     flat = [pickle.dumps(objects(rng, 40), 4) for _ in range(3)]
     assert all(len(sp._OBJECT.findall(data)) > 15 for data in flat)
     refused = 0
@@ -332,20 +438,33 @@ def test_objects_have_the_effect_of_their_opcodes(seed, by_opcode):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_objects_do_not_shift_the_memo(seed, by_opcode):
-    """A nest of tuples that begins with the memo entry next after 1000 objects is found, and the entry after it is not set."""
+    """A nest of tuples that begins with the memo entry next after 1000 objects is found, and the
+    entry after it is not set.
+    """
     data = pickle.dumps(objects(random.Random(seed), 1000), 4)
     num = sum(op.name == "MEMOIZE" for op, _, _ in pickletools.genops(data))
-    nest = b")\x940" + b"".join(b"j" + u32(num + i) + b"j" + u32(num + i) + b"\x86\x940" for i in range(60))
-    for more, found in ((nest, "opcode TUPLE makes a nest"), (b"j" + u32(num) + b"0", f"reads memo {num}, which nothing")):
+    nest = b")\x940" + b"".join(
+        b"j" + u32(num + i) + b"j" + u32(num + i) + b"\x86\x940" for i in range(60)
+    )
+    for more, found in (
+        (nest, "opcode TUPLE makes a nest"),
+        (b"j" + u32(num) + b"0", f"reads memo {num}, which nothing"),
+    ):
         whole = data[:-1].replace(b"\x95" + data[3:11], b"") + more + b"."
         assert found in refusal(whole) and refusal(whole) == by_opcode(refusal, whole)
 
 
 def test_nests_by_memo_entries_are_found():
     """Else a tuple could hold the one before it, and hashing the last would take 2**60 steps."""
-    head = b"\x80\x02](" + b"".join(b"Nr" + u32(i) + b"0" for i in range(70000)) + b"cos\nsystem\n)R"
-    chain = b"".join(b"j" + u32(i) + b"j" + u32(i) + b"\x86r" + u32(i + 1) + b"0" for i in range(100, 160))
-    late = b"".join(b"j" + u32(i) + b"j" + u32(i) + b"\x86r" + u32(i + 1) + b"0" for i in range(70100, 70160))
+    head = (
+        b"\x80\x02](" + b"".join(b"Nr" + u32(i) + b"0" for i in range(70000)) + b"cos\nsystem\n)R"
+    )
+    chain = b"".join(
+        b"j" + u32(i) + b"j" + u32(i) + b"\x86r" + u32(i + 1) + b"0" for i in range(100, 160)
+    )
+    late = b"".join(
+        b"j" + u32(i) + b"j" + u32(i) + b"\x86r" + u32(i + 1) + b"0" for i in range(70100, 70160)
+    )
     for links, last in ((chain, 160), (late.replace(b"j" + u32(70100), b"j" + u32(100)), 70160)):
         with pytest.raises(PickleError, match="nest"):
             sp.loads(head + links + b"}j" + u32(last) + b"Nse.", "x")

@@ -1,4 +1,6 @@
-"""Headers of safetensors as they may lawfully be, in several files; unlawful ones are in test_bad_input.py."""
+"""Headers of safetensors as they may lawfully be, in several files; unlawful ones are in
+test_bad_input.py.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,12 @@ from mckpt.containers.entries import Entry
 
 
 def write(path: Path, nbytes: int, **tensors: Any) -> int:
-    """A file of these tensors, (dtype, shape, begin, end), in this order; the byte where its data begin."""
-    header = {name: {"dtype": t[0], "shape": t[1], "data_offsets": t[2:]} for name, t in tensors.items()}
+    """A file of these tensors, (dtype, shape, begin, end), in this order; the byte where its data
+    begin.
+    """
+    header = {
+        name: {"dtype": t[0], "shape": t[1], "data_offsets": t[2:]} for name, t in tensors.items()
+    }
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
     return 8 + len(text)
@@ -27,8 +33,16 @@ def index(directory: Path, **weight_map: str) -> None:
 
 
 def test_any_lawful_headers(tmp_path: Path) -> None:
-    """Out of the order of the data, of no bytes, of no axes, a file without tensors between two others."""
-    first = write(tmp_path / "a.safetensors", 14, late=("BF16", [3], 8, 14), early=("F32", [1, 2], 0, 8), empty=("F32", [0, 5], 8, 8))
+    """Out of the order of the data, of no bytes, of no axes, a file without tensors between two
+    others.
+    """
+    first = write(
+        tmp_path / "a.safetensors",
+        14,
+        late=("BF16", [3], 8, 14),
+        early=("F32", [1, 2], 0, 8),
+        empty=("F32", [0, 5], 8, 8),
+    )
     write(tmp_path / "b.safetensors", 0)
     last = write(tmp_path / "c.safetensors", 6, scalar=("F32", [], 0, 4), bytes=("U8", [2], 4, 6))
     found = safetensors.read([str(tmp_path / f"{name}.safetensors") for name in "abc"])
@@ -64,7 +78,9 @@ def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin:
     """What ends the file before is no tensor before it."""
     write(tmp_path / "a.safetensors", begin, one=("U8", [begin], 0, begin))
     write(tmp_path / "b.safetensors", nbytes, two=("U8", [8], begin, begin + 8))
-    with pytest.raises(mckpt.errors.SourceError, match=rf"b.safetensors: two starts at byte {begin} of the data"):
+    with pytest.raises(
+        mckpt.errors.SourceError, match=rf"b.safetensors: two starts at byte {begin} of the data"
+    ):
         safetensors.read([str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
 
 
@@ -87,9 +103,14 @@ def test_metadata_that_seem_to_end_early(tmp_path: Path) -> None:
     [
         ('{"__metadata__":{},"__metadata__":{},' + TENSOR + "}", "names '__metadata__' twice"),
         ("{" + TENSOR + "," + TENSOR + "}", "names 't' twice"),
-        ('{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,9],"data_offsets":[0,1]}}', "names 'data_offsets' twice"),
         (
-            '{"t":{"dtype":"U8","shape":[' + ",".join([str(2**62)] * 300) + '],"data_offsets":[0,1]}}',
+            '{"t":{"dtype":"U8","shape":[1],"data_offsets":[0,9],"data_offsets":[0,1]}}',
+            "names 'data_offsets' twice",
+        ),
+        (
+            '{"t":{"dtype":"U8","shape":['
+            + ",".join([str(2**62)] * 300)
+            + '],"data_offsets":[0,1]}}',
             r"takes 2\*\*62 or more bytes, and data_offsets give 1",
         ),
     ],

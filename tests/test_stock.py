@@ -1,20 +1,24 @@
-"""The stock trainer of the megatron-core wheel reads what mckpt writes, with the launch line that mckpt writes, and saves what mckpt reads.
+"""The stock trainer of the megatron-core wheel reads what mckpt writes, with the launch line that
+mckpt writes, and saves what mckpt reads.
 
-Each checkpoint of tests/tiny.py goes from Hugging Face to Megatron by mckpt, through megatron.training (tests/stock.py: its argument parser,
-model builder, loader, forward pass and saver), and back to Hugging Face by mckpt. The logits are those of transformers, and the tensors
+Each checkpoint of tests/tiny.py goes from Hugging Face to Megatron by mckpt, through
+megatron.training (tests/stock.py: its argument parser, model builder, loader, forward pass and
+saver), and back to Hugging Face by mckpt. The logits are those of transformers, and the tensors
 that come back are those of the source, bit for bit.
 
     layer spec            sizes                    families    load, save, back    logits
     local                 tp2, pp2 vpp2 / ep2, pp2   all but MLA    yes               yes
     Transformer Engine    tp2 pp2 (ep2 etp1)         all but one    yes               yes
 
-Transformer Engine is the stand-in of tests/fake_te, which has its names and a forward pass of its own: the logits say that the flags, the
-sharding and the model are right, and nothing of the real kernels. What cannot be judged on CPU:
+Transformer Engine is the stand-in of tests/fake_te, which has its names and a forward pass of its
+own: the logits say that the flags, the sharding and the model are right, and nothing of the real
+kernels. What cannot be judged on CPU:
 
 - The local spec with experts at tp > 1: megatron.training demands sequence parallelism for it, which the local norms refuse.
 - The local spec with MLA: its attention takes no head widths (`k_channels`). test_the_local_spec_cannot_build_mla is about that.
 - MLA without q LoRA (deepseek-v3-plain): with Transformer Engine, 0.19 asks for a norm that the model does not have, and mckpt refuses to
-  write for it. test_the_stock_trainer_cannot_load_mla_without_q_lora is about that. Its launch line is judged.
+  write for it. test_the_stock_trainer_cannot_load_mla_without_q_lora is about that. Its launch line
+  is judged.
 - Fused kernels: MLA rotates without --apply-rope-fusion here, after its config was checked with it. Training is not judged at all.
 """
 
@@ -40,10 +44,16 @@ from tests import tiny
 from tests.door import Pt
 from tests.judging import explain, judge, record
 
-absent = importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.training") is None
+absent = (
+    importlib.util.find_spec("megatron") is None
+    or importlib.util.find_spec("megatron.training") is None
+)
 pytestmark = [
     pytest.mark.judge,
-    pytest.mark.skipif(absent, reason="megatron.training is not installed: wheels of megatron-core have it from 0.17 on"),
+    pytest.mark.skipif(
+        absent,
+        reason="megatron.training is not installed: wheels of megatron-core have it from 0.17 on",
+    ),
     pytest.mark.filterwarnings("ignore"),  # of what torch and transformers import
 ]
 
@@ -52,7 +62,8 @@ FORMATS = ("torch_dist", "torch")
 MLA = ("deepseek-v3", "deepseek-v3-plain")
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", *MLA)
 NOT_LOADABLE = "deepseek-v3-plain"  # with Transformer Engine, from 0.19 on
-INEXACT = ["rope_factor"]  # of llama-rope-scaled: the stock trainer computes with 8, whatever --rope-scaling-factor says
+# of llama-rope-scaled: the stock trainer computes with 8, whatever --rope-scaling-factor says
+INEXACT = ["rope_factor"]
 LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10
 CONFIGS = sorted((tiny.FIXTURES / "configs").glob("*.json"))
 
@@ -62,7 +73,11 @@ def size_of(case: str, form: str, impl: str) -> dict[str, int]:
         return {"tp": 2, "pp": 2, "ep": 2, "etp": 1} if case in MOE else {"tp": 2, "pp": 2}
     if form == "torch_dist":
         return {"ep": 2, "etp": 1} if case in MOE else {"tp": 2}
-    return {"pp": 2, "vpp": 2} if case not in MOE and tiny.config(case)["num_hidden_layers"] % 4 == 0 else {"pp": 2}
+    return (
+        {"pp": 2, "vpp": 2}
+        if case not in MOE and tiny.config(case)["num_hidden_layers"] % 4 == 0
+        else {"pp": 2}
+    )
 
 
 CASES = [
@@ -82,13 +97,19 @@ def launch_line(checkpoint: Path) -> list[str]:
     """What bash makes of the megatron_args.sh of a checkpoint; megatron_args.json says the same."""
     unit = checkpoint / "release"
     script = f'. {unit / megatron_args.SHELL} && printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'
-    words = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout.splitlines()
+    words = subprocess.run(
+        ["bash", "-euc", script], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert words == flat(json.loads((unit / megatron_args.JSON).read_text()))
     return words
 
 
 def flat(flags: dict[str, Any]) -> list[str]:
-    return [word for flag, value in flags.items() for word in ([flag] if value is True else [flag, str(value)])]
+    return [
+        word
+        for flag, value in flags.items()
+        for word in ([flag] if value is True else [flag, str(value)])
+    ]
 
 
 def without(flag: str, flags: list[str]) -> list[str]:
@@ -104,18 +125,37 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sources(work: Path) -> dict[str, Path]:
-    return {case: tiny.tiny_random(case, work / "hf" / case, dtype="float32") for case in tiny.CASES}
+    return {
+        case: tiny.tiny_random(case, work / "hf" / case, dtype="float32") for case in tiny.CASES
+    }
 
 
-def convert(work: Path, sources: dict[str, Path], case: str, form: str, impl: str, megatron: str | None = None) -> dict[str, Any]:
+def convert(
+    work: Path,
+    sources: dict[str, Path],
+    case: str,
+    form: str,
+    impl: str,
+    megatron: str | None = None,
+) -> dict[str, Any]:
     """Converts by mckpt; returns the case for tests/stock.py, at the sizes of the launch line."""
     out, size = work / named(case, form, impl), Parallel(**size_of(case, form, impl))
-    wanted = {"format": form, "parallel": size, "transformer_impl": impl, "allow_inexact": INEXACT, "megatron_version": megatron}
+    wanted = {
+        "format": form,
+        "parallel": size,
+        "transformer_impl": impl,
+        "allow_inexact": INEXACT,
+        "megatron_version": megatron,
+    }
     mckpt.plan(sources[case], out, **wanted).run()
     return {
-        "name": named(case, form, impl), "world": 4 if impl == TE else 2, "flags": launch_line(out), "checkpoint": str(out),
-        "tokens": tiny.tokens(case).tolist(), "save": str(work / f"{named(case, form, impl)}-saved"),
-    }  # fmt: skip
+        "name": named(case, form, impl),
+        "world": 4 if impl == TE else 2,
+        "flags": launch_line(out),
+        "checkpoint": str(out),
+        "tokens": tiny.tokens(case).tolist(),
+        "save": str(work / f"{named(case, form, impl)}-saved"),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -129,16 +169,44 @@ def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
     seeded = {"save": None, "tokens": tiny.tokens("qwen3").tolist()}
     for form in FORMATS:
         whole = by_name[named("qwen3", form, TE)] | seeded
-        te.append(whole | {"name": f"dropped-flag-{form}", "flags": without("--qk-layernorm", whole["flags"])})
-        te.append(whole | {"name": f"renamed-key-{form}", "checkpoint": str(renamed(Path(whole["checkpoint"]), form, work))})
+        te.append(
+            whole
+            | {
+                "name": f"dropped-flag-{form}",
+                "flags": without("--qk-layernorm", whole["flags"]),
+            }
+        )
+        te.append(
+            whole
+            | {
+                "name": f"renamed-key-{form}",
+                "checkpoint": str(renamed(Path(whole["checkpoint"]), form, work)),
+            }
+        )
     parsed = {"checkpoint": None, "world": 4}
     flags = by_name[named("qwen3", "torch_dist", TE)]["flags"]
-    te.append({"name": "appended", "flags": [*flags, "--seq-length", "64", "--max-position-embeddings", "1024"], **parsed})
+    te.append(
+        {
+            "name": "appended",
+            "flags": [*flags, "--seq-length", "64", "--max-position-embeddings", "1024"],
+            **parsed,
+        }
+    )
     plain = by_name[named(NOT_LOADABLE, "torch", TE)]["flags"]
     te.append({"name": "plain-rope", "flags": plain, **parsed})
     te.append({"name": "fused-rope", "flags": without("--no-rope-fusion", plain), **parsed})
-    te += [{"name": f"config-{path.stem}", "flags": flat(published(path).flags), "checkpoint": None, "world": 8} for path in CONFIGS]
-    return judge(local, 2, work / "local", program="stock.py") | judge(te, 4, work / "te", fake_te=True, program="stock.py")
+    te += [
+        {
+            "name": f"config-{path.stem}",
+            "flags": flat(published(path).flags),
+            "checkpoint": None,
+            "world": 8,
+        }
+        for path in CONFIGS
+    ]
+    return judge(local, 2, work / "local", program="stock.py") | judge(
+        te, 4, work / "te", fake_te=True, program="stock.py"
+    )
 
 
 def published(path: Path) -> megatron_args.Launch:
@@ -157,7 +225,11 @@ def renamed(checkpoint: Path, form: str, work: Path) -> Path:
     shutil.copytree(checkpoint, out)
     old, new = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
     if form == "torch":
-        paths = [path for path in out.glob("release/mp_rank_*/model_optim_rng.pt") if old in Pt(path).value["model"]]
+        paths = [
+            path
+            for path in out.glob("release/mp_rank_*/model_optim_rng.pt")
+            if old in Pt(path).value["model"]
+        ]
         assert paths
         for path in paths:
             file = Pt(path)
@@ -168,35 +240,57 @@ def renamed(checkpoint: Path, form: str, work: Path) -> Path:
     metadata = pickle.loads(path.read_bytes())
     metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)
     for index in [index for index in metadata.storage_data if index.fqn == old]:
-        metadata.storage_data[type(index)(new, index.offset, index.index)] = metadata.storage_data.pop(index)
+        metadata.storage_data[type(index)(new, index.offset, index.index)] = (
+            metadata.storage_data.pop(index)
+        )
     path.write_bytes(pickle.dumps(metadata))
     return out
 
 
 @pytest.fixture(scope="module")
 def references(work: Path, sources: dict[str, Path]) -> dict[str, np.ndarray]:
-    """transformers' logits of each source, computed as the stock trainer will: llama-rope-scaled with a factor of 8."""
+    """transformers' logits of each source, computed as the stock trainer will: llama-rope-scaled
+    with a factor of 8.
+    """
     scaling = {**tiny.config("llama-rope-scaled")["rope_scaling"], "factor": 8.0}
-    stock = tiny.tiny_random("llama-rope-scaled", work / "hf" / "factor-8", dtype="float32", rope_scaling=scaling)
+    stock = tiny.tiny_random(
+        "llama-rope-scaled", work / "hf" / "factor-8", dtype="float32", rope_scaling=scaling
+    )
     used = sources | {"llama-rope-scaled": stock}
-    return {case: tiny.hf_logits(used[case], tiny.tokens(case)) for case in tiny.CASES if case != NOT_LOADABLE}
+    return {
+        case: tiny.hf_logits(used[case], tiny.tokens(case))
+        for case in tiny.CASES
+        if case != NOT_LOADABLE
+    }
 
 
 @pytest.mark.parametrize(("case", "form", "impl"), CASES, ids=[named(*one) for one in CASES])
 def test_the_stock_trainer_computes_what_transformers_does(
-    case: str, form: str, impl: str, results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
+    case: str,
+    form: str,
+    impl: str,
+    results: dict[str, dict[str, Any]],
+    references: dict[str, np.ndarray],
 ) -> None:
     result = results[named(case, form, impl)]
     assert result["ok"], explain(result)
     apart = np.abs(result["logits"] - references[case]).max()
     assert apart < LOGITS_ATOL
-    sizes = f"{mckpt.Parallel(**size_of(case, form, impl))} ({'names of Transformer Engine' if impl == TE else 'local'})"
+    sizes = (
+        f"{mckpt.Parallel(**size_of(case, form, impl))}"
+        f" ({'names of Transformer Engine' if impl == TE else 'local'})"
+    )
     record("stock trainer", case, form, sizes, apart, np.abs(references[case]).max())
 
 
 @pytest.mark.parametrize(("case", "form", "impl"), CASES, ids=[named(*one) for one in CASES])
 def test_what_the_stock_trainer_saves_comes_back_bit_for_bit(
-    case: str, form: str, impl: str, work: Path, sources: dict[str, Path], results: dict[str, dict[str, Any]]
+    case: str,
+    form: str,
+    impl: str,
+    work: Path,
+    sources: dict[str, Path],
+    results: dict[str, dict[str, Any]],
 ) -> None:
     from safetensors.numpy import load_file
 
@@ -204,21 +298,32 @@ def test_what_the_stock_trainer_saves_comes_back_bit_for_bit(
     saved, out = work / f"{named(case, form, impl)}-saved", work / f"{named(case, form, impl)}-back"
     assert mckpt.open(saved).format == form
     mckpt.plan(saved, out, format="hf", allow_inexact=INEXACT).run(check_replicas=True)
-    back = {name: array for path in out.glob("*.safetensors") for name, array in load_file(path).items()}
+    back = {
+        name: array for path in out.glob("*.safetensors") for name, array in load_file(path).items()
+    }
     wanted = tiny.tensors(tiny.config(case), "float32")
     assert back.keys() == wanted.keys()
-    assert [name for name in wanted if back[name].dtype != wanted[name].dtype or back[name].tobytes() != wanted[name].tobytes()] == []
+    assert [
+        name
+        for name in wanted
+        if back[name].dtype != wanted[name].dtype or back[name].tobytes() != wanted[name].tobytes()
+    ] == []
     assert [back[name].shape for name in wanted] == [array.shape for array in wanted.values()]
-    assert mckpt.open(out).dims == mckpt.open(sources[case]).dims  # config.json, made of the stock trainer's own args
+    # config.json, made of the stock trainer's own args
+    assert mckpt.open(out).dims == mckpt.open(sources[case]).dims
 
 
 def test_the_stock_trainer_ignores_the_rope_factor(
     sources: dict[str, Path], results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
 ) -> None:
-    """What mckpt asks about (`inexact`) is so: computed with the source's own factor, the logits differ."""
+    """What mckpt asks about (`inexact`) is so: computed with the source's own factor, the logits
+    differ.
+    """
     case = "llama-rope-scaled"
     own = tiny.hf_logits(sources[case], tiny.tokens(case))
-    assert np.abs(own - results[named(case, "torch_dist", LOCAL)]["logits"]).max() > 100 * LOGITS_ATOL
+    assert (
+        np.abs(own - results[named(case, "torch_dist", LOCAL)]["logits"]).max() > 100 * LOGITS_ATOL
+    )
 
 
 def test_the_local_spec_cannot_build_mla(results: dict[str, dict[str, Any]]) -> None:
@@ -226,12 +331,18 @@ def test_the_local_spec_cannot_build_mla(results: dict[str, dict[str, Any]]) -> 
     assert "unexpected keyword argument 'k_channels'" in explain(result)
 
 
-def test_the_stock_trainer_cannot_load_mla_without_q_lora(sources: dict[str, Path], work: Path, results: dict[str, dict[str, Any]]) -> None:
-    """What mckpt refuses is so: the checkpoint that it writes for 0.18 lacks the weight that it names."""
+def test_the_stock_trainer_cannot_load_mla_without_q_lora(
+    sources: dict[str, Path], work: Path, results: dict[str, dict[str, Any]]
+) -> None:
+    """What mckpt refuses is so: the checkpoint that it writes for 0.18 lacks the weight that it
+    names.
+    """
     with pytest.raises(mckpt.errors.MckptError, match=r"linear_q_proj\.layer_norm_weight"):
         mckpt.plan(sources[NOT_LOADABLE], work / "nowhere")
     if version("megatron-core") >= "0.19":
-        assert "linear_q_proj.layer_norm_weight" in explain(results[named(NOT_LOADABLE, "torch", TE)])
+        assert "linear_q_proj.layer_norm_weight" in explain(
+            results[named(NOT_LOADABLE, "torch", TE)]
+        )
 
 
 def test_a_flag_behind_the_launch_line_wins(results: dict[str, dict[str, Any]]) -> None:
@@ -241,21 +352,30 @@ def test_a_flag_behind_the_launch_line_wins(results: dict[str, dict[str, Any]]) 
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=[path.stem for path in CONFIGS])
-def test_the_launch_line_of_a_published_model_is_accepted(path: Path, results: dict[str, dict[str, Any]]) -> None:
+def test_the_launch_line_of_a_published_model_is_accepted(
+    path: Path, results: dict[str, dict[str, Any]]
+) -> None:
     result = results[f"config-{path.stem}"]
     assert result["ok"], explain(result)
     most = json.loads(path.read_text())["max_position_embeddings"]
-    assert (result["args"]["seq_length"], result["args"]["max_position_embeddings"]) == (min(most, 4096), most)
+    assert (result["args"]["seq_length"], result["args"]["max_position_embeddings"]) == (
+        min(most, 4096),
+        most,
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- the judge can fail
+# ------------------------------------------------------------------------------- the judge can fail
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_flag_that_is_dropped_is_noticed(form: str, results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]) -> None:
+def test_a_flag_that_is_dropped_is_noticed(
+    form: str, results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
+) -> None:
     result = results[f"dropped-flag-{form}"]
     if form == "torch":
-        assert "tries again with strict=False" in explain(result) and "q_layernorm" in explain(result)
+        assert "tries again with strict=False" in explain(result) and "q_layernorm" in explain(
+            result
+        )
     else:  # keys that no parameter asks for are not read
         assert np.abs(result["logits"] - references["qwen3"]).max() > 100 * LOGITS_ATOL
 
@@ -265,6 +385,8 @@ def test_a_renamed_key_is_noticed(form: str, results: dict[str, dict[str, Any]])
     assert "decoder.final_layernorm.weight" in explain(results[f"renamed-key-{form}"])
 
 
-def test_mla_with_plain_rope_needs_the_flag_that_mckpt_writes(results: dict[str, dict[str, Any]]) -> None:
+def test_mla_with_plain_rope_needs_the_flag_that_mckpt_writes(
+    results: dict[str, dict[str, Any]],
+) -> None:
     assert results["plain-rope"]["ok"], explain(results["plain-rope"])
     assert "apply_rope_fusion for MLA only works with YARN RoPE" in explain(results["fused-rope"])

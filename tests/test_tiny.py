@@ -1,4 +1,6 @@
-"""The tiny checkpoints: as transformers saves them, and such that every tensor, size and hyperparameter can be seen in the logits."""
+"""The tiny checkpoints: as transformers saves them, and such that every tensor, size and
+hyperparameter can be seen in the logits.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.make_fixture import CHAT_TEMPLATE, MERGES, SPECIAL, TINY_QWEN3, V5, byte_letters, write_tiny_qwen3
+from tests.make_fixture import (
+    CHAT_TEMPLATE,
+    MERGES,
+    SPECIAL,
+    TINY_QWEN3,
+    V5,
+    byte_letters,
+    write_tiny_qwen3,
+)
 from tests.tiny import (
     CASES,
     FIXTURES,
@@ -55,27 +65,36 @@ def few(case: str) -> np.ndarray:
 
 
 def in_memory(c: Config) -> Any:
-    """A transformers model of a config.json's content, never on disk; its values are transformers' own."""
+    """A transformers model of a config.json's content, never on disk; its values are transformers'
+    own.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.for_model(**c)
-    return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_config(
+        settings, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def fill(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
     """Copy tensors, by their names on disk, into a model.
 
-    In memory transformers 5 stacks the experts, [experts, gate|up, hidden] and [experts, hidden, ffn], and calls Mixtral's block mlp.
+    In memory transformers 5 stacks the experts, [experts, gate|up, hidden] and [experts, hidden,
+    ffn], and calls Mixtral's block mlp.
     """
     import torch
 
     state = model.state_dict()
     with torch.no_grad():
         for name, array in arrays.items():
-            if found := re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name):
+            if found := re.fullmatch(
+                r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name
+            ):
                 at, expert, part = found[1], int(found[2]), PARTS.get(found[3], found[3])
-                stack = state[f"{at}.mlp.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"][expert]
+                stack = state[
+                    f"{at}.mlp.experts.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"
+                ][expert]
                 target = stack if part == "down_proj" else stack.chunk(2)[part == "up_proj"]
             else:
                 target = state[name.replace(".block_sparse_moe.", ".mlp.")]
@@ -84,13 +103,17 @@ def fill(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def decoder(c: Config) -> dict[str, np.ndarray]:
-    """The tensors without those of multi-token prediction, of which transformers computes nothing."""
+    """The tensors without those of multi-token prediction, of which transformers
+    computes nothing.
+    """
     arrays = tensors(c)
     return {name: arrays[name] for name in decoder_only(c, arrays)}
 
 
 def computed(case: str, ids: np.ndarray, **settings: Any) -> np.ndarray:
-    """The logits of the case, with other settings in config.json if any, from a model that was never on disk."""
+    """The logits of the case, with other settings in config.json if any, from a model that was
+    never on disk.
+    """
     model = in_memory({**config(case), **settings})
     fill(model, decoder(config(case)))
     return logits(model, ids)
@@ -111,18 +134,24 @@ def change(a: np.ndarray, b: np.ndarray) -> float:
 def test_logits(case: str, tmp_path: Path) -> None:
     tiny_random(case, tmp_path / "a")
     found = hf_logits(tmp_path / "a", few(case))
-    assert found.dtype == np.float32 and found.shape == (*few(case).shape, config(case)["vocab_size"])
+    assert found.dtype == np.float32 and found.shape == (
+        *few(case).shape,
+        config(case)["vocab_size"],
+    )
     assert np.isfinite(found).all() and 0.5 < found.std() < 5 and np.abs(found).max() < 30
     assert found.std(axis=1).mean() > 0.5, "the logits hardly depend on the tokens"
     assert len(set(found.argmax(-1).ravel())) > 20
-    assert np.array_equal(found, reference(case)), "the file gives another model than the same tensors in memory"
+    assert np.array_equal(found, reference(case)), (
+        "the file gives another model than the same tensors in memory"
+    )
     other = hf_logits(tiny_random(case, tmp_path / "b", seed=1), few(case))
     assert change(found, other) > 0.5
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tiny_random_is_what_transformers_saves(case: str, tmp_path: Path) -> None:
-    none = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config(case) else {}  # transformers would not save them
+    # transformers would not save them
+    none = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config(case) else {}
     tiny(case, tmp_path / "saved", **none)
     tiny_random(case, tmp_path / "written", **none)
     files = sorted(path.name for path in (tmp_path / "saved").iterdir())
@@ -135,11 +164,17 @@ def test_tiny_random_is_what_transformers_saves(case: str, tmp_path: Path) -> No
         "tokenizer_config.json",
     ]
     for file in files:
-        assert (tmp_path / "saved" / file).read_bytes() == (tmp_path / "written" / file).read_bytes(), file
+        assert (tmp_path / "saved" / file).read_bytes() == (
+            tmp_path / "written" / file
+        ).read_bytes(), file
 
 
 def test_names_by_hand() -> None:
-    qwen2, mixtral, tied = shapes(config("qwen2")), shapes(config("mixtral")), shapes(config("llama-tied"))
+    qwen2, mixtral, tied = (
+        shapes(config("qwen2")),
+        shapes(config("mixtral")),
+        shapes(config("llama-tied")),
+    )
     assert qwen2["model.layers.3.self_attn.k_proj.bias"] == (32,)  # 2 groups of 16
     assert mixtral["model.layers.3.block_sparse_moe.experts.15.w2.weight"] == (72, 96)
     assert "lm_head.weight" in qwen2 and "lm_head.weight" not in tied
@@ -148,7 +183,9 @@ def test_names_by_hand() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_seen(case: str) -> None:
-    """Other values for all tensors of one kind in the last layer, or two kinds exchanged, must move the logits."""
+    """Other values for all tensors of one kind in the last layer, or two kinds exchanged, must move
+    the logits.
+    """
     c = config(case)
     arrays = decoder(c)
     last = f".{c['num_hidden_layers'] - 1}."
@@ -158,25 +195,39 @@ def test_every_tensor_is_seen(case: str) -> None:
             kinds.setdefault(re.sub(r"\d+", "N", name), []).append(name)
     edits: dict[str, dict[str, np.ndarray]] = {}
     for kind, names in kinds.items():
-        edits[kind] = {name: values(name, arrays[name].shape, seed=1).astype(arrays[name].dtype) for name in names}
-    for one, two in [("k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_norm", "k_norm"), ("input_", "post_attention_")]:
+        edits[kind] = {
+            name: values(name, arrays[name].shape, seed=1).astype(arrays[name].dtype)
+            for name in names
+        }
+    for one, two in [
+        ("k_proj", "v_proj"),
+        ("gate_proj", "up_proj"),
+        ("w1", "w3"),
+        ("q_norm", "k_norm"),
+        ("input_", "post_attention_"),
+    ]:
         pairs = [(n, n.replace(one, two)) for names in kinds.values() for n in names if one in n]
         if pairs:
-            edits[f"{one} and {two}"] = {a: arrays[b] for pair in pairs for a, b in (pair, pair[::-1])}
+            edits[f"{one} and {two}"] = {
+                a: arrays[b] for pair in pairs for a, b in (pair, pair[::-1])
+            }
     model = in_memory(c)
     fill(model, arrays)
     for edit, new in edits.items():
         fill(model, new)
         moved = change(reference(case), logits(model, few(case)))
         fill(model, {name: arrays[name] for name in new})
-        assert moved > 0.02, f"{case}: {edit} changes the logits by {moved:.4f} standard deviations only"
+        assert moved > 0.02, (
+            f"{case}: {edit} changes the logits by {moved:.4f} standard deviations only"
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_hyperparameter_is_seen(case: str) -> None:
     c = config(case)
     edits: list[dict[str, Any]] = [{"rope_theta": 10000.0}, {"rope_theta": 1000000.0}]
-    if c["model_type"] == "deepseek_v3":  # of which transformers knows but one epsilon, too small to be seen
+    # of which transformers knows but one epsilon, too small to be seen
+    if c["model_type"] == "deepseek_v3":
         edits += [{"routed_scaling_factor": 2.0}, {"n_group": 8, "topk_group": 3}]
     else:
         edits += [{"rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-5}]
@@ -188,20 +239,30 @@ def test_every_hyperparameter_is_seen(case: str) -> None:
         if all(c[key] == value for key, value in edit.items()):
             continue
         moved = change(reference(case), computed(case, few(case), **edit))
-        assert moved > 0.01, f"{case}: {edit} changes the logits by {moved:.4f} standard deviations only"
+        assert moved > 0.01, (
+            f"{case}: {edit} changes the logits by {moved:.4f} standard deviations only"
+        )
 
 
 def test_rope_scaling_is_seen() -> None:
     case = "llama-rope-scaled"
     scaling = config(case)["rope_scaling"]
     # what megatron-core has as constants
-    assert (scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["original_max_position_embeddings"]) == (1, 4, 8192)
+    assert (
+        scaling["low_freq_factor"],
+        scaling["high_freq_factor"],
+        scaling["original_max_position_embeddings"],
+    ) == (1, 4, 8192)
     found = computed(case, tokens(case))
     assert change(found, computed(case, tokens(case), rope_scaling=None)) > 0.08
-    assert change(found, computed(case, tokens(case), rope_scaling={**scaling, "factor": 8.0})) > 0.03, "8 is megatron-core's default"
+    assert (
+        change(found, computed(case, tokens(case), rope_scaling={**scaling, "factor": 8.0})) > 0.03
+    ), "8 is megatron-core's default"
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3", "deepseek-v3-plain", "mixtral", "qwen3-moe", "qwen3-moe-raw"])
+@pytest.mark.parametrize(
+    "case", ["deepseek-v3", "deepseek-v3-plain", "mixtral", "qwen3-moe", "qwen3-moe-raw"]
+)
 def test_every_expert_is_hit(case: str, tmp_path: Path) -> None:
     model = load(tiny_random(case, tmp_path))
     chosen: list[np.ndarray] = []
@@ -213,7 +274,11 @@ def test_every_expert_is_hit(case: str, tmp_path: Path) -> None:
     for layer in model.model.layers[dense:]:
         layer.mlp.gate.register_forward_hook(router)
     logits(model, few(case))  # so that they are hit by any longer input too
-    experts = next(config(case)[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config(case))
+    experts = next(
+        config(case)[key]
+        for key in ("num_experts", "num_local_experts", "n_routed_experts")
+        if key in config(case)
+    )
     assert len(chosen) == config(case)["num_hidden_layers"] - dense
     for layer, indices in enumerate(chosen):
         assert set(indices.ravel().tolist()) == set(range(experts)), f"layer {layer}"
@@ -222,12 +287,37 @@ def test_every_expert_is_hit(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_sizes_differ(case: str) -> None:
     c = config(case)
-    keys = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size")
+    keys = (
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "hidden_size",
+        "intermediate_size",
+        "vocab_size",
+    )
     sizes = {key: c[key] for key in keys}
-    sizes |= {k: c[k] for k in ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size") if k in c}
+    sizes |= {
+        k: c[k]
+        for k in (
+            "num_experts",
+            "num_local_experts",
+            "num_experts_per_tok",
+            "moe_intermediate_size",
+        )
+        if k in c
+    }
     if c["model_type"] == "deepseek_v3":
-        latent = ("n_routed_experts", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        sizes = {k: v for k, v in sizes.items() if k != "num_key_value_heads"} | {k: c[k] for k in latent}
+        latent = (
+            "n_routed_experts",
+            "q_lora_rank",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        )
+        sizes = {k: v for k, v in sizes.items() if k != "num_key_value_heads"} | {
+            k: c[k] for k in latent
+        }
         assert len(set(sizes.values())) == len(sizes), sizes
         return
     sizes["head_dim"] = head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
@@ -237,14 +327,24 @@ def test_sizes_differ(case: str) -> None:
         sizes["q rows"] = c["num_attention_heads"] * head_dim
     assert len(set(sizes.values())) == len(sizes), sizes
     assert c["vocab_size"] % 2 == 1
-    for key in ("num_attention_heads", "intermediate_size", "num_experts", "num_local_experts", "moe_intermediate_size"):
+    for key in (
+        "num_attention_heads",
+        "intermediate_size",
+        "num_experts",
+        "num_local_experts",
+        "moe_intermediate_size",
+    ):
         assert c.get(key, 0) % 4 == 0, key
 
 
 def test_what_is_covered() -> None:
     every = [config(case) for case in CASES]
     assert {c["model_type"] for c in every} == FAMILIES
-    assert {c["model_type"] for c in every if c["tie_word_embeddings"]} == {"llama", "qwen2", "qwen3"}
+    assert {c["model_type"] for c in every if c["tie_word_embeddings"]} == {
+        "llama",
+        "qwen2",
+        "qwen3",
+    }
     assert {c["num_hidden_layers"] for c in every} == {4, 6}
     assert {c["num_key_value_heads"] for c in every} == {2, 4, 8}
 
@@ -253,7 +353,9 @@ def test_what_is_covered() -> None:
 def test_dtypes(dtype: str, tmp_path: Path) -> None:
     tiny("qwen2", tmp_path / "saved", dtype)
     tiny_random("qwen2", tmp_path / "written", dtype)
-    assert (tmp_path / "saved/model.safetensors").read_bytes() == (tmp_path / "written/model.safetensors").read_bytes()
+    assert (tmp_path / "saved/model.safetensors").read_bytes() == (
+        tmp_path / "written/model.safetensors"
+    ).read_bytes()
     assert json.loads((tmp_path / "saved/config.json").read_text())["torch_dtype"] == dtype
 
 
@@ -272,11 +374,22 @@ def test_shards_and_bin_and_v5(case: str, tmp_path: Path) -> None:
     for name, stem in [("saved", "model"), ("written", "model"), ("bins", "pytorch_model")]:
         files = {path.name for path in (tmp_path / name).iterdir() if "-of-" in path.name}
         index = json.loads(next((tmp_path / name).glob(f"{stem}.*.index.json")).read_text())
-        assert len(files) >= 3 and set(index["weight_map"].values()) == files and index["metadata"]["total_size"] == size
+        assert (
+            len(files) >= 3
+            and set(index["weight_map"].values()) == files
+            and index["metadata"]["total_size"] == size
+        )
         assert set(index["weight_map"]) == set(shapes(config(case)))
-    assert not list((tmp_path / "bin").glob("*.safetensors*")) and (tmp_path / "bin/pytorch_model.bin").exists()
+    assert (
+        not list((tmp_path / "bin").glob("*.safetensors*"))
+        and (tmp_path / "bin/pytorch_model.bin").exists()
+    )
     keys = set(json.loads((tmp_path / "v5/config.json").read_text()))
-    assert {"rope_parameters", "dtype"} <= keys and not {"rope_theta", "rope_scaling", "torch_dtype"} & keys
+    assert {"rope_parameters", "dtype"} <= keys and not {
+        "rope_theta",
+        "rope_scaling",
+        "torch_dtype",
+    } & keys
 
 
 def test_loading_is_strict(tmp_path: Path) -> None:
@@ -286,13 +399,23 @@ def test_loading_is_strict(tmp_path: Path) -> None:
     write_weights(tmp_path, arrays)
     with pytest.raises(AssertionError, match="missing"):
         load(tmp_path)
-    write_weights(tmp_path, {**arrays, "model.layers.1.self_attn.q_norm.weight": norm, "model.layers.1.self_attn.q_proj.bias": norm})
+    write_weights(
+        tmp_path,
+        {
+            **arrays,
+            "model.layers.1.self_attn.q_norm.weight": norm,
+            "model.layers.1.self_attn.q_proj.bias": norm,
+        },
+    )
     with pytest.raises(AssertionError, match="unexpected"):
         load(tmp_path)
 
 
 def test_tiny_random_needs_no_torch(tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from tests.tiny import tiny_random; tiny_random('mistral', Path(sys.argv[1]))"
+    code = (
+        "import sys; from pathlib import Path; from tests.tiny import tiny_random;"
+        " tiny_random('mistral', Path(sys.argv[1]))"
+    )
     code += "; assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=FIXTURES.parent)
 
@@ -305,28 +428,57 @@ def test_published_configs(name: str) -> None:
 
     c = json.loads((FIXTURES / "configs" / f"{name}.json").read_text())
     assert "torch_dtype" in c and "rope_parameters" not in c
-    kind = "deepseek_v3" if c["model_type"] == "kimi_k2" else c["model_type"]  # transformers has its model, but not under this name
+    # transformers has its model, but not under this name
+    kind = "deepseek_v3" if c["model_type"] == "kimi_k2" else c["model_type"]
     assert kind in FAMILIES
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**c, "model_type": kind}))
     whole = shapes(c)
     table = {key: whole[key] for key in decoder_only(c, whole)}
-    biases = [tensor for key, tensor in model.named_buffers() if key.endswith("e_score_correction_bias")]
-    assert sum(tensor.numel() for tensor in [*model.parameters(), *biases]) == sum(int(np.prod(shape)) for shape in table.values())
+    biases = [
+        tensor for key, tensor in model.named_buffers() if key.endswith("e_score_correction_bias")
+    ]
+    assert sum(tensor.numel() for tensor in [*model.parameters(), *biases]) == sum(
+        int(np.prod(shape)) for shape in table.values()
+    )
     for key, tensor in model.state_dict().items():
         if ".experts." not in key and not (key == "lm_head.weight" and c["tie_word_embeddings"]):
-            assert table[key.replace(".mlp.gate.", ".block_sparse_moe.gate.") if c["model_type"] == "mixtral" else key] == tensor.shape
+            assert (
+                table[
+                    (
+                        key.replace(".mlp.gate.", ".block_sparse_moe.gate.")
+                        if c["model_type"] == "mixtral"
+                        else key
+                    )
+                ]
+                == tensor.shape
+            )
 
 
 def test_published_sizes() -> None:
     """Total parameters, as the model cards say."""
     billions = {
-        "llama-2-7b": 6.74, "llama-3.1-8b": 8.03, "llama-3.2-1b": 1.24, "llama-3.3-70b": 70.55, "mistral-7b-v0.1": 7.24,
-        "deepseek-v3": 684.49, "kimi-k2": 1026.41,
-        "mistral-7b-v0.3": 7.25, "mistral-nemo": 12.25, "mixtral-8x22b": 140.62, "mixtral-8x7b": 46.70, "qwen2-0.5b": 0.49,
-        "qwen2-7b": 7.62, "qwen2.5-72b": 72.71, "qwen2.5-7b-instruct": 7.62, "qwen3-0.6b": 0.60, "qwen3-235b-a22b": 235.09,
-        "qwen3-30b-a3b": 30.53, "qwen3-32b": 32.76, "qwen3-8b": 8.19,
-    }  # fmt: skip
+        "llama-2-7b": 6.74,
+        "llama-3.1-8b": 8.03,
+        "llama-3.2-1b": 1.24,
+        "llama-3.3-70b": 70.55,
+        "mistral-7b-v0.1": 7.24,
+        "deepseek-v3": 684.49,
+        "kimi-k2": 1026.41,
+        "mistral-7b-v0.3": 7.25,
+        "mistral-nemo": 12.25,
+        "mixtral-8x22b": 140.62,
+        "mixtral-8x7b": 46.70,
+        "qwen2-0.5b": 0.49,
+        "qwen2-7b": 7.62,
+        "qwen2.5-72b": 72.71,
+        "qwen2.5-7b-instruct": 7.62,
+        "qwen3-0.6b": 0.60,
+        "qwen3-235b-a22b": 235.09,
+        "qwen3-30b-a3b": 30.53,
+        "qwen3-32b": 32.76,
+        "qwen3-8b": 8.19,
+    }
     found = {}
     for name in PUBLISHED:
         table = shapes(json.loads((FIXTURES / "configs" / f"{name}.json").read_text()))
@@ -340,21 +492,32 @@ def test_v5_configs(name: str) -> None:
     from transformers import AutoConfig
 
     path = FIXTURES / "configs" / "v5" / f"{name}.json"
-    old, new = (AutoConfig.from_pretrained(p).to_dict() for p in (FIXTURES / "configs" / f"{name}.json", path))
+    old, new = (
+        AutoConfig.from_pretrained(p).to_dict()
+        for p in (FIXTURES / "configs" / f"{name}.json", path)
+    )
     for key in ("transformers_version", "_name_or_path"):
         old.pop(key), new.pop(key)
     assert old == new
     written = json.loads(path.read_text())
-    assert {"rope_parameters", "dtype"} <= set(written) and not {"rope_theta", "rope_scaling", "torch_dtype"} & set(written)
+    assert {"rope_parameters", "dtype"} <= set(written) and not {
+        "rope_theta",
+        "rope_scaling",
+        "torch_dtype",
+    } & set(written)
 
 
 def test_shipped_model(tmp_path: Path) -> None:
-    """fixtures/tiny-qwen3 is what `python -m tests.make_fixture` makes, and transformers and tokenizers read it."""
+    """fixtures/tiny-qwen3 is what `python -m tests.make_fixture` makes, and transformers and
+    tokenizers read it.
+    """
     from transformers import AutoTokenizer
 
     shipped = FIXTURES / "tiny-qwen3"
     write_tiny_qwen3(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in shipped.iterdir())
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        path.name for path in shipped.iterdir()
+    )
     for path in tmp_path.iterdir():
         assert path.read_bytes() == (shipped / path.name).read_bytes(), path.name
     assert sum(path.stat().st_size for path in shipped.iterdir()) < 300_000
@@ -364,9 +527,14 @@ def test_shipped_model(tmp_path: Path) -> None:
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text and 256 + MERGES.index("Ġ the") in ids
     assert len(tokenizer) == 256 + len(MERGES) + len(SPECIAL) < TINY_QWEN3["vocab_size"]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (TINY_QWEN3["bos_token_id"], TINY_QWEN3["eos_token_id"])
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (
+        TINY_QWEN3["bos_token_id"],
+        TINY_QWEN3["eos_token_id"],
+    )
     assert tokenizer.chat_template == CHAT_TEMPLATE
-    chat = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
+    chat = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
     assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert len(set(byte_letters())) == 256
 
@@ -376,16 +544,32 @@ def test_shipped_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "config_class"),
-    [("llama", "LlamaConfig"), ("mistral", "MistralConfig"), ("qwen2", "Qwen2Config"), ("qwen3", "Qwen3Config"), ("mixtral", "MixtralConfig"),
-     ("qwen3_moe", "Qwen3MoeConfig")],
-)  # fmt: skip
-def test_a_key_that_is_absent_means_what_transformers_takes_it_for(family: str, config_class: str) -> None:
-    """The defaults of a family file against those of the config class: a published config.json leaves keys out."""
+    [
+        ("llama", "LlamaConfig"),
+        ("mistral", "MistralConfig"),
+        ("qwen2", "Qwen2Config"),
+        ("qwen3", "Qwen3Config"),
+        ("mixtral", "MixtralConfig"),
+        ("qwen3_moe", "Qwen3MoeConfig"),
+    ],
+)
+def test_a_key_that_is_absent_means_what_transformers_takes_it_for(
+    family: str, config_class: str
+) -> None:
+    """The defaults of a family file against those of the config class: a published config.json
+    leaves keys out.
+    """
     import transformers
 
     from mckpt import mapping
 
-    needed = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "intermediate_size")
+    needed = (
+        "num_hidden_layers",
+        "hidden_size",
+        "vocab_size",
+        "num_attention_heads",
+        "intermediate_size",
+    )
     known = getattr(transformers, config_class)()
     dims = mapping.load("hf", family).read({key: getattr(known, key) for key in needed})
     rope = known.rope_parameters
@@ -395,11 +579,20 @@ def test_a_key_that_is_absent_means_what_transformers_takes_it_for(family: str, 
         "norm_eps": known.rms_norm_eps,
         "rope_theta": rope["rope_theta"],
         "tied": known.tie_word_embeddings,
-        "sliding_window": known.sliding_window if getattr(known, "use_sliding_window", True) and hasattr(known, "sliding_window") else None,
-        "head_dim": getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads,
+        "sliding_window": (
+            known.sliding_window
+            if getattr(known, "use_sliding_window", True) and hasattr(known, "sliding_window")
+            else None
+        ),
+        "head_dim": (
+            getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
+        ),
     }
     if family in ("mixtral", "qwen3_moe"):
         said |= {"experts_per_token": known.num_experts_per_tok}
     if family == "qwen3_moe":
-        said |= {"expert_ffn_size": known.moe_intermediate_size, "normalize_topk": known.norm_topk_prob}
+        said |= {
+            "expert_ffn_size": known.moe_intermediate_size,
+            "normalize_topk": known.norm_topk_prob,
+        }
     assert {name: dims[name] for name in said} == said

@@ -1,4 +1,6 @@
-"""The container of torch.save and the metadata of torch_dist, against torch's own writer and readers."""
+"""The container of torch.save and the metadata of torch_dist, against torch's own writer and
+readers.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def sample():
     return {
         "args": argparse.Namespace(a=1, dtype=torch.bfloat16, name="modèle"),
         "model": OrderedDict(
-            w=base, half=base.half(), b=base.bfloat16(), f8=base.to(torch.float8_e4m3fn), empty=torch.zeros(0), one=torch.tensor(3)
+            w=base,
+            half=base.half(),
+            b=base.bfloat16(),
+            f8=base.to(torch.float8_e4m3fn),
+            empty=torch.zeros(0),
+            one=torch.tensor(3),
         ),
         "view": base.t()[1:, 2:],
         "local._extra_state": None,
@@ -89,25 +96,35 @@ def test_torch_loads_it(saved, mmap):
         got = torch.load(saved, weights_only=True, mmap=mmap)
     want = sample()
     assert vars(got["args"]) == vars(want["args"]) and torch.equal(got["view"], want["view"])
-    assert all(torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
-               for a, b in zip(got["model"].values(), want["model"].values(), strict=True))  # fmt: skip
-    assert got["view"].untyped_storage().data_ptr() == got["model"]["w"].untyped_storage().data_ptr()
+    assert all(
+        torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
+        for a, b in zip(got["model"].values(), want["model"].values(), strict=True)
+    )
+    assert (
+        got["view"].untyped_storage().data_ptr() == got["model"]["w"].untyped_storage().data_ptr()
+    )
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1 << 20, (1 << 32) - 1, 1 << 32, 5 << 30])
 def test_layout_of_any_size(tmp_path, numel):
     """Against torch's skip_data; past 4 GiB both files are sparse."""
     path = tmp_path / "big.pt"
-    value = {"a": torch.empty(numel, dtype=torch.uint8, device="meta"), "b": torch.empty(3, device="meta")}
+    value = {
+        "a": torch.empty(numel, dtype=torch.uint8, device="meta"),
+        "b": torch.empty(3, device="meta"),
+    }
     with torch.serialization.skip_data():
         torch.save({k: torch.empty(v.shape, dtype=v.dtype) for k, v in value.items()}, path)
-    laid = torch_file.lay_out({"a": sp.tensor("uint8", (numel,), "0"), "b": sp.tensor("float32", (3,), "1")}, "big")
+    laid = torch_file.lay_out(
+        {"a": sp.tensor("uint8", (numel,), "0"), "b": sp.tensor("float32", (3,), "1")}, "big"
+    )
     assert path.stat().st_size == laid.size
     fd = os.open(path, os.O_RDONLY)
     assert torch_file.read(fd, "big")[1] == laid.data
     for at, piece in laid.fixed():
         golden = os.pread(fd, len(piece), at)
-        assert sum(x != y for x, y in zip(golden, piece, strict=True)) <= 48  # the serialization id and its two crcs
+        # the serialization id and its two crcs
+        assert sum(x != y for x, y in zip(golden, piece, strict=True)) <= 48
     os.close(fd)
 
 
@@ -115,8 +132,16 @@ def test_cut_and_padded_files_are_refused(saved, tmp_path):
     data = saved.read_bytes()
     path = tmp_path / "cut.pt"
     with zipfile.ZipFile(saved) as z:
-        places = {i.header_offset + d for i in z.infolist() for d in (0, 20, 64)} | {len(data) - d for d in (1, 21, 22, 23, 42, 98, 99)}
-    for body in [data[:at] for at in places] + [data + b"\0", data + bytes(200), b"", b"\0" * 100, b"junk" + data]:
+        places = {i.header_offset + d for i in z.infolist() for d in (0, 20, 64)} | {
+            len(data) - d for d in (1, 21, 22, 23, 42, 98, 99)
+        }
+    for body in [data[:at] for at in places] + [
+        data + b"\0",
+        data + bytes(200),
+        b"",
+        b"\0" * 100,
+        b"junk" + data,
+    ]:
         path.write_bytes(body)
         with open(path, "rb") as f, pytest.raises(SourceError, match=r"cut\.pt: "):
             torch_file.read(f.fileno(), "cut.pt")
@@ -147,7 +172,9 @@ def test_lying_zips_are_refused(saved, tmp_path):
 
     refused(tmp_path, patched(central["data/0"] + 20, "<II", 1 << 30, 1 << 30), "its size lies")
     refused(tmp_path, patched(central["data/0"] + 20, "<II", 200, 200), "begins")
-    refused(tmp_path, patched(central["data/0"] + 20, "<II", 4, 4), "names bytes that it does not hold")
+    refused(
+        tmp_path, patched(central["data/0"] + 20, "<II", 4, 4), "names bytes that it does not hold"
+    )
     refused(tmp_path, patched(central["data/0"] + 10, "<H", 8), "compressed")
     refused(tmp_path, patched(central["data/0"] + 42, "<I", 1 << 31), "behind")
     refused(tmp_path, patched(central["data/0"] + 42, "<I", 3), "no record header")
@@ -194,7 +221,9 @@ def test_many_records_are_cheap(tmp_path):
 def test_equal_pickles_are_parsed_once(tmp_path, monkeypatch):
     parsed = []
     original = torch_file.loads
-    monkeypatch.setattr(torch_file, "loads", lambda *a, **k: parsed.append(a[1]) or original(*a, **k))
+    monkeypatch.setattr(
+        torch_file, "loads", lambda *a, **k: parsed.append(a[1]) or original(*a, **k)
+    )
     values = [{"args": stage, "w": sp.tensor("bfloat16", (2, 3), "0")} for stage in range(3)]
     reader = torch_file.Reader()
     for stage in (0, 0, 1, 1, 1, 0, 2, 2, 1):  # 1 was dropped for 2
@@ -205,7 +234,10 @@ def test_equal_pickles_are_parsed_once(tmp_path, monkeypatch):
             for at, piece in laid.fixed():
                 os.pwrite(f.fileno(), piece, at)
             value, ranges = reader.read(f.fileno(), str(stage))
-            assert value["args"] == stage and ranges == laid.data == torch_file.read(f.fileno(), "read")[1]
+            assert (
+                value["args"] == stage
+                and ranges == laid.data == torch_file.read(f.fileno(), "read")[1]
+            )
     assert [p for p in parsed if p != "read"] == ["0", "1", "2", "1"]
     # what a pickle names is looked for in each file
     body = torch_file.TorchFile("m", sp.dumps(values[0]), {})
@@ -221,7 +253,13 @@ def test_items_are_found_by_their_heads(tmp_path, monkeypatch):
     path = tmp_path / "__0_0.distcp"
     items = []
     with open(path, "wb") as f:
-        for t in (torch.ones(2, 3), torch.zeros(2, 3), torch.ones(3, 2).t(), torch.ones(2, 3).bfloat16(), torch.ones(5)[1:3]):
+        for t in (
+            torch.ones(2, 3),
+            torch.zeros(2, 3),
+            torch.ones(3, 2).t(),
+            torch.ones(2, 3).bfloat16(),
+            torch.ones(5)[1:3],
+        ):
             body = io.BytesIO()
             torch.save(t, body)
             items.append((f.tell(), len(body.getvalue()), t))
@@ -238,20 +276,29 @@ def test_items_are_found_by_their_heads(tmp_path, monkeypatch):
                     torch_file.item_data_offset(*find)
                 continue
             where = torch_file.item_data_offset(*find)
-            assert os.pread(f.fileno(), t.nbytes, where) == t.contiguous().view(torch.uint8).numpy().tobytes()
+            assert (
+                os.pread(f.fileno(), t.nbytes, where)
+                == t.contiguous().view(torch.uint8).numpy().tobytes()
+            )
         assert len(reads) == 4  # the second is known by the first
         at, length, _ = items[0]
         for dtype, shape in (("bfloat16", (2, 3)), ("float32", (3, 2))):
             with pytest.raises(SourceError, match="should be"):
                 torch_file.item_data_offset(f.fileno(), at, length, 24, "x", dtype, shape)
         with pytest.raises(SourceError):
-            torch_file.item_data_offset(f.fileno(), items[-1][0] + 1, length, 24, "x", "float32", (2, 3))
+            torch_file.item_data_offset(
+                f.fileno(), items[-1][0] + 1, length, 24, "x", "float32", (2, 3)
+            )
 
 
-# ------------------------------------------------------------------------------------------------ .metadata
+# ---------------------------------------------------------------------------------------- .metadata
 
 TENSORS = {
-    "decoder.fc2.weight": ("bfloat16", (4, 6, 8), [((i, 0, c * 4), (1, 6, 4)) for i in range(4) for c in range(2)]),
+    "decoder.fc2.weight": (
+        "bfloat16",
+        (4, 6, 8),
+        [((i, 0, c * 4), (1, 6, 4)) for i in range(4) for c in range(2)],
+    ),
     "emb": ("float32", (10, 4), [((0, 0), (7, 4)), ((7, 0), (3, 4))]),
     "f8": ("float8_e4m3fn", (3, 4), [((0, 0), (3, 4))]),
     "decoder._extra_state/shard_0_1": None,
@@ -289,16 +336,26 @@ def test_torch_reads_the_metadata_and_items(tmp_path):
     state = {k: torch.zeros(t[1], dtype=getattr(torch, t[0])) for k, t in TENSORS.items() if t}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
     for key, got in state.items():
-        assert torch.equal(got.float(), torch.arange(got.numel()).reshape(got.shape).to(got.dtype).float()), key
+        assert torch.equal(
+            got.float(), torch.arange(got.numel()).reshape(got.shape).to(got.dtype).float()
+        ), key
     md = dcp_metadata.read_metadata(tmp_path / ".metadata")
-    assert md.tensors == {k: t for k, t in TENSORS.items() if t} and md.objects == ["decoder._extra_state/shard_0_1"]
+    assert md.tensors == {k: t for k, t in TENSORS.items() if t} and md.objects == [
+        "decoder._extra_state/shard_0_1"
+    ]
     assert [(*k, *v) for k, v in md.items.items()] == items
 
 
 def test_reads_what_torch_and_megatron_write(tmp_path):
-    dcp.save({"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True)
+    dcp.save(
+        {"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True
+    )
     md = dcp_metadata.read_metadata(tmp_path / "d" / ".metadata")
-    assert md.tensors == {"a.w": ("float32", (4, 6), [((0, 0), (4, 6))])} and md.objects == ["a.n"] and md.planner_data
+    assert (
+        md.tensors == {"a.w": ("float32", (4, 6), [((0, 0), (4, 6))])}
+        and md.objects == ["a.n"]
+        and md.planner_data
+    )
     file, at, length = md.items["a.w", (0, 0)]
     with open(tmp_path / "d" / file, "rb") as f:
         where = torch_file.item_data_offset(f.fileno(), at, length, 96, "x", "float32", (4, 6))
@@ -311,7 +368,8 @@ def test_reads_what_torch_and_megatron_write(tmp_path):
     assert plain.tensors == md.tensors and plain.items == md.items
     assert dcp_metadata.read_metadata(pickle.dumps(value, 2)).items == md.items
     renamed = pickle.dumps(value, 2).replace(
-        b"torch.distributed.checkpoint.metadata\nMetadata\n", b"megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n"
+        b"torch.distributed.checkpoint.metadata\nMetadata\n",
+        b"megatron.core.dist_checkpointing.strategies.torch\nMCoreMetadata\n",
     )
     assert dcp_metadata.read_metadata(renamed).items == md.items
 
@@ -324,10 +382,16 @@ def test_all_that_is_wrong_is_listed():
 
     one = ("a", (0,), "f", 0, 1)
     assert "reaches out of" in error({"a": ("float32", (4,), [((0,), (5,))])}, [one])
-    assert "hold 3 elements, the tensor [4] has 4" in error({"a": ("float32", (4,), [((0,), (3,))])}, [one])
-    assert "overlap" in error({"a": ("float32", (4,), [((0,), (2,)), ((1,), (2,))])}, [one, ("a", (1,), "f", 0, 1)])
+    assert "hold 3 elements, the tensor [4] has 4" in error(
+        {"a": ("float32", (4,), [((0,), (3,))])}, [one]
+    )
+    assert "overlap" in error(
+        {"a": ("float32", (4,), [((0,), (2,)), ((1,), (2,))])}, [one, ("a", (1,), "f", 0, 1)]
+    )
     four = [((0, 0), (2, 2)), ((0, 1), (2, 2)), ((2, 0), (2, 2)), ((2, 2), (2, 2))]
-    assert "overlap" in error({"a": ("float32", (4, 4), four)}, [("a", o, "f", 0, 1) for o, _ in four])
+    assert "overlap" in error(
+        {"a": ("float32", (4, 4), four)}, [("a", o, "f", 0, 1) for o, _ in four]
+    )
     assert "rank" in error({"a": ("float32", (4,), [((0, 0), (4, 1))])}, [one])
     assert "complex64" in error({"a": ("complex64", (4,), [((0,), (4,))])}, [one])
     assert "1 of 1 chunks have no item" in error({"a": ("float32", (4,), [((0,), (4,))])}, [])
@@ -339,14 +403,22 @@ def test_all_that_is_wrong_is_listed():
 
 
 def test_uneven_chunks_tile():
-    chunks = [((0, 0), (2, 3)), ((0, 3), (1, 1)), ((1, 3), (1, 1)), ((2, 0), (2, 1)), ((2, 1), (2, 3))]
+    chunks = [
+        ((0, 0), (2, 3)),
+        ((0, 3), (1, 1)),
+        ((1, 3), (1, 1)),
+        ((2, 0), (2, 1)),
+        ((2, 1), (2, 3)),
+    ]
     tensors = {"a": ("float32", (4, 4), chunks)}
     items = [("a", o, "f", 0, 1) for o, _ in chunks]
     assert dcp_metadata.read_metadata(emit(tensors, items)).tensors == tensors
 
 
 def test_many_chunks_are_cheap():
-    """The scan reads chunks and items as whole objects, whoever wrote them: 20,000 take 0.3 s, opcode by opcode 0.9 s."""
+    """The scan reads chunks and items as whole objects, whoever wrote them: 20,000 take 0.3 s,
+    opcode by opcode 0.9 s.
+    """
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -354,26 +426,40 @@ def test_many_chunks_are_cheap():
     files = [f"__{n}_0.distcp" for n in range(7)]
     items = [("a", o, files[o[0] % 7], n * 1000, 1000) for n, (o, _) in enumerate(chunks)]
     at = np.arange(len(chunks))
-    rows = dcp_metadata.Items(["a"], None, np.array([o for o, _ in chunks]), at // 200 % 7, at * 1000, 1000)
+    rows = dcp_metadata.Items(
+        ["a"], None, np.array([o for o, _ in chunks]), at // 200 % 7, at * 1000, 1000
+    )
     chunk = dcp_metadata.Chunks("a", rows.offsets, (1, 1, 300))
-    pieces = dcp_metadata.emit_metadata({"a": ("float32", (100, 200, 300))}, [], [chunk], [rows], files)
+    pieces = dcp_metadata.emit_metadata(
+        {"a": ("float32", (100, 200, 300))}, [], [chunk], [rows], files
+    )
     ours = b"".join(piece.data() for piece in pieces)
     size, kinds = torch.Size, of_torch
     described = kinds.TensorStorageMetadata(
-        kinds.TensorProperties(torch.float32), size((100, 200, 300)), [kinds.ChunkStorageMetadata(size(o), size(s)) for o, s in chunks]
+        kinds.TensorProperties(torch.float32),
+        size((100, 200, 300)),
+        [kinds.ChunkStorageMetadata(size(o), size(s)) for o, s in chunks],
     )
-    stored = {kinds.MetadataIndex(key, size(o)): _StorageInfo(file, at, n) for key, o, file, at, n in items}
+    stored = {
+        kinds.MetadataIndex(key, size(o)): _StorageInfo(file, at, n)
+        for key, o, file, at, n in items
+    }
     theirs = pickle.dumps(kinds.Metadata({"a": described}, {"a": ("a",)}, stored))
     for data in (ours, theirs):
         assert len(sp._OBJECT.findall(data)) > 59_000  # of 60,000 objects
         began = time.process_time()
         found = dcp_metadata.read_metadata(data)
         assert time.process_time() - began < 2
-        assert found.tensors == {"a": ("float32", (100, 200, 300), chunks)} and [(*k, *v) for k, v in found.items.items()] == items
+        assert (
+            found.tensors == {"a": ("float32", (100, 200, 300), chunks)}
+            and [(*k, *v) for k, v in found.items.items()] == items
+        )
 
 
 def many(shared: bool, planner: bool) -> Any:
-    """torch's Metadata of tensors in hundreds of chunks each, with numbers of every width and objects among the items."""
+    """torch's Metadata of tensors in hundreds of chunks each, with numbers of every width and
+    objects among the items.
+    """
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -389,15 +475,21 @@ def many(shared: bool, planner: bool) -> Any:
         offsets = [[i * e for i, e in zip(index, each, strict=True)] for index in np.ndindex(grid)]
         same = size(each)
         chunks = [m.ChunkStorageMetadata(size(o), same if shared else size(each)) for o in offsets]
-        tensors[key] = m.TensorStorageMetadata(m.TensorProperties(getattr(torch, dtype)), size(shape), chunks)
+        tensors[key] = m.TensorStorageMetadata(
+            m.TensorProperties(getattr(torch, dtype)), size(shape), chunks
+        )
         for n, chunk in enumerate(chunks):
             at = n * (1 << 23 if key == "a" else 100)  # to beyond 2**31
-            index = m.MetadataIndex(key, chunk.offsets if shared else size(chunk.offsets), n if n % 50 == 0 else None)
+            index = m.MetadataIndex(
+                key, chunk.offsets if shared else size(chunk.offsets), n if n % 50 == 0 else None
+            )
             items[index] = _StorageInfo(f"__{n % 7}_0.distcp", at, 1000 + n)
             if n % 90 == 0:
                 tensors[f"{key}/shard_{n}"] = m.BytesStorageMetadata()
                 items[m.MetadataIndex(f"{key}/shard_{n}")] = _StorageInfo("__0_0.distcp", 7 * n, 9)
-    return m.Metadata(tensors, {key: (key, chunks[0].offsets) for key in tensors} if planner else None, items)
+    return m.Metadata(
+        tensors, {key: (key, chunks[0].offsets) for key in tensors} if planner else None, items
+    )
 
 
 def read(data: bytes) -> Any:
@@ -423,7 +515,9 @@ class OfPython(pickle.Unpickler):
 
 
 def by_python(data: bytes) -> Any:
-    """The tensors and items in the pickle of a .metadata, in order, as Python's own unpickler makes them."""
+    """The tensors and items in the pickle of a .metadata, in order, as Python's own unpickler makes
+    them.
+    """
     value = OfPython(io.BytesIO(data)).load()
     tensors = {
         key: (t.properties.dtype.__name__, t.size, [(c.offsets, c.sizes) for c in t.chunks])
@@ -431,7 +525,10 @@ def by_python(data: bytes) -> Any:
         if hasattr(t, "chunks")
     }
     stored = value.storage_data.items()
-    return list(tensors.items()), [((k.fqn, getattr(k, "offset", None)), (v.relative_path, v.offset, v.length)) for k, v in stored]
+    return list(tensors.items()), [
+        ((k.fqn, getattr(k, "offset", None)), (v.relative_path, v.offset, v.length))
+        for k, v in stored
+    ]
 
 
 def found(data: bytes) -> Any:
@@ -445,12 +542,16 @@ def test_chunks_and_items_are_what_python_reads(protocol: int) -> None:
     for shared, planner in ((False, False), (True, False), (False, True), (True, True)):
         data = pickle.dumps(many(shared, planner), protocol)
         md = dcp_metadata.read_metadata(data)
-        assert len(md.items) == 900 + 400 + 1 + 16 and md.tensors["a"][1] == (3, 300, 70_000), (shared, planner)
+        assert len(md.items) == 900 + 400 + 1 + 16 and md.tensors["a"][1] == (3, 300, 70_000), (
+            shared,
+            planner,
+        )
         assert found(data) == by_python(data), (shared, planner)
 
 
 class ByHand:
-    """A .metadata of one tensor in 400 chunks, opcode by opcode, with what no pickler writes put where a case wants it.
+    """A .metadata of one tensor in 400 chunks, opcode by opcode, with what no pickler writes put
+    where a case wants it.
 
     All but the first chunk are empty, so that nothing else tells that some are not there.
     """
@@ -458,7 +559,13 @@ class ByHand:
     def __init__(self) -> None:
         self.head, self.num = bytearray(b"\x80\x04"), 0
         module = "torch.distributed.checkpoint.metadata"
-        names = ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "MetadataIndex")
+        names = (
+            "Metadata",
+            "TensorStorageMetadata",
+            "TensorProperties",
+            "ChunkStorageMetadata",
+            "MetadataIndex",
+        )
         for name in names:
             setattr(self, name, self.known(f"c{module}\n{name}\n".encode()))
         self.info = self.known(b"ctorch.distributed.checkpoint.filesystem\n_StorageInfo\n")
@@ -479,34 +586,104 @@ class ByHand:
 
     def chunk(self, n: int) -> bytes:
         """One of 400, which puts itself into the memo."""
-        return self.ChunkStorageMetadata + b")\x81}(" + self.offsets + self.axis(n) + self.sizes + self.axis(0 if n else 400) + b"ub\x94"
+        return (
+            self.ChunkStorageMetadata
+            + b")\x81}("
+            + self.offsets
+            + self.axis(n)
+            + self.sizes
+            + self.axis(0 if n else 400)
+            + b"ub\x94"
+        )
 
     def of_chunk(self, offset: bytes) -> bytes:
         """An item at that offset."""
-        index = self.MetadataIndex + b")\x81}(\x8c\x03fqn\x8c\x01a\x8c\x06offset" + offset + b"\x8c\x05indexNub"
-        return index + self.info + b")\x81}(\x8c\x0drelative_path\x8c\x0c__0_0.distcp\x8c\x06offsetK\x00\x8c\x06lengthK\x09ub"
+        index = (
+            self.MetadataIndex
+            + b")\x81}(\x8c\x03fqn\x8c\x01a\x8c\x06offset"
+            + offset
+            + b"\x8c\x05indexNub"
+        )
+        return (
+            index
+            + self.info
+            + b")\x81}(\x8c\x0drelative_path\x8c\x0c__0_0.distcp\x8c\x06offsetK\x00\x8c\x06lengthK\x09ub"
+        )
 
     def in_chunk(self, offsets: bytes) -> bytes:
         """A chunk at those offsets."""
         return self.ChunkStorageMetadata + b")\x81}(\x8c\x07offsets" + offsets + b"\x8c\x05sizesNub"
 
-    def whole(self, chunks: bytes = b"", items: bytes = b"", planner: bytes = b"N", file: bytes = b"") -> bytes:
-        """`chunks` behind the chunks, `items` behind the items, `planner` as planner_data; `file` gets the name of a file of those in the middle."""
-        words = ("state_dict_metadata", "planner_data", "storage_data", "properties", "chunks", "fqn", "index", "relative_path", "length")
+    def whole(
+        self, chunks: bytes = b"", items: bytes = b"", planner: bytes = b"N", file: bytes = b""
+    ) -> bytes:
+        """`chunks` behind the chunks, `items` behind the items, `planner` as planner_data; `file`
+        gets the name of a file of those in the middle.
+        """
+        words = (
+            "state_dict_metadata",
+            "planner_data",
+            "storage_data",
+            "properties",
+            "chunks",
+            "fqn",
+            "index",
+            "relative_path",
+            "length",
+        )
         word = {w: self.text(w) for w in words}
-        self.offsets, self.sizes, offset, of_size = (self.text(w) for w in ("offsets", "sizes", "offset", "size"))
+        self.offsets, self.sizes, offset, of_size = (
+            self.text(w) for w in ("offsets", "sizes", "offset", "size")
+        )
         key, name = self.text("a"), self.text("__0_0.distcp")
         self.name, self.other = name, self.text("__1_0.distcp")
         self.first_chunk = self.num  # of the memo entries
-        tensor = key + self.TensorStorageMetadata + b")\x81}(" + word["properties"] + self.TensorProperties
-        tensor += b")\x81}\x8c\x05dtype" + self.dtype + b"sb" + of_size + self.axis(400) + word["chunks"] + b"]("
+        tensor = (
+            key
+            + self.TensorStorageMetadata
+            + b")\x81}("
+            + word["properties"]
+            + self.TensorProperties
+        )
+        tensor += (
+            b")\x81}\x8c\x05dtype"
+            + self.dtype
+            + b"sb"
+            + of_size
+            + self.axis(400)
+            + word["chunks"]
+            + b"]("
+        )
         tensor += b"".join(map(self.chunk, range(400))) + chunks + b"eub"
         rows = b""
         for n in range(400):
-            rows += self.MetadataIndex + b")\x81}(" + word["fqn"] + key + offset + self.axis(n) + word["index"] + b"Nub"
-            rows += self.info + b")\x81}(" + word["relative_path"] + (file if file and 100 <= n < 300 else name)
+            rows += (
+                self.MetadataIndex
+                + b")\x81}("
+                + word["fqn"]
+                + key
+                + offset
+                + self.axis(n)
+                + word["index"]
+                + b"Nub"
+            )
+            rows += (
+                self.info
+                + b")\x81}("
+                + word["relative_path"]
+                + (file if file and 100 <= n < 300 else name)
+            )
             rows += offset + b"M" + struct.pack("<H", n) + word["length"] + b"K\x09ub"
-        body = self.Metadata + b")\x81}(" + word["state_dict_metadata"] + b"}(" + tensor + b"u" + word["planner_data"] + planner
+        body = (
+            self.Metadata
+            + b")\x81}("
+            + word["state_dict_metadata"]
+            + b"}("
+            + tensor
+            + b"u"
+            + word["planner_data"]
+            + planner
+        )
         return bytes(self.head) + body + word["storage_data"] + b"}(" + rows + items + b"uub."
 
 
@@ -515,7 +692,9 @@ def get(n: int) -> bytes:
 
 
 def test_chunks_that_are_touched_again() -> None:
-    """What no pickler writes behind 400 chunks or items is read as Python reads it, or is refused."""
+    """What no pickler writes behind 400 chunks or items is read as Python reads it, or
+    is refused.
+    """
     made = ByHand()
     assert len(read(made.whole()).items) == 400
     other, chunk, over = made.other, made.first_chunk, made.other + b"r" + made.name[1:] + b"0"
@@ -536,10 +715,18 @@ def test_chunks_that_are_touched_again() -> None:
         "a chunk filled with nothing": ByHand().whole(planner=get(chunk + 200) + b"Nb0N"),
         "a chunk filled with less": ByHand().whole(planner=get(chunk + 200) + b"N}\x86b0N"),
         "a chunk in an item": ByHand().whole(items=made.of_chunk(get(chunk + 200) + b"\x85")),
-        "a chunk in a chunk": ByHand().whole(planner=b"}\x8c\x01x" + made.in_chunk(get(chunk + 200)) + b"s"),
+        "a chunk in a chunk": (
+            ByHand().whole(planner=b"}\x8c\x01x" + made.in_chunk(get(chunk + 200)) + b"s")
+        ),
         "a chunk in planner_data": ByHand().whole(planner=b"}\x8c\x01x" + get(chunk + 200) + b"s"),
-        "a chunk deep in it": ByHand().whole(planner=b"}\x8c\x01xccollections\nOrderedDict\n)R\x8c\x01y" + get(chunk + 9) + b"ss"),
-        "a chunk in a call in it": ByHand().whole(planner=b"}\x8c\x01xcbuiltins\nlist\n" + get(chunk + 9) + b"\x85Rs"),
+        "a chunk deep in it": (
+            ByHand().whole(
+                planner=b"}\x8c\x01xccollections\nOrderedDict\n)R\x8c\x01y" + get(chunk + 9) + b"ss"
+            )
+        ),
+        "a chunk in a call in it": (
+            ByHand().whole(planner=b"}\x8c\x01xcbuiltins\nlist\n" + get(chunk + 9) + b"\x85Rs")
+        ),
     }
     accepted = 0
     for name, data in cases.items():
@@ -557,7 +744,11 @@ def test_chunks_of_two_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def chunk(n: int) -> bytes:
         offsets, sizes = made.offsets + made.axis(n), made.sizes + made.axis(0 if n else 400)
-        return made.ChunkStorageMetadata + b")\x81}(" + (sizes + offsets + b"ub\x94" if n % 2 else offsets + sizes + b"ub")
+        return (
+            made.ChunkStorageMetadata
+            + b")\x81}("
+            + (sizes + offsets + b"ub\x94" if n % 2 else offsets + sizes + b"ub")
+        )
 
     monkeypatch.setattr(made, "chunk", chunk)
     data = made.whole()
@@ -569,14 +760,19 @@ def test_long_names() -> None:
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    items = {m.MetadataIndex(f"{n:0{250 + n % 6}}"): _StorageInfo("__0_0.distcp", n, 9) for n in range(400)}
+    items = {
+        m.MetadataIndex(f"{n:0{250 + n % 6}}"): _StorageInfo("__0_0.distcp", n, 9)
+        for n in range(400)
+    }
     tensors = {key.fqn.encode().decode(): m.BytesStorageMetadata() for key in items}
     data = pickle.dumps(m.Metadata(tensors, None, items), 4)
     assert len(read(data).items) == 400 and found(data) == by_python(data)
 
 
 def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> Any:
-    """torch's Metadata of chunks in the order in which ranks wrote them, with strings of their own; numbers, lengths of names and order vary."""
+    """torch's Metadata of chunks in the order in which ranks wrote them, with strings of their own;
+    numbers, lengths of names and order vary.
+    """
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -584,10 +780,14 @@ def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> An
     for layer in range(layers):
         key = f"layers.{layer if per_layer else 'all'}.weight"
         shape = (experts, 4, 300) if per_layer else (layers, experts, 4, 300)
-        described = tensors.setdefault(key, m.TensorStorageMetadata(m.TensorProperties(torch.bfloat16), size(shape), []))
+        described = tensors.setdefault(
+            key, m.TensorStorageMetadata(m.TensorProperties(torch.bfloat16), size(shape), [])
+        )
         for expert, part in np.ndindex(experts, 4):
             at = [expert, part, 0] if per_layer else [layer, expert, part, 0]
-            described.chunks.append(m.ChunkStorageMetadata(size(at), size([1] * (len(at) - 1) + [300])))
+            described.chunks.append(
+                m.ChunkStorageMetadata(size(at), size([1] * (len(at) - 1) + [300]))
+            )
             written.append((key, at, len(described.chunks) - 1))
     num.shuffle(written)
     items: dict[Any, Any] = {}
@@ -606,15 +806,21 @@ def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> An
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_what_ranks_gather_is_what_python_reads(per_layer: bool) -> None:
-    """Chunks and items whose numbers take 1 to 9 bytes in turns, and whose names are texts here and memo entries there."""
+    """Chunks and items whose numbers take 1 to 9 bytes in turns, and whose names are texts here and
+    memo entries there.
+    """
     data = pickle.dumps(ranked(6, 200, per_layer, random.Random(per_layer)), 4)
     assert found(data) == by_python(data)
 
 
 def test_planner_data_nests_and_shares_as_it_likes() -> None:
-    """Lists in one another, 10**5 deep, and 2**200 of them that are one: reading them takes neither a recursion nor forever."""
+    """Lists in one another, 10**5 deep, and 2**200 of them that are one: reading them takes neither
+    a recursion nor forever.
+    """
     value = many(False, False)
-    nested = pickle.dumps(value, 4).replace(b"\x8c\x0cplanner_data\x94N", b"\x8c\x0cplanner_data\x94" + b"]" * 100_000 + b"a" * 99_999)
+    nested = pickle.dumps(value, 4).replace(
+        b"\x8c\x0cplanner_data\x94N", b"\x8c\x0cplanner_data\x94" + b"]" * 100_000 + b"a" * 99_999
+    )
     assert len(dcp_metadata.read_metadata(nested).items) == 1317
     shared: Any = []
     for _ in range(200):
@@ -625,7 +831,9 @@ def test_planner_data_nests_and_shares_as_it_likes() -> None:
 
 @pytest.mark.parametrize("which", ["in order", "gathered"])
 def test_damaged_metadata_is_what_python_reads(which: str) -> None:
-    """Any byte changed, or some bytes put elsewhere: it is read as Python reads it, or ends in a MckptError."""
+    """Any byte changed, or some bytes put elsewhere: it is read as Python reads it, or ends in a
+    MckptError.
+    """
     rng = random.Random(1)
     data = pickle.dumps(many(False, False) if which == "in order" else ranked(2, 60, True, rng), 4)
     sound = 0
@@ -661,13 +869,23 @@ def test_numbers_of_every_width():
         data = b"".join(piece.data() for piece in pieces)
         assert [piece.nbytes for piece in pieces] == [len(piece.data()) for piece in pieces]
         wanted = {
-            ("w", (0, 0)): ("a", 0, largest), ("w", (1, 0)): ("é", largest, largest), ("w", (2, 0)): ("a", 7, largest),
-            ("s", ()): ("é", largest, 4), ("o/1", None): ("é", 0, 9), ("o/2", None): ("a", largest, 9),
-        }  # fmt: skip
+            ("w", (0, 0)): ("a", 0, largest),
+            ("w", (1, 0)): ("é", largest, largest),
+            ("w", (2, 0)): ("a", 7, largest),
+            ("s", ()): ("é", largest, 4),
+            ("o/1", None): ("é", 0, 9),
+            ("o/2", None): ("a", largest, 9),
+        }
         found, theirs = dcp_metadata.read_metadata(data), pickle.loads(data)
         assert found.items == wanted and found.objects == ["o/1", "o/2"]
-        assert found.tensors == {"w": ("float32", (3, 5), [((i, 0), (1, 5)) for i in range(3)]), "s": ("float32", (), [((), ())])}
-        stored = {(k.fqn, k.offset): (v.relative_path, v.offset, v.length) for k, v in theirs.storage_data.items()}
+        assert found.tensors == {
+            "w": ("float32", (3, 5), [((i, 0), (1, 5)) for i in range(3)]),
+            "s": ("float32", (), [((), ())]),
+        }
+        stored = {
+            (k.fqn, k.offset): (v.relative_path, v.offset, v.length)
+            for k, v in theirs.storage_data.items()
+        }
         assert stored == wanted
         described = theirs.state_dict_metadata["w"]
         assert (described.size, [c.offsets[0] for c in described.chunks]) == ((3, 5), [0, 1, 2])
@@ -675,7 +893,9 @@ def test_numbers_of_every_width():
 
 def test_flips_in_metadata_raise_nothing_else(tmp_path):
     write_dist(tmp_path)
-    dcp.save({"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True)
+    dcp.save(
+        {"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True
+    )
     rng = random.Random(4)
     for path in (tmp_path / ".metadata", tmp_path / "d" / ".metadata"):
         data = path.read_bytes()
@@ -684,4 +904,6 @@ def test_flips_in_metadata_raise_nothing_else(tmp_path):
             for _ in range(rng.randint(1, 3)):
                 body[rng.randrange(len(body))] = rng.randrange(256)
             with contextlib.suppress(MckptError):
-                dcp_metadata.read_metadata(bytes(body[: len(body) if n % 3 else rng.randrange(len(body))]))
+                dcp_metadata.read_metadata(
+                    bytes(body[: len(body) if n % 3 else rng.randrange(len(body))])
+                )

@@ -1,4 +1,6 @@
-"""The bundled trainer: the same losses at every parallel size, what it saves resumes and converts back, and the data it reads."""
+"""The bundled trainer: the same losses at every parallel size, what it saves resumes and converts
+back, and the data it reads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-if not find_spec("megatron.core"):  # importing it here would cost every run 5 s, those that deselect this file too
+# importing it here would cost every run 5 s, those that deselect this file too
+if not find_spec("megatron.core"):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
 import mckpt
@@ -28,10 +31,20 @@ from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
 
 pytestmark = pytest.mark.judge
 
-DENSE = PLAIN | LLAMA3 | {"use_rope_scaling": False}  # embeddings tied, so that two stages hold them
+# embeddings tied, so that two stages hold them
+DENSE = PLAIN | LLAMA3 | {"use_rope_scaling": False}
 MIXED = MOE | QWEN3 | {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
 STEPS = 4
-JOB = {"kind": "train", "world": 4, "steps": STEPS, "lr": 1e-2, "warmup": 1, "global_batch_size": 4, "seq_length": 32, "dtype": "float32"}
+JOB = {
+    "kind": "train",
+    "world": 4,
+    "steps": STEPS,
+    "lr": 1e-2,
+    "warmup": 1,
+    "global_batch_size": 4,
+    "seq_length": 32,
+    "dtype": "float32",
+}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +57,11 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
     """One launch of 4 ranks. Runs that save end at step 2 of 4; those resumed go on from there."""
 
     def run(name: str, checkpoint: str, **others: Any) -> dict[str, Any]:
-        saves = {"save": str(work / others["save"]), "steps": 2, "decay_steps": STEPS} if "save" in others else {}
+        saves = (
+            {"save": str(work / others["save"]), "steps": 2, "decay_steps": STEPS}
+            if "save" in others
+            else {}
+        )
         return JOB | {"name": name, "checkpoint": str(work / checkpoint)} | others | saves
 
     def resumed(name: str, saved: str, **others: Any) -> dict[str, Any]:
@@ -52,7 +69,13 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
 
     bf16 = {"dtype": "bfloat16"}
     cases = [
-        {"name": tag, "kind": "save", "args": args, "format": "torch_dist", "destination": str(work / tag)}
+        {
+            "name": tag,
+            "kind": "save",
+            "args": args,
+            "format": "torch_dist",
+            "destination": str(work / tag),
+        }
         for tag, args in (("dense", DENSE), ("moe", MIXED))
     ]
     cases += [
@@ -64,7 +87,14 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
         run("dense-pp2vpp2", "dense", pp=2, vpp=2, save="dense-torch", format="torch"),
         run("dense-sequence", "dense", tp=2, args={"sequence_parallel": True}, micro_batch_size=2),
         run("bf16-whole", "dense", tp=2, **bf16),
-        run("bf16-saved", "dense", tp=2, save="dense-bf16", optimizer_format="dp_reshardable", **bf16),
+        run(
+            "bf16-saved",
+            "dense",
+            tp=2,
+            save="dense-bf16",
+            optimizer_format="dp_reshardable",
+            **bf16,
+        ),
         resumed("dense-resumed-tp2", "dense-dist", tp=2),
         resumed("dense-resumed-torch", "dense-torch", pp=2, vpp=2),
         resumed("bf16-resumed", "dense-bf16", tp=2, **bf16),
@@ -86,8 +116,11 @@ def curve(results: dict[str, dict[str, Any]], name: str, key: str = "loss") -> l
 
 @pytest.mark.parametrize("tag", ["dense", "moe"])
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
-def test_the_same_at_every_parallel_size(results: dict[str, dict[str, Any]], tag: str, key: str) -> None:
-    expected = curve(results, f"{tag}-one", key)  # one rank has every token of every sequence: there is nothing to cut
+def test_the_same_at_every_parallel_size(
+    results: dict[str, dict[str, Any]], tag: str, key: str
+) -> None:
+    # one rank has every token of every sequence: there is nothing to cut
+    expected = curve(results, f"{tag}-one", key)
     others = [name for name in results if name.startswith(f"{tag}-") and name != f"{tag}-one"]
     assert len(others) == {"dense": 8, "moe": 5}[tag]
     for name in others:
@@ -128,33 +161,62 @@ def test_the_command_on_jsonl(results: dict[str, dict[str, Any]], work: Path) ->
     with (work / "text.jsonl").open("w") as file:
         for length in (7, 40, 3, 90):
             file.write(json.dumps({"tokens": random.randint(0, VOCAB, length).tolist()}) + "\n")
-    options = ["--data", work / "text.jsonl", "--steps", 2, "--seq-length", 16, "--dtype", "fp32", "--device", "cpu", "--json"]
+    options = [
+        "--data",
+        work / "text.jsonl",
+        "--steps",
+        2,
+        "--seq-length",
+        16,
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     command = [sys.executable, "-m", "mckpt", "train", work / "dense", *options]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=100, cwd=Path(__file__).parent.parent)
+    done = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=Path(__file__).parent.parent,
+    )
     assert done.returncode == 0, done.stderr
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(np.isfinite(step["loss"]) and step["tokens_per_s"] > 0 for step in steps)
 
 
-DOCUMENTS = [np.arange(start, start + length) for start, length in ((0, 5), (10, 1), (20, 9), (30, 14))]
+DOCUMENTS = [
+    np.arange(start, start + length) for start, length in ((0, 5), (10, 1), (20, 9), (30, 14))
+]
 
 
-@pytest.mark.parametrize(("changed", "fused"), [
-    ({}, True),
-    ({"bias_gelu_fusion": True}, True),
-    ({"bias_gelu_fusion": False}, False),
-    ({"add_bias_linear": False, "bias_gelu_fusion": False}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "fused"),
+    [
+        ({}, True),
+        ({"bias_gelu_fusion": True}, True),
+        ({"bias_gelu_fusion": False}, False),
+        ({"add_bias_linear": False, "bias_gelu_fusion": False}, False),
+    ],
+)
 @pytest.mark.filterwarnings("ignore")  # of what megatron-core imports
-def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(changed: dict[str, Any], fused: bool) -> None:
-    """MLP.forward of megatron-core with the config of the trainer, and with the one that pretrain_gpt.py makes of these args."""
+def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(
+    changed: dict[str, Any], fused: bool
+) -> None:
+    """MLP.forward of megatron-core with the config of the trainer, and with the one that
+    pretrain_gpt.py makes of these args.
+    """
     import torch
     from megatron.core.transformer.mlp import MLP
 
     from mckpt.trainer import build
 
-    args = build.at_sizes(PLAIN | {"swiglu": False, "add_bias_linear": True, "add_qkv_bias": True} | changed)
+    args = build.at_sizes(
+        PLAIN | {"swiglu": False, "add_bias_linear": True, "add_qkv_bias": True} | changed
+    )
     mine = build.transformer_config(args)
     stock = copy.copy(mine)
     stock.activation_func, stock.bias_activation_fusion = torch.nn.functional.gelu, fused
@@ -170,11 +232,18 @@ def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(changed: dict[
             return x, self.bias
 
     def forward(config: Any) -> torch.Tensor:
-        layer = Namespace(config=config, activation_func=config.activation_func, linear_fc1=Linear(bias), linear_fc2=Linear(None))
+        layer = Namespace(
+            config=config,
+            activation_func=config.activation_func,
+            linear_fc1=Linear(bias),
+            linear_fc2=Linear(None),
+        )
         with torch.compiler.set_stance("force_eager"):  # the fused function is compiled otherwise
             return MLP.forward(layer, x)[0]
 
-    wrong = torch.nn.functional.gelu(x if bias is None else x + bias, approximate="none" if fused else "tanh")
+    wrong = torch.nn.functional.gelu(
+        x if bias is None else x + bias, approximate="none" if fused else "tanh"
+    )
     assert (forward(stock) - wrong).abs().max() > 1e-4  # so that the next line can fail
     torch.testing.assert_close(forward(mine), forward(stock), rtol=0, atol=1e-6)
 
@@ -195,11 +264,23 @@ def test_a_common_state_kept_as_an_object_is_read_or_refused_with_the_cure(tmp_p
     assert load.read_args(tmp_path / "file").num_layers == 4
 
 
-@pytest.mark.parametrize(("name", "other"), [
-    ("mtp.layers.0.transformer_layer.mlp.linear_fc2.weight", "mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight"),
-    ("mtp.layers.1.transformer_layer.self_attention.linear_qkv.layer_norm_weight", "mtp.layers.1.mtp_model_layer.input_layernorm.weight"),
-    ("decoder.layers.3.mlp.experts.linear_fc1.weight11", "decoder.layers.3.mlp.experts.local_experts.11.linear_fc1.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        (
+            "mtp.layers.0.transformer_layer.mlp.linear_fc2.weight",
+            "mtp.layers.0.mtp_model_layer.mlp.linear_fc2.weight",
+        ),
+        (
+            "mtp.layers.1.transformer_layer.self_attention.linear_qkv.layer_norm_weight",
+            "mtp.layers.1.mtp_model_layer.input_layernorm.weight",
+        ),
+        (
+            "decoder.layers.3.mlp.experts.linear_fc1.weight11",
+            "decoder.layers.3.mlp.experts.local_experts.11.linear_fc1.weight",
+        ),
+    ],
+)
 def test_a_tensor_is_found_under_its_other_name(name: str, other: str) -> None:
     from mckpt.trainer.load import other_name
 
@@ -213,7 +294,8 @@ def test_every_token_is_a_label_once_an_epoch() -> None:
     lengths = np.array([len(document) for document in DOCUMENTS])
     source = data.pack(DOCUMENTS, lengths, 4, seed=3)
     for epoch in range(2):
-        rows = np.stack([source(epoch * 7 + i) for i in range(7)])  # 29 tokens: 7 sequences of 4, and the first token
+        # 29 tokens: 7 sequences of 4, and the first token
+        rows = np.stack([source(epoch * 7 + i) for i in range(7)])
         assert rows.shape == (7, 5)
         labels = rows[:, 1:].ravel()
         assert len(set(labels)) == 28
@@ -231,7 +313,10 @@ def test_the_same_tokens_from_bin_and_jsonl(tmp_path: Path) -> None:
     lines = [json.dumps({"input_ids": document.tolist()}) for document in DOCUMENTS]
     (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n\n")
     args = Namespace(**{"vocab_size": 50})
-    sources = [data.open_source(str(tmp_path / name), args, 6, seed=1) for name in ("text", "text.bin", "text.jsonl")]
+    sources = [
+        data.open_source(str(tmp_path / name), args, 6, seed=1)
+        for name in ("text", "text.bin", "text.jsonl")
+    ]
     for number in range(9):
         rows = [source(number).tolist() for source in sources]
         assert rows[0] == rows[1] == rows[2]

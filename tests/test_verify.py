@@ -1,4 +1,6 @@
-"""The judge judges: every seeded fault is found and named, the clean twin passes, and what the tokens do not reach is said."""
+"""The judge judges: every seeded fault is found and named, the clean twin passes, and what the
+tokens do not reach is said.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,25 @@ pytestmark = pytest.mark.judge
 MODEL = "decoder.layers"
 HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # of the case below
 State = dict[str, torch.Tensor]
-Fault = tuple[str, str, Callable[[State, Any], None]]  # its name, what the verdict has to name, and how it is seeded
+# its name, what the verdict has to name, and how it is seeded
+Fault = tuple[str, str, Callable[[State, Any], None]]
 
 
 def conversion(directory: Path) -> None:
-    """A mixture of experts whose first layer is dense, with a square down projection: all that the faults need in one model."""
-    source = tiny.tiny_random("qwen3-moe", directory / "hf", mlp_only_layers=[0], intermediate_size=48, decoder_sparse_step=1)
+    """A mixture of experts whose first layer is dense, with a square down projection: all that the
+    faults need in one model.
+    """
+    source = tiny.tiny_random(
+        "qwen3-moe",
+        directory / "hf",
+        mlp_only_layers=[0],
+        intermediate_size=48,
+        decoder_sparse_step=1,
+    )
     mckpt.plan(source, directory / "clean", format="torch", transformer_impl="local").run()
 
 
-# ---------------------------------------------------------------------------------------------------------------- the faults
+# --------------------------------------------------------------------------------------- the faults
 
 
 def transpose(state: State, args: Any) -> None:
@@ -166,11 +177,18 @@ def test_clean_passes(verdicts: dict[str, mckpt.Verdict]) -> None:
     for found in clean.facts["logits"].values():
         assert found["below"] >= CLEAN
     assert clean.facts["logits"]["float32"]["probe_above"] >= FAULT
-    assert clean.facts["coverage"]["experts"] == {"reached": 72, "of": 72, "missing": {}, "per_layer": 24}
+    assert clean.facts["coverage"]["experts"] == {
+        "reached": 72,
+        "of": 72,
+        "missing": {},
+        "per_layer": 24,
+    }
     assert clean.facts["tokens"]["judged"] == clean.facts["tokens"]["positions"]
 
 
-@pytest.mark.parametrize(("name", "named"), [fault[:2] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("name", "named"), [fault[:2] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
+)
 def test_fault_is_found(verdicts: dict[str, mckpt.Verdict], name: str, named: str) -> None:
     found = verdicts[name]
     assert found.exit_code == 1
@@ -187,18 +205,29 @@ def expect(said: dict[str, Any], named: str) -> None:
     assert any(named in reason for reason in said["reasons"]), said["reasons"]
 
 
-def test_a_fault_of_the_converter_itself(directory: Path, verdicts: dict[str, mckpt.Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With k and v swapped in the packing, reading undoes what writing did: no tensor differs, and the stored one is named all the same."""
+def test_a_fault_of_the_converter_itself(
+    directory: Path, verdicts: dict[str, mckpt.Verdict], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With k and v swapped in the packing, reading undoes what writing did: no tensor differs, and
+    the stored one is named all the same.
+    """
     right = packing.PACKINGS["qkv"]
 
     def wrong(shapes: Sequence[Shape], groups: int) -> packing.Packed:
         found = right(shapes, groups)
-        return found._replace(placed=tuple(p._replace(member=(0, 2, 1)[p.member]) for p in found.placed))
+        return found._replace(
+            placed=tuple(p._replace(member=(0, 2, 1)[p.member]) for p in found.placed)
+        )
 
     index = [name for name, _, _ in FAULTS].index("k and v swapped")
-    known = Checkpoint(directory / "hf"), Checkpoint(directory / f"fault{index}", Known(like=directory / "hf"))
+    known = (
+        Checkpoint(directory / "hf"),
+        Checkpoint(directory / f"fault{index}", Known(like=directory / "hf")),
+    )
     monkeypatch.setitem(packing.PACKINGS, "qkv", wrong)
-    pair = verdict.Pair(f"checkpoint{index + 1}", *known, directory, verdicts["clean"].facts["sizes"], [])
+    pair = verdict.Pair(
+        f"checkpoint{index + 1}", *known, directory, verdicts["clean"].facts["sizes"], []
+    )
     found = verdict.judge(pair, _values(*known), directory / "work", "cpu", 1)
     assert found.verdict == "fail"
     assert found.facts["where"]["point"] == "layers.2.attn"
@@ -206,15 +235,32 @@ def test_a_fault_of_the_converter_itself(directory: Path, verdicts: dict[str, mc
     assert "decoder.layers.2.self_attention.linear_qkv.weight" in found.facts["where"]["stored"]
 
 
-@pytest.mark.parametrize(("index", "expected"), [(0, "pass"), (1, "fail")], ids=["clean", "transposed"])
-def test_context_parallelism(directory: Path, verdicts: dict[str, mckpt.Verdict], index: int, expected: str) -> None:
-    """It runs in the checkpoint's dtype alone, once more, and both runs have to agree with transformers."""
+@pytest.mark.parametrize(
+    ("index", "expected"), [(0, "pass"), (1, "fail")], ids=["clean", "transposed"]
+)
+def test_context_parallelism(
+    directory: Path, verdicts: dict[str, mckpt.Verdict], index: int, expected: str
+) -> None:
+    """It runs in the checkpoint's dtype alone, once more, and both runs have to agree with
+    transformers.
+    """
     for path in (directory / "work").glob(f"checkpoint{index}.[0-9].npz"):
-        shutil.copy(path, path.with_name(path.name.replace(f"checkpoint{index}.", "checkpoint0.cp.")))
-    left, right = Checkpoint(directory / "hf"), Checkpoint(directory / "clean", Known(like=directory / "hf"))
+        shutil.copy(
+            path, path.with_name(path.name.replace(f"checkpoint{index}.", "checkpoint0.cp."))
+        )
+    left, right = (
+        Checkpoint(directory / "hf"),
+        Checkpoint(directory / "clean", Known(like=directory / "hf")),
+    )
     sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
     same = _values(left, right)
-    found = verdict.judge(verdict.Pair("checkpoint0", left, right, directory, sizes, []), same, directory / "work", "cpu", 1)
+    found = verdict.judge(
+        verdict.Pair("checkpoint0", left, right, directory, sizes, []),
+        same,
+        directory / "work",
+        "cpu",
+        1,
+    )
     assert found.verdict == expected, found.reasons
     assert list(found.facts["logits"]) == ["float32", "bfloat16", "bfloat16, cp 2"]
     if expected == "fail":
@@ -225,7 +271,13 @@ def test_context_parallelism(directory: Path, verdicts: dict[str, mckpt.Verdict]
 def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
     """Every rank of ep holds the output layer, and one rank's is what the logits come from."""
     source = tiny.tiny_random("qwen3-moe", tmp_path / "hf")
-    mckpt.plan(source, tmp_path / "megatron", format="torch", parallel=mckpt.Parallel(ep=2), transformer_impl="local").run()
+    mckpt.plan(
+        source,
+        tmp_path / "megatron",
+        format="torch",
+        parallel=mckpt.Parallel(ep=2),
+        transformer_impl="local",
+    ).run()
     path = tmp_path / "megatron" / "release" / "mp_rank_00_001" / "model_optim_rng.pt"
     saved = torch.load(path, weights_only=False)
     saved["model"]["output_layer.weight"].zero_()
@@ -233,9 +285,11 @@ def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
     right = Checkpoint(tmp_path / "megatron", Known(like=source))
-    assert _values(Checkpoint(source), right).difference.replicas == found.reasons == [
-        f"{tmp_path / 'megatron'}: {text}" for text in right.reader.check_replicas()
-    ]
+    assert (
+        _values(Checkpoint(source), right).difference.replicas
+        == found.reasons
+        == [f"{tmp_path / 'megatron'}: {text}" for text in right.reader.check_replicas()]
+    )
 
 
 def low_bit(state: State, args: Any) -> None:
@@ -244,15 +298,21 @@ def low_bit(state: State, args: Any) -> None:
     bits[3, 5] ^= 1
 
 
-def test_one_low_bit_fails_at_every_level(directory: Path, verdicts: dict[str, mckpt.Verdict], tmp_path: Path) -> None:
-    """The logits of the clean twin stand in for its own, which one bit does not move: only the stored values can tell."""
+def test_one_low_bit_fails_at_every_level(
+    directory: Path, verdicts: dict[str, mckpt.Verdict], tmp_path: Path
+) -> None:
+    """The logits of the clean twin stand in for its own, which one bit does not move: only the
+    stored values can tell.
+    """
     path = seed(directory / "clean", tmp_path / "bit", low_bit)
     left, right = Checkpoint(directory / "hf"), Checkpoint(path, Known(like=directory / "hf"))
     x, y = (float(side["embed.weight"].numpy()[3, 5]) for side in (left, right))
     expected = f"embed.weight: 1 element differs, first at [3, 5] ({x:.6g} against {y:.6g})"
     pair = verdict.Pair("checkpoint0", left, right, directory, verdicts["clean"].facts["sizes"], [])
     found = verdict.judge(pair, _values(left, right), directory / "work", "cpu", 1)
-    assert found.exit_code == 1 and len(found.reasons) == 1 and found.reasons[0].startswith(expected)
+    assert (
+        found.exit_code == 1 and len(found.reasons) == 1 and found.reasons[0].startswith(expected)
+    )
     found = mckpt.verify(directory / "hf", path, level="bytes")
     assert found.exit_code == 1 and found.reasons[0].startswith(expected)
 
@@ -261,27 +321,40 @@ def test_a_cast_passes_only_where_it_is_exact(tmp_path: Path) -> None:
     """The manifest names the cast; each value must be what that cast makes of the source's."""
     source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", "float32")
     mckpt.plan(source, tmp_path / "bf16", dtype="bf16", parallel=mckpt.Parallel(tp=2)).run()
-    mckpt.plan(tmp_path / "bf16", tmp_path / "again", parallel=mckpt.Parallel(pp=2), format="torch").run()
+    mckpt.plan(
+        tmp_path / "bf16", tmp_path / "again", parallel=mckpt.Parallel(pp=2), format="torch"
+    ).run()
     mckpt.plan(tmp_path / "again", tmp_path / "fp32", format="hf", dtype="fp32").run()
     for other in ("bf16", "again", "fp32"):
         for pair in ((source, tmp_path / other), (tmp_path / other, source)):
             found = mckpt.verify(*pair, level="bytes")
             assert (found.verdict, found.reasons) == ("pass", []), other
             assert found.facts["values"]["equal_after_cast"] > 100
-    assert mckpt.verify(tmp_path / "bf16", tmp_path / "again", level="bytes").facts["values"]["equal_after_cast"] == 0
+    assert (
+        mckpt.verify(tmp_path / "bf16", tmp_path / "again", level="bytes").facts["values"][
+            "equal_after_cast"
+        ]
+        == 0
+    )
     (path,) = (tmp_path / "again").glob("release/mp_rank_00_000/model_optim_rng.pt")
     saved = torch.load(path, weights_only=False)
     low_bit(saved["model"], saved["args"])
     torch.save(saved, path)
     found = mckpt.verify(source, tmp_path / "again", level="bytes")
-    assert [reason.split(",")[0] for reason in found.reasons[1:]] == ["embed.weight: 1 element differs"], "and the copy of the last stage"
+    assert [reason.split(",")[0] for reason in found.reasons[1:]] == [
+        "embed.weight: 1 element differs"
+    ], "and the copy of the last stage"
     (tmp_path / "bf16" / "release" / "mckpt.json").unlink()
     found = mckpt.verify(source, tmp_path / "bf16", level="bytes")
-    assert found.verdict == "fail" and "dtype float32 against bfloat16" in found.reasons[0], "nothing names the cast"
+    assert found.verdict == "fail" and "dtype float32 against bfloat16" in found.reasons[0], (
+        "nothing names the cast"
+    )
 
 
 def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
-    """Multi-token prediction keeps copies of the embedding and of the output layer, which no forward pass of transformers uses."""
+    """Multi-token prediction keeps copies of the embedding and of the output layer, which no
+    forward pass of transformers uses.
+    """
     source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
     mckpt.plan(source, tmp_path / "megatron").run()
     weights = tiny.tensors(tiny.config("deepseek-v3"))
@@ -289,16 +362,22 @@ def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
     weights[name] = weights[name] * 2
     tiny.write_weights(source, weights)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
-    assert found.verdict == "fail" and "embed.weight: its copy in" in found.reasons[0], found.reasons
+    assert found.verdict == "fail" and "embed.weight: its copy in" in found.reasons[0], (
+        found.reasons
+    )
     assert mckpt.diff(source, tmp_path / "megatron").replicas
 
 
 def test_what_was_allowed_to_differ_is_no_pass(tmp_path: Path) -> None:
     """Neither is an arg that differs from what the conversion wrote."""
     source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=64)
-    mckpt.plan(source, tmp_path / "megatron", format="torch", allow_inexact=["sliding_window"]).run()
+    mckpt.plan(
+        source, tmp_path / "megatron", format="torch", allow_inexact=["sliding_window"]
+    ).run()
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
-    assert found.verdict == "incomplete" and found.reasons[0].startswith("sliding_window: the config says 64, and the args mean None")
+    assert found.verdict == "incomplete" and found.reasons[0].startswith(
+        "sliding_window: the config says 64, and the args mean None"
+    )
     (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
     saved = torch.load(path, weights_only=False)
     saved["args"].window_size = (31, 0)
@@ -314,7 +393,10 @@ def test_values_that_a_cast_made_infinite_are_no_pass(tmp_path: Path) -> None:
     tiny.write_weights(source, weights)
     mckpt.plan(source, tmp_path / "megatron", dtype="fp16").run(allow_overflow=True)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
-    assert (found.verdict, found.reasons) == ("incomplete", ["final_norm.weight: 1 value became infinite in the cast to float16"])
+    assert (found.verdict, found.reasons) == (
+        "incomplete",
+        ["final_norm.weight: 1 value became infinite in the cast to float16"],
+    )
 
 
 def test_padding_that_no_conversion_makes_fails(tmp_path: Path) -> None:
@@ -326,7 +408,10 @@ def test_padding_that_no_conversion_makes_fails(tmp_path: Path) -> None:
     saved["model"]["output_layer.weight"][-1] = 50
     torch.save(saved, path)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
-    assert found.verdict == "fail" and "output_layer.weight: 1 row beyond the true vocabulary is not zero" in found.reasons[0]
+    assert (
+        found.verdict == "fail"
+        and "output_layer.weight: 1 row beyond the true vocabulary is not zero" in found.reasons[0]
+    )
 
 
 def test_ignored_weights_are_not_the_same(tmp_path: Path) -> None:
@@ -337,11 +422,17 @@ def test_ignored_weights_are_not_the_same(tmp_path: Path) -> None:
         'ignore:\n  "model.layers.{layer}.extra.weight": it is left out here\n'
     )
     weights = tiny.tensors(tiny.config("qwen3"))
-    weights |= {f"model.layers.{layer}.extra.weight": weights["model.norm.weight"] for layer in range(4)}
+    weights |= {
+        f"model.layers.{layer}.extra.weight": weights["model.norm.weight"] for layer in range(4)
+    }
     tiny.write_weights(source, weights)
     mckpt.plan(source, tmp_path / "megatron", known=Known(mapping=str(family))).run()
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes", mapping=str(family))
-    assert found.verdict == "incomplete" and "ignores 4 weights" in found.reasons[0] and "layers.0.extra.weight" in found.reasons[0]
+    assert (
+        found.verdict == "incomplete"
+        and "ignores 4 weights" in found.reasons[0]
+        and "layers.0.extra.weight" in found.reasons[0]
+    )
     said = door.mckpt("diff", source, tmp_path / "megatron", "--mapping", family, "--like", source)
     assert said.code == 1 and "the same" not in said.out and "4 ignored" in said.out, said.out
 
@@ -353,19 +444,31 @@ def test_choices_that_transformers_itself_changes_are_left_out() -> None:
     chosen = np.eye(4, dtype=bool)[[0, 1, 2, 3, 0]]
     other = chosen.copy()
     other[3] = chosen[2]
-    assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=other), 5).tolist() == [True, True, True, False, False]
+    assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=other), 5).tolist() == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=chosen), 5).all()
     assert verdict._too_far("float32", {"max_abs": float("nan"), "tolerance": 1.0}) is None
 
 
 @pytest.mark.parametrize(("second", "kept"), [(1e-5, "second"), (0.5, "first")])
-def test_a_suspicious_noise_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: float, kept: str) -> None:
-    """A noise a hundred times the usual one counts only if a second measurement of both runs finds it too."""
+def test_a_suspicious_noise_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: float, kept: str
+) -> None:
+    """A noise a hundred times the usual one counts only if a second measurement of both runs finds
+    it too.
+    """
     found = [1.0, second]
 
     def base(model: Any, recorder: Any, tokens: list[int], out: Path, index: int) -> float:
         np.save(out / f"logits.{index}.npy", np.full((3, 4), 8.0, "f4"))
-        np.savez(out / f"reference.{index}.npz", run=np.array("first" if len(found) == 2 else "second"))
+        np.savez(
+            out / f"reference.{index}.npz", run=np.array("first" if len(found) == 2 else "second")
+        )
         return 8.0
 
     monkeypatch.setattr(reference, "base", base)
@@ -385,7 +488,13 @@ def test_args_of_another_shape_are_a_verdict(directory: Path, tmp_path: Path) ->
     def widen(state: State, args: Any) -> None:
         args.num_query_groups = 4
 
-    found = mckpt.verify(directory / "hf", seed(directory / "clean", tmp_path / "wide", widen), device="cpu", sequences=1, length=16)
+    found = mckpt.verify(
+        directory / "hf",
+        seed(directory / "clean", tmp_path / "wide", widen),
+        device="cpu",
+        sequences=1,
+        length=16,
+    )
     assert found.exit_code == 1
     assert found.facts["where"]["args"] == ["num_query_groups"]
     assert "does not load" in found.reasons[-1]
@@ -401,7 +510,9 @@ def test_args_of_another_shape_are_a_verdict(directory: Path, tmp_path: Path) ->
         ({"device": "cuda"}, "GPUs"),
     ],
 )
-def test_what_cannot_be_run_is_said_first(directory: Path, options: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_run_is_said_first(
+    directory: Path, options: dict[str, Any], why: str
+) -> None:
     with pytest.raises(mckpt.errors.UsageError, match=why):
         mckpt.verify(directory / "hf", directory / "clean", **options)
 
@@ -416,9 +527,18 @@ def test_bytes(directory: Path, index: int) -> None:
 
 def test_bytes_sees_dims_of_any_formats(directory: Path, tmp_path: Path) -> None:
     other = tiny.tiny_random(
-        "qwen3-moe", tmp_path / "hf", mlp_only_layers=[0], intermediate_size=48, decoder_sparse_step=1, rope_theta=5000.0
+        "qwen3-moe",
+        tmp_path / "hf",
+        mlp_only_layers=[0],
+        intermediate_size=48,
+        decoder_sparse_step=1,
+        rope_theta=5000.0,
     )
-    for left, right in ((directory / "hf", other), (other, directory / "clean"), (directory / "clean", other)):
+    for left, right in (
+        (directory / "hf", other),
+        (other, directory / "clean"),
+        (directory / "clean", other),
+    ):
         found = mckpt.verify(left, right, level="bytes")
         assert found.exit_code == 1 and "rope_theta" in found.reasons[0], found.reasons
 
@@ -431,17 +551,38 @@ def test_bytes_sees_args(directory: Path) -> None:
 
 
 def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
-    """Its weights could be anything: no pass. The experts' width is no multiple of 8, which grouped kernels refuse.
+    """Its weights could be anything: no pass.
+
+    The experts' width is no multiple of 8, which grouped kernels refuse.
 
     The conversion casts to bfloat16, which is no difference: transformers runs on the same cast.
     """
     width = {"moe_intermediate_size": 20}
-    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf", "float32", num_experts_per_tok=1, norm_topk_prob=False, **width)
-    weights = tiny.tensors({**tiny.config("qwen3-moe"), "num_experts_per_tok": 1, **width}, "float32")
+    source = tiny.tiny_random(
+        "qwen3-moe",
+        tmp_path / "hf",
+        "float32",
+        num_experts_per_tok=1,
+        norm_topk_prob=False,
+        **width,
+    )
+    weights = tiny.tensors(
+        {**tiny.config("qwen3-moe"), "num_experts_per_tok": 1, **width}, "float32"
+    )
     weights["model.layers.2.mlp.gate.weight"][5] = 0  # of 24 scores some other is above 0
     tiny.write_weights(source, weights)
     mckpt.plan(source, tmp_path / "megatron", format="torch_dist", dtype="bf16").run()
-    command = ["verify", source, tmp_path / "megatron", "--ep", "2", "--device", "cpu", "--length", "64"]
+    command = [
+        "verify",
+        source,
+        tmp_path / "megatron",
+        "--ep",
+        "2",
+        "--device",
+        "cpu",
+        "--length",
+        "64",
+    ]
     said = door.mckpt(*command, "--json", "--report", tmp_path / "report.html")
     assert said.code == 1, said.err
     found = json.loads(said.out)
@@ -457,7 +598,15 @@ def facts(**changes: Any) -> dict[str, Any]:
     """What a passing run would have said."""
     said = {
         "coverage": {"positions": {}},
-        "logits": {"float32": {"noise": 1e-5, "spread": 1.0, "decisive": True, "probe": 1.0, "probe_above": 1e4}},
+        "logits": {
+            "float32": {
+                "noise": 1e-5,
+                "spread": 1.0,
+                "decisive": True,
+                "probe": 1.0,
+                "probe_above": 1e4,
+            }
+        },
         "tokens": {"judged": 100, "positions": 100, "ties": 0},
     }
     return said | changes
@@ -467,10 +616,43 @@ def facts(**changes: Any) -> dict[str, Any]:
     ("changes", "why"),
     [
         ({}, None),
-        ({"coverage": {"window": {"window": 4096, "longest_sequence": 512, "exceeded": False}}}, "window of 4096"),
-        ({"logits": {"bfloat16": {"noise": 0.4, "spread": 1.0, "decisive": False}}}, "noise of bfloat16"),
-        ({"logits": {"float32": {"noise": 0, "spread": 1, "decisive": True, "probe": 1e-4, "probe_above": 2.0}}}, "could be missed"),
-        ({"logits": {"float32": {"noise": 0, "spread": 1, "decisive": True, "probe": 1, "probe_above": 99, "below": 1.92}}}, "only 1.9 times"),
+        (
+            {"coverage": {"window": {"window": 4096, "longest_sequence": 512, "exceeded": False}}},
+            "window of 4096",
+        ),
+        (
+            {"logits": {"bfloat16": {"noise": 0.4, "spread": 1.0, "decisive": False}}},
+            "noise of bfloat16",
+        ),
+        (
+            {
+                "logits": {
+                    "float32": {
+                        "noise": 0,
+                        "spread": 1,
+                        "decisive": True,
+                        "probe": 1e-4,
+                        "probe_above": 2.0,
+                    }
+                }
+            },
+            "could be missed",
+        ),
+        (
+            {
+                "logits": {
+                    "float32": {
+                        "noise": 0,
+                        "spread": 1,
+                        "decisive": True,
+                        "probe": 1,
+                        "probe_above": 99,
+                        "below": 1.92,
+                    }
+                }
+            },
+            "only 1.9 times",
+        ),
         ({"tokens": {"judged": 10, "positions": 100, "ties": 3}}, "only 10 of 100"),
     ],
 )
@@ -484,12 +666,21 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens.jsonl"
     path.write_text('[1, 2, 3]\n{"tokens": [4, 5]}\n')
     assert read_tokens(path, 6) == [[1, 2, 3], [4, 5]]
-    for text, rows in (("[\n [1, 2],\n [3, 4]\n]", [[1, 2], [3, 4]]), ("[1, 2]", [[1, 2]]), ('{"tokens": [1, 2]}', [[1, 2]])):
+    for text, rows in (
+        ("[\n [1, 2],\n [3, 4]\n]", [[1, 2], [3, 4]]),
+        ("[1, 2]", [[1, 2]]),
+        ('{"tokens": [1, 2]}', [[1, 2]]),
+    ):
         path.write_text(text)
         assert read_tokens(path, 6) == rows
     np.save(tmp_path / "tokens.npy", np.array([[1, 2], [3, 4]]))
     assert read_tokens(tmp_path / "tokens.npy", 6) == [[1, 2], [3, 4]]
-    for wrong, why in (("[1, 6]", "from 0 to 5"), ("[1]", "at least 2"), ("words", "no sequences"), ('{"text": "a"}', "no sequences")):
+    for wrong, why in (
+        ("[1, 6]", "from 0 to 5"),
+        ("[1]", "at least 2"),
+        ("words", "no sequences"),
+        ('{"text": "a"}', "no sequences"),
+    ):
         path.write_text(wrong)
         with pytest.raises(mckpt.errors.UsageError, match=why):
             read_tokens(path, 6)
@@ -497,7 +688,14 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 def test_other_sizes_are_others(num_ranks: int) -> None:
-    dims = {"num_heads": 16, "num_query_groups": 8, "ffn_size": 160, "vocab_size": 256, "num_layers": 8, "num_experts": 24}
+    dims = {
+        "num_heads": 16,
+        "num_query_groups": 8,
+        "ffn_size": 160,
+        "vocab_size": 256,
+        "num_layers": 8,
+        "num_experts": 24,
+    }
     first = {"tp": num_ranks, "pp": 1, "vpp": 1, "ep": 1, "etp": num_ranks, "cp": 1}
     second = other_sizes(first, dims, {})
     assert launching.world(second) == max(2, num_ranks)
@@ -521,7 +719,17 @@ def test_a_port_that_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(FAULTS)), ids=[fault[0] for fault in FAULTS])
 def test_every_fault_through_the_command(directory: Path, index: int) -> None:
-    command = [sys.executable, "-m", "mckpt", "verify", directory / "hf", directory / f"fault{index}", "--json", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "mckpt",
+        "verify",
+        directory / "hf",
+        directory / f"fault{index}",
+        "--json",
+        "--device",
+        "cpu",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, cwd=door.ROOT)
     assert done.returncode == 1, done.stderr
     expect(json.loads(done.stdout), FAULTS[index][1])
@@ -530,9 +738,17 @@ def test_every_fault_through_the_command(directory: Path, index: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_train_level(tmp_path: Path, form: str) -> None:
-    """`torch` files run at other sizes than they were saved with: through a copy in another format."""
+    """`torch` files run at other sizes than they were saved with: through a copy in
+    another format.
+    """
     source = tiny.tiny_random("qwen3-moe", tmp_path / "hf")
-    mckpt.plan(source, tmp_path / "megatron", format=form, parallel=mckpt.Parallel(tp=2), transformer_impl="local").run()
+    mckpt.plan(
+        source,
+        tmp_path / "megatron",
+        format=form,
+        parallel=mckpt.Parallel(tp=2),
+        transformer_impl="local",
+    ).run()
     found = mckpt.verify(source, tmp_path / "megatron", level="train", tp=1, pp=2, device="cpu")
     assert (found.verdict, found.reasons) == ("pass", [])
     training = found.facts["training"]

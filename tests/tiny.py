@@ -1,7 +1,9 @@
-"""Tiny Hugging Face checkpoints of every case in fixtures/tiny, and transformers' logits of a checkpoint.
+"""Tiny Hugging Face checkpoints of every case in fixtures/tiny, and transformers' logits of a
+checkpoint.
 
-Every tensor is filled from a seeded normal: transformers zero-initialises biases and sets norms to 1, and a converter that loses
-such a tensor would pass. Names and shapes are written out below by hand, apart from mappings/ and from mckpt, as an oracle for both.
+Every tensor is filled from a seeded normal: transformers zero-initialises biases and sets norms to
+1, and a converter that loses such a tensor would pass. Names and shapes are written out below by
+hand, apart from mappings/ and from mckpt, as an oracle for both.
 """
 
 from __future__ import annotations
@@ -22,30 +24,48 @@ import numpy as np
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 CASES = tuple(sorted(path.stem for path in (FIXTURES / "tiny").glob("*.json")))
 
-DTYPES = {"float32": ("F32", np.float32), "float16": ("F16", np.float16), "bfloat16": ("BF16", ml_dtypes.bfloat16)}
-LETTERS = {np.dtype(kind): letter for letter, kind in [*DTYPES.values(), ("F8_E4M3", ml_dtypes.float8_e4m3fn), ("I8", np.int8)]}
+DTYPES = {
+    "float32": ("F32", np.float32),
+    "float16": ("F16", np.float16),
+    "bfloat16": ("BF16", ml_dtypes.bfloat16),
+}
+LETTERS = {
+    np.dtype(kind): letter
+    for letter, kind in [*DTYPES.values(), ("F8_E4M3", ml_dtypes.float8_e4m3fn), ("I8", np.int8)]
+}
 
 Config = dict[str, Any]
 
 
 def config(case: str) -> Config:
-    """The config.json of a case, with the keys of transformers 4 (rope_theta, rope_scaling, torch_dtype) as published ones have them."""
+    """The config.json of a case, with the keys of transformers 4 (rope_theta, rope_scaling,
+    torch_dtype) as published ones have them.
+    """
     found: Config = json.loads((FIXTURES / "tiny" / f"{case}.json").read_text())
     return found
 
 
 def tokens(case: str, rows: int = 2, seed: int = 1) -> np.ndarray:
-    """Random tokens [rows, length] over the whole vocabulary, as long as the model allows, at most 512.
+    """Random tokens [rows, length] over the whole vocabulary, as long as the model allows, at most
+    512.
 
-    512, because llama3's rope scaling begins at a wavelength of 2048: over 64 tokens it turns no pair by more than 0.06 radians.
+    512, because llama3's rope scaling begins at a wavelength of 2048: over 64 tokens it turns no
+    pair by more than 0.06 radians.
     """
     c = config(case)
-    return np.random.RandomState(seed).randint(0, c["vocab_size"], (rows, min(c["max_position_embeddings"], 512)))
+    return np.random.RandomState(seed).randint(
+        0, c["vocab_size"], (rows, min(c["max_position_embeddings"], 512))
+    )
 
 
 def shapes(c: Config) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every tensor on disk, for a config.json of one of the seven families."""
-    hidden, heads, groups, vocab = c["hidden_size"], c["num_attention_heads"], c["num_key_value_heads"], c["vocab_size"]
+    hidden, heads, groups, vocab = (
+        c["hidden_size"],
+        c["num_attention_heads"],
+        c["num_key_value_heads"],
+        c["vocab_size"],
+    )
     head_dim = c.get("head_dim") or hidden // heads
     deepseek = c["architectures"] == ["DeepseekV3ForCausalLM"]
     table: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden)}
@@ -53,8 +73,18 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
     for layer in range(decoder + mtp):
         at = f"model.layers.{layer}"
         if layer >= decoder:
-            table.update({f"{at}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")})
-            table.update({f"{at}.embed_tokens.weight": (vocab, hidden), f"{at}.shared_head.head.weight": (vocab, hidden)})
+            table.update(
+                {
+                    f"{at}.{name}.weight": (hidden,)
+                    for name in ("enorm", "hnorm", "shared_head.norm")
+                }
+            )
+            table.update(
+                {
+                    f"{at}.embed_tokens.weight": (vocab, hidden),
+                    f"{at}.shared_head.head.weight": (vocab, hidden),
+                }
+            )
             table[f"{at}.eh_proj.weight"] = (hidden, 2 * hidden)
         table[f"{at}.input_layernorm.weight"] = (hidden,)
         if deepseek:
@@ -79,7 +109,9 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
                 table[f"{at}.block_sparse_moe.experts.{expert}.w1.weight"] = (ffn, hidden)
                 table[f"{at}.block_sparse_moe.experts.{expert}.w2.weight"] = (hidden, ffn)
                 table[f"{at}.block_sparse_moe.experts.{expert}.w3.weight"] = (ffn, hidden)
-        elif (c["model_type"] == "qwen3_moe" and layer not in c["mlp_only_layers"]) or (deepseek and layer >= c["first_k_dense_replace"]):
+        elif (c["model_type"] == "qwen3_moe" and layer not in c["mlp_only_layers"]) or (
+            deepseek and layer >= c["first_k_dense_replace"]
+        ):
             ffn = c["moe_intermediate_size"]
             experts = c["n_routed_experts" if deepseek else "num_experts"]
             table[f"{at}.mlp.gate.weight"] = (experts, hidden)
@@ -107,10 +139,19 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
 def _latent_attention(c: Config, at: str) -> dict[str, tuple[int, ...]]:
     """The projections of DeepSeek's attention in the layer `at`."""
     hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
-    nope, rope, value, rank = c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"], c["q_lora_rank"]
+    nope, rope, value, rank = (
+        c["qk_nope_head_dim"],
+        c["qk_rope_head_dim"],
+        c["v_head_dim"],
+        c["q_lora_rank"],
+    )
     query: dict[str, tuple[int, ...]] = {"q_proj": (heads * (nope + rope), hidden)}
     if rank is not None:
-        query = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (heads * (nope + rope), rank)}
+        query = {
+            "q_a_proj": (rank, hidden),
+            "q_a_layernorm": (rank,),
+            "q_b_proj": (heads * (nope + rope), rank),
+        }
     rest = {
         "kv_a_proj_with_mqa": (latent + rope, hidden),
         "kv_a_layernorm": (latent,),
@@ -121,23 +162,31 @@ def _latent_attention(c: Config, at: str) -> dict[str, tuple[int, ...]]:
 
 
 def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """One tensor in fp32, from its name and the seed alone: the same in every file, order and process.
+    """One tensor in fp32, from its name and the seed alone: the same in every file, order and
+    process.
 
     RandomState, because numpy promises its stream for ever; Generator's may change with a version.
     """
-    normal = np.random.RandomState([seed, zlib.crc32(name.encode())]).standard_normal(shape).astype(np.float32)
+    normal = (
+        np.random.RandomState([seed, zlib.crc32(name.encode())])
+        .standard_normal(shape)
+        .astype(np.float32)
+    )
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        return 1 + np.float32(0.6) * normal  # scores are all but symmetric in the two: at 0.2, exchanging them is hardly seen
+        # scores are all but symmetric in the two: at 0.2, exchanging them is hardly seen
+        return 1 + np.float32(0.6) * normal
     if name.endswith("norm.weight"):
         return 1 + np.float32(0.2) * normal
     if name.endswith("e_score_correction_bias"):
-        return np.float32(0.05) * normal  # sigmoid scores lie in 0 to 1: more, and the same experts are chosen for all tokens
+        # sigmoid scores lie in 0 to 1: more, and the same experts are chosen for all tokens
+        return np.float32(0.05) * normal
     if name.endswith(".bias"):
-        return np.float32(0.6) * normal  # a bias of k is the same for all keys but for the rotation: at 0.2 it is hardly seen
+        # a bias of k is the same for all keys but for the rotation: at 0.2 it is hardly seen
+        return np.float32(0.6) * normal
     if name == "model.embed_tokens.weight":
         return np.float32(0.25) * normal
-    # in units of 1/sqrt(inputs), so that no layer drowns the others. Attention adds what all tokens of a row share: with 1.3 for
-    # o_proj too, 128 tokens leave some experts unused
+    # in units of 1/sqrt(inputs), so that no layer drowns the others. Attention adds what all tokens
+    # of a row share: with 1.3 for o_proj too, 128 tokens leave some experts unused
     gain = 0.9 if name.endswith("o_proj.weight") else 1.3
     return np.float32(gain / math.sqrt(shape[-1])) * normal
 
@@ -148,39 +197,69 @@ def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.n
         ".embed_tokens.weight": "model.embed_tokens.weight",
         ".shared_head.head.weight": "lm_head.weight",
     }  # of multi-token prediction
-    of = {name: next((whole for end, whole in copies.items() if name.endswith(end)), name) for name in shapes(c)}
-    kinds = {name: "float32" if name.endswith("e_score_correction_bias") else dtype for name in shapes(c)}  # as published
-    return {name: values(of[name], shape, seed).astype(DTYPES[kinds[name]][1]) for name, shape in shapes(c).items()}
+    of = {
+        name: next((whole for end, whole in copies.items() if name.endswith(end)), name)
+        for name in shapes(c)
+    }
+    # as published
+    kinds = {
+        name: "float32" if name.endswith("e_score_correction_bias") else dtype for name in shapes(c)
+    }
+    return {
+        name: values(of[name], shape, seed).astype(DTYPES[kinds[name]][1])
+        for name, shape in shapes(c).items()
+    }
 
 
 def decoder_only(c: Config, names: Iterable[str]) -> list[str]:
     """The names that are not of a layer of multi-token prediction."""
-    return [name for name in names if not (found := re.match(r"model\.layers\.(\d+)\.", name)) or int(found[1]) < c["num_hidden_layers"]]
+    return [
+        name
+        for name in names
+        if not (found := re.match(r"model\.layers\.(\d+)\.", name))
+        or int(found[1]) < c["num_hidden_layers"]
+    ]
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write one .safetensors file, wider dtypes first and then in order of name as the safetensors library does, by nothing but json and tobytes."""
+    """Write one .safetensors file, wider dtypes first and then in order of name as the safetensors
+    library does, by nothing but json and tobytes.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     order = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     for name in order:
         start, end = end, end + arrays[name].nbytes
-        header[name] = {"dtype": LETTERS[arrays[name].dtype], "shape": list(arrays[name].shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": LETTERS[arrays[name].dtype],
+            "shape": list(arrays[name].shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(arrays[name].tobytes() for name in order))
+    path.write_bytes(
+        len(text).to_bytes(8, "little") + text + b"".join(arrays[name].tobytes() for name in order)
+    )
 
 
-def write_weights(directory: Path, arrays: Mapping[str, np.ndarray], max_shard_size: int | None = None) -> None:
-    """Write model.safetensors, or model-0000i-of-0000n.safetensors of at most max_shard_size bytes of data each, and their index."""
+def write_weights(
+    directory: Path, arrays: Mapping[str, np.ndarray], max_shard_size: int | None = None
+) -> None:
+    """Write model.safetensors, or model-0000i-of-0000n.safetensors of at most max_shard_size bytes
+    of data each, and their index.
+    """
     files = _files(arrays, max_shard_size, "model", "safetensors")
     for file, names in files.items():
         write_safetensors(directory / file, {name: arrays[name] for name in names})
     _write_index(directory / "model.safetensors.index.json", arrays, files)
 
 
-def _files(arrays: Mapping[str, np.ndarray], max_shard_size: int | None, stem: str, suffix: str) -> dict[str, list[str]]:
-    """File -> the names in it, filled in the order given; a tensor larger than max_shard_size has a file of its own."""
+def _files(
+    arrays: Mapping[str, np.ndarray], max_shard_size: int | None, stem: str, suffix: str
+) -> dict[str, list[str]]:
+    """File -> the names in it, filled in the order given; a tensor larger than max_shard_size has a
+    file of its own.
+    """
     groups: list[list[str]] = [[]]
     held = 0
     for name, array in arrays.items():
@@ -191,13 +270,23 @@ def _files(arrays: Mapping[str, np.ndarray], max_shard_size: int | None, stem: s
         held += array.nbytes
     if len(groups) == 1:
         return {f"{stem}.{suffix}": groups[0]}
-    return {f"{stem}-{i:05d}-of-{len(groups):05d}.{suffix}": names for i, names in enumerate(groups, 1)}
+    return {
+        f"{stem}-{i:05d}-of-{len(groups):05d}.{suffix}": names for i, names in enumerate(groups, 1)
+    }
 
 
-def _write_index(path: Path, arrays: Mapping[str, np.ndarray], files: Mapping[str, Iterable[str]]) -> None:
+def _write_index(
+    path: Path, arrays: Mapping[str, np.ndarray], files: Mapping[str, Iterable[str]]
+) -> None:
     if len(files) > 1:
         where = {name: file for file, names in files.items() for name in names}
-        write_json(path, {"metadata": {"total_size": sum(a.nbytes for a in arrays.values())}, "weight_map": dict(sorted(where.items()))})
+        write_json(
+            path,
+            {
+                "metadata": {"total_size": sum(a.nbytes for a in arrays.values())},
+                "weight_map": dict(sorted(where.items())),
+            },
+        )
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -206,19 +295,39 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def _write_side_files(directory: Path, c: Config) -> None:
-    """generation_config.json and the tokenizer's files: valid JSON, the tokenizer only looks like one."""
-    write_json(directory / "generation_config.json", {k: c[k] for k in ("bos_token_id", "eos_token_id", "transformers_version")})
+    """generation_config.json and the tokenizer's files: valid JSON, the tokenizer only looks like
+    one.
+    """
+    write_json(
+        directory / "generation_config.json",
+        {k: c[k] for k in ("bos_token_id", "eos_token_id", "transformers_version")},
+    )
     model = {"type": "WordLevel", "vocab": {f"t{i}": i for i in range(8)}, "unk_token": "t0"}
     write_json(directory / "tokenizer.json", {"version": "1.0", "added_tokens": [], "model": model})
-    template = "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}\n{% endfor %}"
-    write_json(directory / "tokenizer_config.json", {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"})
-    write_json(directory / "special_tokens_map.json", {"bos_token": "t1", "eos_token": "t2", "unk_token": "t0"})
+    template = (
+        "{% for message in messages %}{{ message['role'] + ': ' + message['content'] }}\n{%"
+        " endfor %}"
+    )
+    write_json(
+        directory / "tokenizer_config.json",
+        {"chat_template": template, "tokenizer_class": "PreTrainedTokenizerFast"},
+    )
+    write_json(
+        directory / "special_tokens_map.json",
+        {"bos_token": "t1", "eos_token": "t2", "unk_token": "t0"},
+    )
 
 
 def tiny_random(
-    case: str, directory: Path, dtype: str = "bfloat16", seed: int = 0, max_shard_size: int | None = None, **changes: Any
+    case: str,
+    directory: Path,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    max_shard_size: int | None = None,
+    **changes: Any,
 ) -> Path:
-    """Write the checkpoint that tiny() writes, byte for byte, without torch and transformers: milliseconds, for property tests.
+    """Write the checkpoint that tiny() writes, byte for byte, without torch and transformers:
+    milliseconds, for property tests.
 
     `changes` replace entries of the case's config.json.
     """
@@ -231,11 +340,15 @@ def tiny_random(
 
 
 def quantised(
-    arrays: Mapping[str, np.ndarray], block: tuple[int, int] = (128, 128), scale_dtype: str = "float32"
+    arrays: Mapping[str, np.ndarray],
+    block: tuple[int, int] = (128, 128),
+    scale_dtype: str = "float32",
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Tensors as block-quantised checkpoints hold them, with the scales of linears behind all else; and what they are worth, in bfloat16.
+    """Tensors as block-quantised checkpoints hold them, with the scales of linears behind all else;
+    and what they are worth, in bfloat16.
 
-    Linears are what published ones quantise: matrices but for embeddings, the head and routers. Each block's largest value becomes 448.
+    Linears are what published ones quantise: matrices but for embeddings, the head and routers.
+    Each block's largest value becomes 448.
     """
     held, scales, worth = {}, {}, {}
     for name, array in arrays.items():
@@ -253,25 +366,43 @@ def quantised(
         value = np.empty(array.shape, ml_dtypes.bfloat16)
         for i in range(rows):
             for j in range(columns):
-                at = slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1])
+                at = (
+                    slice(i * block[0], (i + 1) * block[0]),
+                    slice(j * block[1], (j + 1) * block[1]),
+                )
                 scale[i, j] = np.abs(array[at].astype(np.float32)).max() / 448
-                codes[at] = (array[at].astype(np.float32) / np.float32(scale[i, j])).astype(codes.dtype)
-                value[at] = (codes[at].astype(np.float32) * np.float32(scale[i, j])).astype(value.dtype)
+                codes[at] = (array[at].astype(np.float32) / np.float32(scale[i, j])).astype(
+                    codes.dtype
+                )
+                value[at] = (codes[at].astype(np.float32) * np.float32(scale[i, j])).astype(
+                    value.dtype
+                )
         held[name], scales[f"{name}_scale_inv"], worth[name] = codes, scale, value
     return {**held, **scales}, worth
 
 
 def tiny_quantised(
-    case: str, directory: Path, block: tuple[int, int] = (128, 128), max_shard_size: int | None = None, scale_dtype: str = "float32",
+    case: str,
+    directory: Path,
+    block: tuple[int, int] = (128, 128),
+    max_shard_size: int | None = None,
+    scale_dtype: str = "float32",
     **changes: Any,
-) -> dict[str, np.ndarray]:  # fmt: skip
-    """Write the case's checkpoint with its linears in 8 bits; returns what its tensors are worth, in bfloat16."""
+) -> dict[str, np.ndarray]:
+    """Write the case's checkpoint with its linears in 8 bits; returns what its tensors are worth,
+    in bfloat16.
+    """
     tiny_random(case, directory, **changes)
     held, worth = quantised(tensors({**config(case), **changes}), block, scale_dtype)
     (directory / "model.safetensors").unlink()
     write_weights(directory, held, max_shard_size)
     c = json.loads((directory / "config.json").read_text())
-    method = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": list(block)}
+    method = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(block),
+    }
     write_json(directory / "config.json", {**c, "quantization_config": method})
     return worth
 
@@ -289,8 +420,9 @@ def tiny(
 ) -> Path:
     """Write the case's checkpoint as transformers' own save_pretrained does; returns the directory.
 
-    The config.json has the keys of transformers 4, or with v5 those that transformers 5 writes. With bin, the weights are
-    pytorch_model.bin (or several and their index) in place of safetensors. max_shard_size is in bytes. `changes` replace entries of config.json.
+    The config.json has the keys of transformers 4, or with v5 those that transformers 5 writes.
+    With bin, the weights are pytorch_model.bin (or several and their index) in place of
+    safetensors. max_shard_size is in bytes. `changes` replace entries of config.json.
     """
     import torch
 
@@ -307,22 +439,34 @@ def tiny(
         arrays = tensors({**config(case), **changes}, dtype, seed)
         files = _files(arrays, max_shard_size, "pytorch_model", "bin")
         for file, names in files.items():
-            # through fp32, as torch.from_numpy knows no ml_dtypes; exact, for the values were rounded before
+            # through fp32, as torch.from_numpy knows no ml_dtypes; exact, for the values were
+            # rounded before
             kind = getattr(torch, dtype)
-            torch.save({name: torch.from_numpy(arrays[name].astype(np.float32)).to(kind) for name in names}, directory / file)
+            torch.save(
+                {
+                    name: torch.from_numpy(arrays[name].astype(np.float32)).to(kind)
+                    for name in names
+                },
+                directory / file,
+            )
         _write_index(directory / "pytorch_model.bin.index.json", arrays, files)
     return directory
 
 
 def load(directory: Path, dtype: str = "float32") -> Any:
-    """The transformers model of a checkpoint; AssertionError when a tensor is missing, unexpected or of another shape."""
+    """The transformers model of a checkpoint; AssertionError when a tensor is missing, unexpected
+    or of another shape.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     model, info = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="eager", output_loading_info=True
+        directory,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        output_loading_info=True,
     )
     # layers of multi-token prediction, behind the decoder's, are none of transformers' model
     info["unexpected_keys"] = decoder_only(model.config.to_dict(), info["unexpected_keys"])
@@ -336,10 +480,16 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        out: np.ndarray = model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False).logits.float().numpy()
+        out: np.ndarray = (
+            model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False)
+            .logits.float()
+            .numpy()
+        )
     return out
 
 
 def hf_logits(directory: Path, tokens: np.ndarray) -> np.ndarray:
-    """transformers' fp32 logits [batch, seq, vocab] of a checkpoint; AssertionError when it does not load whole."""
+    """transformers' fp32 logits [batch, seq, vocab] of a checkpoint; AssertionError when it does
+    not load whole.
+    """
     return logits(load(directory), tokens)

@@ -1,1 +1,3 @@
-"""A checkpoint understood, whatever its format: its dims, its logical tensors, what differs between two of them."""
+"""A checkpoint understood, whatever its format: its dims, its logical tensors, what differs between
+two of them.
+"""

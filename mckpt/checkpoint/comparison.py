@@ -1,4 +1,6 @@
-"""Compares two checkpoints in logical space, across formats, parallel sizes and the casts that were made between them."""
+"""Compares two checkpoints in logical space, across formats, parallel sizes and the casts that were
+made between them.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,11 @@ Casts = Callable[[str], Sequence[str]]
 
 @dataclass(frozen=True)
 class Changed:
-    """One tensor that differs. `first` is the index of the first differing element; `max_abs` None where a dtype has no differences."""
+    """One tensor that differs.
+
+    `first` is the index of the first differing element; `max_abs` None where a dtype has no
+    differences.
+    """
 
     name: str
     what: str  # shape, dtype or values
@@ -57,9 +63,12 @@ class Difference:
     missing: list[str] = field(default_factory=list)  # in the first only
     extra: list[str] = field(default_factory=list)  # in the second only
     changed: list[Changed] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)  # weights of either side that its mapping ignores
-    replicas: list[str] = field(default_factory=list)  # further copies of a tensor, on either side, that differ from the one compared
-    infinite: list[str] = field(default_factory=list)  # tensors in which a cast made finite values infinite
+    # weights of either side that its mapping ignores
+    left_out: list[str] = field(default_factory=list)
+    # further copies of a tensor, on either side, that differ from the one compared
+    replicas: list[str] = field(default_factory=list)
+    # tensors in which a cast made finite values infinite
+    infinite: list[str] = field(default_factory=list)
     same: int = 0
     cast: int = 0  # tensors among the `same` that are equal to a cast of the first side
     nbytes: int = 0
@@ -74,10 +83,17 @@ class Difference:
 
     def json(self) -> dict[str, Any]:
         return {
-            "same": not self, "tensors_equal": self.same, "equal_after_cast": self.cast, "bytes_compared": self.nbytes,
-            "missing": self.missing, "extra": self.extra, "left_out": self.left_out, "replicas": self.replicas, "infinite": self.infinite,
+            "same": not self,
+            "tensors_equal": self.same,
+            "equal_after_cast": self.cast,
+            "bytes_compared": self.nbytes,
+            "missing": self.missing,
+            "extra": self.extra,
+            "left_out": self.left_out,
+            "replicas": self.replicas,
+            "infinite": self.infinite,
             "changed": [vars(c) for c in self.changed],
-        }  # fmt: skip
+        }
 
 
 class Stopped(Exception):
@@ -93,7 +109,9 @@ class _Block(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """The differing elements of one block: the first one, its two values, their number and the largest distance."""
+    """The differing elements of one block: the first one, its two values, their number and the
+    largest distance.
+    """
 
     first: tuple[int, ...]
     left: str
@@ -104,7 +122,9 @@ class _Found(NamedTuple):
 
 
 class _Buffers(threading.local):
-    """Each thread's two blocks, kept from one comparison to the next: fresh memory costs a page fault for every 4 KiB."""
+    """Each thread's two blocks, kept from one comparison to the next: fresh memory costs a page
+    fault for every 4 KiB.
+    """
 
     def __init__(self) -> None:
         self._held = [np.empty(BLOCK_BYTES, "u1") for _ in range(2)]
@@ -125,7 +145,8 @@ def diff(
     threads: int = 0,
     stop: threading.Event | None = None,
 ) -> Difference:
-    """Compares every logical tensor bit for bit (NaN payloads count), or within `atol`, where dtypes may differ too.
+    """Compares every logical tensor bit for bit (NaN payloads count), or within `atol`, where
+    dtypes may differ too.
 
     `casts(name)` says which dtypes a tensor was cast to between the two sides; it is then compared
     with exactly that cast of the first side. threads=0 means one per core. Raises Stopped soon
@@ -138,7 +159,9 @@ def diff(
         way = list(casts(name))
         expected = way[-1] if way else left.dtype
         if left.shape != right.shape:
-            out.changed.append(Changed(name, "shape", str(list(left.shape)), str(list(right.shape))))
+            out.changed.append(
+                Changed(name, "shape", str(list(left.shape)), str(list(right.shape)))
+            )
         elif expected != right.dtype and atol is None:
             out.changed.append(Changed(name, "dtype", expected, right.dtype))
         else:
@@ -158,7 +181,9 @@ def diff(
     infinite: dict[str, int] = {}
     with ThreadPoolExecutor(threads, "compare") as pool:
         try:
-            waiting = deque(pool.submit(one, block) for block in itertools.islice(blocks, AHEAD * threads))
+            waiting = deque(
+                pool.submit(one, block) for block in itertools.islice(blocks, AHEAD * threads)
+            )
             while waiting:
                 block, differs = waiting.popleft().result()
                 waiting.extend(pool.submit(one, later) for later in itertools.islice(blocks, 1))
@@ -178,13 +203,20 @@ def diff(
     out.changed.sort(key=lambda c: order[c.name])
     out.same = len(compared) - len(found)
     out.cast -= sum(any(dtype != a[name].dtype for dtype in casts(name)) for name in found)
-    out.infinite = [f"{name}: {counted(n, 'value')} became infinite in the cast to {b[name].dtype}" for name, n in infinite.items()]
-    out.left_out = [f"{side.path}: {key} ({why})" for side in (a, b) for key, why in _left_out(side)]  # type: ignore[attr-defined]  # only a Checkpoint has left out keys, and it has a path
+    out.infinite = [
+        f"{name}: {counted(n, 'value')} became infinite in the cast to {b[name].dtype}"
+        for name, n in infinite.items()
+    ]
+    out.left_out = [text for side in (a, b) for text in _left_out(side)]
     return out
 
 
 def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> list[str]:
-    """The copies of a tensor, on several ranks or under several keys of one checkpoint, that differ. Raises Stopped after `stop`."""
+    """The copies of a tensor, on several ranks or under several keys of one checkpoint, that
+    differ.
+
+    Raises Stopped after `stop`.
+    """
 
     def check() -> None:
         if stop is not None and stop.is_set():
@@ -193,10 +225,13 @@ def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> l
     return [f"{side.path}: {text}" for side in sides for text in side.reader.check_replicas(check)]
 
 
-def _left_out(side: Any) -> list[tuple[str, str]]:
-    """The weights of a checkpoint that its mapping ignores; a plain dictionary of tensors has none."""
+def _left_out(side: Any) -> list[str]:
+    """The weights of a checkpoint that its mapping ignores; a plain dictionary of tensors has
+    none.
+    """
     layout = getattr(side, "layout", None)
-    return list(layout.left_out.items()) if layout is not None else []
+    ignored = layout.left_out.items() if layout is not None else ()
+    return [f"{side.path}: {key} ({why})" for key, why in ignored]
 
 
 def _blocks(left: LogicalTensor, right: LogicalTensor) -> Iterator[_Block]:
@@ -243,7 +278,9 @@ def _compare(
     apart = np.asarray(apart)
     at = tuple(map(int, np.unravel_index(int(np.argmax(apart)), apart.shape)))
     first = (block.row + at[0], *at[1:]) if at else ()
-    return _Found(first, _show(x[at]), _show(y[at]), int(apart.sum()), float(distance[apart].max()), infinite)
+    return _Found(
+        first, _show(x[at]), _show(y[at]), int(apart.sum()), float(distance[apart].max()), infinite
+    )
 
 
 def _same_bytes(x: np.ndarray, y: np.ndarray) -> bool:

@@ -1,4 +1,6 @@
-"""A checkpoint as its logical tensors: nothing is read until it is sliced, whatever the format on disk."""
+"""A checkpoint as its logical tensors: nothing is read until it is sliced, whatever the format on
+disk.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mckpt.errors import SourceError, StorageError, counted
-from mckpt.geometry.box import Box, Layout, Piece, Stored, by_rows, gaps, moves, row_major, whole_box
+from mckpt.geometry.box import (
+    Box,
+    Layout,
+    Piece,
+    Stored,
+    by_rows,
+    gaps,
+    moves,
+    row_major,
+    whole_box,
+)
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
@@ -18,13 +30,17 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK_BYTES = 8 << 20  # of either side that is in memory at once when tensors are looked through
-DIRECT = 16 << 10  # bytes; rows of at least this length are read where they belong, shorter ones together through a buffer
+# bytes; rows of at least this length are read where they belong, shorter ones together through a
+# buffer
+DIRECT = 16 << 10
 
 
 class LogicalTensor:
     """One logical tensor, or a box of it. `numpy()` and `torch()` read; slicing does not."""
 
-    def __init__(self, reader: Reader, name: str, shape: tuple[int, ...], box: Box | None = None) -> None:
+    def __init__(
+        self, reader: Reader, name: str, shape: tuple[int, ...], box: Box | None = None
+    ) -> None:
         self._reader, self.name, self.whole = reader, name, shape
         self._box = box or whole_box(shape)
         self._dropped: tuple[int, ...] = ()  # axes that an integer index took away
@@ -49,9 +65,12 @@ class LogicalTensor:
             at = next(n for n, i in enumerate(index) if i is Ellipsis)
             index = (*index[:at], *(slice(None),) * (len(axes) - len(index) + 1), *index[at + 1 :])
         if len(index) > len(axes):
-            raise IndexError(f"{self.name} has {len(axes)} axes, and {len(index)} indices were given")
+            raise IndexError(
+                f"{self.name} has {len(axes)} axes, and {len(index)} indices were given"
+            )
         offset, shape, dropped = list(self._box.offset), list(self._box.shape), list(self._dropped)
-        for axis, i in zip(axes, index, strict=False):  # fewer indices than axes leave the others whole
+        # fewer indices than axes leave the others whole
+        for axis, i in zip(axes, index, strict=False):
             if isinstance(i, slice):
                 start, stop, step = i.indices(shape[axis])
                 if step != 1:
@@ -61,7 +80,9 @@ class LogicalTensor:
                 i = operator.index(i)
                 at = i + shape[axis] if i < 0 else i
                 if not 0 <= at < shape[axis]:
-                    raise IndexError(f"{self.name}: index {i} is outside the {shape[axis]} of axis {axis}")
+                    raise IndexError(
+                        f"{self.name}: index {i} is outside the {shape[axis]} of axis {axis}"
+                    )
                 offset[axis], shape[axis] = offset[axis] + at, 1
                 dropped.append(axis)
         out = LogicalTensor(self._reader, self.name, self.whole, Box(tuple(offset), tuple(shape)))
@@ -73,21 +94,32 @@ class LogicalTensor:
 
         They lie in the first `nbytes` bytes of `buffer`, an array of bytes, where one is given.
         """
-        return self._reader.read(self.name, self._box, buffer).view(numpy_dtype(self.dtype)).reshape(self.shape)
+        return (
+            self._reader.read(self.name, self._box, buffer)
+            .view(numpy_dtype(self.dtype))
+            .reshape(self.shape)
+        )
 
     def torch(self) -> torch.Tensor:
         """The elements as a torch tensor, read now."""
         import torch
 
         raw = self._reader.read(self.name, self._box)
-        return torch.from_numpy(raw.view(np.uint8).reshape(-1)).view(getattr(torch, self.dtype)).reshape(self.shape)
+        return (
+            torch.from_numpy(raw.view(np.uint8).reshape(-1))
+            .view(getattr(torch, self.dtype))
+            .reshape(self.shape)
+        )
 
     def __repr__(self) -> str:
         return f"LogicalTensor({self.name}, {list(self.shape)}, {self.dtype})"
 
 
 class Reader(Mapping[str, "LogicalTensor"]):
-    """A mapping of logical names to `LogicalTensor`. Thread-safe and picklable: files are opened for each read."""
+    """A mapping of logical names to `LogicalTensor`.
+
+    Thread-safe and picklable: files are opened for each read.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
@@ -100,7 +132,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
             pairs = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
             row_of = {pair: i for i, pair in enumerate(pairs)}
             for template in dict.fromkeys(p.tensor for p in s.pieces):
-                self._held.setdefault(template, []).append((s, [p for p in s.pieces if p.tensor == template], row_of))
+                self._held.setdefault(template, []).append(
+                    (s, [p for p in s.pieces if p.tensor == template], row_of)
+                )
                 rows += [(layer, template, expert) for layer, expert in pairs]
         for layer, template, expert in sorted(set(rows)):
             self._order[template.format(layer=layer, expert=expert)] = (template, layer, expert)
@@ -128,7 +162,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
 
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
-        """The bytes of a box, as unsigned integers of the dtype's size, dense; at the start of `buffer` where one is given."""
+        """The bytes of a box, as unsigned integers of the dtype's size, dense; at the start of
+        `buffer` where one is given.
+        """
         template, layer, expert = self._order[name]
         size = itemsize(self.dtype(name))
         nbytes = math.prod(box.shape) * size
@@ -140,32 +176,56 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 self._place(s, row, pieces, into, out)
         return out
 
-    def _place(self, s: Stored, row: int, pieces: list[Piece], into: Piece, out: np.ndarray) -> None:
-        """Fills what one stored tensor's `pieces` hold of the box of `into`, which lies in `out`."""
+    def _place(
+        self, s: Stored, row: int, pieces: list[Piece], into: Piece, out: np.ndarray
+    ) -> None:
+        """Fills what one stored tensor's `pieces` hold of the box of `into`, which lies
+        in `out`.
+        """
         size, wide = itemsize(s.stored_as), out.itemsize
-        for m in (m for p in pieces for whole in moves(p, into) for m in (by_rows(whole, s.shape[-1]) if s.scales else [whole])):
+        for m in (
+            m
+            for p in pieces
+            for whole in moves(p, into)
+            for m in (by_rows(whole, s.shape[-1]) if s.scales else [whole])
+        ):
             at = int(s.at[row]) + m.src_start * size
-            if m.src_step == m.dst_step == 1 and not s.scales and (m.rows == 1 or m.run * size >= DIRECT):
+            if (
+                m.src_step == m.dst_step == 1
+                and not s.scales
+                and (m.rows == 1 or m.run * size >= DIRECT)
+            ):
                 for i in range(m.rows):  # without a buffer in between
                     start = m.dst_start + i * m.dst_pitch
-                    self._pread(int(s.file[row]), at + i * m.src_pitch * size, out[start : start + m.run].view("u1"))
+                    self._pread(
+                        int(s.file[row]),
+                        at + i * m.src_pitch * size,
+                        out[start : start + m.run].view("u1"),
+                    )
                 continue
             span = (m.rows - 1) * m.src_pitch + (m.run - 1) * m.src_step + 1
             raw = self._pread(int(s.file[row]), at, np.empty(span * size, "u1")).view(f"u{size}")
-            rows = np.lib.stride_tricks.as_strided(raw, (m.rows, m.run), (m.src_pitch * size, m.src_step * size))
-            to = np.lib.stride_tricks.as_strided(out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide))
+            rows = np.lib.stride_tricks.as_strided(
+                raw, (m.rows, m.run), (m.src_pitch * size, m.src_step * size)
+            )
+            to = np.lib.stride_tricks.as_strided(
+                out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide)
+            )
             if s.scales:
                 grid = Grid(*s.scales.grids[row].tolist())
 
                 def read(file: int, at: int, nbytes: int) -> np.ndarray:
                     return self._pread(file, at, np.empty(nbytes, "u1"))
 
-                dequantise(grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read)
+                dequantise(
+                    grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read
+                )
             else:
                 to[...] = rows
 
     def check_replicas(self, check: Callable[[], None] = lambda: None) -> list[str]:
-        """Tensors that are stored several times, on several ranks or under several keys, and are not the same everywhere.
+        """Tensors that are stored several times, on several ranks or under several keys, and are
+        not the same everywhere.
 
         `check` is called now and then; what it raises ends the search.
         """
@@ -174,13 +234,20 @@ class Reader(Mapping[str, "LogicalTensor"]):
             if not s.replica:
                 continue
             size = itemsize(s.dtype)
-            for row, (layer, expert) in enumerate(zip(s.layer.tolist(), s.expert.tolist(), strict=True)):
+            for row, (layer, expert) in enumerate(
+                zip(s.layer.tolist(), s.expert.tolist(), strict=True)
+            ):
                 for p in s.pieces:
                     name = p.tensor.format(layer=layer, expert=expert)
                     blocks = _blocks(p, max(1, BLOCK_BYTES // size))
-                    if self.dtype(name) != s.dtype or not all(self._same(s, row, part, name, check) for part in blocks):
+                    if self.dtype(name) != s.dtype or not all(
+                        self._same(s, row, part, name, check) for part in blocks
+                    ):
                         file = self._layout.files[int(s.file[row])]
-                        out.append(f"{name}: its copy in {file} ({s.key}) differs from the one that is read")
+                        out.append(
+                            f"{name}: its copy in {file} ({s.key}) differs from the one that is"
+                            " read"
+                        )
         return out
 
     def _same(self, s: Stored, row: int, p: Piece, name: str, check: Callable[[], None]) -> bool:
@@ -192,7 +259,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return np.array_equal(mine, theirs)
 
     def padding(self) -> list[str]:
-        """Padding that is not zero: how many rows of which stored tensor hold values that no logical tensor has."""
+        """Padding that is not zero: how many rows of which stored tensor hold values that no
+        logical tensor has.
+        """
         out = []
         for s in self._layout.stored:
             if not s.padding or s.view or s.replica:
@@ -200,15 +269,28 @@ class Reader(Mapping[str, "LogicalTensor"]):
             size, width = itemsize(s.dtype), max(1, s.numel // s.shape[0])
             most = max(1, BLOCK_BYTES // size // width) * width
             free = gaps(s.pieces, s.numel)[0].tolist()
-            blocks = [(at, min(most, start + length - at)) for start, length in free for at in range(start, start + length, most)]
+            blocks = [
+                (at, min(most, start + length - at))
+                for start, length in free
+                for at in range(start, start + length, most)
+            ]
             for row in range(len(s)):
                 filled = 0
                 for at, length in blocks:
-                    raw = self._pread(int(s.file[row]), int(s.at[row]) + at * size, np.empty(length * size, "u1")).view(f"u{size}")
-                    filled += int(raw.reshape(-1, width).any(1).sum()) if length % width == 0 else int(raw.any())
+                    raw = self._pread(
+                        int(s.file[row]), int(s.at[row]) + at * size, np.empty(length * size, "u1")
+                    ).view(f"u{size}")
+                    filled += (
+                        int(raw.reshape(-1, width).any(1).sum())
+                        if length % width == 0
+                        else int(raw.any())
+                    )
                 if filled:
                     verb = "is" if filled == 1 else "are"
-                    out.append(f"{s.key}: {counted(filled, 'row')} beyond the true vocabulary {verb} not zero, and {verb} dropped")
+                    out.append(
+                        f"{s.key}: {counted(filled, 'row')} beyond the true vocabulary {verb} not"
+                        f" zero, and {verb} dropped"
+                    )
         return out
 
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
@@ -225,12 +307,17 @@ class Reader(Mapping[str, "LogicalTensor"]):
         except OSError as e:
             raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
         if got < nbytes:
-            raise SourceError(f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated since its header was read")
+            raise SourceError(
+                f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated"
+                " since its header was read"
+            )
         return out
 
 
 def _blocks(piece: Piece, most: int) -> Iterator[Piece]:
-    """The piece in parts of at most `most` elements, cut across its outermost axes, so that each is read in one short span."""
+    """The piece in parts of at most `most` elements, cut across its outermost axes, so that each is
+    read in one short span.
+    """
     shape, numel = piece.box.shape, math.prod(piece.box.shape)
     if numel <= most:
         yield piece
@@ -240,5 +327,7 @@ def _blocks(piece: Piece, most: int) -> Iterator[Piece]:
     for at in range(0, shape[axis], step):
         offset, size = list(piece.box.offset), list(shape)
         offset[axis], size[axis] = offset[axis] + at, min(step, shape[axis] - at)
-        part = piece._replace(box=Box(tuple(offset), tuple(size)), start=piece.start + at * piece.strides[axis])
+        part = piece._replace(
+            box=Box(tuple(offset), tuple(size)), start=piece.start + at * piece.strides[axis]
+        )
         yield from _blocks(part, most)

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 EVENT_S = 1.0  # between two events
-WINDOW_S = 10.0  # over which the rate is taken: long enough to be steady, short enough to show a stalled disk
+# over which the rate is taken: long enough to be steady, short enough to show a stalled disk
+WINDOW_S = 10.0
 
 
 class Meter:
@@ -20,7 +21,10 @@ class Meter:
         self.seen: deque[tuple[float, int]] = deque([(self.started, 0)])
 
     def read(self, done: int, total: int, files: int = 0, num_files: int = 0) -> dict[str, Any]:
-        """An event; `eta_s` is None as long as nothing moves. A resumed run begins at what was done before, which is no rate."""
+        """An event; `eta_s` is None as long as nothing moves.
+
+        A resumed run begins at what was done before, which is no rate.
+        """
         now = time.monotonic()
         if len(self.seen) == 1:
             self.seen[0] = (self.started, done if now - self.started < EVENT_S / 2 else 0)
@@ -30,8 +34,16 @@ class Meter:
         since, before = self.seen[0]
         seconds = now - since
         rate = (done - before) / seconds if seconds > 0 else 0.0
-        said: dict[str, Any] = {"bytes": done, "total_bytes": total, "bytes_per_s": round(rate), "seconds": round(now - self.started, 2)}
-        said |= {"eta_s": round((total - done) / rate, 1) if rate > 0 else None, "rss_bytes": resident()}
+        said: dict[str, Any] = {
+            "bytes": done,
+            "total_bytes": total,
+            "bytes_per_s": round(rate),
+            "seconds": round(now - self.started, 2),
+        }
+        said |= {
+            "eta_s": round((total - done) / rate, 1) if rate > 0 else None,
+            "rss_bytes": resident(),
+        }
         return said | ({"files": files, "total_files": num_files} if num_files else {})
 
 
@@ -48,7 +60,9 @@ class Events:
         if self.ended or (now - self.last < EVENT_S and not end):
             return
         self.last, self.ended = now, end
-        self.emit(json.dumps({"event": self.what, **self.meter.read(done, total, files, num_files)}))
+        self.emit(
+            json.dumps({"event": self.what, **self.meter.read(done, total, files, num_files)})
+        )
 
 
 class Line:
@@ -56,13 +70,26 @@ class Line:
 
     def __init__(self, what: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
 
         self.bar = Progress(
-            what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), TextColumn("{task.fields[more]}"),
+            what,
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[more]}"),
             console=Console(stderr=True),
-        )  # fmt: skip
-        self.task = self.bar.add_task(what, total=None, more="", visible=False)  # until the first call says how much there is
+        )
+        # until the first call says how much there is
+        self.task = self.bar.add_task(what, total=None, more="", visible=False)
 
     def __enter__(self) -> Line:
         self.bar.start()
@@ -72,7 +99,9 @@ class Line:
         self.bar.stop()
 
     def __call__(self, done: int, total: int, files: int = 0, num_files: int = 0) -> None:
-        more = f"{resident() >> 20} MiB memory" + (f", {files:,} of {num_files:,} files" if num_files else "")
+        more = f"{resident() >> 20} MiB memory" + (
+            f", {files:,} of {num_files:,} files" if num_files else ""
+        )
         self.bar.update(self.task, completed=done, total=total, more=more, visible=True)
 
 

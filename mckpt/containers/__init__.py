@@ -1,1 +1,3 @@
-"""The bytes of one file, without their meaning: safetensors, torch zip files, the index of torch_dist, pickles."""
+"""The bytes of one file, without their meaning: safetensors, torch zip files, the index of
+torch_dist, pickles.
+"""

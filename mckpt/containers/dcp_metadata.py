@@ -1,10 +1,12 @@
-"""The `.metadata` pickle of torch.distributed.checkpoint: which tensors a torch_dist directory holds, in which chunks, at which bytes.
+"""The `.metadata` pickle of torch.distributed.checkpoint: which tensors a torch_dist directory
+holds, in which chunks, at which bytes.
 
     state_dict_metadata   key -> dtype, global shape, [chunk: offsets, sizes]          (BytesStorageMetadata: an object)
     storage_data          (key, chunk offsets or None) -> file, offset, length         (an item of a .distcp, see torch_file)
 
-Shapes, offsets and sizes of chunks are in elements, offsets and lengths of items in bytes. Read and written without torch.
-Classes as pickled by torch 2.1 to 2.13 and by Megatron-Core 0.6 to main (MCoreMetadata and MCoreSavePlan are dataclasses with more fields).
+Shapes, offsets and sizes of chunks are in elements, offsets and lengths of items in bytes. Read and
+written without torch. Classes as pickled by torch 2.1 to 2.13 and by Megatron-Core 0.6 to main
+(MCoreMetadata and MCoreSavePlan are dataclasses with more fields).
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from mckpt.values import dtypes
 
 MAX_BYTES = 1 << 30  # of a .metadata: 356,352 chunks are 76 MB, with all_local_plans 106 MB
 _DCP = "torch.distributed.checkpoint.metadata"
-_PLANS = b"\x8c\x0fall_local_plans\x94"  # as protocol 4 writes an attribute's name when it meets it first
+# as protocol 4 writes an attribute's name when it meets it first
+_PLANS = b"\x8c\x0fall_local_plans\x94"
 
 Index = tuple[int, ...]
 Chunk = tuple[Index, Index]  # offsets, sizes
@@ -39,20 +42,23 @@ Item = tuple[str, int, int]  # file, offset, length
 class Metadata(NamedTuple):
     """What a torch_dist directory holds.
 
-    Proved: chunks tile their tensors, each chunk and object has an item, all items lie in files of the directory.
+    Proved: chunks tile their tensors, each chunk and object has an item, all items lie in files of
+    the directory.
     """
 
     tensors: dict[str, Tensor]
     objects: list[str]  # keys
     items: dict[tuple[str, Index | None], Item]  # (key, chunk offsets; None for an object)
     planner_data: dict[str, Any] | None  # torch_dcp: key -> path in the nested state dict
-    mcore_data: dict[str, Any] | None  # Megatron-Core 0.6 to 0.15: key -> what it knows of flattened optimizer tensors
+    # Megatron-Core 0.6 to 0.15: key -> what it knows of flattened optimizer tensors
+    mcore_data: dict[str, Any] | None
 
 
-# ------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------ reading
 
-# What there are 10**5 of, as small as they can be: each holds one tuple, which is what is kept. A state is emptied when it is read:
-# the memo of the unpickler holds all of them to the end. It is no other object's: Python pickles an object's own __dict__.
+# What there are 10**5 of, as small as they can be: each holds one tuple, which is what is kept. A
+# state is emptied when it is read: the memo of the unpickler holds all of them to the end. It is no
+# other object's: Python pickles an object's own __dict__.
 
 
 class _Chunk:
@@ -99,7 +105,8 @@ _CLASSES = {
 def read_metadata(source: bytes | Path | str, where: str = "") -> Metadata:
     """The contents of a `.metadata`: its bytes or its path.
 
-    Raises StorageError when it cannot be read, PickleError when it is no pickle of that kind, SourceError with all that is wrong in it.
+    Raises StorageError when it cannot be read, PickleError when it is no pickle of that kind,
+    SourceError with all that is wrong in it.
     """
     if not isinstance(source, bytes):
         where = where or str(source)
@@ -114,8 +121,8 @@ def read_metadata(source: bytes | Path | str, where: str = "") -> Metadata:
 
 
 def _load(data: bytes, where: str) -> dict[str, Any]:
-    # Megatron-Core appends every rank's save plan, which tells the same chunks again in as many bytes; the attributes before it are read
-    # alone, when they are complete
+    # Megatron-Core appends every rank's save plan, which tells the same chunks again in as many
+    # bytes; the attributes before it are read alone, when they are complete
     cut = data.find(_PLANS)
     if cut > 0:
         try:
@@ -136,7 +143,10 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     objects: list[str] = []
     described, stored = md.get("state_dict_metadata"), md.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
-        raise SourceError(f"{where}: has no state_dict_metadata or no storage_data: not a .metadata of torch.distributed.checkpoint")
+        raise SourceError(
+            f"{where}: has no state_dict_metadata or no storage_data: not a .metadata of"
+            " torch.distributed.checkpoint"
+        )
     for key, value in described.items():
         if type(key) is not str:
             problems.append(f"key {safe_pickle.short(key)} is no string")
@@ -146,19 +156,33 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
             try:
                 tensors[key] = _tensor(value)
             except (KeyError, TypeError, IndexError, AttributeError):
-                problems.append(f"{key[:200]}: its description is none of a tensor or an object: {safe_pickle.short(value)}")
+                problems.append(
+                    f"{key[:200]}: its description is none of a tensor or an object:"
+                    f" {safe_pickle.short(value)}"
+                )
     items = _items(stored, problems)
     for key, tensor in tensors.items():
         problems += [f"{key[:200]}: {p}" for p in _tiling(*tensor)]
         offsets = list(map(itemgetter(0), tensor[2]))
         if not all(map(items.__contains__, zip(itertools.repeat(key), offsets))):
             missing = [o for o in offsets if (key, o) not in items]
-            problems.append(f"{key[:200]}: {len(missing)} of {len(offsets)} chunks have no item, the first at {list(missing[0])}")
-    problems += [f"{key[:200]}: an object without an item" for key in objects if (key, None) not in items]
+            problems.append(
+                f"{key[:200]}: {len(missing)} of {len(offsets)} chunks have no item, the first at"
+                f" {list(missing[0])}"
+            )
+    problems += [
+        f"{key[:200]}: an object without an item" for key in objects if (key, None) not in items
+    ]
     if problems:
         raise SourceError.of(f"{where}: is damaged:", problems)
     planner, mcore = md.get("planner_data"), md.get("mcore_data")
-    return Metadata(tensors, objects, items, planner if type(planner) is dict else None, mcore if type(mcore) is dict else None)
+    return Metadata(
+        tensors,
+        objects,
+        items,
+        planner if type(planner) is dict else None,
+        mcore if type(mcore) is dict else None,
+    )
 
 
 def _tensor(value: Any) -> Tensor:
@@ -166,7 +190,11 @@ def _tensor(value: Any) -> Tensor:
     state = value.state
     properties = state["properties"].state
     dtype = properties["dtype"] if type(properties) is dict else properties[0]
-    if not isinstance(dtype, Global) or type(state["size"]) is not tuple or type(state["chunks"]) is not list:
+    if (
+        not isinstance(dtype, Global)
+        or type(state["size"]) is not tuple
+        or type(state["chunks"]) is not list
+    ):
         raise TypeError
     chunks: list[Chunk] = [chunk.held for chunk in state["chunks"]]
     if not set(map(type, itertools.chain.from_iterable(chunks))) <= {tuple}:
@@ -178,22 +206,50 @@ def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index
     items: dict[tuple[str, Index | None], Item] = {}
     files: set[str] = set()  # that were looked at
     for index, info in stored.items():
-        if isinstance(index, _Index) and isinstance(info, _Info) and hasattr(index, "held") and hasattr(info, "held"):
-            (key, offsets), (file, at, length), transformed = index.held, info.held, info.transformed
+        if (
+            isinstance(index, _Index)
+            and isinstance(info, _Info)
+            and hasattr(index, "held")
+            and hasattr(info, "held")
+        ):
+            (key, offsets), (file, at, length), transformed = (
+                index.held,
+                info.held,
+                info.transformed,
+            )
         else:
-            problems.append(f"an entry of storage_data is none: {safe_pickle.short(index)} -> {safe_pickle.short(info)}")
+            problems.append(
+                f"an entry of storage_data is none: {safe_pickle.short(index)} ->"
+                f" {safe_pickle.short(info)}"
+            )
             continue
-        if type(key) is not str or type(file) is not str or type(at) is not int or type(length) is not int or at < 0 or length < 0:
-            problems.append(f"an item of {safe_pickle.short(key)}: file {safe_pickle.short(file)}, offset {safe_pickle.short(at)}, "
-                            f"length {safe_pickle.short(length)}")  # fmt: skip
+        if (
+            type(key) is not str
+            or type(file) is not str
+            or type(at) is not int
+            or type(length) is not int
+            or at < 0
+            or length < 0
+        ):
+            problems.append(
+                f"an item of {safe_pickle.short(key)}: file {safe_pickle.short(file)}, offset"
+                f" {safe_pickle.short(at)}, length {safe_pickle.short(length)}"
+            )
             continue
         if file not in files:
             files.add(file)
             if not _is_plain(file):
-                problems.append(f"{key[:200]}: file {file[:200]!r} is no plain name inside the directory")
+                problems.append(
+                    f"{key[:200]}: file {file[:200]!r} is no plain name inside the directory"
+                )
         if transformed:
-            problems.append(f"{key[:200]}: its item is compressed or otherwise transformed, which mckpt does not read")
-        if offsets is not None and (type(offsets) is not tuple or not all(type(n) is int for n in offsets)):
+            problems.append(
+                f"{key[:200]}: its item is compressed or otherwise transformed, which mckpt does"
+                " not read"
+            )
+        if offsets is not None and (
+            type(offsets) is not tuple or not all(type(n) is int for n in offsets)
+        ):
             problems.append(f"{key[:200]}: an item at {safe_pickle.short(offsets)}")
             continue
         if (key, offsets) in items:
@@ -212,7 +268,11 @@ def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:
     if dtype not in dtypes.TABLE:
         return [f"dtype {dtype[:80]} is not one that mckpt knows"]
     rank = len(shape)
-    if rank > 64 or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape) or math.prod(shape) >= 1 << 60:
+    if (
+        rank > 64
+        or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+        or math.prod(shape) >= 1 << 60
+    ):
         return [f"its shape is none, of rank {rank}"]
     ranks = (set(map(len, map(itemgetter(i), chunks))) for i in range(2))
     if set().union(*ranks) - {rank}:
@@ -233,21 +293,39 @@ def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:
     outside = ((low < 0) | (size < 0) | (low > most) | (size > most - low)).any(0)
     if outside.any():
         i = int(outside.argmax())
-        return [f"chunk at {low[:, i].tolist()} of {size[:, i].tolist()} reaches out of the tensor {list(shape)}"]
+        return [
+            f"chunk at {low[:, i].tolist()} of {size[:, i].tolist()} reaches out of the tensor"
+            f" {list(shape)}"
+        ]
     each = size.prod(0)
-    volume = (int((each >> 30).sum()) << 30) + int((each & (1 << 30) - 1).sum())  # in two halves: the sum may be beyond 2**63
+    # in two halves: the sum may be beyond 2**63
+    volume = (int((each >> 30).sum()) << 30) + int((each & (1 << 30) - 1).sum())
     if volume != math.prod(shape):
-        return [f"its {len(chunks)} chunks hold {volume} elements, the tensor {list(shape)} has {math.prod(shape)}"]
+        return [
+            f"its {len(chunks)} chunks hold {volume} elements, the tensor {list(shape)} has"
+            f" {math.prod(shape)}"
+        ]
     filled = each > 0
-    clash = _overlap(low, low + size) if filled.all() else _overlap(low[:, filled], (low + size)[:, filled])
-    return [f"chunks at {clash[0].tolist()} and {clash[1].tolist()} overlap"] if clash is not None else []
+    clash = (
+        _overlap(low, low + size)
+        if filled.all()
+        else _overlap(low[:, filled], (low + size)[:, filled])
+    )
+    return (
+        [f"chunks at {clash[0].tolist()} and {clash[1].tolist()} overlap"]
+        if clash is not None
+        else []
+    )
 
 
 def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The offsets of two of the boxes [low, high) that overlap, or None. Boxes are [rank, n], none of them empty.
+    """The offsets of two of the boxes [low, high) that overlap, or None.
 
-    A grid is settled by one sort: where all boxes are cells between the same cuts of each axis, equal offsets are the only way to
-    overlap. Otherwise the boxes are swept along the first axis on which they differ, and each is compared with those still open.
+    Boxes are [rank, n], none of them empty.
+
+    A grid is settled by one sort: where all boxes are cells between the same cuts of each axis,
+    equal offsets are the only way to overlap. Otherwise the boxes are swept along the first axis on
+    which they differ, and each is compared with those still open.
     """
     rank, n = low.shape
     if n < 2:
@@ -281,7 +359,7 @@ def _overlap(low: np.ndarray, high: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return None
 
 
-# ------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 class Chunks(NamedTuple):
@@ -307,9 +385,11 @@ _Part = Union[bytes, "np.ndarray"]
 
 
 class Rows(NamedTuple):
-    """Bytes of a pickle whose number is known before they are made: `num` rows of `parts` side by side.
+    """Bytes of a pickle whose number is known before they are made: `num` rows of `parts` side by
+    side.
 
-    A part is bytes, the same in each row, or an array, [1] or [num], of numbers as they are written.
+    A part is bytes, the same in each row, or an array, [1] or [num], of numbers as they are
+    written.
     """
 
     num: int
@@ -317,11 +397,18 @@ class Rows(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.num * sum([len(part) if isinstance(part, bytes) else part.itemsize for part in self.parts])
+        return self.num * sum(
+            [len(part) if isinstance(part, bytes) else part.itemsize for part in self.parts]
+        )
 
     def data(self) -> bytes:
         if self.num < 2:
-            return b"".join([part if isinstance(part, bytes) else part.tobytes() for part in self.parts]) * self.num
+            return (
+                b"".join(
+                    [part if isinstance(part, bytes) else part.tobytes() for part in self.parts]
+                )
+                * self.num
+            )
         columns: list[np.ndarray] = []
         same = b""
         for part in self.parts:
@@ -331,11 +418,15 @@ class Rows(NamedTuple):
                 columns += [np.frombuffer(same, "u1"), part.reshape(-1, 1).view("u1")]
                 same = b""
         columns.append(np.frombuffer(same, "u1"))
-        return np.concatenate([np.broadcast_to(column, (self.num, column.shape[-1])) for column in columns], 1).tobytes()
+        return np.concatenate(
+            [np.broadcast_to(column, (self.num, column.shape[-1])) for column in columns], 1
+        ).tobytes()
 
 
 class Words(NamedTuple):
-    """Bytes of a pickle that put strings into its memo, with the next numbers, and leave nothing on the stack."""
+    """Bytes of a pickle that put strings into its memo, with the next numbers, and leave nothing on
+    the stack.
+    """
 
     texts: list[str]
 
@@ -350,28 +441,55 @@ class Words(NamedTuple):
 
 
 def emit_metadata(
-    tensors: Mapping[str, tuple[str, Index]], objects: list[str], chunks: Iterable[Chunks], items: Iterable[Items], files: list[str]
+    tensors: Mapping[str, tuple[str, Index]],
+    objects: list[str],
+    chunks: Iterable[Chunks],
+    items: Iterable[Items],
+    files: list[str],
 ) -> list[Rows | Words]:
-    """The `.metadata` pickle, protocol 4 as torch writes it, piece by piece. tensors: key -> (dtype, global shape).
+    """The `.metadata` pickle, protocol 4 as torch writes it, piece by piece. tensors: key ->
+    (dtype, global shape).
 
     What `chunks` and `items` name is all in the others.
 
-    Of 10**5 chunks none is walked: what repeats is put into the memo once and popped, and then all chunks of a tensor are rows of opcodes
-    that differ in some numbers. A piece is made when it is written: a plan asks for its size alone.
+    Of 10**5 chunks none is walked: what repeats is put into the memo once and popped, and then all
+    chunks of a tensor are rows of opcodes that differ in some numbers. A piece is made when it is
+    written: a plan asks for its size alone.
     """
     e = Emitter()
     module = {"_StorageInfo": "torch.distributed.checkpoint.filesystem"}
-    names = ("Metadata", "TensorStorageMetadata", "TensorProperties", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex")
+    names = (
+        "Metadata",
+        "TensorStorageMetadata",
+        "TensorProperties",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "MetadataIndex",
+    )
     new = {n: e.constant(glob(module.get(n, _DCP), n)) + b")\x81" for n in (*names, "_StorageInfo")}
     size_class = e.constant(glob("torch", "Size"))
     attributes = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta")
-    words = ("properties", "size", "chunks", "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length")
+    words = (
+        "properties",
+        "size",
+        "chunks",
+        "offsets",
+        "sizes",
+        "fqn",
+        "offset",
+        "index",
+        "relative_path",
+        "length",
+    )
     word = {w: e.constant(w) for w in (*attributes, *words)}
     # torch before 2.2 wrote the global torch.strided instead of this call; both load everywhere
     layout: Record = glob("torch.serialization", "_get_layout")("torch.strided")
     encoding: Record = glob(_DCP, "_MEM_FORMAT_ENCODING")(0)
     rest = b"".join((e.constant(layout), b"\x89", e.constant(encoding), b"\x89tb"))
-    dtype_of = {name: e.constant(safe_pickle.torch_dtype(name)) for name in dict.fromkeys(dtype for dtype, _ in tensors.values())}
+    dtype_of = {
+        name: e.constant(safe_pickle.torch_dtype(name))
+        for name in dict.fromkeys(dtype for dtype, _ in tensors.values())
+    }
 
     texts = list(dict.fromkeys([*tensors, *objects, *files]))
     number = dict(zip(texts, range(e.num_memo, e.num_memo + len(texts)), strict=True))
@@ -393,31 +511,70 @@ def emit_metadata(
     of_tensor: dict[str, list[Chunks]] = {}
     for each in chunks:
         of_tensor.setdefault(each.key, []).append(each)
-    out: list[Rows | Words] = [Rows(1, [b"\x80\x04", bytes(e.out[2:])]), Words(texts)]  # PROTO 4, which has MEMOIZE
+    # PROTO 4, which has MEMOIZE
+    out: list[Rows | Words] = [Rows(1, [b"\x80\x04", bytes(e.out[2:])]), Words(texts)]
     out.append(Rows(1, [new["Metadata"], b"}(", word["state_dict_metadata"], b"}("]))
     out.append(Rows(len(objects), [*strings(objects), new["BytesStorageMetadata"]]))
     for key, (dtype, shape) in tensors.items():
-        head = [*strings([key]), new["TensorStorageMetadata"], b"}(", word["properties"], new["TensorProperties"], b"("]
-        out.append(Rows(1, [*head, dtype_of[dtype], rest, word["size"], size(shape), word["chunks"], b"]("]))
+        head = [
+            *strings([key]),
+            new["TensorStorageMetadata"],
+            b"}(",
+            word["properties"],
+            new["TensorProperties"],
+            b"(",
+        ]
+        out.append(
+            Rows(
+                1, [*head, dtype_of[dtype], rest, word["size"], size(shape), word["chunks"], b"]("]
+            )
+        )
         for alike in of_tensor.get(key, ()):
-            start = [new["ChunkStorageMetadata"], b"}(", word["offsets"], *size_of_each(alike.offsets)]
+            start = [
+                new["ChunkStorageMetadata"],
+                b"}(",
+                word["offsets"],
+                *size_of_each(alike.offsets),
+            ]
             out.append(Rows(len(alike.offsets), [*start, word["sizes"], size(alike.sizes), b"ub"]))
         out.append(Rows(1, [b"eub"]))
     out.append(Rows(1, [b"u", word["planner_data"], b"N", word["storage_data"], b"}("]))
-    index, info = new["MetadataIndex"] + b"}(" + word["fqn"], word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"]
+    index, info = (
+        new["MetadataIndex"] + b"}(" + word["fqn"],
+        word["index"] + b"Nub" + new["_StorageInfo"] + b"}(" + word["relative_path"],
+    )
     for some in items:
-        where: list[_Part] = [word["offset"], *([b"N"] if some.offsets is None else size_of_each(some.offsets))]
-        path: list[_Part] = [info, b"j", file_number[some.file], word["offset"], *_ints(some.at), word["length"], *_ints(some.length)]
-        out.append(Rows(len(some.at), [index, *strings(some.keys, some.tensor), *where, *path, b"ub"]))
+        where: list[_Part] = [
+            word["offset"],
+            *([b"N"] if some.offsets is None else size_of_each(some.offsets)),
+        ]
+        path: list[_Part] = [
+            info,
+            b"j",
+            file_number[some.file],
+            word["offset"],
+            *_ints(some.at),
+            word["length"],
+            *_ints(some.length),
+        ]
+        out.append(
+            Rows(len(some.at), [index, *strings(some.keys, some.tensor), *where, *path, b"ub"])
+        )
     out.append(Rows(1, [b"u", word["storage_meta"], b"Nub."]))
     return out
 
 
 def _ints(values: np.ndarray | int) -> list[_Part]:
-    """Opcode and argument of a number, or of many of them, in as many bytes as the largest needs."""
+    """Opcode and argument of a number, or of many of them, in as many bytes as the
+    largest needs.
+    """
     if isinstance(values, int) or len(values) == 1:
         return [emit_int(values if isinstance(values, int) else int(values[0]))]
     low, high = int(values.min(initial=0)), int(values.max(initial=0))
     if low >= 0 and high < 1 << 16:
         return [b"K", values.astype("u1")] if high < 1 << 8 else [b"M", values.astype("<u2")]
-    return [b"J", values.astype("<i4")] if low >= -(1 << 31) and high < 1 << 31 else [b"\x8a\x08", values.astype("<i8")]
+    return (
+        [b"J", values.astype("<i4")]
+        if low >= -(1 << 31) and high < 1 << 31
+        else [b"\x8a\x08", values.astype("<i8")]
+    )

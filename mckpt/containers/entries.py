@@ -16,7 +16,9 @@ from mckpt.values import dtypes
 
 
 class Entry(NamedTuple):
-    """One stored buffer: `shape` elements of `dtype` from byte `at` of file number `file`; strides in elements, None if dense."""
+    """One stored buffer: `shape` elements of `dtype` from byte `at` of file number `file`; strides
+    in elements, None if dense.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,7 +36,9 @@ class Kind(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Of each buffer its kind (index into `Entries.kinds`, 4 bytes), file (4 bytes) and first byte (8 bytes)."""
+    """Of each buffer its kind (index into `Entries.kinds`, 4 bytes), file (4 bytes) and first byte
+    (8 bytes).
+    """
 
     kind: array[int]
     file: array[int]
@@ -44,7 +48,8 @@ class Columns(NamedTuple):
 class Entries(Mapping[str, Entry]):
     """Buffers by key, in columns: there may be 10**5 of them, so that each must cost little.
 
-    `kind`, `file` and `at` are `columns` as numpy arrays, made when they are asked for. Of a key that is there twice, the last counts.
+    `kind`, `file` and `at` are `columns` as numpy arrays, made when they are asked for. Of a key
+    that is there twice, the last counts.
     """
 
     def __init__(self, names: list[str], kinds: list[Kind], columns: Columns) -> None:
@@ -70,16 +75,22 @@ class Entries(Mapping[str, Entry]):
     def of(cls, entries: Iterable[tuple[str, Entry]]) -> Entries:
         """Columns of (key, entry) pairs."""
         number: defaultdict[Kind, int] = defaultdict(itertools.count().__next__)
-        rows = [(key, number[Kind(e.dtype, e.shape, e.strides)], e.file, e.at) for key, e in entries]
+        rows = [
+            (key, number[Kind(e.dtype, e.shape, e.strides)], e.file, e.at) for key, e in entries
+        ]
         names, kind, file, at = zip(*rows, strict=True) if rows else ((), (), (), ())
-        return cls(list(names), list(number), Columns(array("i", kind), array("i", file), array("q", at)))
+        return cls(
+            list(names), list(number), Columns(array("i", kind), array("i", file), array("q", at))
+        )
 
     def rows(self, keys: Iterable[str]) -> np.ndarray:
         """The row of each key, [keys]; -1 if it is not there."""
         return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), "i8")
 
     def are(self, rows: np.ndarray, wanted: list[bool]) -> np.ndarray:
-        """Which of these rows are there, and of a kind that is `wanted`, which is parallel to `kinds`."""
+        """Which of these rows are there, and of a kind that is `wanted`, which is parallel to
+        `kinds`.
+        """
         out: np.ndarray = rows >= 0
         out[out] = np.array(wanted, bool)[self.kind[rows[out]]]
         return out

@@ -1,7 +1,7 @@
 """What safetensors files hold, by their headers alone.
 
-A file is 8 bytes of header length, a JSON header (dtype, shape, data_offsets), then the data without holes
-(https://github.com/huggingface/safetensors#format).
+A file is 8 bytes of header length, a JSON header (dtype, shape, data_offsets), then the data
+without holes (https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -22,20 +22,26 @@ from mckpt.containers.entries import Columns, Entries, Kind
 from mckpt.errors import SourceError, StorageError
 from mckpt.values import dtypes
 
-_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')  # what most headers begin with, and is no tensor
+# what most headers begin with, and is no tensor
+_METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
-LFS_POINTER = b"version https://git-lfs"  # what a clone without git-lfs holds in place of each large file
+# what a clone without git-lfs holds in place of each large file
+LFS_POINTER = b"version https://git-lfs"
 TOO_LARGE = 1 << 62  # bytes: no file has as many
 
 
 def read(paths: list[str]) -> Entries:
-    """The tensors of these files, file by file in the order of the data. SourceError says which bytes are wrong.
+    """The tensors of these files, file by file in the order of the data.
 
-    Without numpy: importing it takes 60 to 150 ms, as long as reading the headers of some 10**5 tensors.
+    SourceError says which bytes are wrong.
+
+    Without numpy: importing it takes 60 to 150 ms, as long as reading the headers of some 10**5
+    tensors.
     """
     names: list[str] = []
     kind, file, at = array("i"), array("i"), array("q")
-    number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)  # of each (dtype, shape)
+    # of each (dtype, shape)
+    number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)
     kinds: list[Kind] = []
     sizes: list[int] = []  # bytes of a tensor of each kind
     kind_of, offsets_of = operator.attrgetter("dtype", "shape"), operator.attrgetter("data_offsets")
@@ -45,19 +51,29 @@ def read(paths: list[str]) -> Entries:
         for code, shape in itertools.islice(number, len(kinds), None):
             if code not in dtypes.OF_SAFETENSORS:
                 key = keys[numbers.index(number[code, shape])]
-                raise SourceError(f"{path}: {key}: unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}")
+                raise SourceError(
+                    f"{path}: {key}: unknown dtype {code!r}; known:"
+                    f" {', '.join(dtypes.OF_SAFETENSORS)}"
+                )
             kinds.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
-            sizes.append(min(TOO_LARGE, math.prod(shape) * dtypes.itemsize(kinds[-1].dtype)))  # which no offsets fit
+            # which no offsets fit
+            sizes.append(min(TOO_LARGE, math.prod(shape) * dtypes.itemsize(kinds[-1].dtype)))
         ends = [0, *itertools.accumulate(map(sizes.__getitem__, numbers))]
         if not all(map(operator.eq, map(offsets_of, header.values()), itertools.pairwise(ends))):
             offsets = list(map(offsets_of, header.values()))
             order = sorted(range(len(keys)), key=offsets.__getitem__)
-            keys, numbers, offsets = [keys[k] for k in order], [numbers[k] for k in order], [offsets[k] for k in order]
+            keys, numbers, offsets = (
+                [keys[k] for k in order],
+                [numbers[k] for k in order],
+                [offsets[k] for k in order],
+            )
             _without_holes(path, keys, [kinds[n] for n in numbers], offsets)
             ends = [0, *(end for _, end in offsets)]
         if size != start + ends[-1]:
             what = "truncated; download or copy it again" if size < start + ends[-1] else "padded"
-            raise SourceError(f"{path}: {size:,} bytes, and its header describes {start + ends[-1]:,}: {what}")
+            raise SourceError(
+                f"{path}: {size:,} bytes, and its header describes {start + ends[-1]:,}: {what}"
+            )
         names += keys
         kind.fromlist(numbers)
         file += array("i", [i]) * len(keys)
@@ -65,8 +81,13 @@ def read(paths: list[str]) -> Entries:
     return Entries(names, kinds, Columns(kind, file, at))
 
 
-def _without_holes(path: str, keys: list[str], kinds: list[Kind], offsets: list[tuple[int, int]]) -> None:
-    """Proves that the data of a file are its tensors, one behind the other. SourceError names the first that does not fit."""
+def _without_holes(
+    path: str, keys: list[str], kinds: list[Kind], offsets: list[tuple[int, int]]
+) -> None:
+    """Proves that the data of a file are its tensors, one behind the other.
+
+    SourceError names the first that does not fit.
+    """
     before = 0
     for key, (dtype, shape, _), (begin, end) in zip(keys, kinds, offsets, strict=True):
         nbytes = math.prod(shape) * dtypes.itemsize(dtype)
@@ -75,30 +96,40 @@ def _without_holes(path: str, keys: list[str], kinds: list[Kind], offsets: list[
             what = f"{dtypes.TABLE[dtype].safetensors} {list(shape)} takes {many} bytes"
             raise SourceError(f"{path}: {key}: {what}, and data_offsets give {end - begin:,}")
         if begin != before:
-            starts = f"starts at byte {begin:,} of the data, and the tensor before it ends at {before:,}"
+            starts = (
+                f"starts at byte {begin:,} of the data, and the tensor before it ends at {before:,}"
+            )
             raise SourceError(f"{path}: {key} {starts}: a hole or an overlap")
         before = end
 
 
 def pointer(path: str) -> SourceError:
     """What to say of a file that begins with LFS_POINTER."""
-    return SourceError(f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there")
+    return SourceError(
+        f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there"
+    )
 
 
 def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
-    """What a safetensors file says of its tensors, the byte where their data begin, and the bytes of the file."""
+    """What a safetensors file says of its tensors, the byte where their data begin, and the bytes
+    of the file.
+    """
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
             first = f.read(8)
             if len(first) < 8:
-                raise SourceError(f"{path}: has {size} bytes, and a safetensors file at least 8: download or copy it again")
+                raise SourceError(
+                    f"{path}: has {size} bytes, and a safetensors file at least 8: download or copy"
+                    " it again"
+                )
             if first == LFS_POINTER[:8]:
                 raise pointer(path)
             length = int.from_bytes(first, "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise SourceError(
-                    f"{path}: says that its header has {length:,} bytes, and the file has {size:,}: truncated, or no safetensors file"
+                    f"{path}: says that its header has {length:,} bytes, and the file has {size:,}:"
+                    " truncated, or no safetensors file"
                 )
             raw = bytearray(length)
             del raw[f.readinto(raw) :]  # the file may have become shorter
@@ -109,19 +140,26 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
 
 @functools.cache
 def _tensor(dtype: Any) -> Any:
-    """What a header says of one tensor, as a type for msgspec, which decodes JSON into it three times as fast as json into a dict."""
+    """What a header says of one tensor, as a type for msgspec, which decodes JSON into it three
+    times as fast as json into a dict.
+    """
     import msgspec
 
     size: Any = Annotated[int, msgspec.Meta(ge=0)]
     at: Any = Annotated[int, msgspec.Meta(ge=0, lt=TOO_LARGE)]
-    return msgspec.defstruct("Tensor", [("dtype", dtype), ("shape", tuple[size, ...]), ("data_offsets", tuple[at, at])], gc=False)
+    return msgspec.defstruct(
+        "Tensor",
+        [("dtype", dtype), ("shape", tuple[size, ...]), ("data_offsets", tuple[at, at])],
+        gc=False,
+    )
 
 
 @functools.cache
 def _decoder() -> Any:
     import msgspec
 
-    every: Any = types.GenericAlias(dict, (str, _tensor(Literal[tuple(dtypes.OF_SAFETENSORS)])))  # one string for each, hashed once
+    # one string for each, hashed once
+    every: Any = types.GenericAlias(dict, (str, _tensor(Literal[tuple(dtypes.OF_SAFETENSORS)])))
     return msgspec.json.Decoder(every)
 
 
@@ -130,7 +168,8 @@ def _header(path: str, raw: bytearray) -> dict[str, Any]:
     import msgspec
 
     begin = 0
-    if metadata := _METADATA.match(raw):  # left out where it lies: copying what follows would take as long as reading it
+    # left out where it lies: copying what follows would take as long as reading it
+    if metadata := _METADATA.match(raw):
         begin = metadata.end() - 1
         raw[begin : begin + 1] = b"{"
     try:
@@ -146,7 +185,9 @@ def _header(path: str, raw: bytearray) -> dict[str, Any]:
         out = dict(pairs)
         if len(out) != len(pairs):
             names = [k for k, _ in pairs]
-            raise SourceError(f"{path}: the header names {next(k for k in names if names.count(k) > 1)!r} twice")
+            raise SourceError(
+                f"{path}: the header names {next(k for k in names if names.count(k) > 1)!r} twice"
+            )
         return out
 
     try:
@@ -161,6 +202,7 @@ def _header(path: str, raw: bytearray) -> dict[str, Any]:
             found[key] = msgspec.convert(t, _tensor(str))
         except msgspec.ValidationError:
             raise SourceError(
-                f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes below 2**62: {str(t)[:200]}"
+                f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes below"
+                f" 2**62: {str(t)[:200]}"
             ) from None
     return found

@@ -1,12 +1,15 @@
-"""The zip container of torch.save: laid out from names and sizes alone, and found again in any file that torch wrote.
+"""The zip container of torch.save: laid out from names and sizes alone, and found again in any file
+that torch wrote.
 
     | header data.pkl | ... | header data/0 | bytes, 64-byte aligned | crc, size | header data/1 | ... | version | directory |
 
-The same bytes as torch's own writer (2.13; caffe2/serialize/inline_container.cc over miniz): no compression, each record aligned by
-an 'FB' extra field, a data descriptor behind each record that has bytes, zip64 fields where a size or a header's offset reaches 2**32 - 1.
-So torch.load(mmap=True) and torch's offset arithmetic hold. Nothing here reads or writes tensor data.
+The same bytes as torch's own writer (2.13; caffe2/serialize/inline_container.cc over miniz): no
+compression, each record aligned by an 'FB' extra field, a data descriptor behind each record that
+has bytes, zip64 fields where a size or a header's offset reaches 2**32 - 1. So
+torch.load(mmap=True) and torch's offset arithmetic hold. Nothing here reads or writes tensor data.
 
-Sizes and offsets are bytes; offsets count from the file's start when reading, from the container's start when laying out.
+Sizes and offsets are bytes; offsets count from the file's start when reading, from the container's
+start when laying out.
 """
 
 from __future__ import annotations
@@ -30,13 +33,14 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR = struct.Struct("<IIQI")
-_MAX_KNOWN = 2  # pickles that a Reader keeps: files come stage by stage, and a value takes 10 times its pickle
+# pickles that a Reader keeps: files come stage by stage, and a value takes 10 times its pickle
+_MAX_KNOWN = 2
 _SERIALIZATION_ID = b"0" * 40  # torch writes a hash of record names and crcs and only ever logs it
 
 Ranges = dict[str, tuple[int, int]]  # storage key -> (offset, bytes)
 
 
-# ------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 class _Entry(NamedTuple):
@@ -47,30 +51,47 @@ class _Entry(NamedTuple):
     data: bytes | None  # None: tensor data, written by someone else
 
     def zip64(self, compressed: int) -> bytes:
-        """The zip64 extra field; torch's writer says 0 for the compressed size in the local header."""
+        """The zip64 extra field; torch's writer says 0 for the compressed size in the
+        local header.
+        """
         body = struct.pack("<QQ", self.size, compressed) if self.size >= _WIDE else b""
         body += struct.pack("<Q", self.at) if self.at >= _WIDE else b""
         return struct.pack("<HH", 1, len(body)) + body if body else b""
 
     def local(self) -> bytes:
-        """The local header, padded so that the data is aligned. Sizes and crc are 0 here: the descriptor says them."""
+        """The local header, padded so that the data is aligned.
+
+        Sizes and crc are 0 here: the descriptor says them.
+        """
         wide = self.zip64(0)
         pad = self.start - self.at - 30 - len(self.name) - len(wide) - 4
         extra = wide + b"FB" + struct.pack("<H", pad) + b"Z" * pad
         flags = 0x0808 if self.size else 0x0800
-        return _LOCAL.pack(0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra)) + self.name + extra
+        return (
+            _LOCAL.pack(0x04034B50, 0, flags, 0, 0, 0, 0, 0, 0, len(self.name), len(extra))
+            + self.name
+            + extra
+        )
 
     def descriptor(self, crc: int) -> bytes:
         """What follows the data."""
         if not self.size:
             return b""
-        return struct.pack("<IIQQ" if self.zip64(0) else "<IIII", 0x08074B50, crc, self.size, self.size)
+        return struct.pack(
+            "<IIQQ" if self.zip64(0) else "<IIII", 0x08074B50, crc, self.size, self.size
+        )
 
     def central(self, crc: int) -> bytes:
         """Its line in the directory."""
         wide, small, at = self.zip64(self.size), min(self.size, _WIDE), min(self.at, _WIDE)
         flags, n = 0x0808 if self.size else 0x0800, len(self.name)
-        return _CENTRAL.pack(0x02014B50, 0, 0, flags, 0, 0, 0, crc, small, small, n, len(wide), 0, 0, 0, 0, at) + self.name + wide
+        return (
+            _CENTRAL.pack(
+                0x02014B50, 0, 0, flags, 0, 0, 0, crc, small, small, n, len(wide), 0, 0, 0, 0, at
+            )
+            + self.name
+            + wide
+        )
 
 
 class TorchFile:
@@ -82,7 +103,11 @@ class TorchFile:
         self.data: Ranges = {}
         self._stem = stem
         self._add("data.pkl", len(pickle), pickle)
-        for name, data in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
+        for name, data in (
+            (".format_version", b"1"),
+            (".storage_alignment", b"64"),
+            ("byteorder", b"little"),
+        ):
             self._add(name, len(data), data)
         for key, size in storages.items():
             self.data[key] = (self._add(f"data/{key}", size, None if size else b""), size)
@@ -101,17 +126,22 @@ class TorchFile:
         return entry.start
 
     def fixed(self, crc_of: Callable[[int, int], int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of everything that is not tensor data, in order of offset, neighbours joined.
+        """(offset, bytes) of everything that is not tensor data, in order of offset, neighbours
+        joined.
 
-        `crc_of(offset, nbytes)` gives the crc32 of a data range, asked for in order; None writes 0, which torch does not look at
-        but `unzip -t` does.
+        `crc_of(offset, nbytes)` gives the crc32 of a data range, asked for in order; None writes 0,
+        which torch does not look at but `unzip -t` does.
         """
         piece, begin, central = bytearray(), 0, bytearray()
         for e in self._entries:
             piece += e.local()
             if e.data is None:
                 yield begin, bytes(piece)
-                crc, piece, begin = crc_of(e.start, e.size) if crc_of else 0, bytearray(), e.start + e.size
+                crc, piece, begin = (
+                    crc_of(e.start, e.size) if crc_of else 0,
+                    bytearray(),
+                    e.start + e.size,
+                )
             else:
                 crc = zlib.crc32(e.data)
                 piece += e.data
@@ -126,7 +156,8 @@ class TorchFile:
 
 
 def lay_out(value: Any, stem: str = "archive") -> TorchFile:
-    """A torch.save file of `value`; `stem` is the folder in the zip: the file's name without its suffix, `archive` in a .distcp.
+    """A torch.save file of `value`; `stem` is the folder in the zip: the file's name without its
+    suffix, `archive` in a .distcp.
 
     Raises PickleError for a value that has no place in a checkpoint.
     """
@@ -134,7 +165,7 @@ def lay_out(value: Any, stem: str = "archive") -> TorchFile:
     return TorchFile(stem, emitter.done(), emitter.storages)
 
 
-# ------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def _pread(fd: int, nbytes: int, at: int, where: str) -> bytes:
@@ -142,25 +173,34 @@ def _pread(fd: int, nbytes: int, at: int, where: str) -> bytes:
     while len(got) < nbytes:
         more = os.pread(fd, nbytes - len(got), at + len(got))
         if not more:
-            raise SourceError(f"{where}: {nbytes} bytes at {at} are needed, the file has {len(got)} of them: it is cut short")
+            raise SourceError(
+                f"{where}: {nbytes} bytes at {at} are needed, the file has {len(got)} of them: it"
+                " is cut short"
+            )
         got += more
     return got
 
 
-def read(fd: int, where: str, base: int = 0, length: int | None = None, max_bytes: int = MAX_BYTES) -> tuple[Any, Ranges]:
-    """A torch.save file, or an item of a .distcp at `base` of `length` bytes -> (value, {storage key: (offset in the file, bytes)}).
+def read(
+    fd: int, where: str, base: int = 0, length: int | None = None, max_bytes: int = MAX_BYTES
+) -> tuple[Any, Ranges]:
+    """A torch.save file, or an item of a .distcp at `base` of `length` bytes -> (value, {storage
+    key: (offset in the file, bytes)}).
 
-    No tensor data is read. Raises SourceError when the container is damaged or not one that torch writes, PickleError when its pickle
-    (or directory) is hostile, damaged, or longer than `max_bytes`.
+    No tensor data is read. Raises SourceError when the container is damaged or not one that torch
+    writes, PickleError when its pickle (or directory) is hostile, damaged, or longer than
+    `max_bytes`.
     """
     return _read(fd, where, base, length, max_bytes, _loaded)
 
 
 class Reader:
-    """`read` for many files: one whose pickle is that of a file read shortly before is not parsed again.
+    """`read` for many files: one whose pickle is that of a file read shortly before is not parsed
+    again.
 
-    The ranks of one pipeline stage have equal pickles, unless their args name the rank. Pickles are compared whole, not by a hash.
-    Files with equal pickles get the same value: it is for reading only.
+    The ranks of one pipeline stage have equal pickles, unless their args name the rank. Pickles are
+    compared whole, not by a hash. Files with equal pickles get the same value: it is for reading
+    only.
     """
 
     def __init__(self) -> None:
@@ -186,40 +226,64 @@ def _loaded(data: bytes, where: str, max_bytes: int) -> tuple[Any, list[Storage]
 
 
 def _read(
-    fd: int, where: str, base: int, length: int | None, max_bytes: int, load: Callable[[bytes, str, int], tuple[Any, list[Storage]]]
+    fd: int,
+    where: str,
+    base: int,
+    length: int | None,
+    max_bytes: int,
+    load: Callable[[bytes, str, int], tuple[Any, list[Storage]]],
 ) -> tuple[Any, Ranges]:
     room = os.fstat(fd).st_size - base
     length = room if length is None else length
     if base < 0 or length < 0 or length > room:
-        raise SourceError(f"{where}: {length} bytes at {base} are asked for, the file has {max(room, 0)} there: it is cut short")
+        raise SourceError(
+            f"{where}: {length} bytes at {base} are asked for, the file has {max(room, 0)} there:"
+            " it is cut short"
+        )
     records = _directory(fd, where, base, length, max_bytes)
     if "data.pkl" not in records:
-        raise SourceError(f"{where}: a zip of {len(records)} records without data.pkl: not a file of torch.save (a TorchScript archive?)")
+        raise SourceError(
+            f"{where}: a zip of {len(records)} records without data.pkl: not a file of torch.save"
+            " (a TorchScript archive?)"
+        )
     if "byteorder" in records:
         start, size = records["byteorder"]
         order = _pread(fd, min(size, 16), start, where)
         if order != b"little":
-            raise SourceError(f"{where}: written on a {order.decode('ascii', 'replace')}-endian machine; re-save it on a little-endian one")
+            raise SourceError(
+                f"{where}: written on a {order.decode('ascii', 'replace')}-endian machine; re-save"
+                " it on a little-endian one"
+            )
     start, size = records["data.pkl"]
     if size > max_bytes:
-        raise SourceError(f"{where}: its data.pkl has {size} bytes; {max_bytes} is the most read here")
+        raise SourceError(
+            f"{where}: its data.pkl has {size} bytes; {max_bytes} is the most read here"
+        )
     value, storages = load(_pread(fd, size, start, where), where, max_bytes)
     ranges = {name[5:]: at for name, at in records.items() if name.startswith("data/")}
     problems = {}
     for storage in storages:
         there = ranges.get(storage.key, (0, -1))[1]
         if storage.nbytes > there:
-            problems[storage.key[:80]] = f"storage {storage.key[:80]!r} has {storage.nbytes} bytes, " + (
-                f"its record {there}" if there >= 0 else "and there is no record of it"
+            problems[storage.key[:80]] = (
+                f"storage {storage.key[:80]!r} has {storage.nbytes} bytes, "
+                + (f"its record {there}" if there >= 0 else "and there is no record of it")
             )
     if problems:
-        raise SourceError.of(f"{where}: its pickle names bytes that it does not hold:", problems.values())
+        raise SourceError.of(
+            f"{where}: its pickle names bytes that it does not hold:", problems.values()
+        )
     return value, ranges
 
 
-def _directory(fd: int, where: str, base: int, length: int, max_bytes: int) -> dict[str, tuple[int, int]]:
-    """{record name without its stem: (offset in the file, bytes)} of a zip; proves that records lie inside it and do not overlap."""
-    tail = _pread(fd, min(length, 128), base + length - min(length, 128), where)  # torch writes no comment behind the end record
+def _directory(
+    fd: int, where: str, base: int, length: int, max_bytes: int
+) -> dict[str, tuple[int, int]]:
+    """{record name without its stem: (offset in the file, bytes)} of a zip; proves that records lie
+    inside it and do not overlap.
+    """
+    # torch writes no comment behind the end record
+    tail = _pread(fd, min(length, 128), base + length - min(length, 128), where)
     at = len(tail) - _END.size
     if at < 0 or tail[at : at + 4] != b"PK\5\6":
         raise SourceError(f"{where}: {_no_zip(os.pread(fd, min(length, 64), base), length)}")
@@ -228,26 +292,46 @@ def _directory(fd: int, where: str, base: int, length: int, max_bytes: int) -> d
     if tail[at - _LOCATOR.size :][:4] == b"PK\6\7" and at >= _LOCATOR.size + _END64.size:
         _, _, end64, _ = _LOCATOR.unpack_from(tail, at - _LOCATOR.size)
         end = length - _END.size - _LOCATOR.size - _END64.size
-        magic, _, _, _, disk, disk2, here, count, size, offset = _END64.unpack_from(tail, at - _LOCATOR.size - _END64.size)
+        magic, _, _, _, disk, disk2, here, count, size, offset = _END64.unpack_from(
+            tail, at - _LOCATOR.size - _END64.size
+        )
         if magic != 0x06064B50 or end64 != end:
-            raise SourceError(f"{where}: its zip64 end record should be at {end64}, the zip's {length} bytes say {end}: padded or cut")
+            raise SourceError(
+                f"{where}: its zip64 end record should be at {end64}, the zip's {length} bytes say"
+                f" {end}: padded or cut"
+            )
     if disk or disk2 or here != count or comment or offset + size != end:
-        raise SourceError(f"{where}: a directory of {size} bytes at {offset} should end at {end} of {length}: padded, cut or not of torch")
+        raise SourceError(
+            f"{where}: a directory of {size} bytes at {offset} should end at {end} of {length}:"
+            " padded, cut or not of torch"
+        )
     if size > max_bytes or count * 46 > size:
-        raise SourceError(f"{where}: a directory of {count} records in {size} bytes; at least 46 each, at most {max_bytes} in all")
+        raise SourceError(
+            f"{where}: a directory of {count} records in {size} bytes; at least 46 each, at most"
+            f" {max_bytes} in all"
+        )
     raw, at = _pread(fd, size, base + offset, where), 0
     found: dict[str, tuple[int, int]] = {}
     spans: list[tuple[int, int, str]] = []
     headers: list[tuple[int, int, str]] = []
     for _ in range(count):
         if at + 46 > size or raw[at : at + 4] != b"PK\1\2":
-            raise SourceError(f"{where}: directory entry {len(headers)} of {count} at byte {offset + at} is none")
-        (_, _, _, flags, method, _, _, _, packed, nbytes, n, extra, note, _, _, _, start) = _CENTRAL.unpack_from(raw, at)
+            raise SourceError(
+                f"{where}: directory entry {len(headers)} of {count} at byte {offset + at} is none"
+            )
+        _, _, _, flags, method, _, _, _, packed, nbytes, n, extra, note, _, _, _, start = (
+            _CENTRAL.unpack_from(raw, at)
+        )
         name = raw[at + 46 : at + 46 + n].decode("utf-8", "replace")
-        packed, nbytes, start = _zip64(raw[at + 46 + n : at + 46 + n + extra], packed, nbytes, start, name, where)
+        packed, nbytes, start = _zip64(
+            raw[at + 46 + n : at + 46 + n + extra], packed, nbytes, start, name, where
+        )
         at += 46 + n + extra + note
         if method or flags & 1 or packed != nbytes:
-            raise SourceError(f"{where}: record {name[:80]!r} is compressed or encrypted ({packed} bytes for {nbytes}); torch's never are")
+            raise SourceError(
+                f"{where}: record {name[:80]!r} is compressed or encrypted ({packed} bytes for"
+                f" {nbytes}); torch's never are"
+            )
         headers.append((start, nbytes, name))
     if at != size:
         raise SourceError(f"{where}: {count} records fill {at} of the directory's {size} bytes")
@@ -261,12 +345,19 @@ def _directory(fd: int, where: str, base: int, length: int, max_bytes: int) -> d
     spans.sort()
     for (_, one, name), (two, _, other) in itertools.pairwise(spans):
         if two < one:
-            raise SourceError(f"{where}: record {name[:80]!r} ends at {one}, inside it at {two} begins {other[:80]!r}")
+            raise SourceError(
+                f"{where}: record {name[:80]!r} ends at {one}, inside it at {two} begins"
+                f" {other[:80]!r}"
+            )
     return found
 
 
-def _zip64(extra: bytes, packed: int, nbytes: int, start: int, name: str, where: str) -> tuple[int, int, int]:
-    """The true sizes and header offset of a directory entry: those that did not fit are in its extra field 1, in this order."""
+def _zip64(
+    extra: bytes, packed: int, nbytes: int, start: int, name: str, where: str
+) -> tuple[int, int, int]:
+    """The true sizes and header offset of a directory entry: those that did not fit are in its
+    extra field 1, in this order.
+    """
     if _WIDE not in (packed, nbytes, start):
         return packed, nbytes, start
     at = 0
@@ -276,22 +367,36 @@ def _zip64(extra: bytes, packed: int, nbytes: int, start: int, name: str, where:
             wide = list(struct.unpack_from(f"<{size // 8}Q", extra, at + 4))
             needed = [nbytes == _WIDE, packed == _WIDE, start == _WIDE]
             if len(wide) >= sum(needed):
-                nbytes, packed, start = (wide.pop(0) if n else v for n, v in zip(needed, (nbytes, packed, start), strict=True))
+                nbytes, packed, start = (
+                    wide.pop(0) if n else v
+                    for n, v in zip(needed, (nbytes, packed, start), strict=True)
+                )
                 return packed, nbytes, start
         at += 4 + size
-    raise SourceError(f"{where}: record {name[:80]!r} has 4 GiB or more, and no zip64 field that says how many")
+    raise SourceError(
+        f"{where}: record {name[:80]!r} has 4 GiB or more, and no zip64 field that says how many"
+    )
 
 
-def _data_start(fd: int, base: int, start: int, nbytes: int, limit: int, name: str, where: str) -> int:
+def _data_start(
+    fd: int, base: int, start: int, nbytes: int, limit: int, name: str, where: str
+) -> int:
     """Where the bytes of a record begin, in the zip; `limit`: where the directory begins."""
     if start + 30 > limit:
-        raise SourceError(f"{where}: record {name[:80]!r} begins at {start}, behind the records' end at {limit}")
+        raise SourceError(
+            f"{where}: record {name[:80]!r} begins at {start}, behind the records' end at {limit}"
+        )
     head = _pread(fd, 30, base + start, where)
     if head[:4] != b"PK\3\4":
         raise SourceError(f"{where}: no record header at {start}, where {name[:80]!r} should begin")
-    begin = start + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    begin = (
+        start + 30 + int.from_bytes(head[26:28], "little") + int.from_bytes(head[28:30], "little")
+    )
     if begin + nbytes > limit:
-        raise SourceError(f"{where}: record {name[:80]!r} has {nbytes} bytes at {begin}, the records end at {limit}: its size lies")
+        raise SourceError(
+            f"{where}: record {name[:80]!r} has {nbytes} bytes at {begin}, the records end at"
+            f" {limit}: its size lies"
+        )
     return begin
 
 
@@ -299,37 +404,62 @@ def _no_zip(head: bytes, length: int) -> str:
     """Why a file that does not end as a zip is not read."""
     cure = 'torch.save(torch.load(path, map_location="cpu", weights_only=True), path)'
     if head[:2] == b"PK":
-        return f"a zip of torch.save whose end is missing after {length} bytes: cut short, or padded"
+        return (
+            f"a zip of torch.save whose end is missing after {length} bytes: cut short, or padded"
+        )
     if head.startswith(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."):
-        return f"the format of torch before 1.6, which has no directory; re-save it with torch 1.6 or later: {cure}"
+        return (
+            "the format of torch before 1.6, which has no directory; re-save it with torch 1.6 or"
+            f" later: {cure}"
+        )
     if head[257:262] == b"ustar" or b"storages" in head:
-        return f"the tar format of torch before 0.1.10; re-save it with a torch that still reads it: {cure}"
-    return f"not a file of torch.save: {length} bytes that begin with {head[:8].hex(' ') or 'nothing'}"
+        return (
+            "the tar format of torch before 0.1.10; re-save it with a torch that still reads it:"
+            f" {cure}"
+        )
+    return (
+        f"not a file of torch.save: {length} bytes that begin with {head[:8].hex(' ') or 'nothing'}"
+    )
 
 
-_HEADS: dict[tuple[str, tuple[int, ...], int], bytes] = {}  # (dtype, shape, bytes of the item) -> its bytes before the data
+# (dtype, shape, bytes of the item) -> its bytes before the data
+_HEADS: dict[tuple[str, tuple[int, ...], int], bytes] = {}
 _MAX_HEADS = 4096  # of 1 KB; a checkpoint has some hundred kinds of chunk
 
 
-def item_data_offset(fd: int, base: int, length: int, nbytes: int, where: str, dtype: str, shape: tuple[int, ...]) -> int:
-    """Offset in the file of the `nbytes` of a tensor, row-major, that is the item of a .distcp at `base` of `length` bytes.
+def item_data_offset(
+    fd: int, base: int, length: int, nbytes: int, where: str, dtype: str, shape: tuple[int, ...]
+) -> int:
+    """Offset in the file of the `nbytes` of a tensor, row-major, that is the item of a .distcp at
+    `base` of `length` bytes.
 
-    All that precedes the data of an item depends on its dtype, its shape and torch's version only. So the first item of a kind is
-    read whole (`read`); the others must begin with the same bytes and have the same length, which takes one small read.
-    Raises SourceError when the item is not one row-major tensor of that dtype and shape.
+    All that precedes the data of an item depends on its dtype, its shape and torch's version only.
+    So the first item of a kind is read whole (`read`); the others must begin with the same bytes
+    and have the same length, which takes one small read. Raises SourceError when the item is not
+    one row-major tensor of that dtype and shape.
     """
     head = _HEADS.get((dtype, shape, length))
-    if head is not None and os.pread(fd, len(head), base) == head and os.fstat(fd).st_size >= base + length:
+    if (
+        head is not None
+        and os.pread(fd, len(head), base) == head
+        and os.fstat(fd).st_size >= base + length
+    ):
         return base + len(head)
     value, ranges = read(fd, where, base, length)
     view = as_tensor(value)
     if view is None or view.dtype != dtype or view.shape != shape:
         found = f"{view.dtype} {list(view.shape)}" if view else "no tensor"
-        raise SourceError(f"{where}: the item at {base} should be {dtype} {list(shape)}, it is {found}")
+        raise SourceError(
+            f"{where}: the item at {base} should be {dtype} {list(shape)}, it is {found}"
+        )
     if view.strides != contiguous(shape) and nbytes > dtypes.itemsize(dtype):
-        raise SourceError(f"{where}: the item at {base} has strides {list(view.strides)}, it should be {list(contiguous(shape))}")
+        raise SourceError(
+            f"{where}: the item at {base} has strides {list(view.strides)}, it should be"
+            f" {list(contiguous(shape))}"
+        )
     at = ranges[view.storage][0] + view.offset * dtypes.itemsize(dtype)
-    if at - base <= 1 << 12 and nbytes == math.prod(shape) * dtypes.itemsize(dtype):  # a longer head is none of torch's
+    # a longer head is none of torch's
+    if at - base <= 1 << 12 and nbytes == math.prod(shape) * dtypes.itemsize(dtype):
         if len(_HEADS) >= _MAX_HEADS:
             _HEADS.clear()
         _HEADS[dtype, shape, length] = _pread(fd, at - base, base, where)

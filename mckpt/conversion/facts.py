@@ -29,7 +29,9 @@ def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
         held = {s.dtype for s in source.layout.stored}
         strange = sorted(d for d in held if d not in WEIGHT_DTYPES)
         if strange:
-            raise UsageError(f"--dtype {target.dtype}: the source holds {', '.join(strange)}, which is not cast")
+            raise UsageError(
+                f"--dtype {target.dtype}: the source holds {', '.join(strange)}, which is not cast"
+            )
         return dict.fromkeys(source.layout.shapes, wanted), wanted
     kinds = dtypes_of(source.layout)
     weight: dict[str, int] = {}
@@ -49,17 +51,27 @@ def refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict
         raise MappingError.of(
             f"{where} would not compute what the source does:",
             [v if k == "config" else f"{k}: {v}" for k, v in refused.items()],
-            "If you know that it does not matter, say " + " ".join(f"--allow-inexact {k}" for k in refused),
+            "If you know that it does not matter, say "
+            + " ".join(f"--allow-inexact {k}" for k in refused),
         )
     return dict(found)
 
 
-def refuse_misfit(source: Checkpoint, family: str, target: MappingFile, name: str, dims: Dims, **chosen: Any) -> None:
-    """MappingError if the source's mapping and the target's do not name the same logical tensors."""
+def refuse_misfit(
+    source: Checkpoint, family: str, target: MappingFile, name: str, dims: Dims, **chosen: Any
+) -> None:
+    """MappingError if the source's mapping and the target's do not name the same logical
+    tensors.
+    """
     wanted = {n for b in target.bind(target.scope(dims, **chosen)) for n in b.rule.of}
     if found := mapping.misfits(family, set(source.layout.shapes), name, wanted, dims):
-        cure = "Add what is missing to the family file; `mckpt mappings check FILE --config CONFIG.JSON` says what is left."
-        raise MappingError.of(f"{source.path}: {family} and {name} do not have the same tensors:", found, cure)
+        cure = (
+            "Add what is missing to the family file; `mckpt mappings check FILE --config"
+            " CONFIG.JSON` says what is left."
+        )
+        raise MappingError.of(
+            f"{source.path}: {family} and {name} do not have the same tensors:", found, cure
+        )
 
 
 def kept_mapping(source: Checkpoint) -> tuple[str, bytes] | None:
@@ -69,7 +81,9 @@ def kept_mapping(source: Checkpoint) -> tuple[str, bytes] | None:
 
 
 def naming(source: Checkpoint, side: Side) -> dict[str, Any]:
-    """What the manifest says of the family that the user named; of a family file, if it is among the files of `side`."""
+    """What the manifest says of the family that the user named; of a family file, if it is among
+    the files of `side`.
+    """
     kept = kept_mapping(source)
     if kept is not None and MAPPING in dict(side):
         return {"mapping_file": {"name": kept[0], "digest": mapping.digest_of(kept[1].decode())}}
@@ -77,7 +91,13 @@ def naming(source: Checkpoint, side: Side) -> dict[str, Any]:
 
 
 def facts_of(
-    source: Checkpoint, moved: Checkpoint, target: Target, file: MappingFile, inexact: Mapping[str, str], notes: list[str], **more: Any
+    source: Checkpoint,
+    moved: Checkpoint,
+    target: Target,
+    file: MappingFile,
+    inexact: Mapping[str, str],
+    notes: list[str],
+    **more: Any,
 ) -> dict[str, Any]:
     """What decides the output: no time, no host, no path."""
     headers = hashlib.sha256()
@@ -88,19 +108,29 @@ def facts_of(
     return {
         "mckpt": __version__,
         "source": {
-            "format": source.format, "layout": headers.hexdigest(), "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
-            "files": [{"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files],
+            "format": source.format,
+            "layout": headers.hexdigest(),
+            "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
+            "files": [
+                {"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files
+            ],
         },
         "mapping": {"name": file.name, "digest": file.digest, "logical": mapping.hub().digest},
-        "dims": {k: list(v) if isinstance(v, tuple) else v for k, v in moved.dims.items() if k != "vocab_size"}
-        | ({} if (true := true_vocab(source)) is None else {"vocab_size": true}),
+        "dims": (
+            {
+                k: list(v) if isinstance(v, tuple) else v
+                for k, v in moved.dims.items()
+                if k != "vocab_size"
+            }
+            | ({} if (true := true_vocab(source)) is None else {"vocab_size": true})
+        ),
         "format": target.format,
         "dtype": target.dtype,
         "casts": [*source.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
         "inexact": dict(inexact),
         "notes": [*source.notes, *notes],
         **more,
-    }  # fmt: skip
+    }
 
 
 def dequantised(source: Checkpoint) -> list[str]:
@@ -109,7 +139,10 @@ def dequantised(source: Checkpoint) -> list[str]:
     block = source.stored.block if isinstance(source.stored, hf.Checkpoint) else None
     if not num or block is None:
         return []
-    return [f"{num:,} tensors are {quantisation.CODES} with a scale for each {block[0]} x {block[1]}, and are dequantised to {quantisation.VALUES}"]
+    return [
+        f"{num:,} tensors are {quantisation.CODES} with a scale for each {block[0]} x {block[1]},"
+        f" and are dequantised to {quantisation.VALUES}"
+    ]
 
 
 def true_vocab(source: Checkpoint) -> int | None:

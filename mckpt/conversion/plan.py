@@ -53,53 +53,94 @@ class Plan:
         """The plan as plain data."""
         copies = self.joined.copies
         padding = sum(
-            int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype) for s in self.layout.stored if s.padding
+            int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype)
+            for s in self.layout.stored
+            if s.padding
         )
-        moved = np.bincount(copies["cast"], copies["rows"] * copies["run"], len(self.joined.casts)).astype("i8").tolist()
+        moved = (
+            np.bincount(copies["cast"], copies["rows"] * copies["run"], len(self.joined.casts))
+            .astype("i8")
+            .tolist()
+        )
         return {
             "source": {
-                "path": str(self.source.path), "format": self.source.format, "files": len(self.source.layout.files), "tensors": len(self.source),
-                "parallel": str(self.source.parallel), "mapping": self.source.mapping.name,
+                "path": str(self.source.path),
+                "format": self.source.format,
+                "files": len(self.source.layout.files),
+                "tensors": len(self.source),
+                "parallel": str(self.source.parallel),
+                "mapping": self.source.mapping.name,
             },
             "target": {
-                "path": str(self.destination.path), "format": self.target.format, "parallel": str(self.target.parallel),
-                "mapping": self.facts["mapping"]["name"], "tensors": sum(map(len, self.layout.stored)),
-                "files": [{"path": o.path, "bytes": o.size} for o in self.outputs], "bytes": self.nbytes,
+                "path": str(self.destination.path),
+                "format": self.target.format,
+                "parallel": str(self.target.parallel),
+                "mapping": self.facts["mapping"]["name"],
+                "tensors": sum(map(len, self.layout.stored)),
+                "files": [{"path": o.path, "bytes": o.size} for o in self.outputs],
+                "bytes": self.nbytes,
             },
             "copies": len(copies),
-            "casts": {f"{a} -> {b}": n for (a, b), n in zip(self.joined.casts, moved, strict=True) if a != b},
+            "casts": {
+                f"{a} -> {b}": n
+                for (a, b), n in zip(self.joined.casts, moved, strict=True)
+                if a != b
+            },
             "padding_bytes": int(padding),
             "ignored": dict(_short(self.source.layout.ignored)),
             "left_behind": self.source.left_behind(),
             "inexact": self.facts["inexact"],
             "notes": self.facts["notes"],
             "plan": self.digest,
-        }  # fmt: skip
+        }
 
     def summary(self) -> str:
         """The plan for people."""
         p = self.json()
         s, t = p["source"], p["target"]
         lines = [
-            f"{s['format']} {s['path']} ({s['mapping']}, {s['parallel']}): {counted(s['tensors'], 'logical tensor')} in {counted(s['files'], 'file')}",
-            f"  -> {t['format']} {t['path']} ({t['mapping']}, {t['parallel']}): "
-            f"{counted(t['tensors'], 'stored tensor')}, {counted(len(t['files']), 'file')}, {t['bytes']:,} bytes",
-            f"{p['copies']:,} copies; every element of the target is written once, every element of the source is used or named here",
+            (
+                f"{s['format']} {s['path']} ({s['mapping']}, {s['parallel']}):"
+                f" {counted(s['tensors'], 'logical tensor')} in {counted(s['files'], 'file')}"
+            ),
+            (
+                f"  -> {t['format']} {t['path']} ({t['mapping']}, {t['parallel']}):"
+                f" {counted(t['tensors'], 'stored tensor')}, {counted(len(t['files']), 'file')},"
+                f" {t['bytes']:,} bytes"
+            ),
+            (
+                f"{p['copies']:,} copies; every element of the target is written once, every"
+                " element of the source is used or named here"
+            ),
         ]
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
-        lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(p["padding_bytes"])
+        lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(
+            p["padding_bytes"]
+        )
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
         return "\n".join(lines + p["notes"])
 
-    def run(self, *, max_memory: int | str = "64MiB", threads: int = 0, checksum: str = "crc32", allow_overflow: bool = False, resume: bool = True,
-            check_replicas: bool = False, ranks: Ranks | None = None, progress: Progress | None = None,
-            tell: Callable[[str], None] = lambda text: None) -> dict[str, Any]:  # fmt: skip
-        """Write it; returns the manifest. A run that dies is gone on with by the same call, unless `resume` is False.
+    def run(
+        self,
+        *,
+        max_memory: int | str = "64MiB",
+        threads: int = 0,
+        checksum: str = "crc32",
+        allow_overflow: bool = False,
+        resume: bool = True,
+        check_replicas: bool = False,
+        ranks: Ranks | None = None,
+        progress: Progress | None = None,
+        tell: Callable[[str], None] = lambda text: None,
+    ) -> dict[str, Any]:
+        """Write it; returns the manifest.
 
-        Several processes do it together if each calls this with its own `ranks`; all return when the checkpoint is in place. `tell` gets
-        what people should know though nothing failed.
+        A run that dies is gone on with by the same call, unless `resume` is False.
+
+        Several processes do it together if each calls this with its own `ranks`; all return when
+        the checkpoint is in place. `tell` gets what people should know though nothing failed.
         """
         budget = hf.parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         stamps = self._stamps()
@@ -110,10 +151,19 @@ class Plan:
 
             try:
                 return execute(
-                    self.joined.copies, self.joined.casts, self.source.layout.files, self.outputs, session.staging / "data",
-                    max_memory=budget, threads=threads, checksum=checksum, allow_overflow=allow_overflow, grids=self.joined.grids,
-                    session=session, progress=progress,
-                )  # fmt: skip
+                    self.joined.copies,
+                    self.joined.casts,
+                    self.source.layout.files,
+                    self.outputs,
+                    session.staging / "data",
+                    max_memory=budget,
+                    threads=threads,
+                    checksum=checksum,
+                    allow_overflow=allow_overflow,
+                    grids=self.joined.grids,
+                    session=session,
+                    progress=progress,
+                )
             except Overflow as e:
                 raise UsageError(f"{self.joined.name(e.tensor)}: {e.where}") from e
 
@@ -128,8 +178,14 @@ class Plan:
                 dropped = self._look_through(check_replicas)
             sums = move(session)
             if self._stamps() != stamps:
-                raise SourceError(f"{self.source.path}: was changed while it was read; run the command again when nothing writes there")
-            files = {o.path: {"bytes": o.size, "checksum": s} for o, s in zip(self.outputs, sums, strict=True)}
+                raise SourceError(
+                    f"{self.source.path}: was changed while it was read; run the command again when"
+                    " nothing writes there"
+                )
+            files = {
+                o.path: {"bytes": o.size, "checksum": s}
+                for o, s in zip(self.outputs, sums, strict=True)
+            }
             manifest = {**self.facts, "plan": self.digest, "dropped": dropped, "files": files}
             (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
             self.destination.publish(staging, self.side)
@@ -139,7 +195,11 @@ class Plan:
         """What is dropped, in words. SourceError if copies of one tensor differ."""
         reader = self.source.reader
         if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
-            raise SourceError.of(f"{self.source.path}: holds copies of one tensor that differ, and it is not known which is meant:", apart)
+            raise SourceError.of(
+                f"{self.source.path}: holds copies of one tensor that differ, and it is not known"
+                " which is meant:",
+                apart,
+            )
         return reader.padding()
 
     def _help(self, session: Session, move: Callable[[Session], list[str]]) -> dict[str, Any]:
@@ -148,25 +208,36 @@ class Plan:
         def finished(late: bool) -> bool:
             """Whether what this plan writes is in place, and the run is over.
 
-            With --overwrite an earlier run may have put it there, and nothing in it tells: this rank would go home, and rank 0, who is about to
-            replace it, would lack it. So it stays for as long as rank 0 waits for a rank that does not come. Then either rank 0 is done, or it is
-            so late that it finds this one missing, and does its share: the output is right in any order, and no wait is longer than that.
+            With --overwrite an earlier run may have put it there, and nothing in it tells: this
+            rank would go home, and rank 0, who is about to replace it, would lack it. So it stays
+            for as long as rank 0 waits for a rank that does not come. Then either rank 0 is done,
+            or it is so late that it finds this one missing, and does its share: the output is right
+            in any order, and no wait is longer than that.
             """
-            return (late or not self.destination.overwrite) and self.destination.manifest().get("plan") == self.digest
+            return (late or not self.destination.overwrite) and self.destination.manifest().get(
+                "plan"
+            ) == self.digest
 
         try:
             with session:
-                session.join(finished, lambda: self.destination.refuse(session.staging, session.ranks.name))
+                session.join(
+                    finished, lambda: self.destination.refuse(session.staging, session.ranks.name)
+                )
                 move(session)
                 session.listen()
         except (StorageError, OSError):  # as Gone, or as whatever a file that went away led to
-            if session.staging.exists() or (manifest := self.destination.manifest()).get("plan") != self.digest:
+            if (
+                session.staging.exists()
+                or (manifest := self.destination.manifest()).get("plan") != self.digest
+            ):
                 raise
             return manifest
 
     def _stamps(self) -> list[int]:
         """When the sources were last changed: a resumed run must not mix two states of them."""
-        return [Path(f).stat().st_mtime_ns for f in [*self.source.layout.files, *map(str, self.copied)]]
+        return [
+            Path(f).stat().st_mtime_ns for f in [*self.source.layout.files, *map(str, self.copied)]
+        ]
 
 
 def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -10,8 +10,11 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import DIVISIBLE_BY
 
 FORMATS = ("hf", "torch", "torch_dist")
-MAX_SHARD_SIZE = 2 * 10**9  # bytes; so that a small model too has files for several threads: two writers of one inode wait for each other
-Progress = Callable[..., None]  # (bytes done, bytes in all), and of what writes files (files done, files in all) too
+# bytes; so that a small model too has files for several threads: two writers of one inode wait for
+# each other
+MAX_SHARD_SIZE = 2 * 10**9
+# (bytes done, bytes in all), and of what writes files (files done, files in all) too
+Progress = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Target:
     transformer_impl: str | None = None
     grouped_experts: bool | None = None
     divisible_by: int = DIVISIBLE_BY
-    layer_keys: str | None = None  # of torch_dist: stacked or per_layer; None: what the model's args imply
+    # of torch_dist: stacked or per_layer; None: what the model's args imply
+    layer_keys: str | None = None
     common_as_object: bool = False
     iteration: int | None = None
     allow_inexact: Sequence[str] = ()
@@ -32,4 +36,6 @@ class Target:
     tokenizer: str | Path | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     keep_padding: bool = False
-    megatron_version: str | None = None  # of the megatron-core that will load it, such as "0.16" or "0.19.2"; None: the newest that mckpt knows
+    # of the megatron-core that will load it, such as "0.16" or "0.19.2"; None: the newest that
+    # mckpt knows
+    megatron_version: str | None = None

@@ -44,20 +44,38 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         family, note = choose_family(source)
         notes.append(note)
     inexact = refuse_inexact(family.inexact(dims), target, f"family {family.name}")
-    if described is None and not source.manifest:  # trained, not converted: what the trainer computed is not what its args say
-        said = {k: why for k, why in source.mapping.warnings(dims).items() if k not in source.known.dims}
+    # trained, not converted: what the trainer computed is not what its args say
+    if described is None and not source.manifest:
+        said = {
+            k: why for k, why in source.mapping.warnings(dims).items() if k not in source.known.dims
+        }
         inexact = inexact | refuse_inexact(said, target, "config.json")
     kinds, dtype = kinds_of(source, target)
     if base is None:
-        config = {"architectures": [family.architectures[0]], **family.write(dims), "torch_dtype": dtype}
+        config = {
+            "architectures": [family.architectures[0]],
+            **family.write(dims),
+            "torch_dtype": dtype,
+        }
         text = (json.dumps(config, indent=2) + "\n").encode()
     else:
         key = "dtype" if "dtype" in base else "torch_dtype"
         assert described is not None
-        changed = {**base, **({} if base.get(key) is None else {key: dtype}), "vocab_size": dims["vocab_size"]}
+        changed = {
+            **base,
+            **({} if base.get(key) is None else {key: dtype}),
+            "vocab_size": dims["vocab_size"],
+        }
         if changed.pop(hf.QUANTISED, None):
-            notes.append(f"config.json is written without its {hf.QUANTISED}: no tensor is quantised any more")
-        text = read_file(described / CONFIG) if changed == hf.read_config(described) else (json.dumps(changed, indent=2) + "\n").encode()
+            notes.append(
+                f"config.json is written without its {hf.QUANTISED}: no tensor is quantised any"
+                " more"
+            )
+        text = (
+            read_file(described / CONFIG)
+            if changed == hf.read_config(described)
+            else (json.dumps(changed, indent=2) + "\n").encode()
+        )
     refuse_misfit(source, source.mapping.path.name, family, family.path.name, dims)
     layout, outputs = hf.lay_out(family, dims, kinds, target.max_shard_size)
     kept = kept_mapping(source)
@@ -74,13 +92,27 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
                 copied.append(root / name)
                 names.add(name)
     outputs.append(TargetFile.whole(CONFIG, text))
-    facts = facts_of(source, source, target, family, inexact, notes, max_shard_size=target.max_shard_size, config=hashlib.sha256(text).hexdigest(),
-                   side=[[o.path, o.size] for o in outputs], **naming(source, side))  # fmt: skip
-    return Plan(source, destination, target, join(source.layout, layout), layout, outputs, [], copied, facts)
+    facts = facts_of(
+        source,
+        source,
+        target,
+        family,
+        inexact,
+        notes,
+        max_shard_size=target.max_shard_size,
+        config=hashlib.sha256(text).hexdigest(),
+        side=[[o.path, o.size] for o in outputs],
+        **naming(source, side),
+    )
+    return Plan(
+        source, destination, target, join(source.layout, layout), layout, outputs, [], copied, facts
+    )
 
 
 def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:
-    """The dims of a config.json that the user's word denies; the vocabulary's size is written in any case."""
+    """The dims of a config.json that the user's word denies; the vocabulary's size is written in
+    any case.
+    """
     said = [name for name in source.known.dims if name != "vocab_size"]
     try:
         plain = family.read(config) if said else {}
@@ -90,7 +122,10 @@ def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> 
 
 
 def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
-    """The one family that says these dims; the canonical one where several do. UsageError names the candidates."""
+    """The one family that says these dims; the canonical one where several do.
+
+    UsageError names the candidates.
+    """
     if named := source.naming.mapping or source.naming.family:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
@@ -109,10 +144,17 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     if len(best) == 1:
         others = [f.name for f in fit if f is not best[0]]
         return best[0], f"family {best[0].name}" + (
-            f", which computes the same as {', '.join(others)}" if others else ", the only one that fits the args"
+            f", which computes the same as {', '.join(others)}"
+            if others
+            else ", the only one that fits the args"
         )
     if best:
-        raise UsageError(f"{source.path}: several families compute this: say --family with one of {', '.join(f.name for f in best)}")
+        raise UsageError(
+            f"{source.path}: several families compute this: say --family with one of"
+            f" {', '.join(f.name for f in best)}"
+        )
     raise MappingError.of(
-        f"{source.path}: no family computes what its args describe:", reasons, "say --like HF_DIR, or --mapping FILE of your own family"
+        f"{source.path}: no family computes what its args describe:",
+        reasons,
+        "say --like HF_DIR, or --mapping FILE of your own family",
     )

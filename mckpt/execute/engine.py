@@ -1,8 +1,10 @@
-"""Moves the bytes of a plan into a staging directory: bounded memory, many threads, resumable, checksummed on the way.
+"""Moves the bytes of a plan into a staging directory: bounded memory, many threads, resumable,
+checksummed on the way.
 
-What is moved together is decided in `clusters`; here are the files, the threads, the checksums and the journal: `done/<unit>` holds what
-a finished unit wrote, so that the same call goes on after a kill. Knows no names and no formats. numpy's assignments, preadv, pwrite and
-crc32 all release the GIL, so threads are enough.
+What is moved together is decided in `clusters`; here are the files, the threads, the checksums and
+the journal: `done/<unit>` holds what a finished unit wrote, so that the same call goes on after a
+kill. Knows no names and no formats. numpy's assignments, preadv, pwrite and crc32 all release the
+GIL, so threads are enough.
 """
 
 from __future__ import annotations
@@ -38,17 +40,32 @@ from mckpt.values.casting import cast, has_infinity, pieces
 from mckpt.values.dtypes import numpy_dtype
 from mckpt.values.quantisation import VALUES, Grid, dequantise
 
-PIECE = 1 << 20  # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
-TILE = 2 << 20  # bytes of buffers of one staged step, if it needs no more: 1 to 4 MiB measured alike, 8 MiB costs 15% more
-LINES = 512  # elements of a transposed row placed at a time: their cache lines stay in L1 for the next row; 2 GB/s instead of 0.3
-ROW_SUM = 32 << 10  # bytes; a row written alone has its own crc from here on, shorter ones are read back: 28 bytes of state each
-AHEAD = 8  # slabs per thread looked at to find one whose files nobody writes: two writers of one inode wait for each other
+# bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
+PIECE = 1 << 20
+# bytes of buffers of one staged step, if it needs no more: 1 to 4 MiB measured alike, 8 MiB costs
+# 15% more
+TILE = 2 << 20
+# elements of a transposed row placed at a time: their cache lines stay in L1 for the next row; 2
+# GB/s instead of 0.3
+LINES = 512
+# bytes; a row written alone has its own crc from here on, shorter ones are read back: 28 bytes of
+# state each
+ROW_SUM = 32 << 10
+# slabs per thread looked at to find one whose files nobody writes: two writers of one inode wait
+# for each other
+AHEAD = 8
 STOP_WAIT = 0.8  # seconds that an interrupted run waits for threads that sit in a system call
-KNEE = 8  # threads of one process: with 12, strided work on 64 cores was 10% slower, with 64 twice as slow (docs/scale.md)
+# threads of one process: with 12, strided work on 64 cores was 10% slower, with 64 twice as slow
+# (docs/scale.md)
+KNEE = 8
 KNEE_FLAT = 16  # of them where nothing is staged: 1.6 s instead of 1.9 with 8, 2.2 with 32
 TICK = 0.1  # seconds between calls of `progress`
-LISTED = 1000  # units; a listing costs as much as all of the ranks have written, a name that is looked for a request
-GENERATION = "generation"  # in the journal, a name for the files that it speaks of: processes of an earlier run may still write into theirs
+# units; a listing costs as much as all of the ranks have written, a name that is looked for a
+# request
+LISTED = 1000
+# in the journal, a name for the files that it speaks of: processes of an earlier run may still
+# write into theirs
+GENERATION = "generation"
 UNKNOWN = -1  # the crc of bytes not summed as they passed; read back when it is asked for
 
 _RANGE = np.dtype([("file", "i8"), ("at", "i8"), ("bytes", "i8"), ("crc", "i8")])
@@ -58,7 +75,9 @@ CrcOf = Callable[[int, int], int]
 
 
 class Overflow(UsageError):
-    """A finite value that float16 cannot hold; `tensor` is the number of the copy's tensor, for who knows its name."""
+    """A finite value that float16 cannot hold; `tensor` is the number of the copy's tensor, for who
+    knows its name.
+    """
 
     def __init__(self, tensor: int, where: str) -> None:
         super().__init__(f"tensor {tensor}: {where}")
@@ -84,27 +103,42 @@ def execute(
     session: Session | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
 ) -> list[str]:
-    """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per output, "crc32:0a1b2c3d".
+    """Writes `outputs` under `staging` from `copies` (planning.COPY) of `sources`; one checksum per
+    output, "crc32:0a1b2c3d".
 
-    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, at most KNEE, or KNEE_FLAT if nothing is staged; `checksum` is none,
-    crc32 or sha256; `grids` is Joined.grids, for copies that are scaled. When the same call failed or was killed before, what it finished is
-    not done again: the caller names `staging` after the plan. `progress` gets (bytes done, bytes in all, files done, files in all) from the
-    calling thread. Files and directories are synced on
+    `max_memory` is bytes of buffers over all threads; `threads` 0 is one per core, at most KNEE, or
+    KNEE_FLAT if nothing is staged; `checksum` is none, crc32 or sha256; `grids` is Joined.grids,
+    for copies that are scaled. When the same call failed or was killed before, what it finished is
+    not done again: the caller names `staging` after the plan. `progress` gets (bytes done, bytes in
+    all, files done, files in all) from the calling thread. Files and directories are synced on
     return; nothing is renamed.
 
-    With several ranks in a `session` each process does its share of the units, then of the files' ends, and returns when all of that is
-    done, whoever did it; raises Gone if rank 0 was done with all before. The journal is in the session's directory (None: in `staging`).
+    With several ranks in a `session` each process does its share of the units, then of the files'
+    ends, and returns when all of that is done, whoever did it; raises Gone if rank 0 was done with
+    all before. The journal is in the session's directory (None: in `staging`).
 
-    Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies say), Overflow.
+    Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies
+    say), Overflow.
     """
     assert checksum in ("none", "crc32", "sha256"), checksum
     session = session or Session(staging, Ranks())
     ranks, control = session.ranks, session.staging
     work = Work.of(copies, casts)
-    threads = threads or max(1, min(ranks.cores, KNEE_FLAT if work.is_flat() else KNEE, max_memory // PIECE))
+    threads = threads or max(
+        1, min(ranks.cores, KNEE_FLAT if work.is_flat() else KNEE, max_memory // PIECE)
+    )
     session.begin(lambda: _lay_out(outputs, staging, control / "done"))
     journal = _Journal(control / "done", work, outputs)
-    run = _Run(work, casts, sources, [str(staging / o.path) for o in outputs], journal, checksum == "crc32", allow_overflow, grids)
+    run = _Run(
+        work,
+        casts,
+        sources,
+        [str(staging / o.path) for o in outputs],
+        journal,
+        checksum == "crc32",
+        allow_overflow,
+        grids,
+    )
     run.in_kernel = checksum != "crc32" and len(outputs) >= 2 * threads
     crew = _Crew(threads, max(256, max_memory // threads))
     total = int(work.slabs["bytes"].sum())
@@ -115,7 +149,11 @@ def execute(
         session.beat(run.bytes_done, run.files_done)
         if progress:
             others = session.done() or [0, 0]
-            nbytes, files = (total, len(outputs)) if moved else (run.bytes_done + others[0], run.files_empty + run.files_done + others[1])
+            nbytes, files = (
+                (total, len(outputs))
+                if moved
+                else (run.bytes_done + others[0], run.files_empty + run.files_done + others[1])
+            )
             progress(min(nbytes, total), total, min(files, len(outputs)), len(outputs))
 
     def move(rank: int) -> None:
@@ -124,12 +162,19 @@ def execute(
         crew.each(run.todo(share, threads), run.targets, run.move, tick)
 
     def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
-        journal.write_sum(file, run.finish(file, outputs[file], run.ranges(file), checksum, memory, check))
+        journal.write_sum(
+            file, run.finish(file, outputs[file], run.ranges(file), checksum, memory, check)
+        )
 
     def end(rank: int) -> None:
         share = ranks.share(len(outputs), rank)
         run.load_all(share, tick)
-        crew.each(iter([f for f in share if journal.sum(f) is None]), lambda file: frozenset([file]), finish, tick)
+        crew.each(
+            iter([f for f in share if journal.sum(f) is None]),
+            lambda file: frozenset([file]),
+            finish,
+            tick,
+        )
 
     try:
         move(ranks.rank)
@@ -140,7 +185,10 @@ def execute(
         session.meet(end)
         if ranks.rank:
             return []
-        sums = [awaited(partial(journal.sum, file), f"the checksum of {outputs[file].path}", tick) for file in range(len(outputs))]
+        sums = [
+            awaited(partial(journal.sum, file), f"the checksum of {outputs[file].path}", tick)
+            for file in range(len(outputs))
+        ]
     finally:
         run.close()
     _sync_directories(outputs, staging)
@@ -153,7 +201,9 @@ def execute(
 
 
 class _Run:
-    """One call of execute: slabs in, ranges of written bytes with their crc out, units journaled when all of their slabs are there."""
+    """One call of execute: slabs in, ranges of written bytes with their crc out, units journaled
+    when all of their slabs are there.
+    """
 
     def __init__(
         self,
@@ -170,13 +220,17 @@ class _Run:
         self.summing, self.allow_overflow, self.grids = summing, allow_overflow, grids
         self.in_kernel = False
         self.sources = _Files(sources, os.O_RDONLY)
-        # not for reading: an NFS client would read whole pages in and write them back, with what another node has written there since
+        # not for reading: an NFS client would read whole pages in and write them back, with what
+        # another node has written there since
         self.targets_ = _Files(targets, os.O_WRONLY)
         self.lock = threading.Lock()
         self.by_file: list[list[Range]] | None = None
         copies = work.copies
-        self.file_left = np.zeros(len(targets), "i8")  # bytes of tensors that each file still waits for, as far as is known here
-        np.add.at(self.file_left, copies["dst_file"], copies["rows"] * copies["run"] * copies["dst_item"])
+        # bytes of tensors that each file still waits for, as far as is known here
+        self.file_left = np.zeros(len(targets), "i8")
+        np.add.at(
+            self.file_left, copies["dst_file"], copies["rows"] * copies["run"] * copies["dst_item"]
+        )
         self.files_empty = int((self.file_left == 0).sum())
         slabs = work.slabs
         self.num_units = int(slabs["unit"][-1]) + 1 if len(slabs) else 0
@@ -200,19 +254,25 @@ class _Run:
             return
         for unit in self.units_of(files):
             if unit not in self.done:
-                self.done[unit] = awaited(partial(self.journal.unit, unit), f"{self.journal.folder}, unit {unit}", tick)
+                self.done[unit] = awaited(
+                    partial(self.journal.unit, unit), f"{self.journal.folder}, unit {unit}", tick
+                )
         self.by_file = None
 
     def units_of(self, files: range) -> list[int]:
         """The units that write any of these files, in order."""
         copies, bounds, slabs = self.work
         within = (copies["dst_file"] >= files.start) & (copies["dst_file"] < files.stop)
-        clusters = np.logical_or.reduceat(within, bounds[:-1]) if len(bounds) > 1 else np.zeros(0, bool)
+        clusters = (
+            np.logical_or.reduceat(within, bounds[:-1]) if len(bounds) > 1 else np.zeros(0, bool)
+        )
         found: list[int] = distinct(slabs["unit"][clusters[slabs["cluster"]]]).tolist()
         return found
 
     def todo(self, units: range, lanes: int) -> Iterator[int]:
-        """The slabs of those units that are not done, of `lanes` parts by turns: threads are then far apart, and seldom in one target file."""
+        """The slabs of those units that are not done, of `lanes` parts by turns: threads are then
+        far apart, and seldom in one target file.
+        """
         unit = self.work.slabs["unit"]
         first, last = np.searchsorted(unit, [units.start, units.stop])
         slabs = [s for s in range(int(first), int(last)) if int(unit[s]) not in self.done]
@@ -225,14 +285,23 @@ class _Run:
         """The files a slab writes."""
         return frozenset(self.work.cluster(slab)["dst_file"].tolist())
 
-    def move(self, slab: int, memory: memoryview, check: Callable[[], None]) -> Callable[[], None] | None:
-        """Does one slab; for the one that completes its unit, returns what syncs the unit's files and journals it."""
+    def move(
+        self, slab: int, memory: memoryview, check: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Does one slab; for the one that completes its unit, returns what syncs the unit's files
+        and journals it.
+        """
         _, row, end, nbytes, unit = self.work.slabs[slab].item()
         records = self.work.cluster(slab)
         copies = [Copy(*c) for c in records.tolist()]
         mover = _Mover(self, memory, check)
-        sources = {c.src_file for c in copies} | {self.grid(c).file for c in copies if c.grid != UNSCALED}
-        with self.sources.held(sources) as mover.src, self.targets_.held(c.dst_file for c in copies) as mover.dst:
+        sources = {c.src_file for c in copies} | {
+            self.grid(c).file for c in copies if c.grid != UNSCALED
+        }
+        with (
+            self.sources.held(sources) as mover.src,
+            self.targets_.held(c.dst_file for c in copies) as mover.dst,
+        ):
             if is_ranges(records[:1]).all():
                 mover.pump(copies[0], row, end)
             else:
@@ -264,11 +333,15 @@ class _Run:
         """Takes what a slab writes from what its files wait for."""
         _, row, end, _, _ = self.work.slabs[slab].item()
         records = self.work.cluster(slab)
-        np.subtract.at(self.file_left, records["dst_file"], (end - row) * records["run"] * records["dst_item"])
+        np.subtract.at(
+            self.file_left, records["dst_file"], (end - row) * records["run"] * records["dst_item"]
+        )
 
     @property
     def files_done(self) -> int:
-        """Files whose tensors are all there, of those that have any; one that several processes write is not among them."""
+        """Files whose tensors are all there, of those that have any; one that several processes
+        write is not among them.
+        """
         return int((self.file_left <= 0).sum()) - self.files_empty
 
     def ranges(self, file: int) -> list[Range]:
@@ -286,7 +359,15 @@ class _Run:
         self.targets_.close()
         self.targets_ = _Files(self.targets_.paths, os.O_RDWR)
 
-    def finish(self, file: int, output: TargetFile, ranges: list[Range], checksum: str, memory: memoryview, check: Callable[[], None]) -> str:
+    def finish(
+        self,
+        file: int,
+        output: TargetFile,
+        ranges: list[Range],
+        checksum: str,
+        memory: memoryview,
+        check: Callable[[], None],
+    ) -> str:
         """Writes the fixed bytes of one file, syncs it; its checksum."""
         with self.targets_.held([file]) as fds:
             fd, path = fds[file], self.targets_.paths[file]
@@ -308,7 +389,9 @@ class _Run:
             sums = _Sums(ranges, crc_of_bytes) if self.summing else None
             fixed: list[Range] = []
             for at, data in output.fixed(sums.crc if sums else None):
-                assert at >= 0 and at + len(data) <= output.size, f"{path}: fixed bytes at {at} end beyond its {output.size} bytes"
+                assert at >= 0 and at + len(data) <= output.size, (
+                    f"{path}: fixed bytes at {at} end beyond its {output.size} bytes"
+                )
                 _write(fd, memoryview(data), at, path)
                 fixed.append((file, at, len(data), isal_zlib.crc32(data)))
             self.targets_.sync(file, os.fsync)
@@ -353,8 +436,16 @@ class _Mover:
             rows = range(row, end)
         size = min(PIECE, len(self.memory))
         for r in rows:
-            src, dst, crc = c.src_at + r * c.src_pitch, c.dst_at + r * c.dst_pitch, self._crc(self.memory[:0])
-            moved = 0 if not self.run.in_kernel else _copy_in_kernel(self.src[c.src_file], self.dst[c.dst_file], src, dst, length)
+            src, dst, crc = (
+                c.src_at + r * c.src_pitch,
+                c.dst_at + r * c.dst_pitch,
+                self._crc(self.memory[:0]),
+            )
+            moved = (
+                0
+                if not self.run.in_kernel
+                else _copy_in_kernel(self.src[c.src_file], self.dst[c.dst_file], src, dst, length)
+            )
             for at in range(moved, length, size):
                 self.check()
                 view = self.memory[: min(size, length - at)]
@@ -364,9 +455,14 @@ class _Mover:
             self.written.append((c.dst_file, dst, length, crc))
 
     def stage(self, cluster: Cluster, row: int, end: int) -> None:
-        """Rows [row, end) of a cluster, as many at a time as the buffer takes; cut in halves until some fit."""
+        """Rows [row, end) of a cluster, as many at a time as the buffer takes; cut in halves until
+        some fit.
+        """
         most = len(self.memory)
-        least = min(end - row, max(SECTOR // max(c.src_pitch, 1) if c.transposed else 1 for c in cluster.copies))
+        least = min(
+            end - row,
+            max(SECTOR // max(c.src_pitch, 1) if c.transposed else 1 for c in cluster.copies),
+        )
         rows = cluster.rows_within(most if cluster.transposed else min(TILE, most), end - row)
         if rows < least:
             rows = min(least, cluster.rows_within(most, end - row))
@@ -376,7 +472,9 @@ class _Mover:
             return
         rows = max(rows, 1)
         if cluster.places(rows)[2] > most:
-            raise UsageError(f"--max-memory leaves {most} bytes a thread, too few for one element; raise it")
+            raise UsageError(
+                f"--max-memory leaves {most} bytes a thread, too few for one element; raise it"
+            )
         views = cluster.views(rows, self.memory, self.run.casts)
         bands, strips, _ = cluster.places(rows)
         for r in range(row, end, rows):
@@ -398,7 +496,11 @@ class _Mover:
             self._read(band.file, self.memory[place : place + (num - 1) * pitch + width], at)
             return
         for i in range(num):
-            self._read(band.file, self.memory[place + i * pitch : place + i * pitch + width], at + i * band.pitch)
+            self._read(
+                band.file,
+                self.memory[place + i * pitch : place + i * pitch + width],
+                at + i * band.pitch,
+            )
 
     def _place(self, c: Copy, src: np.ndarray, dst: np.ndarray, row: int) -> None:
         """One copy of one tile, cast as it moves."""
@@ -422,20 +524,37 @@ class _Mover:
             for i, j in np.argwhere(np.isinf(dst[part]) & np.isfinite(held)).tolist():
                 at += (row + part[0].start + i) * c.src_pitch + j * c.src_step
                 path, value = self.run.sources.paths[c.src_file], float(held[i, j])
-                raise Overflow(c.tensor, f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow writes inf")
+                raise Overflow(
+                    c.tensor,
+                    f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow"
+                    " writes inf",
+                )
 
     def _dequantise(self, c: Copy, codes: np.ndarray, out: np.ndarray, row: int) -> None:
-        """Rows of a scaled copy from `row` on. Scales are read where they are needed, a few hundred bytes: the kernel keeps their pages."""
+        """Rows of a scaled copy from `row` on.
+
+        Scales are read where they are needed, a few hundred bytes: the kernel keeps their pages.
+        """
 
         def read(file: int, at: int, nbytes: int) -> bytearray:
             raw = bytearray(nbytes)
             self._read(file, memoryview(raw), at)
             return raw
 
-        dequantise(self.run.grid(c), codes, out, c.src_at + row * c.src_pitch, c.src_pitch, c.src_step, read)
+        dequantise(
+            self.run.grid(c),
+            codes,
+            out,
+            c.src_at + row * c.src_pitch,
+            c.src_pitch,
+            c.src_step,
+            read,
+        )
 
     def _flush(self, strip: Strip, view: memoryview, row: int, rows: int) -> None:
-        """Writes a strip's rows: all at once, row by row, or element by element, whatever leaves the neighbours alone."""
+        """Writes a strip's rows: all at once, row by row, or element by element, whatever leaves
+        the neighbours alone.
+        """
         at = strip.at + row * strip.pitch
         if strip.num == 1 and (rows == 1 or strip.width == strip.pitch):
             self._write(strip.file, view, at)
@@ -457,7 +576,9 @@ class _Mover:
 
 
 def _merged(ranges: Iterable[Range]) -> list[Range]:
-    """The ranges in order, neighbours joined; where one overlaps another, written in between its runs, their union is UNKNOWN."""
+    """The ranges in order, neighbours joined; where one overlaps another, written in between its
+    runs, their union is UNKNOWN.
+    """
     out: list[Range] = []
     for file, at, nbytes, crc in sorted(ranges):
         if out and out[-1][0] == file and at <= out[-1][1] + out[-1][2]:
@@ -488,10 +609,14 @@ def _zeros(nbytes: int) -> int:
 
 
 class _Sums:
-    """crc32 of any range of one file, from those summed as they were written; the gaps between them are zeros."""
+    """crc32 of any range of one file, from those summed as they were written; the gaps between them
+    are zeros.
+    """
 
     def __init__(self, ranges: Iterable[Range], read: CrcOf) -> None:
-        self.ranges = [(at, n, read(at, n) if crc == UNKNOWN else crc) for _, at, n, crc in _merged(ranges)]
+        self.ranges = [
+            (at, n, read(at, n) if crc == UNKNOWN else crc) for _, at, n, crc in _merged(ranges)
+        ]
         self.starts = [r[0] for r in self.ranges]
         self.read = read
 
@@ -523,7 +648,9 @@ _CURES = {
 
 def _refused(what: str, path: str | Path, error: OSError) -> NoReturn:
     cure = _CURES.get(error.errno or 0)
-    raise StorageError(f"cannot {what} {path}: {error.strerror or error}" + (f"; {cure}" if cure else "")) from error
+    raise StorageError(
+        f"cannot {what} {path}: {error.strerror or error}" + (f"; {cure}" if cure else "")
+    ) from error
 
 
 def _read(fd: int, view: memoryview, at: int, path: str) -> None:
@@ -535,7 +662,10 @@ def _read(fd: int, view: memoryview, at: int, path: str) -> None:
         except OSError as error:
             _refused(f"read {len(view)} bytes at {at} of", path, error)
         if n == 0:
-            raise SourceError(f"{path} is truncated: wanted {len(view)} bytes at {at}, got {got}; download or copy it again")
+            raise SourceError(
+                f"{path} is truncated: wanted {len(view)} bytes at {at}, got {got}; download or"
+                " copy it again"
+            )
         got += n
 
 
@@ -549,20 +679,26 @@ def _write(fd: int, view: memoryview, at: int, path: str) -> None:
 
 
 def _copy_in_kernel(src: int, dst: int, src_at: int, dst_at: int, nbytes: int) -> int:
-    """Copies what the kernel can without a buffer, and returns the bytes done; who reads and writes the rest meets the error.
+    """Copies what the kernel can without a buffer, and returns the bytes done; who reads and writes
+    the rest meets the error.
 
-    On tmpfs 0.43 s of CPU per GiB, against 0.71 through a buffer; but it holds the target's inode all the while, and a write only half of that:
-    two threads that write one file are faster with buffers.
+    On tmpfs 0.43 s of CPU per GiB, against 0.71 through a buffer; but it holds the target's inode
+    all the while, and a write only half of that: two threads that write one file are faster with
+    buffers.
     """
     done = 0
     with contextlib.suppress(OSError):
-        while done < nbytes and (n := os.copy_file_range(src, dst, nbytes - done, src_at + done, dst_at + done)):
+        while done < nbytes and (
+            n := os.copy_file_range(src, dst, nbytes - done, src_at + done, dst_at + done)
+        ):
             done += n
     return done
 
 
 class _Files:
-    """Open file descriptors by number, shared by the threads; at most a share of what the process may have open, plus those in use."""
+    """Open file descriptors by number, shared by the threads; at most a share of what the process
+    may have open, plus those in use.
+    """
 
     def __init__(self, paths: Sequence[str], flags: int) -> None:
         self.paths, self.flags = paths, flags
@@ -607,23 +743,32 @@ class _Files:
                 _refused("sync", self.paths[file], error)
 
     def close(self) -> None:
-        """Closes all but those that a stuck thread still holds: their numbers must not go to other files."""
+        """Closes all but those that a stuck thread still holds: their numbers must not go to other
+        files.
+        """
         with self.lock:
             self.most = 0
             self._evict()
 
 
 def _lay_out(outputs: Sequence[TargetFile], staging: Path, journal: Path) -> None:
-    """Creates all outputs at full size; the journal goes if one was not there, since it speaks of data that is gone."""
+    """Creates all outputs at full size; the journal goes if one was not there, since it speaks of
+    data that is gone.
+    """
     try:
         staging.mkdir(parents=True, exist_ok=True)
         paths = [staging / o.path for o in outputs]
         found = [p.stat() if p.exists() else None for p in paths]
-        needed = sum(o.size for o in outputs) - sum(min(s.st_blocks * 512, o.size) for s, o in zip(found, outputs, strict=True) if s)
+        needed = sum(o.size for o in outputs) - sum(
+            min(s.st_blocks * 512, o.size) for s, o in zip(found, outputs, strict=True) if s
+        )
         stats = os.statvfs(staging)
         free = stats.f_bavail * stats.f_frsize
         if needed > free:
-            raise StorageError(f"{staging} needs {needed} bytes more, its filesystem has {free} bytes free; free some or choose another")
+            raise StorageError(
+                f"{staging} needs {needed} bytes more, its filesystem has {free} bytes free; free"
+                " some or choose another"
+            )
         if any(s is None or s.st_size != o.size for s, o in zip(found, outputs, strict=True)):
             shutil.rmtree(journal, ignore_errors=True)
         for folder in {p.parent for p in paths}:
@@ -641,7 +786,10 @@ def _lay_out(outputs: Sequence[TargetFile], staging: Path, journal: Path) -> Non
 
 def _sync_directories(outputs: Sequence[TargetFile], staging: Path) -> None:
     """fsyncs every directory from the outputs up to the staging directory."""
-    for folder in {staging, *(p for o in outputs for p in (staging / o.path).parents if p.is_relative_to(staging))}:
+    for folder in {
+        staging,
+        *(p for o in outputs for p in (staging / o.path).parents if p.is_relative_to(staging)),
+    }:
         try:
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -653,21 +801,35 @@ def _sync_directories(outputs: Sequence[TargetFile], staging: Path) -> None:
 
 
 class _Journal:
-    """`done/<unit>`: the ranges a finished unit wrote. One that is damaged or of another plan counts as not there."""
+    """`done/<unit>`: the ranges a finished unit wrote.
+
+    One that is damaged or of another plan counts as not there.
+    """
 
     HEAD = struct.Struct("<8sII")  # magic, identity, crc32 of the ranges
     MAGIC = b"mckptunt"
 
     def __init__(self, folder: Path, work: Work, outputs: Sequence[TargetFile]) -> None:
         self.folder = folder
-        crc = isal_zlib.crc32(repr([(folder / GENERATION).read_text(), *((o.path, o.size) for o in outputs)]).encode())
+        crc = isal_zlib.crc32(
+            repr([(folder / GENERATION).read_text(), *((o.path, o.size) for o in outputs)]).encode()
+        )
         for part in (work.copies, work.slabs):
             crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)
-        self.identity = crc  # tells apart what unit numbers mean; the caller's name for the staging directory tells apart plans
+        # tells apart what unit numbers mean; the caller's name for the staging directory tells
+        # apart plans
+        self.identity = crc
 
     def load(self, units: range) -> dict[int, np.ndarray]:
-        """{unit: its ranges} of those that are done. Many are listed, not looked for: most often there are none."""
-        listed = (int(name) for name in os.listdir(self.folder) if name.isdecimal()) if len(units) > LISTED else units
+        """{unit: its ranges} of those that are done.
+
+        Many are listed, not looked for: most often there are none.
+        """
+        listed = (
+            (int(name) for name in os.listdir(self.folder) if name.isdecimal())
+            if len(units) > LISTED
+            else units
+        )
         found = ((unit, self.unit(unit)) for unit in listed if unit in units)
         return {unit: ranges for unit, ranges in found if ranges is not None}
 
@@ -677,7 +839,9 @@ class _Journal:
         return None if body is None else np.frombuffer(body, _RANGE)
 
     def write(self, unit: int, ranges: np.ndarray) -> None:
-        """Not synced: after a power cut a lost or torn one means the unit is done again, and its data is synced before."""
+        """Not synced: after a power cut a lost or torn one means the unit is done again, and its
+        data is synced before.
+        """
         self._put(f"{unit:08d}", ranges.tobytes())
 
     def sum(self, file: int) -> str | None:
@@ -694,30 +858,42 @@ class _Journal:
         except FileNotFoundError:
             return None
         body = data[self.HEAD.size :]
-        return body if data[: self.HEAD.size] == self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) else None
+        return (
+            body
+            if data[: self.HEAD.size]
+            == self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body))
+            else None
+        )
 
     def _put(self, name: str, body: bytes) -> None:
         path = self.folder / name
-        beside = self.folder / f"{name}.{uuid.uuid4().hex[:8]}.tmp"  # in containers, all are process 1
+        # in containers, all are process 1
+        beside = self.folder / f"{name}.{uuid.uuid4().hex[:8]}.tmp"
         try:
-            beside.write_bytes(self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) + body)
+            beside.write_bytes(
+                self.HEAD.pack(self.MAGIC, self.identity, isal_zlib.crc32(body)) + body
+            )
             beside.rename(path)
         except OSError as error:
             _refused("write", path, error)
 
 
 class _Crew:
-    """`threads` workers with `memory` bytes of buffer each, and as many that wait for the disk; the first error stops them all."""
+    """`threads` workers with `memory` bytes of buffer each, and as many that wait for the disk; the
+    first error stops them all.
+    """
 
     def __init__(self, threads: int, memory: int) -> None:
         self.threads, self.memory = threads, memory
 
     def _buffer(self) -> memoryview:
         try:
-            return memoryview(mmap.mmap(-1, self.memory))  # unlike a bytearray it takes no memory before it is used
+            # unlike a bytearray it takes no memory before it is used
+            return memoryview(mmap.mmap(-1, self.memory))
         except (OSError, OverflowError, MemoryError):
             raise UsageError(
-                f"{self.threads} buffers of {self.memory:,} bytes are more than this machine gives; say less --max-memory"
+                f"{self.threads} buffers of {self.memory:,} bytes are more than this machine gives;"
+                " say less --max-memory"
             ) from None
 
     def each(
@@ -727,10 +903,11 @@ class _Crew:
         work: Callable[[int, memoryview, Callable[[], None]], Callable[[], None] | None],
         tick: Callable[[], None],
     ) -> None:
-        """work(item, buffer, check) for every item, those first whose `targets` nobody is busy with; raises what a worker raised.
+        """work(item, buffer, check) for every item, those first whose `targets` nobody is busy
+        with; raises what a worker raised.
 
-        What `work` returns is called by another thread, so that copying goes on while the disk writes; after an error too, since what
-        was journaled is not done again.
+        What `work` returns is called by another thread, so that copying goes on while the disk
+        writes; after an error too, since what was journaled is not done again.
         """
         changed, stop = threading.Condition(), threading.Event()
         busy: Counter[int] = Counter()
@@ -745,7 +922,9 @@ class _Crew:
                     ahead.append((item, targets(item)))
                 if not ahead or stop.is_set():
                     return None
-                free = (k for k, (_, files) in enumerate(ahead) if not any(busy[file] for file in files))
+                free = (
+                    k for k, (_, files) in enumerate(ahead) if not any(busy[file] for file in files)
+                )
                 at = next(free, 0)
                 got = ahead[at]
                 del ahead[at]
@@ -796,7 +975,10 @@ class _Crew:
                     changed.notify_all()
 
         bodies = [copies] * self.threads + [waits] * self.threads
-        crew = [threading.Thread(target=runs, args=(body,), name=f"execute-{i}", daemon=True) for i, body in enumerate(bodies)]
+        crew = [
+            threading.Thread(target=runs, args=(body,), name=f"execute-{i}", daemon=True)
+            for i, body in enumerate(bodies)
+        ]
         try:
             for thread in crew:
                 thread.start()

@@ -11,7 +11,8 @@ from mckpt.geometry.packing import PACKINGS, Packed, PackingError, padded
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, Rule, Scope, hub
 
-WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")  # 8-bit floats are nothing without their scales
+# 8-bit floats are nothing without their scales
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Problems(list[str]):
@@ -29,15 +30,23 @@ class Problems(list[str]):
 
     def check(self) -> None:
         if self:
-            again = "If it should all be there, copy the checkpoint again, with the config or args that belong to it."
+            again = (
+                "If it should all be there, copy the checkpoint again, with the config or args that"
+                " belong to it."
+            )
             cure = self.cure or (again if self.damaged else "")
             raise (SourceError if self.damaged else CoverError).of(self.what, self, cure)
 
 
 def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
-    """The whole tensor that a rule stores, without layer and expert axes. UsageError if the model's dims do not fit the packing."""
+    """The whole tensor that a rule stores, without layer and expert axes.
+
+    UsageError if the model's dims do not fit the packing.
+    """
     try:
-        whole = PACKINGS[rule.pack]([hub().shape(name, scope) for name in rule.of], scope["num_query_groups"])
+        whole = PACKINGS[rule.pack](
+            [hub().shape(name, scope) for name in rule.of], scope["num_query_groups"]
+        )
     except PackingError as e:
         raise UsageError(f"{rule.where}: {rule.key}: {e}") from None
     return padded(whole, padded_rows) if rule.tp == "vocab" and padded_rows else whole
@@ -49,41 +58,86 @@ def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
         return rule.dtype
     found = {name: dtypes[name] for name in rule.of}
     if len(set(found.values())) > 1:
-        raise UsageError(f"{rule.key} packs tensors of different dtypes ({', '.join(f'{k} {v}' for k, v in found.items())}): say --dtype")
+        raise UsageError(
+            f"{rule.key} packs tensors of different dtypes"
+            f" ({', '.join(f'{k} {v}' for k, v in found.items())}): say --dtype"
+        )
     return next(iter(found.values()))
 
 
-def group(key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], found: list[tuple[int, int, Entry]], problems: Problems, *,
-          replica: bool = False, padding: bool = False) -> list[Stored]:  # fmt: skip
-    """Entries of one geometry, each with its layer and expert -> stored tensors, one group for each dtype and each kind of view."""
+def group(
+    key: str,
+    shape: tuple[int, ...],
+    pieces: tuple[Piece, ...],
+    found: list[tuple[int, int, Entry]],
+    problems: Problems,
+    *,
+    replica: bool = False,
+    padding: bool = False,
+) -> list[Stored]:
+    """Entries of one geometry, each with its layer and expert -> stored tensors, one group for each
+    dtype and each kind of view.
+    """
     kinds: dict[Kind, list[tuple[int, int, int, int]]] = {}
     for layer, expert, e in found:
         kinds.setdefault(Kind(e.dtype, shape, e.strides), []).append((layer, expert, e.file, e.at))
     out = []
     for kind, members in kinds.items():
-        out += stored_of(key, pieces, kind, np.array(members, "i8").T, problems, replica=replica, padding=padding)
+        out += stored_of(
+            key, pieces, kind, np.array(members, "i8").T, problems, replica=replica, padding=padding
+        )
     return out
 
 
-def stored_of(key: str, pieces: tuple[Piece, ...], kind: Kind, where: np.ndarray, problems: Problems, *,
-              replica: bool = False, padding: bool = False) -> list[Stored]:  # fmt: skip
-    """Buffers of one kind as stored tensors; none where no copy can follow their strides. `where`: layer, expert, file, byte [4, buffers]."""
+def stored_of(
+    key: str,
+    pieces: tuple[Piece, ...],
+    kind: Kind,
+    where: np.ndarray,
+    problems: Problems,
+    *,
+    replica: bool = False,
+    padding: bool = False,
+) -> list[Stored]:
+    """Buffers of one kind as stored tensors; none where no copy can follow their strides.
+
+    `where`: layer, expert, file, byte [4, buffers].
+    """
     dtype, shape, strides = kind
     if dtype not in WEIGHT_DTYPES:
         problems.missing(
-            f"{key} {list(shape)} holds {dtype}, and weights are {', '.join(WEIGHT_DTYPES)}: a quantised model must be dequantised first"
+            f"{key} {list(shape)} holds {dtype}, and weights are {', '.join(WEIGHT_DTYPES)}: a"
+            " quantised model must be dequantised first"
         )
     placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
-    repeated = strides is not None and any(step == 0 and n > 1 for n, step in zip(shape, strides, strict=True))  # expand()
+    # expand()
+    repeated = strides is not None and any(
+        step == 0 and n > 1 for n, step in zip(shape, strides, strict=True)
+    )
     if repeated or any(p is None for p in placed):
         problems.missing(
-            f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can follow; save it as a dense tensor"
+            f"{key} {list(shape)}: a view with strides {list(strides or ())} that no copy can"
+            " follow; save it as a dense tensor"
         )
         return []
     layer, expert, file = where[:3].astype("i4")
     held = shape if strides is None else _extent(shape, strides)
     known = tuple(p for p in placed if p is not None)
-    return [Stored(key, dtype, held, known, layer, expert, file, where[3], replica=replica, padding=padding, view=strides is not None)]
+    return [
+        Stored(
+            key,
+            dtype,
+            held,
+            known,
+            layer,
+            expert,
+            file,
+            where[3],
+            replica=replica,
+            padding=padding,
+            view=strides is not None,
+        )
+    ]
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -91,18 +145,30 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]
 
 
 def dtypes_of(layout: Layout) -> dict[str, str]:
-    """The dtype of each logical tensor, by template. UsageError where it differs between layers or experts."""
+    """The dtype of each logical tensor, by template.
+
+    UsageError where it differs between layers or experts.
+    """
     out: dict[str, str] = {}
     where: dict[str, dict[str, str]] = {}  # template -> dtype -> one place that holds it
     for s in layout.stored:
         for name in {p.tensor for p in s.pieces} if not s.replica and len(s) else ():
             out.setdefault(name, s.dtype)
             where.setdefault(name, {}).setdefault(
-                s.dtype, f"{name.format(layer=int(s.layer[0]), expert=int(s.expert[0]))} in {layout.files[int(s.file[0])]}"
+                s.dtype,
+                f"{name.format(layer=int(s.layer[0]), expert=int(s.expert[0]))} in"
+                f" {layout.files[int(s.file[0])]}",
             )
-    clash = [f"{d}: {place}" for held in where.values() if len(held) > 1 for d, place in sorted(held.items())]
+    clash = [
+        f"{d}: {place}"
+        for held in where.values()
+        if len(held) > 1
+        for d, place in sorted(held.items())
+    ]
     if clash:
-        raise UsageError.of("tensors of one kind are stored in several dtypes; say one with --dtype:", clash)
+        raise UsageError.of(
+            "tensors of one kind are stored in several dtypes; say one with --dtype:", clash
+        )
     return out
 
 

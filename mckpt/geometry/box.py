@@ -1,11 +1,14 @@
-"""Integer geometry: boxes of logical tensors, and where they lie in stored buffers. No torch, no I/O, no names but those it is given.
+"""Integer geometry: boxes of logical tensors, and where they lie in stored buffers.
+
+No torch, no I/O, no names but those it is given.
 
 A *piece* is a box of one logical tensor, placed in a flat buffer by an affine map:
 
     logical k [16, 64]         box (8,0)+(4,64)     rows 8..12
     stored linear_qkv          start 40*64          strides (64, 1)     rows 40..44 of a row-major [64, 64]
 
-All numbers are elements. Two layouts of the same logical tensors are joined by intersecting their boxes.
+All numbers are elements. Two layouts of the same logical tensors are joined by intersecting their
+boxes.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ class Box(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """One box of the logical tensor `tensor`; element `i` of the box is at `start + sum(i * strides)` of the buffer."""
+    """One box of the logical tensor `tensor`; element `i` of the box is at `start + sum(i *
+    strides)` of the buffer.
+    """
 
     tensor: str  # a logical name, with {layer} and {expert} where it has them
     box: Box
@@ -49,7 +54,10 @@ class Move(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """How stored tensors keep values as `dtype` and a grid of scales. `grids` has a row, a quantisation.Grid, for each stored tensor."""
+    """How stored tensors keep values as `dtype` and a grid of scales.
+
+    `grids` has a row, a quantisation.Grid, for each stored tensor.
+    """
 
     dtype: str
     grids: np.ndarray
@@ -59,8 +67,9 @@ class Scales(NamedTuple):
 class Stored:
     """Stored tensors of one geometry: one rule and shard, at many layers, experts and files.
 
-    `layer`, `expert`, `file` and `at` are parallel arrays, one entry for each stored tensor: the indices that fill the pieces' names, the
-    number of the file in `Layout.files`, and the byte where the buffer starts.
+    `layer`, `expert`, `file` and `at` are parallel arrays, one entry for each stored tensor: the
+    indices that fill the pieces' names, the number of the file in `Layout.files`, and the byte
+    where the buffer starts.
     """
 
     key: str  # template of the stored key, for messages
@@ -71,9 +80,11 @@ class Stored:
     expert: np.ndarray
     file: np.ndarray
     at: np.ndarray
-    replica: bool = False  # a further copy of boxes that another stored tensor holds: written, but not read
+    # a further copy of boxes that another stored tensor holds: written, but not read
+    replica: bool = False
     padding: bool = False  # elements that no piece covers are padding, and zero
-    view: bool = False  # the buffer is all that a strided view reaches over; of its other elements nothing is said
+    # the buffer is all that a strided view reaches over; of its other elements nothing is said
+    view: bool = False
     scales: Scales | None = None  # what the elements are to be multiplied with
 
     def __len__(self) -> int:
@@ -97,7 +108,8 @@ class Layout:
     stored: list[Stored]
     shapes: dict[str, tuple[int, ...]]  # of each logical tensor, by template
     ignored: dict[str, str] = field(default_factory=dict)  # stored key -> why nothing reads it
-    left_out: dict[str, str] = field(default_factory=dict)  # those of `ignored` that are weights of the model
+    # those of `ignored` that are weights of the model
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_tensors(self) -> int:
@@ -107,7 +119,9 @@ class Layout:
         for s in self.stored:
             for name in {p.tensor for p in s.pieces} if not s.replica else ():
                 places.setdefault(name, []).append(s.layer.astype("i8") * experts + s.expert)
-        return sum(int(np.count_nonzero(np.bincount(np.concatenate(held)))) for held in places.values())
+        return sum(
+            int(np.count_nonzero(np.bincount(np.concatenate(held)))) for held in places.values()
+        )
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
@@ -127,12 +141,17 @@ def whole_box(shape: tuple[int, ...]) -> Box:
 def overlap(a: Box, b: Box) -> Box | None:
     """The box that both share, or None."""
     low = tuple(map(max, a.offset, b.offset))
-    shape = tuple(min(x + n, y + m) - z for x, n, y, m, z in zip(a.offset, a.shape, b.offset, b.shape, low, strict=True))
+    shape = tuple(
+        min(x + n, y + m) - z
+        for x, n, y, m, z in zip(a.offset, a.shape, b.offset, b.shape, low, strict=True)
+    )
     return Box(low, shape) if min(shape, default=1) > 0 else None
 
 
 def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piece | None:
-    """The piece in a buffer of the same shape that is not dense (a view); None where no affine map can say it."""
+    """The piece in a buffer of the same shape that is not dense (a view); None where no affine map
+    can say it.
+    """
     dense = row_major(shape)
 
     def across(distance: int) -> tuple[int, ...]:
@@ -144,8 +163,11 @@ def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piec
 
     start = across(piece.start)
     steps = [across(s) for s in piece.strides]
-    for step, n in zip(steps, piece.box.shape, strict=True):  # a step that runs over the end of an axis would carry into the next one
-        if any(s * (n - 1) + at >= size for s, at, size in zip(step, start, shape, strict=True) if s):
+    # a step that runs over the end of an axis would carry into the next one
+    for step, n in zip(steps, piece.box.shape, strict=True):
+        if any(
+            s * (n - 1) + at >= size for s, at, size in zip(step, start, shape, strict=True) if s
+        ):
             return None
 
     def dot(index: Iterable[int]) -> int:
@@ -155,15 +177,20 @@ def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piec
 
 
 def moves(source: Piece, target: Piece) -> list[Move]:
-    """What brings the part of `target`'s box that `source` holds into place: as few 2-D moves as there are."""
+    """What brings the part of `target`'s box that `source` holds into place: as few 2-D moves as
+    there are.
+    """
     box = overlap(source.box, target.box)
     if box is None:
         return []
 
     def base(piece: Piece) -> int:
-        return piece.start + sum((o - p) * s for o, p, s in zip(box.offset, piece.box.offset, piece.strides, strict=True))
+        return piece.start + sum(
+            (o - p) * s for o, p, s in zip(box.offset, piece.box.offset, piece.strides, strict=True)
+        )
 
-    axes: list[tuple[int, int, int]] = []  # (size, source stride, target stride), neighbours merged where both sides run on
+    # (size, source stride, target stride), neighbours merged where both sides run on
+    axes: list[tuple[int, int, int]] = []
     for n, s, t in zip(box.shape, source.strides, target.strides, strict=True):
         if n == 1:
             continue
@@ -182,7 +209,9 @@ def moves(source: Piece, target: Piece) -> list[Move]:
 
 
 def coalesce(listed: Iterable[Move]) -> list[Move]:
-    """The same moves, fewer: single rows that follow each other on both sides become one row, and rows a constant pitch apart one move."""
+    """The same moves, fewer: single rows that follow each other on both sides become one row, and
+    rows a constant pitch apart one move.
+    """
     out: list[Move] = []
     for m in sorted(listed, key=lambda m: m.dst_start):
         if out and m.rows == 1:
@@ -196,7 +225,11 @@ def coalesce(listed: Iterable[Move]) -> list[Move]:
                 if last.rows == 1 and src > 0:
                     out[-1] = last._replace(rows=2, src_pitch=src, dst_pitch=dst)
                     continue
-                if last.rows > 1 and src == last.rows * last.src_pitch and dst == last.rows * last.dst_pitch:
+                if (
+                    last.rows > 1
+                    and src == last.rows * last.src_pitch
+                    and dst == last.rows * last.dst_pitch
+                ):
                     out[-1] = last._replace(rows=last.rows + 1)
                     continue
         out.append(m)
@@ -204,9 +237,11 @@ def coalesce(listed: Iterable[Move]) -> list[Move]:
 
 
 def by_rows(move: Move, width: int) -> list[Move]:
-    """The same elements in moves that go along the rows of a source [.., width] and down its columns, one axis each.
+    """The same elements in moves that go along the rows of a source [.., width] and down its
+    columns, one axis each.
 
-    So the row of an element depends on one of its two indices, and its column on the other. Runs that pass a row's end are cut there:
+    So the row of an element depends on one of its two indices, and its column on the other. Runs
+    that pass a row's end are cut there:
 
         width 3, one row of 8 from 2 on     . . a | b c d | e f g | h . .     ->     a, [b c d][e f g], h
     """
@@ -218,11 +253,20 @@ def by_rows(move: Move, width: int) -> list[Move]:
     def down(n: int, step: int) -> bool:
         return n == 1 or step % width == 0
 
-    if (along(move.run, src) and down(move.rows, move.src_pitch)) or (down(move.run, src) and along(move.rows, move.src_pitch)):
+    if (along(move.run, src) and down(move.rows, move.src_pitch)) or (
+        down(move.run, src) and along(move.rows, move.src_pitch)
+    ):
         return [move]
     if move.rows > 1:
-        starts = [(move.src_start + i * move.src_pitch, move.dst_start + i * move.dst_pitch) for i in range(move.rows)]
-        return [part for s, d in starts for part in by_rows(move._replace(rows=1, src_start=s, dst_start=d), width)]
+        starts = [
+            (move.src_start + i * move.src_pitch, move.dst_start + i * move.dst_pitch)
+            for i in range(move.rows)
+        ]
+        return [
+            part
+            for s, d in starts
+            for part in by_rows(move._replace(rows=1, src_start=s, dst_start=d), width)
+        ]
     out, done = [], 0
     while done < move.run:
         at = move.src_start + done * src
@@ -234,9 +278,20 @@ def by_rows(move: Move, width: int) -> list[Move]:
 
 
 def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
-    """None if the boxes cover a tensor of this shape exactly once; else what is wrong, in numbers."""
-    if any(o < 0 or o + n > size for b in boxes for o, n, size in zip(b.offset, b.shape, shape, strict=True)):
-        bad = next(b for b in boxes for o, n, size in zip(b.offset, b.shape, shape, strict=True) if o < 0 or o + n > size)
+    """None if the boxes cover a tensor of this shape exactly once; else what is wrong,
+    in numbers.
+    """
+    if any(
+        o < 0 or o + n > size
+        for b in boxes
+        for o, n, size in zip(b.offset, b.shape, shape, strict=True)
+    ):
+        bad = next(
+            b
+            for b in boxes
+            for o, n, size in zip(b.offset, b.shape, shape, strict=True)
+            if o < 0 or o + n > size
+        )
         return f"the box {list(bad.shape)} at {list(bad.offset)} reaches outside {list(shape)}"
     volume = sum(math.prod(b.shape) for b in boxes)
     if len(boxes) > 1:
@@ -245,18 +300,24 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
         meet = (np.maximum(low[:, None], low[None]) < np.minimum(high[:, None], high[None])).all(2)
         if (pairs := np.argwhere(np.triu(meet, 1))).size:
             i, j = (int(x) for x in pairs[0])
-            return f"boxes overlap: {list(boxes[i].shape)} at {list(boxes[i].offset)} and {list(boxes[j].shape)} at {list(boxes[j].offset)}"
+            return (
+                f"boxes overlap: {list(boxes[i].shape)} at {list(boxes[i].offset)} and"
+                f" {list(boxes[j].shape)} at {list(boxes[j].offset)}"
+            )
     if volume != math.prod(shape):
         return f"{volume:,} of {math.prod(shape):,} elements are covered"
     return None
 
 
 def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
-    """[(start, length)] of the elements of a flat buffer that no piece covers; and what is wrong if two pieces share one or one lies outside."""
+    """[(start, length)] of the elements of a flat buffer that no piece covers; and what is wrong if
+    two pieces share one or one lies outside.
+    """
     starts, lengths = [], []
     for row in (m for p in pieces for m in moves(p, p)):
         flat = row.src_start + np.arange(row.rows, dtype="i8") * row.src_pitch
-        if row.src_step != 1:  # element by element; a run of neighbours is one interval, however long
+        # element by element; a run of neighbours is one interval, however long
+        if row.src_step != 1:
             flat = (flat[:, None] + np.arange(row.run, dtype="i8") * row.src_step).ravel()
         starts.append(flat)
         lengths.append(np.full(len(flat), row.run if row.src_step == 1 else 1, "i8"))
@@ -267,7 +328,10 @@ def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
     if len(start) and (start[0] < 0 or (end > numel).any()):
         return nothing, f"a piece reaches outside the {numel:,} elements of the buffer"
     if (end[:-1] > start[1:]).any():
-        return nothing, f"two pieces share element {int(start[1:][end[:-1] > start[1:]][0]):,} of the buffer"
+        return (
+            nothing,
+            f"two pieces share element {int(start[1:][end[:-1] > start[1:]][0]):,} of the buffer",
+        )
     low, high = np.concatenate([[0], end]), np.concatenate([start, [numel]])
     free = low < high
     return np.stack([low[free], (high - low)[free]], 1), None

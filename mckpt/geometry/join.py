@@ -1,4 +1,6 @@
-"""Joins two layouts over logical boxes into a plan: which bytes go where, and the proof that each is written once."""
+"""Joins two layouts over logical boxes into a plan: which bytes go where, and the proof that each
+is written once.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,14 @@ from mckpt.geometry.box import Layout, Piece, Stored, by_rows, coalesce, gaps, m
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import Grid
 
-# One copy: `rows` rows of `run` elements, a pitch apart on either side; a step is the distance of neighbouring elements in a row.
-# 2-D and affine on both sides, so it covers shards of columns, interleaving and transposes. 74 bytes.
+# One copy: `rows` rows of `run` elements, a pitch apart on either side; a step is the distance of
+# neighbouring elements in a row. 2-D and affine on both sides, so it covers shards of columns,
+# interleaving and transposes. 74 bytes.
 COPY = np.dtype(
     [
-        ("tensor", "i4"),  # copies of one number move parts of one logical tensor, so one staging pass can serve them all
+        # copies of one number move parts of one logical tensor, so one staging pass can serve them
+        # all
+        ("tensor", "i4"),
         ("src_file", "i4"),
         ("dst_file", "i4"),
         ("cast", "u2"),  # index into Joined.casts: (source dtype, target dtype)
@@ -35,7 +40,9 @@ UNSCALED = -1
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """The copies that fill one layout from another, in the order of reading, and what they are called."""
+    """The copies that fill one layout from another, in the order of reading, and what they are
+    called.
+    """
 
     copies: np.ndarray  # of COPY
     casts: tuple[tuple[str, str], ...]  # (source dtype, target dtype)
@@ -47,20 +54,32 @@ class Joined:
     def name(self, tensor: int) -> str:
         """The logical tensor that the `tensor` number of a copy stands for."""
         template, instance = divmod(tensor, self.layers * self.experts)
-        return self.names[template].format(layer=instance // self.experts, expert=instance % self.experts)
+        return self.names[template].format(
+            layer=instance // self.experts, expert=instance % self.experts
+        )
 
 
 def join(source: Layout, target: Layout) -> Joined:
     """What to copy so that the target holds what the source holds, each byte once.
 
-    CoverError lists everything that makes this no exact cover: elements of the target that nothing or two pieces fill, elements of the
-    source that are in no rule, logical tensors that only one side has.
+    CoverError lists everything that makes this no exact cover: elements of the target that nothing
+    or two pieces fill, elements of the source that are in no rule, logical tensors that only one
+    side has.
     """
     layers, experts = (
-        1 + max((int(getattr(s, i).max()) for s in (*source.stored, *target.stored) if len(s)), default=0) for i in ("layer", "expert")
+        1
+        + max(
+            (int(getattr(s, i).max()) for s in (*source.stored, *target.stored) if len(s)),
+            default=0,
+        )
+        for i in ("layer", "expert")
     )
-    problems = [f"source: {p}" for p in _prove(source, layers, experts)] + [f"target: {p}" for p in _prove(target, layers, experts)]
-    problems += _compare(_present(source, layers, experts), _present(target, layers, experts), experts)
+    problems = [f"source: {p}" for p in _prove(source, layers, experts)] + [
+        f"target: {p}" for p in _prove(target, layers, experts)
+    ]
+    problems += _compare(
+        _present(source, layers, experts), _present(target, layers, experts), experts
+    )
     if problems:
         raise CoverError.of("the plan is no exact cover:", problems)
 
@@ -94,13 +113,24 @@ def join(source: Layout, target: Layout) -> Joined:
                 src, dst = itemsize(s.stored_as), itemsize(t.dtype)
                 for m in found if len(here) else ():
                     part = np.empty(len(here), COPY)
-                    part["tensor"], part["cast"], part["rows"], part["run"] = number[name] + ids[here], cast, m.rows, m.run
+                    part["tensor"], part["cast"], part["rows"], part["run"] = (
+                        number[name] + ids[here],
+                        cast,
+                        m.rows,
+                        m.run,
+                    )
                     part["grid"] = UNSCALED if first is None else first + rows
                     part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
-                    part["src_at"], part["dst_at"] = s.at[rows] + m.src_start * src, t.at[here] + m.dst_start * dst
+                    part["src_at"], part["dst_at"] = (
+                        s.at[rows] + m.src_start * src,
+                        t.at[here] + m.dst_start * dst,
+                    )
                     part["src_pitch"], part["src_step"], part["dst_pitch"], part["dst_step"] = (
-                        m.src_pitch * src, m.src_step * src, m.dst_pitch * dst, m.dst_step * dst,
-                    )  # fmt: skip
+                        m.src_pitch * src,
+                        m.src_step * src,
+                        m.dst_pitch * dst,
+                        m.dst_step * dst,
+                    )
                     parts.append(part)
     copies = np.concatenate(parts) if parts else np.empty(0, COPY)
     parts.clear()  # which are as large
@@ -120,7 +150,9 @@ def _by_name(s: Stored) -> dict[str, list[Piece]]:
 
 
 def _columns(bits: np.ndarray) -> np.ndarray:
-    """[rows, n] of zeros and ones -> [n] numbers, equal where the columns are: sorting those takes a tenth of sorting columns."""
+    """[rows, n] of zeros and ones -> [n] numbers, equal where the columns are: sorting those takes
+    a tenth of sorting columns.
+    """
     out = np.zeros(bits.shape[1], "i8")
     for i, row in enumerate(bits, 1):
         out = 2 * out + row
@@ -130,9 +162,11 @@ def _columns(bits: np.ndarray) -> np.ndarray:
 
 
 def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
-    """Problems of one layout: buffers that their pieces do not fill once, logical tensors that the pieces do not cover once.
+    """Problems of one layout: buffers that their pieces do not fill once, logical tensors that the
+    pieces do not cover once.
 
-    Geometry is the same at every layer and expert that the same stored tensors hold, so each is proved once.
+    Geometry is the same at every layer and expert that the same stored tensors hold, so each is
+    proved once.
     """
     problems = []
     holders: dict[str, list[tuple[Stored, list[Piece]]]] = {}
@@ -142,22 +176,38 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
         if wrong:
             problems.append(f"{s.key} {list(s.shape)}: {wrong}")
         elif free and not (s.padding or s.view):
-            problems.append(f"{s.key} {list(s.shape)}: {free:,} of {s.numel:,} elements hold nothing that the mapping names")
+            problems.append(
+                f"{s.key} {list(s.shape)}: {free:,} of {s.numel:,} elements hold nothing that the"
+                " mapping names"
+            )
         for name, pieces in _by_name(s).items() if not s.replica else ():
             holders.setdefault(name, []).append((s, pieces))
     for name, held in holders.items():
-        counts = np.stack([np.bincount(_ids(s, experts), minlength=layers * experts) for s, _ in held])
+        counts = np.stack(
+            [np.bincount(_ids(s, experts), minlength=layers * experts) for s, _ in held]
+        )
         if (counts > 1).any():
             row, at = (int(x) for x in np.argwhere(counts > 1)[0])
-            problems.append(f"{held[row][0].key} is stored {counts[row, at]} times for layer {at // experts}, expert {at % experts}")
+            problems.append(
+                f"{held[row][0].key} is stored {counts[row, at]} times for layer {at // experts},"
+                f" expert {at % experts}"
+            )
             continue
         _, first = np.unique(_columns(counts), return_index=True)
         for at in first.tolist():
             way = counts[:, at]
             if way.any():
-                boxes = [p.box for (_, pieces), held_here in zip(held, way, strict=True) if held_here for p in pieces]
+                boxes = [
+                    p.box
+                    for (_, pieces), held_here in zip(held, way, strict=True)
+                    if held_here
+                    for p in pieces
+                ]
                 if wrong := tiles(boxes, layout.shapes[name]):
-                    problems.append(f"{name.format(layer=at // experts, expert=at % experts)} {list(layout.shapes[name])}: {wrong}")
+                    problems.append(
+                        f"{name.format(layer=at // experts, expert=at % experts)}"
+                        f" {list(layout.shapes[name])}: {wrong}"
+                    )
     return problems
 
 
@@ -170,12 +220,18 @@ def _present(layout: Layout, layers: int, experts: int) -> dict[str, np.ndarray]
     return out
 
 
-def _compare(source: dict[str, np.ndarray], target: dict[str, np.ndarray], experts: int) -> list[str]:
+def _compare(
+    source: dict[str, np.ndarray], target: dict[str, np.ndarray], experts: int
+) -> list[str]:
     problems = []
     for name in sorted(source.keys() | target.keys()):
         nothing = np.zeros(1, bool)
         a, b = np.broadcast_arrays(source.get(name, nothing), target.get(name, nothing))
         for at in np.flatnonzero(a != b).tolist():
             full = name.format(layer=at // experts, expert=at % experts)
-            problems.append(f"{full}: the target has no place for it" if a[at] else f"{full}: the source does not have it")
+            problems.append(
+                f"{full}: the target has no place for it"
+                if a[at]
+                else f"{full}: the source does not have it"
+            )
     return problems

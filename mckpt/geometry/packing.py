@@ -1,4 +1,5 @@
-"""How logical tensors are laid in one stored tensor: each packing is written once, as which box goes where, in storage order.
+"""How logical tensors are laid in one stored tensor: each packing is written once, as which box
+goes where, in storage order.
 
     one      [ a ]
     concat   [ a | b | c ]                    along axis 0; tensor parallelism cuts the whole
@@ -27,7 +28,11 @@ class Placed(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A whole stored tensor. Boxes lie in storage order; `parts` are the rows of each part that tensor parallelism cuts on its own."""
+    """A whole stored tensor.
+
+    Boxes lie in storage order; `parts` are the rows of each part that tensor parallelism cuts on
+    its own.
+    """
 
     shape: Shape
     placed: tuple[Placed, ...]
@@ -42,7 +47,9 @@ def _stack(shapes: Sequence[Shape]) -> tuple[Placed, ...]:
     placed, at = [], 0
     for m, shape in enumerate(shapes):
         if shape[1:] != shapes[0][1:]:
-            raise PackingError(f"cannot be stacked along axis 0: {list(shapes[0])} and {list(shape)}")
+            raise PackingError(
+                f"cannot be stacked along axis 0: {list(shapes[0])} and {list(shape)}"
+            )
         placed.append(Placed(m, whole_box(shape), (at, *(0,) * (len(shape) - 1))))
         at += shape[0]
     return tuple(placed)
@@ -59,7 +66,9 @@ def concat(shapes: Sequence[Shape], groups: int) -> Packed:
 
 
 def gated(shapes: Sequence[Shape], groups: int) -> Packed:
-    return Packed((sum(s[0] for s in shapes), *shapes[0][1:]), _stack(shapes), tuple(s[0] for s in shapes))
+    return Packed(
+        (sum(s[0] for s in shapes), *shapes[0][1:]), _stack(shapes), tuple(s[0] for s in shapes)
+    )
 
 
 def qkv(shapes: Sequence[Shape], groups: int) -> Packed:
@@ -67,7 +76,10 @@ def qkv(shapes: Sequence[Shape], groups: int) -> Packed:
     zeros = (0,) * len(rest)
     for name, shape in zip("qkv", shapes, strict=True):
         if shape[0] % groups or shape[1:] != rest:
-            raise PackingError(f"{name} {list(shape)} does not fall into {groups} query groups of the same width as q {list(shapes[0])}")
+            raise PackingError(
+                f"{name} {list(shape)} does not fall into {groups} query groups of the same width"
+                f" as q {list(shapes[0])}"
+            )
     placed, at = [], 0
     for g in range(groups):
         for m, shape in enumerate(shapes):
@@ -77,17 +89,26 @@ def qkv(shapes: Sequence[Shape], groups: int) -> Packed:
     return Packed((at, *rest), tuple(placed), (at,))
 
 
-PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {"one": one, "concat": concat, "gated": gated, "qkv": qkv}
+PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
+    "one": one,
+    "concat": concat,
+    "gated": gated,
+    "qkv": qkv,
+}
 TP_KINDS = ("column", "row", "vocab", "replicated")
 
 
 def padded(packed: Packed, rows: int) -> Packed:
-    """The same tensor with `rows` rows in all; those beyond its own are padding that no box covers."""
+    """The same tensor with `rows` rows in all; those beyond its own are padding that no
+    box covers.
+    """
     return packed._replace(shape=(rows, *packed.shape[1:]), parts=(rows,))
 
 
 def shard(packed: Packed, kind: str, rank: int, size: int) -> list[Box]:
-    """The boxes of the packed tensor that one tensor-parallel rank holds, in the order in which its shard stacks them along axis 0."""
+    """The boxes of the packed tensor that one tensor-parallel rank holds, in the order in which its
+    shard stacks them along axis 0.
+    """
     shape = packed.shape
     zeros = (0,) * (len(shape) - 1)
     if kind == "replicated" or size == 1:
@@ -109,8 +130,12 @@ def _divide(n: int, size: int, what: str) -> int:
     return n // size
 
 
-def buffer(packed: Packed, boxes: Sequence[Box], names: Sequence[str], transposed: bool = False) -> tuple[Shape, tuple[Piece, ...]]:
-    """Shape and pieces of the buffer that stacks `boxes` of the packed tensor along axis 0 (or stores the transpose of that)."""
+def buffer(
+    packed: Packed, boxes: Sequence[Box], names: Sequence[str], transposed: bool = False
+) -> tuple[Shape, tuple[Piece, ...]]:
+    """Shape and pieces of the buffer that stacks `boxes` of the packed tensor along axis 0 (or
+    stores the transpose of that).
+    """
     shape = (sum(b.shape[0] for b in boxes), *boxes[0].shape[1:])
     strides = row_major(shape[::-1])[::-1] if transposed else row_major(shape)
     pieces, above = [], 0

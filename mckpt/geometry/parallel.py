@@ -1,4 +1,6 @@
-"""Parallel sizes, and what they place where: layers on pipeline stages, experts and shards in the files of a `torch` checkpoint."""
+"""Parallel sizes, and what they place where: layers on pipeline stages, experts and shards in the
+files of a `torch` checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,19 @@ from typing import Any
 from mckpt.errors import UsageError
 
 MAX_STAGES = 4096  # bounds what a layout string such as (t|)*1000000000 may unroll to
-MAX_SIZE = 65536  # of any parallel size, and of their products: args can say any number, and ranks are listed
+# of any parallel size, and of their products: args can say any number, and ranks are listed
+MAX_SIZE = 65536
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """Megatron's parallel sizes. `etp` is that of experts (None: as tp); `vpp` the virtual stages of each pipeline rank.
+    """Megatron's parallel sizes.
 
-    Uneven pipelines, as Megatron's flags say them: layers of the first and last stage, embedding and loss counted as a layer, or a whole
-    `layout` ("Ettt|(tt|)*6tL", see PipelineParallelLayerLayout of Megatron-Core).
+    `etp` is that of experts (None: as tp); `vpp` the virtual stages of each pipeline rank.
+
+    Uneven pipelines, as Megatron's flags say them: layers of the first and last stage, embedding
+    and loss counted as a layer, or a whole `layout` ("Ettt|(tt|)*6tL", see
+    PipelineParallelLayerLayout of Megatron-Core).
     """
 
     tp: int = 1
@@ -36,11 +42,16 @@ class Parallel:
         for name in ("tp", "pp", "vpp", "ep", "etp"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or not 1 <= value <= MAX_SIZE):
-                raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 to {MAX_SIZE}")
+                raise UsageError(
+                    f"{name} is {value!r}, and must be a whole number from 1 to {MAX_SIZE}"
+                )
         if self.layout is not None and self.vpp == 1:
             stages = len(_parse_layout(self.layout))
             if stages % self.pp:
-                raise UsageError(f"the layout {self.layout!r} has {stages} stages, which do not divide by pp {self.pp}")
+                raise UsageError(
+                    f"the layout {self.layout!r} has {stages} stages, which do not divide by pp"
+                    f" {self.pp}"
+                )
             object.__setattr__(self, "vpp", stages // self.pp)
         if self.pp * self.vpp > MAX_SIZE or math.lcm(self.tp, self.expert_tp * self.ep) > MAX_SIZE:
             raise UsageError(f"{self}: more than {MAX_SIZE} ranks or stages")
@@ -52,24 +63,30 @@ class Parallel:
         accounted = self.account_for_embedding or self.account_for_loss
         if uneven + accounted + (self.layout is not None) > 1:
             raise UsageError(
-                "say one of: layers of the first and last stage, account-for-embedding/loss, or a pipeline layout; Megatron refuses two"
+                "say one of: layers of the first and last stage, account-for-embedding/loss, or a"
+                " pipeline layout; Megatron refuses two"
             )
         if self.vpp > 1 and self.pp == 1:
-            raise UsageError(f"vpp {self.vpp} needs pp > 1: virtual stages interleave pipeline stages")
+            raise UsageError(
+                f"vpp {self.vpp} needs pp > 1: virtual stages interleave pipeline stages"
+            )
 
     @property
     def expert_tp(self) -> int:
         return self.tp if self.etp is None else self.etp
 
     def stages(self, num_layers: int, mtp_layers: int = 0) -> list[list[list[int]]]:
-        """[pipeline rank][virtual stage] -> global layers, as Megatron-Core places them (transformer_block.py, get_num_layers_to_build).
+        """[pipeline rank][virtual stage] -> global layers, as Megatron-Core places them
+        (transformer_block.py, get_num_layers_to_build).
 
-        Those of multi-token prediction are not among them: they are all in `mtp_stage`. UsageError if the sizes do not fit.
+        Those of multi-token prediction are not among them: they are all in `mtp_stage`. UsageError
+        if the sizes do not fit.
         """
         counts = self._counts(num_layers, mtp_layers)
         placed: list[list[list[int]]] = [[] for _ in range(self.pp)]
         at = 0
-        for v in range(self.vpp):  # a virtual stage runs over all pipeline ranks before the next one begins
+        # a virtual stage runs over all pipeline ranks before the next one begins
+        for v in range(self.vpp):
             for p in range(self.pp):
                 placed[p].append(list(range(at, at + counts[p][v])))
                 at += counts[p][v]
@@ -79,7 +96,9 @@ class Parallel:
 
     @property
     def mtp_stage(self) -> tuple[int, int]:
-        """(pipeline rank, virtual stage) of the layers of multi-token prediction: the last, but where a layout says otherwise."""
+        """(pipeline rank, virtual stage) of the layers of multi-token prediction: the last, but
+        where a layout says otherwise.
+        """
         stages = _parse_layout(self.layout) if self.layout is not None else []
         at = next((i for i, stage in enumerate(stages) if "m" in stage), self.pp * self.vpp - 1)
         return at % self.pp, at // self.pp
@@ -89,57 +108,94 @@ class Parallel:
             stages = _parse_layout(self.layout)
             if len(stages) != self.pp * self.vpp:
                 raise UsageError(
-                    f"the layout {self.layout!r} has {len(stages)} stages; pp {self.pp} x vpp {self.vpp} need {self.pp * self.vpp}"
+                    f"the layout {self.layout!r} has {len(stages)} stages; pp {self.pp} x vpp"
+                    f" {self.vpp} need {self.pp * self.vpp}"
                 )
             flat = "".join(stages)
-            if flat.count("E") != 1 or flat.count("L") != 1 or flat[0] != "E" or flat[-1] != "L" or flat.count("t") != num_layers:
+            if (
+                flat.count("E") != 1
+                or flat.count("L") != 1
+                or flat[0] != "E"
+                or flat[-1] != "L"
+                or flat.count("t") != num_layers
+            ):
                 raise UsageError(
-                    f"the layout {self.layout!r} places {flat.count('t')} layers between {flat[:1]!r} and {flat[-1:]!r}; "
-                    f"the model has {num_layers}, and wants E first and L last, once each"
+                    f"the layout {self.layout!r} places {flat.count('t')} layers between"
+                    f" {flat[:1]!r} and {flat[-1:]!r}; the model has {num_layers}, and wants E"
+                    " first and L last, once each"
                 )
-            if [n for stage in stages if (n := stage.count("m"))] != [mtp_layers] * bool(mtp_layers):
+            if [n for stage in stages if (n := stage.count("m"))] != [mtp_layers] * bool(
+                mtp_layers
+            ):
                 raise UsageError(
-                    f"the layout {self.layout!r} places {flat.count('m')} MTP layers (m), and the model has {mtp_layers}, which belong into one stage"
+                    f"the layout {self.layout!r} places {flat.count('m')} MTP layers (m), and the"
+                    f" model has {mtp_layers}, which belong into one stage"
                 )
-            return [[stages[v * self.pp + p].count("t") for v in range(self.vpp)] for p in range(self.pp)]
-        given = {p: n for p, n in ((0, self.first_stage_layers), (self.pp - 1, self.last_stage_layers)) if n is not None}
+            return [
+                [stages[v * self.pp + p].count("t") for v in range(self.vpp)]
+                for p in range(self.pp)
+            ]
+        given = {
+            p: n
+            for p, n in ((0, self.first_stage_layers), (self.pp - 1, self.last_stage_layers))
+            if n is not None
+        }
         left = num_layers - sum(given.values()) + self.account_for_embedding + self.account_for_loss
         ranks = self.pp - len(given)
-        what = f"{num_layers} layers" + (f" less {sum(given.values())} of the first or last stage" if given else "")
-        what += f" and {self.account_for_embedding + self.account_for_loss} for embedding and loss" * (
-            self.account_for_embedding or self.account_for_loss
+        what = f"{num_layers} layers" + (
+            f" less {sum(given.values())} of the first or last stage" if given else ""
+        )
+        what += (
+            f" and {self.account_for_embedding + self.account_for_loss} for embedding and loss"
+            * (self.account_for_embedding or self.account_for_loss)
         )
         if left < 0 or (left % ranks if ranks else left):
-            raise UsageError(f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); say another --pp, or place them unevenly")
+            raise UsageError(
+                f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); say another"
+                " --pp, or place them unevenly"
+            )
         if given and ranks and not left:
-            raise UsageError(f"{what}: nothing is left for {ranks} of the pipeline stages, which Megatron refuses")
+            raise UsageError(
+                f"{what}: nothing is left for {ranks} of the pipeline stages, which Megatron"
+                " refuses"
+            )
         if given and not ranks and self.vpp > 1:
             raise UsageError(
-                "layers of the first and last stage at pp 2 with virtual stages: Megatron divides by zero; say --pipeline-model-parallel-layout"
+                "layers of the first and last stage at pp 2 with virtual stages: Megatron divides"
+                " by zero; say --pipeline-model-parallel-layout"
             )
         per_rank = [given.get(p, left // ranks if ranks else 0) for p in range(self.pp)]
         if any(n % self.vpp for n in per_rank):
-            raise UsageError(f"{per_rank} layers of the pipeline ranks do not divide by vpp {self.vpp}")
+            raise UsageError(
+                f"{per_rank} layers of the pipeline ranks do not divide by vpp {self.vpp}"
+            )
         counts = [[n // self.vpp] * self.vpp for n in per_rank]
         counts[0][0] -= self.account_for_embedding
         counts[-1][-1] -= self.account_for_loss
         if counts[0][0] < 0 or counts[-1][-1] < 0:
-            raise UsageError(f"{what}: no room for embedding or loss in a stage of {per_rank[0] // self.vpp} layers")
+            raise UsageError(
+                f"{what}: no room for embedding or loss in a stage of {per_rank[0] // self.vpp}"
+                " layers"
+            )
         return counts
 
     def files(self, experts: bool, saved: bool = False) -> list[tuple[int, int]]:
-        """(tp rank, ep rank) of the files that the ranks of one pipeline stage read from a `torch` checkpoint, in order.
+        """(tp rank, ep rank) of the files that the ranks of one pipeline stage read from a `torch`
+        checkpoint, in order.
 
-        {(r % TP, (r // ETP) % EP)} over the ranks r of one stage: with ETP != TP these are not all of TP x EP. `saved`: only those that
-        Megatron-LM itself writes, by ranks that are first in a data-parallel group, dense or of experts; where TP and ETP x EP do not divide
-        each other these are fewer than its ranks ask for (checkpointing.py get_checkpoint_name, save_checkpoint; Megatron-Core, RankGenerator).
+        {(r % TP, (r // ETP) % EP)} over the ranks r of one stage: with ETP != TP these are not all
+        of TP x EP. `saved`: only those that Megatron-LM itself writes, by ranks that are first in a
+        data-parallel group, dense or of experts; where TP and ETP x EP do not divide each other
+        these are fewer than its ranks ask for (checkpointing.py get_checkpoint_name,
+        save_checkpoint; Megatron-Core, RankGenerator).
         """
         if not experts:
             return [(t, 0) for t in range(self.tp)]
         etp = self.expert_tp
         if self.tp % etp:
             raise UsageError(
-                f"etp {etp} does not divide tp {self.tp}: one file would hold two shards of an expert; use --format torch_dist"
+                f"etp {etp} does not divide tp {self.tp}: one file would hold two shards of an"
+                " expert; use --format torch_dist"
             )
         ranks = max(self.tp, etp * self.ep) if saved else math.lcm(self.tp, etp * self.ep)
         return sorted({(r % self.tp, (r // etp) % self.ep) for r in range(ranks)})
@@ -153,7 +209,11 @@ class Parallel:
 
     def directory(self, tp: int, pp: int, ep: int) -> str:
         """The name of one rank's directory: mp_rank_TT[_PPP][_EEE]."""
-        return f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if self.pp > 1 else "") + (f"_{ep:03d}" if self.ep > 1 else "")
+        return (
+            f"mp_rank_{tp:02d}"
+            + (f"_{pp:03d}" if self.pp > 1 else "")
+            + (f"_{ep:03d}" if self.ep > 1 else "")
+        )
 
     @classmethod
     def of_args(cls, args: dict[str, Any]) -> Parallel:
@@ -164,13 +224,20 @@ class Parallel:
         if isinstance(layout, (list, tuple)):
             short = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
             layout = "|".join("".join(short.get(str(x), str(x)) for x in stage) for stage in layout)
-        tp, pp = args.get("tensor_model_parallel_size") or 1, args.get("pipeline_model_parallel_size") or 1
+        tp, pp = (
+            args.get("tensor_model_parallel_size") or 1,
+            args.get("pipeline_model_parallel_size") or 1,
+        )
         return cls(
             tp=tp,
             pp=pp,
             vpp=1 if pp == 1 else args.get("virtual_pipeline_model_parallel_size") or 1,
             ep=args.get("expert_model_parallel_size") or 1,
-            etp=None if args.get("expert_tensor_parallel_size") == tp else args.get("expert_tensor_parallel_size"),
+            etp=(
+                None
+                if args.get("expert_tensor_parallel_size") == tp
+                else args.get("expert_tensor_parallel_size")
+            ),
             first_stage_layers=args.get("decoder_first_pipeline_num_layers"),
             last_stage_layers=args.get("decoder_last_pipeline_num_layers"),
             account_for_embedding=bool(args.get("account_for_embedding_in_pipeline_split")),
@@ -194,38 +261,66 @@ class Parallel:
         }
 
     def with_(self, **sizes: Any) -> Parallel:
-        """The same with other sizes; None keeps what is here. Another pp or layout takes the uneven split of the old one away."""
+        """The same with other sizes; None keeps what is here.
+
+        Another pp or layout takes the uneven split of the old one away.
+        """
         given = {k: v for k, v in sizes.items() if v not in (None, False)}
         base = self
-        uneven = ("pp", "vpp", "first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout")
+        uneven = (
+            "pp",
+            "vpp",
+            "first_stage_layers",
+            "last_stage_layers",
+            "account_for_embedding",
+            "account_for_loss",
+            "layout",
+        )
         if any(k in given and given[k] != getattr(self, k) for k in uneven):
             base = Parallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp)
-            given.setdefault("vpp", self.vpp if given.get("pp", self.pp) == self.pp and "layout" not in given else 1)
+            given.setdefault(
+                "vpp",
+                self.vpp if given.get("pp", self.pp) == self.pp and "layout" not in given else 1,
+            )
         return replace(base, **given)
 
     def __str__(self) -> str:
-        shown = [f"{f.name} {getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) not in (1, None, False)]
+        shown = [
+            f"{f.name} {getattr(self, f.name)}"
+            for f in fields(self)
+            if getattr(self, f.name) not in (1, None, False)
+        ]
         return ", ".join(shown) or "tp 1, pp 1"
 
 
 def _parse_layout(text: str) -> list[str]:
-    """The stages of a layout string, E embedding, t decoder layer, m MTP layer, L loss: "Et*3|(tt|)*2L" -> ["Ettt", "tt", "tt", "L"]."""
+    """The stages of a layout string, E embedding, t decoder layer, m MTP layer, L loss:
+    "Et*3|(tt|)*2L" -> ["Ettt", "tt", "tt", "L"].
+    """
     if not isinstance(text, str) or len(text) > MAX_STAGES:
-        raise UsageError(f"the layout {str(text)[:60]!r} is no text of at most {MAX_STAGES:,} characters")
+        raise UsageError(
+            f"the layout {str(text)[:60]!r} is no text of at most {MAX_STAGES:,} characters"
+        )
     out, left = text.replace(",", ""), 64 * MAX_STAGES
 
     def unrolled(m: re.Match[str]) -> str:
         nonlocal left
         left -= len(m[1]) * int(m[2])
         if left < 0:
-            raise UsageError(f"the layout {text[:60]!r} unrolls to more than {64 * MAX_STAGES:,} characters")
+            raise UsageError(
+                f"the layout {text[:60]!r} unrolls to more than {64 * MAX_STAGES:,} characters"
+            )
         return m[1] * int(m[2])
 
-    for pattern in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):  # as Megatron reads it: groups first, blanks are no part of it
+    # as Megatron reads it: groups first, blanks are no part of it
+    for pattern in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
         out = re.sub(pattern, unrolled, out)
     stages = out.split("|")
     if len(stages) > MAX_STAGES:
-        raise UsageError(f"the layout {text[:60]!r} has {len(stages):,} stages, and at most {MAX_STAGES:,} are read")
+        raise UsageError(
+            f"the layout {text[:60]!r} has {len(stages):,} stages, and at most {MAX_STAGES:,} are"
+            " read"
+        )
     for stage in stages:
         if set(stage) - set("EtmL"):
             raise UsageError(f"the layout {text!r}: {stage!r} may hold E, t, m and L")

@@ -1,4 +1,8 @@
-"""Expressions in mapping files: arithmetic, comparisons, indexing and comprehensions over named values. Parsed, never `eval`-ed."""
+"""Expressions in mapping files: arithmetic, comparisons, indexing and comprehensions over named
+values.
+
+Parsed, never `eval`-ed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +20,9 @@ MAX_LENGTH = 1_000_000  # of a list that an expression makes: a config can say a
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
-    ast.Mult: lambda a, b: a * b if _is_short(a, b) and _is_short(b, a) else _refuse("a repetition"),
+    ast.Mult: lambda a, b: (
+        a * b if _is_short(a, b) and _is_short(b, a) else _refuse("a repetition")
+    ),
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
     ast.Mod: operator.mod,
@@ -37,8 +43,29 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "range": lambda *a: range(*a) if all(abs(x) <= MAX_LENGTH for x in a) else _refuse(f"range{a}"),
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
-_LEAVES: tuple[type, ...] = (ast.Expression, ast.Constant, ast.Name, ast.Load, ast.Store, ast.And, ast.Or, *_BINARY, *_COMPARE, *_UNARY)
-_BRANCHES: tuple[type, ...] = (ast.BoolOp, ast.IfExp, ast.Compare, ast.BinOp, ast.UnaryOp, ast.Call, ast.Subscript, ast.Attribute, ast.List)
+_LEAVES: tuple[type, ...] = (
+    ast.Expression,
+    ast.Constant,
+    ast.Name,
+    ast.Load,
+    ast.Store,
+    ast.And,
+    ast.Or,
+    *_BINARY,
+    *_COMPARE,
+    *_UNARY,
+)
+_BRANCHES: tuple[type, ...] = (
+    ast.BoolOp,
+    ast.IfExp,
+    ast.Compare,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Call,
+    ast.Subscript,
+    ast.Attribute,
+    ast.List,
+)
 _NODES = (*_LEAVES, *_BRANCHES, ast.ListComp, ast.comprehension)
 
 
@@ -63,7 +90,10 @@ class Expression:
         self.value, self.names = _parsed(self.text)
 
     def __call__(self, scope: Mapping[str, Any]) -> Any:
-        """The value in a scope of names. `config.some_key` reads a dict and is None where it has no such key."""
+        """The value in a scope of names.
+
+        `config.some_key` reads a dict and is None where it has no such key.
+        """
         try:
             return self.value(scope)
         except ExpressionError:
@@ -77,7 +107,11 @@ class Expression:
 
 @functools.cache
 def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
-    """The value and the free names of an expression, of which a mapping says the same in many places. ExpressionError if it is none."""
+    """The value and the free names of an expression, of which a mapping says the same in many
+    places.
+
+    ExpressionError if it is none.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
@@ -89,13 +123,21 @@ def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
     for node in nodes:
         if not isinstance(node, _NODES):
             raise ExpressionError(f"{text!r}: {type(node).__name__} is not allowed in a mapping")
-        if isinstance(node, ast.Constant) and not (node.value is None or isinstance(node.value, (bool, int, float, str))):
+        if isinstance(node, ast.Constant) and not (
+            node.value is None or isinstance(node.value, (bool, int, float, str))
+        ):
             raise ExpressionError(f"{text!r}: {node.value!r} is not allowed in a mapping")
-        if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords):
+        if isinstance(node, ast.Call) and not (
+            isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
+        ):
             raise ExpressionError(f"{text!r}: only {', '.join(_FUNCTIONS)} can be called")
-        if isinstance(node, ast.ListComp) and not (len(node.generators) == 1 and isinstance(node.generators[0].target, ast.Name)):
+        if isinstance(node, ast.ListComp) and not (
+            len(node.generators) == 1 and isinstance(node.generators[0].target, ast.Name)
+        ):
             raise ExpressionError(f"{text!r}: a list is made by one `for` and one name")
-        if isinstance(node, ast.Attribute) and not isinstance(node.value, (ast.Name, ast.Attribute)):
+        if isinstance(node, ast.Attribute) and not isinstance(
+            node.value, (ast.Name, ast.Attribute)
+        ):
             raise ExpressionError(f"{text!r}: only names have attributes")
         if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and node.id not in bound:
             names.add(node.id)
@@ -106,7 +148,9 @@ def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
 
 
 def _compiled(node: ast.AST) -> _Value:
-    """A node of the tree as a function of the scope: a `when` has a value for each layer, and the tree is walked once."""
+    """A node of the tree as a function of the scope: a `when` has a value for each layer, and the
+    tree is walked once.
+    """
     match node:
         case ast.Constant(value=constant):
             return lambda scope: constant
@@ -114,20 +158,31 @@ def _compiled(node: ast.AST) -> _Value:
             return functools.partial(_named, name)
         case ast.Attribute(attr=attribute):
             of = _compiled(node.value)
-            return lambda scope: owner.get(attribute) if isinstance(owner := of(scope), dict) else None
+            return lambda scope: (
+                owner.get(attribute) if isinstance(owner := of(scope), dict) else None
+            )
         case ast.BoolOp():
-            return functools.partial(_either, list(map(_compiled, node.values)), isinstance(node.op, ast.And))
+            return functools.partial(
+                _either, list(map(_compiled, node.values)), isinstance(node.op, ast.And)
+            )
         case ast.UnaryOp():
             unary, operand = _UNARY[type(node.op)], _compiled(node.operand)
             return lambda scope: unary(operand(scope))
         case ast.BinOp():
-            binary, left, right = _BINARY[type(node.op)], _compiled(node.left), _compiled(node.right)
+            binary, left, right = (
+                _BINARY[type(node.op)],
+                _compiled(node.left),
+                _compiled(node.right),
+            )
             return lambda scope: binary(left(scope), right(scope))
         case ast.IfExp():
             test, then, otherwise = map(_compiled, (node.test, node.body, node.orelse))
             return lambda scope: then(scope) if test(scope) else otherwise(scope)
         case ast.Compare():
-            compared = [(_COMPARE[type(op)], _compiled(other)) for op, other in zip(node.ops, node.comparators, strict=True)]
+            compared = [
+                (_COMPARE[type(op)], _compiled(other))
+                for op, other in zip(node.ops, node.comparators, strict=True)
+            ]
             return functools.partial(_compare, _compiled(node.left), compared)
         case ast.Subscript():
             whole, index = _compiled(node.value), _compiled(node.slice)
@@ -139,7 +194,13 @@ def _compiled(node: ast.AST) -> _Value:
             function, arguments = _FUNCTIONS[name], list(map(_compiled, node.args))
             return lambda scope: function(*(argument(scope) for argument in arguments))
         case ast.ListComp(generators=[ast.comprehension(target=ast.Name(id=name)) as each]):
-            return functools.partial(_listed, name, _compiled(each.iter), list(map(_compiled, each.ifs)), _compiled(node.elt))
+            return functools.partial(
+                _listed,
+                name,
+                _compiled(each.iter),
+                list(map(_compiled, each.ifs)),
+                _compiled(node.elt),
+            )
     raise ExpressionError(f"{ast.dump(node)} is not allowed in a mapping")
 
 
@@ -160,7 +221,9 @@ def _either(parts: list[_Value], all_of: bool, scope: Mapping[str, Any]) -> Any:
     return value
 
 
-def _compare(first: _Value, rest: list[tuple[Callable[[Any, Any], Any], _Value]], scope: Mapping[str, Any]) -> bool:
+def _compare(
+    first: _Value, rest: list[tuple[Callable[[Any, Any], Any], _Value]], scope: Mapping[str, Any]
+) -> bool:
     left = first(scope)
     for compare, part in rest:
         right = part(scope)
@@ -170,7 +233,9 @@ def _compare(first: _Value, rest: list[tuple[Callable[[Any, Any], Any], _Value]]
     return True
 
 
-def _listed(name: str, each: _Value, tests: list[_Value], element: _Value, scope: Mapping[str, Any]) -> list[Any]:
+def _listed(
+    name: str, each: _Value, tests: list[_Value], element: _Value, scope: Mapping[str, Any]
+) -> list[Any]:
     outer: Any = scope  # ChainMap wants scopes to write in, and none is written
     inner = (ChainMap({name: item}, outer) for item in each(scope))
     return [element(s) for s in inner if all(test(s) for test in tests)]

@@ -1,7 +1,8 @@
 """A family or a dialect, checked: its rules for tensors and its dims.
 
-A *family* (mappings/hf) and a *dialect* (mappings/megatron) are the same kind of file: stored keys on the left, packed logical tensors
-on the right, and under `dims` the hyperparameters. Both are read once and never mutated. Every error names file and line.
+A *family* (mappings/hf) and a *dialect* (mappings/megatron) are the same kind of file: stored keys
+on the left, packed logical tensors on the right, and under `dims` the hyperparameters. Both are
+read once and never mutated. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -23,13 +24,23 @@ Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices and what is derived of them
 DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
 # what a dialect's args name beside dims, where nothing else says it
-GIVEN: dict[str, Any] = {"dtype": "bfloat16", "padded_vocab_size": 0, "transformer_impl": "transformer_engine", "experts": "grouped",
-                          "divisible_by": DIVISIBLE_BY, "container": "torch_dist", "tp": 1}  # fmt: skip
+GIVEN: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "padded_vocab_size": 0,
+    "transformer_impl": "transformer_engine",
+    "experts": "grouped",
+    "divisible_by": DIVISIBLE_BY,
+    "container": "torch_dist",
+    "tp": 1,
+}
 _VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:[.+-]\w+)*")
 
 
 class Rule(NamedTuple):
-    """One stored key template and the logical tensors packed in it. An object rule has no members."""
+    """One stored key template and the logical tensors packed in it.
+
+    An object rule has no members.
+    """
 
     key: str
     of: tuple[str, ...]
@@ -40,7 +51,9 @@ class Rule(NamedTuple):
     alias: bool  # a further copy of a tensor that another rule stores
     written: bool  # False: an alias that is looked at where it is there, and not made
     dtype: str | None  # what it is always stored in
-    mtp: bool  # its layers are those of multi-token prediction, which are numbered behind the decoder's; a key can count them from 0 as {mtp}
+    # its layers are those of multi-token prediction, which are numbered behind the decoder's; a key
+    # can count them from 0 as {mtp}
+    mtp: bool
     indices: tuple[str, ...]  # of "layer", "expert": those that its tensors or its key have
     where: str
 
@@ -50,12 +63,20 @@ class Rule(NamedTuple):
         return "layer" in self.indices and bool(self.of) and "{layer}" not in self.of[0]
 
     def stacked(self) -> tuple[str, ...]:
-        """Indices that are leading axes of the stored tensor, because the key does not name them."""
-        return tuple(i for i in self.indices if f"{{{i}}}" not in self.key and not (i == "layer" and self.mtp))
+        """Indices that are leading axes of the stored tensor, because the key does not
+        name them.
+        """
+        return tuple(
+            i
+            for i in self.indices
+            if f"{{{i}}}" not in self.key and not (i == "layer" and self.mtp)
+        )
 
 
 class Bound(NamedTuple):
-    """A rule that applies to one model, and where: the layers (or [0]) and experts (or [0]) it has."""
+    """A rule that applies to one model, and where: the layers (or [0]) and experts (or
+    [0]) it has.
+    """
 
     rule: Rule
     layers: np.ndarray
@@ -71,17 +92,24 @@ class Bound(NamedTuple):
         experts = list(map(str, self.experts.tolist()))
         out: list[str] = []
         for layer in self.layers.tolist():
-            key = self.rule.key.replace("{expert}", "\0").format(layer=layer, mtp=layer - self.num_layers)
+            key = self.rule.key.replace("{expert}", "\0").format(
+                layer=layer, mtp=layer - self.num_layers
+            )
             out += [key.replace("\0", expert) for expert in experts]
         return out
 
     def instances(self) -> tuple[np.ndarray, np.ndarray]:
         """(layer, expert) of what each of `keys` holds."""
-        return np.repeat(self.layers * (not self.rule.shared), len(self.experts)), np.tile(self.experts, len(self.layers))
+        return np.repeat(self.layers * (not self.rule.shared), len(self.experts)), np.tile(
+            self.experts, len(self.layers)
+        )
 
 
 class Dim(NamedTuple):
-    """How one dim lies in a config. Read: the first of `keys` that is there, through `values` and `read`; else `default`."""
+    """How one dim lies in a config.
+
+    Read: the first of `keys` that is there, through `values` and `read`; else `default`.
+    """
 
     keys: tuple[str, ...]
     default: Expression | None
@@ -113,9 +141,11 @@ class MappingFile(NamedTuple):
     architectures: tuple[str, ...]
     canonical: bool
     requires: Expression | None  # what must hold of the dims for the family to be chosen unasked
-    megatron: tuple[str, ...]  # the oldest and the newest megatron-core that the file writes for; empty in a family
+    # the oldest and the newest megatron-core that the file writes for; empty in a family
+    megatron: tuple[str, ...]
     choices: dict[str, tuple[str, ...]]
-    by_version: dict[str, Expression]  # choice -> its value, from `megatron`, the version that will load the checkpoint
+    # choice -> its value, from `megatron`, the version that will load the checkpoint
+    by_version: dict[str, Expression]
     derive: dict[str, Expression]
     dims: dict[str, Dim]
     also: dict[str, Expression]
@@ -123,41 +153,52 @@ class MappingFile(NamedTuple):
     run_flags: dict[str, Any]  # the same, settings of the run
     said: dict[str, Expression]  # choice -> what the args say of it
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
-    warned: dict[str, Warned]  # dim -> when and why the stock program computes something else than the config says
+    # dim -> when and why the stock program computes something else than the config says
+    warned: dict[str, Warned]
     inert: frozenset[str]
-    ignore: dict[str, str]  # stored keys that are not read, and why: of a family weights, of a dialect what is no weight
-    computed: dict[str, str]  # stored keys that a model computes from its config, so that nothing is lost without them
+    # stored keys that are not read, and why: of a family weights, of a dialect what is no weight
+    ignore: dict[str, str]
+    # stored keys that a model computes from its config, so that nothing is lost without them
+    computed: dict[str, str]
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
 
     # ---- versions of megatron-core
 
     def version(self, text: str | None = None) -> list[int]:
-        """Returns [major, minor] of a version such as "0.16" or "0.19.2"; of the newest known one without `text`.
+        """Returns [major, minor] of a version such as "0.16" or "0.19.2"; of the newest known one
+        without `text`.
 
-        Raises UsageError for text that is not a version, and for versions older or newer than the file knows.
+        Raises UsageError for text that is not a version, and for versions older or newer than the
+        file knows.
         """
         oldest, newest = map(major_minor, self.megatron)
         try:
             found = newest if text is None else major_minor(text)
         except ValueError:
             raise UsageError(
-                f"--megatron-version {text!r}: write a version of megatron-core such as {self.megatron[1]} or {self.megatron[1]}.2"
+                f"--megatron-version {text!r}: write a version of megatron-core such as"
+                f" {self.megatron[1]} or {self.megatron[1]}.2"
             ) from None
         if not oldest <= found <= newest:
             raise UsageError(
-                f"--megatron-version {text}: {self.path.name} writes for megatron-core {self.megatron[0]} to {self.megatron[1]}"
+                f"--megatron-version {text}: {self.path.name} writes for megatron-core"
+                f" {self.megatron[0]} to {self.megatron[1]}"
             )
         return found
 
     def choices_for(self, megatron: list[int]) -> dict[str, Any]:
-        """Returns the choices that depend on the version of megatron-core, as `megatron` makes them."""
+        """Returns the choices that depend on the version of megatron-core, as `megatron` makes
+        them.
+        """
         return {name: e({"megatron": megatron}) for name, e in self.by_version.items()}
 
     # ---- tensors
 
     def scope(self, dims: Mapping[str, Any], **chosen: Any) -> dict[str, Any]:
-        """What a `when` can name: dims, choices, what is derived of them, and anything else that is given (pp)."""
+        """What a `when` can name: dims, choices, what is derived of them, and anything else that is
+        given (pp).
+        """
         scope = {**dims, **chosen}
         for name, expression in self.derive.items():
             scope[name] = expression(scope)
@@ -175,7 +216,9 @@ class MappingFile(NamedTuple):
             if which not in found:
                 try:
                     if rule.when is None or "layer" not in rule.when.names:
-                        found[which] = list(every) if rule.when is None or (every and rule.when(scope)) else []
+                        found[which] = (
+                            list(every) if rule.when is None or (every and rule.when(scope)) else []
+                        )
                     else:
                         found[which] = [i for i in every if rule.when({**scope, "layer": i})]
                 except ExpressionError as e:
@@ -187,21 +230,35 @@ class MappingFile(NamedTuple):
 
     def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """What args say of the choices; a choice of which they say nothing is left out."""
-        return {name: value for name, e in self.said.items() if (value := e({"config": dict(args)})) is not None}
+        return {
+            name: value
+            for name, e in self.said.items()
+            if (value := e({"config": dict(args)})) is not None
+        }
 
     @property
     def vocabulary(self) -> Rule:
         """The rule of the embedding, whose rows are padded."""
-        return next(rule for rule in self.rules if rule.tp == "vocab" and rule.stage == "first" and not rule.alias)
+        return next(
+            rule
+            for rule in self.rules
+            if rule.tp == "vocab" and rule.stage == "first" and not rule.alias
+        )
 
     # ---- dims
 
-    def read(self, config: Mapping[str, Any], known: Mapping[str, Any] | None = None, source: str = "config.json",
-             override: Mapping[str, Any] | None = None) -> Dims:  # fmt: skip
-        """All dims of a model, from its config; `known` ones fill what the config does not say and must agree with what it does;
-        `override` ones are the user's own word, and win.
+    def read(
+        self,
+        config: Mapping[str, Any],
+        known: Mapping[str, Any] | None = None,
+        source: str = "config.json",
+        override: Mapping[str, Any] | None = None,
+    ) -> Dims:
+        """All dims of a model, from its config; `known` ones fill what the config does not say and
+        must agree with what it does; `override` ones are the user's own word, and win.
 
-        MappingError lists everything that is missing, of a wrong type, or outside what this file knows.
+        MappingError lists everything that is missing, of a wrong type, or outside what this file
+        knows.
         """
         known, override = dict(known or {}), dict(override or {})
         dims: Dims = {}
@@ -213,7 +270,9 @@ class MappingFile(NamedTuple):
                 raise KeyError(name)
             pending.append(name)
             try:
-                dims[name] = scope[name] = hub().check(name, self._read_dim(name, config, known, override, scope))
+                dims[name] = scope[name] = hub().check(
+                    name, self._read_dim(name, config, known, override, scope)
+                )
             except (ExpressionError, ValueError, TypeError) as e:
                 problems.append(f"{source}: {e}")
                 raise ExpressionError(f"{name} could not be read") from None
@@ -229,14 +288,29 @@ class MappingFile(NamedTuple):
         for key, values in self.expect.items():
             if (found := lookup(config, key)) is None or found in values:
                 continue
-            if not (isinstance(found, (list, tuple)) and found and all(one in values for one in found)):  # a list of several of them
+            # a list of several of them
+            if not (
+                isinstance(found, (list, tuple)) and found and all(one in values for one in found)
+            ):
                 said = ", ".join(map(repr, values)) or "unset"
-                problems.append(f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}")
+                problems.append(
+                    f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}"
+                )
         if problems:
-            raise MappingError.of(f"{source} does not describe a model that {self.path.name} knows:", dict.fromkeys(problems))
+            raise MappingError.of(
+                f"{source} does not describe a model that {self.path.name} knows:",
+                dict.fromkeys(problems),
+            )
         return dims
 
-    def _read_dim(self, name: str, config: Mapping[str, Any], known: Mapping[str, Any], override: Mapping[str, Any], scope: _Lazy) -> Any:
+    def _read_dim(
+        self,
+        name: str,
+        config: Mapping[str, Any],
+        known: Mapping[str, Any],
+        override: Mapping[str, Any],
+        scope: _Lazy,
+    ) -> Any:
         if name in override:
             return override[name]
         spec, dim = self.dims.get(name), hub().dims[name]
@@ -249,9 +323,12 @@ class MappingFile(NamedTuple):
         said = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
         key, raw = said[0] if said else ("default", None)
         if any(not equal(raw, v) for _, v in said):
-            raise ValueError(f"says two things of {name}: {', '.join(f'{k} {v!r}' for k, v in said)}")
+            raise ValueError(
+                f"says two things of {name}: {', '.join(f'{k} {v!r}' for k, v in said)}"
+            )
         if raw is None and spec.keys:
-            null = dim.optional and any(lookup(config, k, _ABSENT) is None for k in spec.keys)  # null says none, absence says nothing
+            # null says none, absence says nothing
+            null = dim.optional and any(lookup(config, k, _ABSENT) is None for k in spec.keys)
             if name in known and not null:
                 return known[name]
             if spec.default is None:
@@ -264,7 +341,9 @@ class MappingFile(NamedTuple):
         elif raw in spec.values:
             value = spec.values[raw]
         else:
-            raise ValueError(f"{key} is {raw!r}; {self.path.name} knows {', '.join(map(repr, spec.values))}")
+            raise ValueError(
+                f"{key} is {raw!r}; {self.path.name} knows {', '.join(map(repr, spec.values))}"
+            )
         if spec.read is not None:
             value = spec.read(ChainMap({"value": value}, scope))
         if isinstance(value, float) and dim.type == "int" and value.is_integer():
@@ -275,12 +354,16 @@ class MappingFile(NamedTuple):
             raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} was given")
         return value
 
-    def write(self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def write(
+        self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """The config that says these dims."""
         config: dict[str, Any] = {}
         for name, spec in self.dims.items():
             scope = {**dims, **(given or {})}
-            if not spec.keys or any(e is not None and not e(scope) for e in (spec.when, spec.write_when)):
+            if not spec.keys or any(
+                e is not None and not e(scope) for e in (spec.when, spec.write_when)
+            ):
                 continue
             value = dims[name]
             if spec.values is not None:
@@ -306,8 +389,12 @@ class MappingFile(NamedTuple):
         keys = self.dims[name].keys if name in self.dims else ()
         return {k: v for k in keys if (v := lookup(config, k)) is not None}
 
-    def restate(self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]) -> dict[str, Any]:
-        """Returns the config with the `changed` dims as `dims` has them, under every key by which the config says them now."""
+    def restate(
+        self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
+    ) -> dict[str, Any]:
+        """Returns the config with the `changed` dims as `dims` has them, under every key by which
+        the config says them now.
+        """
         out: dict[str, Any] = copy.deepcopy(dict(config))
         written = self.write(dims)
         for name in changed:
@@ -321,14 +408,28 @@ class MappingFile(NamedTuple):
         return out
 
     def stored(self, dims: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """Returns what the tensors of a model with these dims show of it: each rule's key, its layers, its experts and its members' shapes."""
+        """Returns what the tensors of a model with these dims show of it: each rule's key, its
+        layers, its experts and its members' shapes.
+        """
         scope = self.scope(dims)
-        return [(b.rule.key, b.layers.tolist(), len(b.experts), [hub().shape(name, scope) for name in b.rule.of]) for b in self.bind(scope)]
+        return [
+            (
+                b.rule.key,
+                b.layers.tolist(),
+                len(b.experts),
+                [hub().shape(name, scope) for name in b.rule.of],
+            )
+            for b in self.bind(scope)
+        ]
 
-    def inexact(self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None) -> dict[str, str]:
-        """What of these dims this file cannot say: dim -> what a reader of the written config would take it for.
+    def inexact(
+        self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None
+    ) -> dict[str, str]:
+        """What of these dims this file cannot say: dim -> what a reader of the written config would
+        take it for.
 
-        `given` are names beside the dims; `megatron` among them is the version of megatron-core, the newest if it is left out.
+        `given` are names beside the dims; `megatron` among them is the version of megatron-core,
+        the newest if it is left out.
         """
         given = {**({"megatron": self.version()} if self.megatron else {}), **(given or {})}
         try:
@@ -338,33 +439,55 @@ class MappingFile(NamedTuple):
         out = {
             name: f"{name} is {dims[name]!r}, and {self.name} would compute with {again[name]!r}"
             for name in dims
-            if not equal(dims[name], again[name]) and not (name in self.dims and self.dims[name].free)
+            if not equal(dims[name], again[name])
+            and not (name in self.dims and self.dims[name].free)
         }
         return {**out, **self.warnings({**dims, **given})}
 
     def warnings(self, scope: Mapping[str, Any], loads: bool | None = None) -> dict[str, str]:
-        """Returns dim -> why, for each dim that the file can say and that the stock program computes differently.
+        """Returns dim -> why, for each dim that the file can say and that the stock program
+        computes differently.
 
-        scope: the dims, and `megatron` and `transformer_impl` of the program. Where `megatron` is not known, because a checkpoint does not name the
-        version that trained it, the entries that depend on it are left out.
-        loads: True or False selects the entries of models that the program can or cannot load; None selects all.
+        scope: the dims, and `megatron` and `transformer_impl` of the program. Where `megatron` is
+        not known, because a checkpoint does not name the version that trained it, the entries that
+        depend on it are left out. loads: True or False selects the entries of models that the
+        program can or cannot load; None selects all.
         """
         out = {}
         for name, entry in self.warned.items():
             versioned = "megatron" in entry.when.names
-            if (loads is None or entry.loads == loads) and (not versioned or "megatron" in scope) and entry.when(scope):
-                which = f" (written for megatron-core {'.'.join(map(str, scope['megatron']))})" if versioned else ""
+            if (
+                (loads is None or entry.loads == loads)
+                and (not versioned or "megatron" in scope)
+                and entry.when(scope)
+            ):
+                which = (
+                    f" (written for megatron-core {'.'.join(map(str, scope['megatron']))})"
+                    if versioned
+                    else ""
+                )
                 out[name] = f"{name} is {scope[name]!r}{which}: {entry.why}"
         return out
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
-        """Keys of a config, those inside an object too, that no dim reads and that are not listed under `expect` or as inert.
+        """Keys of a config, those inside an object too, that no dim reads and that are not listed
+        under `expect` or as inert.
 
         Keys that say nothing are left out.
         """
-        read = {k for d in self.dims.values() for k in d.keys} | set(self.also) | self.expect.keys() | self.inert
+        read = (
+            {k for d in self.dims.values() for k in d.keys}
+            | set(self.also)
+            | self.expect.keys()
+            | self.inert
+        )
         objects = {k.split(".")[0] for k in read if "." in k}
-        inner = {f"{k}.{i}": v for k in objects if isinstance(config.get(k), Mapping) for i, v in config[k].items()}
+        inner = {
+            f"{k}.{i}": v
+            for k in objects
+            if isinstance(config.get(k), Mapping)
+            for i, v in config[k].items()
+        }
         said = {**{k: v for k, v in config.items() if k not in objects}, **inner}
         return [k for k, v in said.items() if k not in read and v not in (None, False, [], {})]
 
@@ -384,7 +507,10 @@ _ABSENT = object()
 
 
 def lookup(config: Mapping[str, Any], path: str, absent: Any = None) -> Any:
-    """config["a"]["b"] for "a.b"; `absent` where it has no such key. ValueError if "a" holds no object."""
+    """config["a"]["b"] for "a.b"; `absent` where it has no such key.
+
+    ValueError if "a" holds no object.
+    """
     value: Any = config
     for part in path.split("."):
         if value is None:
@@ -405,7 +531,10 @@ def equal(a: Any, b: Any) -> bool:
 
 
 def major_minor(text: str) -> list[int]:
-    """Returns [0, 19] for "0.19" and for "0.19.2". Raises ValueError if the text is not a version."""
+    """Returns [0, 19] for "0.19" and for "0.19.2".
+
+    Raises ValueError if the text is not a version.
+    """
     found = _VERSION.fullmatch(text)
     if found is None:
         raise ValueError(f"{text!r} is not a version such as 0.19")

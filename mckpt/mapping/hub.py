@@ -12,8 +12,15 @@ from mckpt.mapping.expression import Expression
 from mckpt.mapping.nodes import parse
 
 _PACKAGE = Path(__file__).parent.parent
-FOLDER = _PACKAGE / "mappings" if (_PACKAGE / "mappings").is_dir() else _PACKAGE.parent / "mappings"  # a wheel has them inside
-_TYPES: dict[str, Any] = {"int": int, "float": (int, float), "bool": bool, "str": str, "list": (list, tuple)}
+# a wheel has them inside
+FOLDER = _PACKAGE / "mappings" if (_PACKAGE / "mappings").is_dir() else _PACKAGE.parent / "mappings"
+_TYPES: dict[str, Any] = {
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str": str,
+    "list": (list, tuple),
+}
 
 
 class LogicalDim(NamedTuple):
@@ -47,7 +54,9 @@ class Hub(NamedTuple):
         if value is None and dim.optional:
             return None
         wanted = _TYPES[dim.type]
-        if not isinstance(value, wanted) or (isinstance(value, bool) and dim.type in ("int", "float")):
+        if not isinstance(value, wanted) or (
+            isinstance(value, bool) and dim.type in ("int", "float")
+        ):
             raise ValueError(f"{name} is {value!r}, and must be of type {dim.type}")
         if dim.type in ("int", "float") and not dim.low <= value <= dim.high:
             raise ValueError(f"{name} is {value}, and must be from {dim.low} to {dim.high}")
@@ -68,5 +77,8 @@ def hub() -> Hub:
         )
         for k, v in node["dims"].items()
     }
-    tensors = {k: LogicalTensor(tuple(Expression(e) for e in v["shape"]), v["about"]) for k, v in node["tensors"].items()}
+    tensors = {
+        k: LogicalTensor(tuple(Expression(e) for e in v["shape"]), v["about"])
+        for k, v in node["tensors"].items()
+    }
     return Hub(dims, tensors, digest)

@@ -29,7 +29,10 @@ def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
         if not isinstance(key, (str, bool, int)):
             raise MappingError(f"{line}: the key {key!r} must be a name")
         if key in out:
-            raise MappingError(f"{line}: {key!r} stands here twice (first in line {out.lines[key].rsplit(':', 1)[1]})")
+            raise MappingError(
+                f"{line}: {key!r} stands here twice (first in line"
+                f" {out.lines[key].rsplit(':', 1)[1]})"
+            )
         out[key] = loader.construct_object(value_node, deep=True)
         out.lines[key] = line
     return out
@@ -39,7 +42,8 @@ def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
 def _loader() -> type[yaml.SafeLoader]:
     import yaml  # 30 ms, and inspecting reads no mapping
 
-    fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml, where it is there, parses six times as fast
+    # libyaml, where it is there, parses six times as fast
+    fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
     class Loader(fast):
         pass
@@ -63,7 +67,9 @@ def parse(path: Path) -> tuple[Node, str]:
     except (yaml.YAMLError, RecursionError) as e:
         raise MappingError(f"{path}: no YAML: {e}") from None
     if not isinstance(node, Node):
-        raise MappingError(f"{path}: a mapping file holds keys and values, not {type(node).__name__}")
+        raise MappingError(
+            f"{path}: a mapping file holds keys and values, not {type(node).__name__}"
+        )
     return node, digest_of(text)
 
 
@@ -81,7 +87,11 @@ def merge(base: Node, over: Node) -> Node:
         a, b = base.get(key), over.get(key)
         if key in over and b is None and key in base:
             continue
-        if isinstance(a, Node) and isinstance(b, Node) and not {"of", "key", "const", "read"} & (a.keys() | b.keys()):
+        if (
+            isinstance(a, Node)
+            and isinstance(b, Node)
+            and not {"of", "key", "const", "read"} & (a.keys() | b.keys())
+        ):
             out[key] = merge(a, b)
         elif isinstance(a, list) and isinstance(b, list) and key == "inert":
             out[key] = a + b

@@ -43,8 +43,14 @@ _TOP: dict[str, type] = {
     "blocks": Node,
     "objects": Node,
 }
-_INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}  # what each key of a section holds
-_KINDS: dict[type, str] = {Node: "keys and values", list: "a list", str: "text", bool: "true or false"}
+# what each key of a section holds
+_INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}
+_KINDS: dict[type, str] = {
+    Node: "keys and values",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+}
 _RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert")
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
 
@@ -65,23 +71,31 @@ def load(kind: str, name: str) -> MappingFile:
     """The family or dialect of that name, or the user's own file if it ends in .yaml."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
     if not path.is_file():
-        raise MappingError(f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a .yaml file")
+        raise MappingError(
+            f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a .yaml file"
+        )
     root, digest = _inherit(path, kind, ())
     return _checked(path, root, digest)
 
 
 def family_of(architecture: str) -> str:
-    """The family that names an architecture of transformers. Only files that have the name in their text are parsed."""
+    """The family that names an architecture of transformers.
+
+    Only files that have the name in their text are parsed.
+    """
     for name in names("hf"):
-        if architecture in (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8") and architecture in load("hf", name).architectures:
+        if (
+            architecture in (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
+            and architecture in load("hf", name).architectures
+        ):
             return name
     known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
     raise MappingError(
-        f"no family has the architecture {architecture}; known: {', '.join(known)}.\n"
-        "If its tensors are those of a known family, write a file `my.yaml` such as\n"
-        f"    architectures: [{architecture}]\n    extends: llama\n"
-        "override what differs (`mckpt mappings show llama` prints all of it), test it with `mckpt mappings check my.yaml`, "
-        "and give it as `--mapping my.yaml`."
+        f"no family has the architecture {architecture}; known: {', '.join(known)}.\nIf its tensors"
+        " are those of a known family, write a file `my.yaml` such as\n    architectures:"
+        f" [{architecture}]\n    extends: llama\noverride what differs (`mckpt mappings show llama`"
+        " prints all of it), test it with `mckpt mappings check my.yaml`, and give it as"
+        " `--mapping my.yaml`."
     )
 
 
@@ -89,7 +103,10 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
     node, digest = parse(path)
     for key in node:
         if key not in _TOP:
-            raise MappingError(f"{node.lines[key]}: {key!r} is no section of a mapping file; known: {', '.join(_TOP)}")
+            raise MappingError(
+                f"{node.lines[key]}: {key!r} is no section of a mapping file; known:"
+                f" {', '.join(_TOP)}"
+            )
         _shaped(node, key, _TOP[key])
         for inner in (node[key] or ()) if key in _INNER else ():
             _shaped(node[key], inner, _INNER[key])
@@ -100,7 +117,8 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
         base = folder(kind) / f"{node['extends']}.yaml"
     if not base.is_file() or base in above:
         raise MappingError(
-            f"{node.lines['extends']}: there is no mapping {node['extends']!r} to extend" + " (it extends itself)" * (base in above)
+            f"{node.lines['extends']}: there is no mapping {node['extends']!r} to extend"
+            + " (it extends itself)" * (base in above)
         )
     root, base_digest = _inherit(base, kind, (*above, path))
     root.pop("architectures", None)
@@ -108,7 +126,9 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
 
 
 def to_keep(name: str) -> str:
-    """The text of a family file that needs no other file of the user's: files that it extends are merged in, but not one that mckpt has."""
+    """The text of a family file that needs no other file of the user's: files that it extends are
+    merged in, but not one that mckpt has.
+    """
     path = Path(name)
     node, _ = parse(path)
     if "extends" not in node or not (path.parent / f"{node['extends']}.yaml").is_file():
@@ -128,14 +148,24 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list) else value
 
 
-def misfits(source: str, here: set[str], target: str, there: set[str], dims: Mapping[str, Any]) -> list[str]:
-    """Returns a line for each logical tensor (by template) that only one of two mappings has for a model with these dims."""
+def misfits(
+    source: str, here: set[str], target: str, there: set[str], dims: Mapping[str, Any]
+) -> list[str]:
+    """Returns a line for each logical tensor (by template) that only one of two mappings has for a
+    model with these dims.
+    """
 
     def said(name: str) -> str:
         return f"{name} {list(hub().shape(name, dims))} ({hub().tensors[name].about})"
 
-    lacking = [f"{said(n)}: {target} needs it, and {source} has no rule for it" for n in sorted(there - here)]
-    return lacking + [f"{said(n)}: {source} has it, and {target} has no place for it" for n in sorted(here - there)]
+    lacking = [
+        f"{said(n)}: {target} needs it, and {source} has no rule for it"
+        for n in sorted(there - here)
+    ]
+    return lacking + [
+        f"{said(n)}: {source} has it, and {target} has no place for it"
+        for n in sorted(here - there)
+    ]
 
 
 def _shaped(node: Node, key: Any, wanted: type) -> None:
@@ -171,11 +201,23 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
             problems.append(f"{where}: {name} may say {', '.join(_DIM)}, not {spec!r}")
             continue
         keys = spec.get("key", [])
-        of = {k: expression(spec.get(k), where) for k in ("default", "read", "write", "when", "write_when")}
+        of = {
+            k: expression(spec.get(k), where)
+            for k in ("default", "read", "write", "when", "write_when")
+        }
         dims[name] = Dim(
-            (keys,) if isinstance(keys, str) else tuple(keys), of["default"], spec.get("values"), "const" in spec, spec.get("const"), of["read"],
-            of["write"], of["when"], of["write_when"], spec.get("free", False), where,
-        )  # fmt: skip
+            (keys,) if isinstance(keys, str) else tuple(keys),
+            of["default"],
+            spec.get("values"),
+            "const" in spec,
+            spec.get("const"),
+            of["read"],
+            of["write"],
+            of["when"],
+            of["write_when"],
+            spec.get("free", False),
+            where,
+        )
         if not keys and "const" not in spec and of["read"] is None:
             problems.append(f"{where}: {name} has no key, no const and no read")
     rules = list(_rules(root, "tensors", expression, problems))
@@ -183,47 +225,86 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
     warned: dict[str, Warned] = {}
     inexact = root.get("inexact") or Node()
     for name, value in inexact.items():
-        if not isinstance(value, dict) or {"when", "why"} - value.keys() or value.keys() - {"when", "why", "loads"}:
-            problems.append(f"{inexact.lines[name]}: {name} wants `when` and `why`, and may say `loads: false`")
+        if (
+            not isinstance(value, dict)
+            or {"when", "why"} - value.keys()
+            or value.keys() - {"when", "why", "loads"}
+        ):
+            problems.append(
+                f"{inexact.lines[name]}: {name} wants `when` and `why`, and may say `loads: false`"
+            )
         elif (when := expression(value["when"], inexact.lines[name])) is not None:
             warned[name] = Warned(when, value["why"], value.get("loads", True))
     found = MappingFile(
-        path.stem, path, digest, tuple(root.get("architectures", ())), bool(root.get("canonical", False)),
+        path.stem,
+        path,
+        digest,
+        tuple(root.get("architectures", ())),
+        bool(root.get("canonical", False)),
         expression(root.get("requires"), path.name),
-        tuple(map(str, root.get("megatron") or ())), {k: tuple(v) for k, v in (root.get("choices") or {}).items()}, expressions("by_version"),
-        expressions("derive"), dims, expressions("also"), root.get("flags") or {},
-        root.get("run_flags") or {}, expressions("said"),
+        tuple(map(str, root.get("megatron") or ())),
+        {k: tuple(v) for k, v in (root.get("choices") or {}).items()},
+        expressions("by_version"),
+        expressions("derive"),
+        dims,
+        expressions("also"),
+        root.get("flags") or {},
+        root.get("run_flags") or {},
+        expressions("said"),
         {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         warned,
-        frozenset(k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)), dict(root.get("ignore") or {}),
-        dict(root.get("computed") or {}), tuple(rules), tuple(objects),
-    )  # fmt: skip
+        frozenset(
+            k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
+        ),
+        dict(root.get("ignore") or {}),
+        dict(root.get("computed") or {}),
+        tuple(rules),
+        tuple(objects),
+    )
     if problems:
-        raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))  # a block is read for tensors and for objects
+        # a block is read for tensors and for objects
+        raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))
     return found
 
 
-def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression | None], problems: list[str]) -> Iterator[Rule]:
+def _rules(
+    root: Node,
+    section: str,
+    expression: Callable[[Any, str], Expression | None],
+    problems: list[str],
+) -> Iterator[Rule]:
     """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
 
-    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction: `mtp` is their prefix, or the prefix as `key`
-    with an `instead` of its own.
+    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction:
+    `mtp` is their prefix, or the prefix as `key` with an `instead` of its own.
     """
-    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [(root.get(section) or Node(), "", "", None, False)]
+    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [
+        (root.get(section) or Node(), "", "", None, False)
+    ]
     for prefix, block in (root.get("blocks") or Node()).items():
         block = block or Node()
         mtp = block.get("mtp")
         if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
-            problems.append(f"{root['blocks'].lines[prefix]}: `mtp` of {prefix} needs a prefix, or `key` with the prefix")
+            problems.append(
+                f"{root['blocks'].lines[prefix]}: `mtp` of {prefix} needs a prefix, or `key` with"
+                " the prefix"
+            )
             mtp = None
         mtp = {"key": mtp} if isinstance(mtp, str) else mtp
-        for start, other, again in [(prefix, block.get("instead"), False), *([(mtp["key"], mtp.get("instead"), True)] if mtp else [])]:
+        for start, other, again in [
+            (prefix, block.get("instead"), False),
+            *([(mtp["key"], mtp.get("instead"), True)] if mtp else []),
+        ]:
             where = root["blocks"].lines[prefix]
-            if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
+            if other is not None and (
+                not isinstance(other, dict) or {"key", "when"} - other.keys()
+            ):
                 problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
                 other = None
             instead = (other["key"], expression(other["when"], where)) if other else None
-            scopes.append((block.get(section) or Node(), start, block.get("is", ""), instead, again))
+            scopes.append(
+                (block.get(section) or Node(), start, block.get("is", ""), instead, again)
+            )
     for node, prefix, logical, instead, again in scopes:
         for key, value in node.items():
             where = node.lines[key]
@@ -250,7 +331,9 @@ def _rules(root: Node, section: str, expression: Callable[[Any, str], Expression
                     if condition is None:  # it is among the problems
                         continue
                     both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
-                    neither = f"not ({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
+                    neither = f"not ({condition.text})" + (
+                        f" and ({rule.when.text})" if rule.when else ""
+                    )
                     yield rule._replace(when=Expression(neither))
                     yield rule._replace(key=other_prefix + stored, when=Expression(both))
 
@@ -268,7 +351,9 @@ def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     words = found[1].split(",") if found else []
     for inside in _BRACES.findall(" ".join([*of, str(spec.get("when", ""))])):
         if len(inside.split(",")) != len(words):
-            raise ValueError(f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}")
+            raise ValueError(
+                f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}"
+            )
     if not found:
         yield key, {**spec, "of": of}
         return
@@ -278,13 +363,25 @@ def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             return _BRACES.sub(lambda m: m[1].split(",")[i], text)
 
         when = {"when": pick(str(spec["when"]))} if "when" in spec else {}
-        yield key[: found.start()] + word + key[found.end() :], {**spec, "of": [pick(o) for o in of], **when}
+        yield (
+            key[: found.start()] + word + key[found.end() :],
+            {**spec, "of": [pick(o) for o in of], **when},
+        )
 
 
-def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression: Callable[[Any, str], Expression | None]) -> Rule:
+def _rule(
+    key: str,
+    spec: Mapping[str, Any],
+    prefix: str,
+    where: str,
+    expression: Callable[[Any, str], Expression | None],
+) -> Rule:
     if spec.keys() - set(_RULE):
-        raise ValueError(f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}")
-    of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])  # /embed.weight is none of the block's
+        raise ValueError(
+            f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}"
+        )
+    # /embed.weight is none of the block's
+    of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])
     for name in of:
         if name not in hub().tensors:
             raise ValueError(f"logical.yaml has no tensor {name!r}")
@@ -292,7 +389,9 @@ def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression
     if alias not in (False, True, "read"):
         raise ValueError(f"alias is true, or `read` for one that is not written, not {alias!r}")
     asked = {"layer": mtp or (not of and "{layer}" in prefix), "expert": bool(spec.get("expert"))}
-    indices = tuple(i for i in ("layer", "expert") if asked[i] or any(f"{{{i}}}" in n for n in of or (key,)))
+    indices = tuple(
+        i for i in ("layer", "expert") if asked[i] or any(f"{{{i}}}" in n for n in of or (key,))
+    )
     for index in _INDEX.findall(key):
         if index not in (*indices, *(["mtp"] if mtp else [])):
             raise ValueError(f"{{{index}}} is not an index of {', '.join(of) or 'an object'}")
@@ -309,7 +408,20 @@ def _rule(key: str, spec: Mapping[str, Any], prefix: str, where: str, expression
     when, dtype = expression(spec.get("when"), where), spec.get("dtype")
     if dtype not in (None, *TABLE):
         raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
-    return Rule(key, of, pack, tp, spec.get("stage"), when, bool(alias), alias != "read", dtype, mtp, indices, where)
+    return Rule(
+        key,
+        of,
+        pack,
+        tp,
+        spec.get("stage"),
+        when,
+        bool(alias),
+        alias != "read",
+        dtype,
+        mtp,
+        indices,
+        where,
+    )
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -1,4 +1,6 @@
-"""Directories in which runs of mckpt write until their output is complete: their names, locks and progress."""
+"""Directories in which runs of mckpt write until their output is complete: their names, locks and
+progress.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +10,38 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-STAGING = ".mckpt-"  # begins the name of a directory in which a run of mckpt writes until its output is complete
+# begins the name of a directory in which a run of mckpt writes until its output is complete
+STAGING = ".mckpt-"
 MANIFEST = "mckpt.json"
 LOCK = "lock"  # in a staging directory: locked while a run works there
 OVER = ".over"  # ends the name of a staging directory that is being removed
 
 
 def unfinished(root: Path) -> str | None:
-    """Returns a sentence on the runs of mckpt that work in a directory or were interrupted there; None if there are none."""
+    """Returns a sentence on the runs of mckpt that work in a directory or were interrupted there;
+    None if there are none.
+    """
     said = []
-    for folder in sorted(p for p in root.glob(f"{STAGING}*") if p.is_dir() and not p.name.endswith(OVER)):
+    for folder in sorted(
+        p for p in root.glob(f"{STAGING}*") if p.is_dir() and not p.name.endswith(OVER)
+    ):
         found = [os.stat(p) for p in (folder / "data").rglob("*") if p.is_file()]
-        done, size = sum(min(s.st_blocks * 512, s.st_size) for s in found), sum(s.st_size for s in found)
-        share = f"about {done:,} of {size:,} bytes are written" if size else "nothing is written yet"
+        done, size = (
+            sum(min(s.st_blocks * 512, s.st_size) for s in found),
+            sum(s.st_size for s in found),
+        )
+        share = (
+            f"about {done:,} of {size:,} bytes are written" if size else "nothing is written yet"
+        )
         if (folder / "data" / MANIFEST).exists():
             share = f"all {size:,} bytes are written, and not yet in place"
         if locked(folder / LOCK):
             said.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
         else:
-            said.append(f"A run of mckpt was interrupted here ({folder.name}): {share}. The same command goes on where it stopped.")
+            said.append(
+                f"A run of mckpt was interrupted here ({folder.name}): {share}. The same command"
+                " goes on where it stopped."
+            )
     return " ".join(said) or None
 
 
@@ -40,7 +55,10 @@ def sync(path: Path) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Whether the file could be locked. Those who look whether it is lock it themselves, for a moment."""
+    """Whether the file could be locked.
+
+    Those who look whether it is lock it themselves, for a moment.
+    """
     for _ in range(20):
         with suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,9 @@
-"""AdamW that keeps its state as Transformer Engine's FusedAdam does, for machines without it: the count of steps is the group's.
+"""AdamW that keeps its state as Transformer Engine's FusedAdam does, for machines without it: the
+count of steps is the group's.
 
-megatron-core would fall back on torch's AdamW, which counts per parameter. It then saves other keys than a run on GPUs, and megatron-core 0.16
-cannot load them again: it looks for a state before the first step, and gives all parameters one counter that each of them adds to.
+megatron-core would fall back on torch's AdamW, which counts per parameter. It then saves other keys
+than a run on GPUs, and megatron-core 0.16 cannot load them again: it looks for a state before the
+first step, and gives all parameters one counter that each of them adds to.
 """
 
 from __future__ import annotations
@@ -12,15 +14,33 @@ import torch
 
 
 class Adam(torch.optim.Optimizer):
-    """Decoupled weight decay; exp_avg and exp_avg_sq per parameter, `step` (updates so far) per group."""
+    """Decoupled weight decay; exp_avg and exp_avg_sq per parameter, `step` (updates so far) per
+    group.
+    """
 
     def __init__(
-        self, params: Any, lr: float, weight_decay: float, betas: tuple[float, float], eps: float, adam_w_mode: bool = True,
+        self,
+        params: Any,
+        lr: float,
+        weight_decay: float,
+        betas: tuple[float, float],
+        eps: float,
+        adam_w_mode: bool = True,
         capturable: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert adam_w_mode, "weight decay as a part of the gradient is not built"
-        assert not capturable, "an optimizer step in a CUDA graph is not built"  # megatron-core passes it from 0.17 on
-        super().__init__(params, {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        # megatron-core passes it from 0.17 on
+        assert not capturable, "an optimizer step in a CUDA graph is not built"
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "bias_correction": True,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+            },
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:  # None: there is no closure, so no loss
@@ -34,7 +54,9 @@ class Adam(torch.optim.Optimizer):
 
 
 def update(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
-    """Adam (Kingma and Ba 2015, algorithm 1) with the weight decay of Loshchilov and Hutter 2019, in place."""
+    """Adam (Kingma and Ba 2015, algorithm 1) with the weight decay of Loshchilov and Hutter 2019,
+    in place.
+    """
     if not state:
         state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
     gradient, lr, step = parameter.grad, group["lr"], group["step"]
@@ -48,7 +70,10 @@ def update(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[
 
 
 def install() -> None:
-    """Gives megatron-core this Adam where it found neither Transformer Engine's nor Apex's. Idempotent."""
+    """Gives megatron-core this Adam where it found neither Transformer Engine's nor Apex's.
+
+    Idempotent.
+    """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 

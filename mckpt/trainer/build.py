@@ -1,7 +1,8 @@
-"""From a checkpoint's args to the model: args -> TransformerConfig -> GPTModel chunks, as pretrain_gpt of Megatron-LM does it.
+"""From a checkpoint's args to the model: args -> TransformerConfig -> GPTModel chunks, as
+pretrain_gpt of Megatron-LM does it.
 
-Source of the rules: core_transformer_config_from_args (megatron/training/arguments.py), gpt_builders.py and get_model
-(megatron/training/training.py) of Megatron-LM core_r0.16.0.
+Source of the rules: core_transformer_config_from_args (megatron/training/arguments.py),
+gpt_builders.py and get_model (megatron/training/training.py) of Megatron-LM core_r0.16.0.
 """
 
 from __future__ import annotations
@@ -22,17 +23,37 @@ import torch.distributed as dist
 from mckpt.errors import MissingExtra, UsageError
 from mckpt.trainer import cpu
 
-# Args that bear on the logits and that every run of pretrain_gpt has in its Namespace. None is guessed.
+# Args that bear on the logits and that every run of pretrain_gpt has in its Namespace. None is
+# guessed.
 REQUIRED = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
-    "max_position_embeddings", "normalization", "position_embedding_type", "swiglu", "add_bias_linear", "add_qkv_bias",
-    "qk_layernorm", "untie_embeddings_and_output_weights", "padded_vocab_size", "num_experts", "transformer_impl",
-)  # fmt: skip
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "kv_channels",
+    "group_query_attention",
+    "max_position_embeddings",
+    "normalization",
+    "position_embedding_type",
+    "swiglu",
+    "add_bias_linear",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "untie_embeddings_and_output_weights",
+    "padded_vocab_size",
+    "num_experts",
+    "transformer_impl",
+)
 REQUIRED_ROPE = ("rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling")
 REQUIRED_MOE = (
-    "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function",
-    "moe_router_load_balancing_type", "moe_grouped_gemm", "moe_layer_freq",
-)  # fmt: skip
+    "moe_ffn_hidden_size",
+    "moe_router_topk",
+    "moe_router_pre_softmax",
+    "moe_router_score_function",
+    "moe_router_load_balancing_type",
+    "moe_grouped_gemm",
+    "moe_layer_freq",
+)
 
 # Models that this trainer does not build: (arg, the value that means "not used").
 UNSUPPORTED = (
@@ -44,27 +65,60 @@ UNSUPPORTED = (
     ("is_hybrid_model", False),
 )
 
-# Fields that make a run faster or smaller and change no result: their kernels are absent on a CPU, and logits are compared
-# across machines, so they are off everywhere. Values of the run that made the checkpoint are not used for these.
-# (The two that turn gelu into its tanh form, bias_activation_fusion and use_te_activation_func, are made up for by `fuses_gelu`.)
+# Fields that make a run faster or smaller and change no result: their kernels are absent on a CPU,
+# and logits are compared across machines, so they are off everywhere. Values of the run that made
+# the checkpoint are not used for these. (The two that turn gelu into its tanh form,
+# bias_activation_fusion and use_te_activation_func, are made up for by `fuses_gelu`.)
 PLAIN = {
-    "apply_rope_fusion": False, "bias_activation_fusion": False, "bias_dropout_fusion": False, "cross_entropy_loss_fusion": False,
-    "gradient_accumulation_fusion": False, "masked_softmax_fusion": False,
-    "memory_efficient_layer_norm": False, "persist_layer_norm": False,
-    "moe_permute_fusion": False, "moe_router_fusion": False, "moe_shared_expert_overlap": False, "moe_enable_deepep": False,
-    "moe_token_dispatcher_type": "alltoall", "use_te_activation_func": False, "use_transformer_engine_op_fuser": False,
-    "fused_residual_rmsnorm": False, "moe_paged_stash": False, "cuda_graph_modules": [],
-    "cpu_offloading": False, "cuda_graph_impl": "none", "enable_cuda_graph": False, "external_cuda_graph": False, "cuda_graph_scope": [],
-    "delay_wgrad_compute": False, "defer_embedding_wgrad_compute": False, "overlap_moe_expert_parallel_comm": False,
-    "overlap_p2p_comm": False, "batch_p2p_comm": True, "tp_comm_overlap": False, "recompute_granularity": None, "recompute_method": None,
-    "recompute_num_layers": None, "distribute_saved_activations": False, "fine_grained_activation_offloading": False,
-    "fp8": None, "fp8_param": False, "fp4": None, "fp4_param": False, "init_model_with_meta_device": False, "config_logger_dir": "",
-    "cp_comm_type": None, "hierarchical_context_parallel_sizes": None,
+    "apply_rope_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "cross_entropy_loss_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "memory_efficient_layer_norm": False,
+    "persist_layer_norm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_shared_expert_overlap": False,
+    "moe_enable_deepep": False,
+    "moe_token_dispatcher_type": "alltoall",
+    "use_te_activation_func": False,
+    "use_transformer_engine_op_fuser": False,
+    "fused_residual_rmsnorm": False,
+    "moe_paged_stash": False,
+    "cuda_graph_modules": [],
+    "cpu_offloading": False,
+    "cuda_graph_impl": "none",
+    "enable_cuda_graph": False,
+    "external_cuda_graph": False,
+    "cuda_graph_scope": [],
+    "delay_wgrad_compute": False,
+    "defer_embedding_wgrad_compute": False,
+    "overlap_moe_expert_parallel_comm": False,
+    "overlap_p2p_comm": False,
+    "batch_p2p_comm": True,
+    "tp_comm_overlap": False,
+    "recompute_granularity": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "distribute_saved_activations": False,
+    "fine_grained_activation_offloading": False,
+    "fp8": None,
+    "fp8_param": False,
+    "fp4": None,
+    "fp4_param": False,
+    "init_model_with_meta_device": False,
+    "config_logger_dir": "",
+    "cp_comm_type": None,
+    "hierarchical_context_parallel_sizes": None,
     # products with the tp and etp of the run that saved; None: of these sizes
-    "tensor_parallel_num_weight_shards": None, "expert_tensor_parallel_num_weight_shards": None,
-}  # fmt: skip
+    "tensor_parallel_num_weight_shards": None,
+    "expert_tensor_parallel_num_weight_shards": None,
+}
 
-# How the layers are spread over the stages; only meaningful together with the pipeline sizes they were written for.
+# How the layers are spread over the stages; only meaningful together with the pipeline sizes they
+# were written for.
 PIPELINE_SPLIT = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
@@ -77,7 +131,9 @@ PIPELINE_SPLIT = {
 
 
 def namespace(args: Namespace | Mapping[str, Any]) -> Namespace:
-    """A copy of args as a Namespace; a dtype given as "torch.bfloat16" or "bfloat16" (JSON) becomes the dtype."""
+    """A copy of args as a Namespace; a dtype given as "torch.bfloat16" or "bfloat16" (JSON) becomes
+    the dtype.
+    """
     out = Namespace(**copy.copy(dict(args) if isinstance(args, Mapping) else vars(args)))
     if isinstance(getattr(out, "params_dtype", None), str):
         out.params_dtype = getattr(torch, out.params_dtype.removeprefix("torch."))
@@ -96,13 +152,14 @@ def at_sizes(
 ) -> Namespace:
     """A copy of args at other parallel sizes; `others` replaces any other arg.
 
-    A pipeline split that args bring along is kept only at the pp and vpp it was written for; one in `others` is for these sizes.
-    `etp` None is tp, as in Megatron. transformer_impl "auto" is what `choose_impl` says of this machine.
+    A pipeline split that args bring along is kept only at the pp and vpp it was written for; one in
+    `others` is for these sizes. `etp` None is tp, as in Megatron. transformer_impl "auto" is what
+    `choose_impl` says of this machine.
     """
     out = namespace(args)
-    same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (getattr(out, "virtual_pipeline_model_parallel_size", None) or 1) == (
-        vpp or 1
-    )
+    same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (
+        getattr(out, "virtual_pipeline_model_parallel_size", None) or 1
+    ) == (vpp or 1)
     if not same:
         vars(out).update(PIPELINE_SPLIT)
     vars(out).update(others)
@@ -120,19 +177,24 @@ def at_sizes(
 
 
 def choose_impl(args: Namespace) -> str:
-    """`transformer_engine` where it is installed beside a GPU that can run it, else `local`; the one layer spec for all layers.
+    """`transformer_engine` where it is installed beside a GPU that can run it, else `local`; the
+    one layer spec for all layers.
 
-    Both compute the same function from the same checkpoint: args.transformer_impl of the run that wrote it decides nothing.
+    Both compute the same function from the same checkpoint: args.transformer_impl of the run that
+    wrote it decides nothing.
     """
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return "local"
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    return "transformer_engine" if HAVE_TE else "local"  # False: installed, but of another CUDA or torch
+    # False: installed, but of another CUDA or torch
+    return "transformer_engine" if HAVE_TE else "local"
 
 
 def check(args: Namespace) -> None:
-    """Raises UsageError naming every arg that is absent, contradictory or of a model this trainer does not build."""
+    """Raises UsageError naming every arg that is absent, contradictory or of a model this trainer
+    does not build.
+    """
     needed = list(REQUIRED)
     if getattr(args, "position_embedding_type", None) == "rope":
         needed += REQUIRED_ROPE
@@ -144,24 +206,46 @@ def check(args: Namespace) -> None:
         needed += REQUIRED_MOE
     nullable = ("num_experts",)
     problems = [f"{name} is absent" for name in needed if not hasattr(args, name)]
-    problems += [f"{name} is None" for name in needed if name not in nullable and hasattr(args, name) and getattr(args, name) is None]
     problems += [
-        f"{name} is {getattr(args, name)!r}: not built here" for name, off in UNSUPPORTED if getattr(args, name, off) not in (off, False)
+        f"{name} is None"
+        for name in needed
+        if name not in nullable and hasattr(args, name) and getattr(args, name) is None
+    ]
+    problems += [
+        f"{name} is {getattr(args, name)!r}: not built here"
+        for name, off in UNSUPPORTED
+        if getattr(args, name, off) not in (off, False)
     ]
     if epsilon(args) is None:
         problems.append("layernorm_epsilon (norm_epsilon before Megatron-Core 0.16) is absent")
     tp = args.tensor_model_parallel_size
     if getattr(args, "padded_vocab_size", None) and args.padded_vocab_size % tp:
-        problems.append(f"padded_vocab_size {args.padded_vocab_size} is not a multiple of tensor_model_parallel_size {tp}")
+        problems.append(
+            f"padded_vocab_size {args.padded_vocab_size} is not a multiple of"
+            f" tensor_model_parallel_size {tp}"
+        )
     if problems:
-        raise UsageError.of("these args do not describe a model that can be built:", problems, "Give them with the args of the run.")
+        raise UsageError.of(
+            "these args do not describe a model that can be built:",
+            problems,
+            "Give them with the args of the run.",
+        )
 
 
 def epsilon(args: Namespace) -> float | None:
-    """The norms' epsilon. --norm-epsilon is stored as `norm_epsilon` up to 0.15, as `layernorm_epsilon` since."""
-    values = {getattr(args, name) for name in ("layernorm_epsilon", "norm_epsilon") if getattr(args, name, None) is not None}
+    """The norms' epsilon. --norm-epsilon is stored as `norm_epsilon` up to 0.15, as
+    `layernorm_epsilon` since.
+    """
+    values = {
+        getattr(args, name)
+        for name in ("layernorm_epsilon", "norm_epsilon")
+        if getattr(args, name, None) is not None
+    }
     if len(values) > 1:
-        raise UsageError(f"layernorm_epsilon {args.layernorm_epsilon} and norm_epsilon {args.norm_epsilon} disagree in the args")
+        raise UsageError(
+            f"layernorm_epsilon {args.layernorm_epsilon} and norm_epsilon {args.norm_epsilon}"
+            " disagree in the args"
+        )
     return values.pop() if values else None
 
 
@@ -170,13 +254,17 @@ def join(timeout_s: float = 1800) -> None:
     cpu.install()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=datetime.timedelta(seconds=timeout_s))
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
 
 
 def initialize(args: Namespace, timeout_s: float = 1800, gloo_groups: bool = False) -> None:
     """megatron-core's process groups for these sizes, over all ranks of the default group.
 
-    `gloo_groups` makes those on the host too, through which the optimizer state of the `torch` format goes.
+    `gloo_groups` makes those on the host too, through which the optimizer state of the `torch`
+    format goes.
     """
     cpu.install()
     from megatron.core import parallel_state
@@ -196,7 +284,9 @@ def initialize(args: Namespace, timeout_s: float = 1800, gloo_groups: bool = Fal
     model_parallel_cuda_manual_seed(getattr(args, "seed", None) or 1234)
 
 
-def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> Any:
+def transformer_config(
+    args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False
+) -> Any:
     """The TransformerConfig of these args, computing in `dtype`."""
     import torch.nn.functional as F
     from megatron.core.activations import squared_relu
@@ -204,15 +294,24 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, trai
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     check(args)
-    config_class = MLATransformerConfig if getattr(args, "multi_latent_attention", False) else TransformerConfig
+    config_class = (
+        MLATransformerConfig
+        if getattr(args, "multi_latent_attention", False)
+        else TransformerConfig
+    )
     fields = {f.name for f in dataclasses.fields(config_class)}
-    config = {name: value for name, value in vars(args).items() if name in fields}  # most args have the name of their field
+    # most args have the name of their field
+    config = {name: value for name, value in vars(args).items() if name in fields}
 
     # args whose name or meaning differs from the field's
     config["num_moe_experts"] = args.num_experts or None
     config["num_query_groups"] = args.num_query_groups if args.group_query_attention else None
-    config["num_layers_in_first_pipeline_stage"] = getattr(args, "decoder_first_pipeline_num_layers", None)
-    config["num_layers_in_last_pipeline_stage"] = getattr(args, "decoder_last_pipeline_num_layers", None)
+    config["num_layers_in_first_pipeline_stage"] = getattr(
+        args, "decoder_first_pipeline_num_layers", None
+    )
+    config["num_layers_in_last_pipeline_stage"] = getattr(
+        args, "decoder_last_pipeline_num_layers", None
+    )
     config["layernorm_epsilon"] = epsilon(args)
     if hasattr(args, "apply_layernorm_1p"):  # its name up to 0.15
         config["layernorm_zero_centered_gamma"] = args.apply_layernorm_1p
@@ -235,7 +334,9 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, trai
     uses_te = args.transformer_impl == "transformer_engine"
     if not uses_te:
         config["moe_grouped_gemm"] = (
-            False  # the local spec's grouped experts need a CUDA extension; sequential ones load the same torch_dist
+            # the local spec's grouped experts need a CUDA extension; sequential ones load the same
+            # torch_dist
+            False
         )
     # A MoE at tp > 1 demands sequence parallelism, but only to train
     wanted = bool(getattr(args, "sequence_parallel", False) or args.num_experts)
@@ -245,11 +346,13 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, trai
     if not args.num_experts:
         config.pop("moe_token_dispatcher_type", None)
     if training:
-        # the interleaved schedule sends both ways at once: over two stages these would be one batch to one peer, matched wrongly
+        # the interleaved schedule sends both ways at once: over two stages these would be one batch
+        # to one peer, matched wrongly
         interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
         config.update(overlap_p2p_comm=interleaved, batch_p2p_comm=not interleaved)
-        # all micro batches have the same number of tokens, so either is the mean over tokens; but with True megatron-core 0.16 divides the
-        # gradient of a MoE's auxiliary loss by tp once more under sequence parallelism
+        # all micro batches have the same number of tokens, so either is the mean over tokens; but
+        # with True megatron-core 0.16 divides the gradient of a MoE's auxiliary loss by tp once
+        # more under sequence parallelism
         config["calculate_per_token_loss"] = False
     config.update(
         params_dtype=dtype,
@@ -257,21 +360,29 @@ def transformer_config(args: Namespace, dtype: torch.dtype = torch.float32, trai
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         autocast_dtype=dtype,
-        use_cpu_initialization=not training or not torch.cuda.is_available(),  # rotary tables of the same digits on every device
-        perform_initialization=training,  # it also marks which parameters are cut over TP, by which the gradient's norm is summed
+        # rotary tables of the same digits on every device
+        use_cpu_initialization=not training or not torch.cuda.is_available(),
+        # it also marks which parameters are cut over TP, by which the gradient's norm is summed
+        perform_initialization=training,
         deallocate_pipeline_outputs=torch.cuda.is_available(),  # gloo may still be sending one
     )
     return config_class(**config)
 
 
 def fuses_gelu(args: Namespace) -> bool:
-    """Whether Megatron-LM runs a model that is neither gated nor of squared ReLUs with its fused bias and gelu, which is the tanh form of gelu.
+    """Whether Megatron-LM runs a model that is neither gated nor of squared ReLUs with its fused
+    bias and gelu, which is the tanh form of gelu.
 
-    It does by default (--no-bias-gelu-fusion is the flag against it) where the linears have biases (validate_args in arguments.py, MLP.forward in
-    mlp.py, fused_bias_gelu.py); the experts of a MoE have no such kernel. Transformer Engine's own activation is the tanh form as well.
+    It does by default (--no-bias-gelu-fusion is the flag against it) where the linears have biases
+    (validate_args in arguments.py, MLP.forward in mlp.py, fused_bias_gelu.py); the experts of a MoE
+    have no such kernel. Transformer Engine's own activation is the tanh form as well.
     """
     by_te = bool(getattr(args, "use_te_activation_func", False))
-    fused = getattr(args, "bias_gelu_fusion", True) is not False and bool(args.add_bias_linear) and not args.num_experts
+    fused = (
+        getattr(args, "bias_gelu_fusion", True) is not False
+        and bool(args.add_bias_linear)
+        and not args.num_experts
+    )
     return by_te or fused
 
 
@@ -281,43 +392,59 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
 
     uses_te = args.transformer_impl == "transformer_engine"
     if uses_te and importlib.util.find_spec("transformer_engine") is None:
-        raise MissingExtra("args.transformer_impl is transformer_engine, which is not installed here; --transformer-impl local needs none")
+        raise MissingExtra(
+            "args.transformer_impl is transformer_engine, which is not installed here;"
+            " --transformer-impl local needs none"
+        )
     if config.context_parallel_size > 1 and not uses_te:
         raise MissingExtra(
-            f"context_parallel_size {config.context_parallel_size} needs Transformer Engine's attention, which is not in use: "
-            "the local spec attends within one rank only"
+            f"context_parallel_size {config.context_parallel_size} needs Transformer Engine's"
+            " attention, which is not in use: the local spec attends within one rank only"
         )
     if uses_te and not args.num_experts:
         return specs.get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
         )
-    spec = specs.get_gpt_decoder_block_spec(config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage)
+    spec = specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage
+    )
     return spec if uses_te else _with_own_modules(spec)
 
 
 def mtp_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """The modules of the layers of multi-token prediction, where this virtual stage has them: each is like the decoder's last layer."""
+    """The modules of the layers of multi-token prediction, where this virtual stage has them: each
+    is like the decoder's last layer.
+    """
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     if not config.mtp_num_layers:
         return None
     uses_te = args.transformer_impl == "transformer_engine"
-    last = specs.get_gpt_decoder_layer_specs(config, use_transformer_engine=uses_te, normalization=args.normalization)[-1]
-    spec = specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=uses_te, vp_stage=vp_stage)
+    last = specs.get_gpt_decoder_layer_specs(
+        config, use_transformer_engine=uses_te, normalization=args.normalization
+    )[-1]
+    spec = specs.get_gpt_mtp_block_spec(
+        config, last, use_transformer_engine=uses_te, vp_stage=vp_stage
+    )
     return spec if uses_te else _with_own_modules(spec)
 
 
 def _with_own_modules(spec: Any) -> Any:
-    from mckpt.trainer.local_spec import with_own_modules  # it imports megatron-core, which `initialize` makes ready first
+    # it imports megatron-core, which `initialize` makes ready first
+    from mckpt.trainer.local_spec import with_own_modules
 
     return with_own_modules(spec)
 
 
 def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> list[Any]:
-    """This rank's GPTModel chunks, one per virtual stage, in eval mode and with parameters not yet set. Needs `initialize`.
+    """This rank's GPTModel chunks, one per virtual stage, in eval mode and with parameters not yet
+    set.
 
-    Parameters are in `dtype` whatever the checkpoint's: fp32 for comparing logits, args.params_dtype for training.
-    `training` says that the chunks will be trained: sequence parallelism is then on where args or megatron-core want it.
+    Needs `initialize`.
+
+    Parameters are in `dtype` whatever the checkpoint's: fp32 for comparing logits,
+    args.params_dtype for training. `training` says that the chunks will be trained: sequence
+    parallelism is then on where args or megatron-core want it.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -335,14 +462,16 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True) and stage == 0,
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True) and stage == num_chunks - 1,
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+            and stage == num_chunks - 1,
             parallel_output=True,
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent if rope else 1.0,
             rotary_base=args.rotary_base if rope else 10000,
             rope_scaling=args.use_rope_scaling if rope else False,
-            # Megatron-LM parses --rope-scaling-factor but does not pass it on: its models always scale by 8 (so to main of 2026-08)
+            # Megatron-LM parses --rope-scaling-factor but does not pass it on: its models always
+            # scale by 8 (so to main of 2026-08)
             rope_scaling_factor=args.rope_scaling_factor if rope and args.use_rope_scaling else 8.0,
             seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
             vp_stage=vp_stage,
@@ -354,7 +483,9 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
 
 
 def cast(chunk: Any, dtype: torch.dtype) -> Any:
-    """The chunk with its parameters in `dtype`; a router's expert_bias stays fp32, as Float16Module and the router keep it."""
+    """The chunk with its parameters in `dtype`; a router's expert_bias stays fp32, as Float16Module
+    and the router keep it.
+    """
     chunk.to(dtype)
     for module in chunk.modules():
         if hasattr(module, "_maintain_float32_expert_bias"):
@@ -366,5 +497,9 @@ def rank_names() -> str:
     """This process in words, for errors: "rank 3 (tp 1, pp 1, ep 0)"."""
     from megatron.core import parallel_state as ps
 
-    tp, pp, ep = ps.get_tensor_model_parallel_rank(), ps.get_pipeline_model_parallel_rank(), ps.get_expert_model_parallel_rank()
+    tp, pp, ep = (
+        ps.get_tensor_model_parallel_rank(),
+        ps.get_pipeline_model_parallel_rank(),
+        ps.get_expert_model_parallel_rank(),
+    )
     return f"rank {dist.get_rank()} (tp {tp}, pp {pp}, ep {ep})"

@@ -1,8 +1,9 @@
-"""What megatron-core asks of CUDA on its build, load, forward, train and save paths, answered on a machine without a GPU.
+"""What megatron-core asks of CUDA on its build, load, forward, train and save paths, answered on a
+machine without a GPU.
 
-`install()` for all of it; where CUDA is available it mends only what lacks Transformer Engine. Within `as_cuda()` the schedules and
-optimizers run as well, which name the device "cuda" themselves.
-Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
+`install()` for all of it; where CUDA is available it mends only what lacks Transformer Engine.
+Within `as_cuda()` the schedules and optimizers run as well, which name the device "cuda"
+themselves. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
 """
 
 from __future__ import annotations
@@ -37,19 +38,24 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 class _AsCuda(TorchFunctionMode):
-    """Allocates on the host what is asked for on "cuda", and calls a tensor's type by its name on a GPU."""
+    """Allocates on the host what is asked for on "cuda", and calls a tensor's type by its name on a
+    GPU.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:  # the optimizers ask whether it is "torch.cuda.FloatTensor"
+        # the optimizers ask whether it is "torch.cuda.FloatTensor"
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
 
 def as_cuda() -> contextlib.AbstractContextManager[Any]:
-    """In it, megatron-core's schedules and optimizers work without a GPU; nothing where there is one."""
+    """In it, megatron-core's schedules and optimizers work without a GPU; nothing where there is
+    one.
+    """
     return contextlib.nullcontext() if torch.cuda.is_available() else _AsCuda()
 
 
@@ -57,7 +63,9 @@ _seed = [0]  # of the CUDA generator that is not there
 
 
 def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """The state of a CUDA generator of this seed that has drawn nothing: seed and offset, int64 each, as bytes."""
+    """The state of a CUDA generator of this seed that has drawn nothing: seed and offset, int64
+    each, as bytes.
+    """
     return torch.tensor([_seed[0], 0], dtype=torch.int64).view(torch.uint8)
 
 
@@ -70,14 +78,24 @@ def _manual_seed(seed: int) -> None:
 
 
 def _all_gather(even: Callable[..., Any]) -> Callable[..., Any]:
-    """all_gather whose pieces may differ in their first dimension: every rank sends its own to all."""
+    """all_gather whose pieces may differ in their first dimension: every rank sends its
+    own to all.
+    """
 
-    def gather(outputs: list[torch.Tensor], piece: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def gather(
+        outputs: list[torch.Tensor], piece: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         rows = [len(output) for output in outputs] if piece.dim() else [0]
         if min(rows) == max(rows):
             return even(outputs, piece, group=group, async_op=async_op)
         received = piece.new_empty((sum(rows), *piece.shape[1:]))
-        dist.all_to_all_single(received, piece.repeat(len(rows), *[1] * (piece.dim() - 1)), rows, [len(piece)] * len(rows), group=group)
+        dist.all_to_all_single(
+            received,
+            piece.repeat(len(rows), *[1] * (piece.dim() - 1)),
+            rows,
+            [len(piece)] * len(rows),
+            group=group,
+        )
         for output, part in zip(outputs, received.split(rows), strict=True):
             output.copy_(part)
         return None
@@ -86,14 +104,24 @@ def _all_gather(even: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter(even: Callable[..., Any]) -> Callable[..., Any]:
-    """reduce_scatter (a sum) whose pieces may differ in their first dimension: every rank gets its piece of all, and adds."""
+    """reduce_scatter (a sum) whose pieces may differ in their first dimension: every rank gets its
+    piece of all, and adds.
+    """
 
-    def scatter(output: torch.Tensor, pieces: list[torch.Tensor], *args: Any, group: Any = None, **kwargs: Any) -> Any:
+    def scatter(
+        output: torch.Tensor,
+        pieces: list[torch.Tensor],
+        *args: Any,
+        group: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         rows = [len(piece) for piece in pieces]
         if min(rows) == max(rows):
             return even(output, pieces, *args, group=group, **kwargs)
         received = output.new_empty((len(rows), *output.shape))
-        dist.all_to_all_single(received.flatten(0, 1), torch.cat(pieces), [len(output)] * len(rows), rows, group=group)
+        dist.all_to_all_single(
+            received.flatten(0, 1), torch.cat(pieces), [len(output)] * len(rows), rows, group=group
+        )
         output.copy_(received.sum(0))
         return None
 
@@ -109,14 +137,17 @@ def install() -> None:
     # 0.16.1 has these names without Transformer Engine too, mocked, and takes that they import for its being there
     multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
-    if not hasattr(moe_utils, "te_general_gemm") or (moe_utils.te_general_gemm is not None and not torch.cuda.is_available()):
+    if not hasattr(moe_utils, "te_general_gemm") or (
+        moe_utils.te_general_gemm is not None and not torch.cuda.is_available()
+    ):
         # 0.16.1 reads it in every router, but binds it only if Transformer Engine imports; None is its own word for "use torch.mm"
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
     stream = _Stream()
     shims: dict[str, Any] = {
-        # the device of nearly every buffer that megatron-core allocates: rotary tables, the router, gathered activations
+        # the device of nearly every buffer that megatron-core allocates: rotary tables, the router,
+        # gathered activations
         "current_device": lambda: torch.device("cpu"),
         # dist_checkpointing waits for copies to the host before it writes
         "synchronize": lambda *args, **kwargs: None,
@@ -125,18 +156,21 @@ def install() -> None:
         "Event": _Stream,
         "current_stream": lambda *args, **kwargs: stream,
         "stream": lambda *args, **kwargs: contextlib.nullcontext(),
-        # the seeds of megatron-core's generators are kept, for a checkpoint saved here is to be resumed on a GPU
+        # the seeds of megatron-core's generators are kept, for a checkpoint saved here is to be
+        # resumed on a GPU
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
         "manual_seed": _manual_seed,
     }
     for name, shim in shims.items():
         setattr(torch.cuda, name, shim)
-    # tied embeddings: LanguageModule moves the shared weight to the GPU before it all-reduces it over the embedding group
+    # tied embeddings: LanguageModule moves the shared weight to the GPU before it all-reduces it
+    # over the embedding group
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
 
-    if dist.all_gather.__module__ != __name__:  # gloo cannot cut unevenly, as the tokens of experts at etp > 1 are
+    # gloo cannot cut unevenly, as the tokens of experts at etp > 1 are
+    if dist.all_gather.__module__ != __name__:
         dist.all_gather = _all_gather(dist.all_gather)
         dist.reduce_scatter = _reduce_scatter(dist.reduce_scatter)
 
@@ -150,5 +184,6 @@ def install() -> None:
     random._set_cuda_rng_state = _set_rng_state
     # written with device="cuda"; only reached if no mask is given
     utils.get_default_causal_mask = lambda sq: torch.ones(sq, sq, dtype=torch.bool).triu(1)
-    # all_to_all_single wants its split sizes on the host; 0.16.1 takes them out of the tensor only if that is on a GPU
+    # all_to_all_single wants its split sizes on the host; 0.16.1 takes them out of the tensor only
+    # if that is on a GPU
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host

@@ -1,7 +1,9 @@
-"""The logits of every position, through tensor, pipeline, virtual pipeline, expert and context parallelism, and the hidden states on the way.
+"""The logits of every position, through tensor, pipeline, virtual pipeline, expert and context
+parallelism, and the hidden states on the way.
 
-megatron-core's pipeline schedules keep only the loss; here activations are handed on by dist.send, chunk by chunk, in the order in which
-the layers run: virtual stage 0 on every pipeline rank, then virtual stage 1, and so on.
+megatron-core's pipeline schedules keep only the loss; here activations are handed on by dist.send,
+chunk by chunk, in the order in which the layers run: virtual stage 0 on every pipeline rank, then
+virtual stage 1, and so on.
 """
 
 from __future__ import annotations
@@ -19,31 +21,51 @@ from mckpt.trainer.points import Recorder
 
 @torch.no_grad()
 def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Tensor | None:
-    """fp32 logits [batch, seq, vocab] of `tokens` [batch, seq] on pipeline rank 0, None on the others; vocabulary padding is cut off.
+    """fp32 logits [batch, seq, vocab] of `tokens` [batch, seq] on pipeline rank 0, None on the
+    others; vocabulary padding is cut off.
 
-    Every rank passes the same tokens. `vocab` is args.vocab_size, or the padded size where args does not tell.
+    Every rank passes the same tokens. `vocab` is args.vocab_size, or the padded size where args
+    does not tell.
     """
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     config = chunks[0].config
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     tokens = tokens.to(device)
     batch, seq = tokens.shape
     cp = config.context_parallel_size
-    rows = args.tensor_model_parallel_size if config.sequence_parallel else 1  # the sequence is cut into this many parts
+    # the sequence is cut into this many parts
+    rows = args.tensor_model_parallel_size if config.sequence_parallel else 1
     multiple = rows * (2 * cp if cp > 1 else 1)
-    tokens = torch.nn.functional.pad(tokens, (0, -seq % multiple))  # on the right: a causal model does not look there
+    # on the right: a causal model does not look there
+    tokens = torch.nn.functional.pad(tokens, (0, -seq % multiple))
     length = tokens.shape[1]
     mine = of_this_rank(length, cp).to(device)
     tokens, positions = tokens[:, mine], mine.expand(batch, -1)
-    mask = torch.ones(length // cp, length // cp, dtype=torch.bool, device=device).triu(1)[None, None]  # True: may not look
+    # True: may not look
+    mask = torch.ones(length // cp, length // cp, dtype=torch.bool, device=device).triu(1)[
+        None, None
+    ]
 
-    first, last = ps.is_pipeline_first_stage(ignore_virtual=True), ps.is_pipeline_last_stage(ignore_virtual=True)
+    first, last = (
+        ps.is_pipeline_first_stage(ignore_virtual=True),
+        ps.is_pipeline_last_stage(ignore_virtual=True),
+    )
     hidden: Any = None
     for stage, chunk in enumerate(chunks):
         if not (first and stage == 0):
-            hidden = torch.empty(length // cp // rows, batch, config.hidden_size, dtype=config.params_dtype, device=device)
+            hidden = torch.empty(
+                length // cp // rows,
+                batch,
+                config.hidden_size,
+                dtype=config.params_dtype,
+                device=device,
+            )
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(hidden)
         with without_mtp(chunk):
@@ -65,7 +87,9 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
 
 @contextmanager
 def without_mtp(chunk: Any) -> Iterator[None]:
-    """In it the chunk leaves its layers of multi-token prediction out: they have a loss and no logits, and without labels fail."""
+    """In it the chunk leaves its layers of multi-token prediction out: they have a loss and no
+    logits, and without labels fail.
+    """
     kept = chunk.mtp_process, chunk.config.mtp_num_layers
     chunk.mtp_process, chunk.config.mtp_num_layers = False, None
     try:
@@ -75,7 +99,9 @@ def without_mtp(chunk: Any) -> Iterator[None]:
 
 
 def of_this_rank(length: int, cp: int) -> torch.Tensor:
-    """The positions that this context-parallel rank holds: parts r and 2 cp - 1 - r of 2 cp, so that all ranks have as much to attend to."""
+    """The positions that this context-parallel rank holds: parts r and 2 cp - 1 - r of 2 cp, so
+    that all ranks have as much to attend to.
+    """
     from megatron.core import parallel_state as ps
 
     positions = torch.arange(length)
@@ -98,7 +124,9 @@ def in_order(part: torch.Tensor, cp: int, axis: int) -> torch.Tensor:
 
 
 def watch(chunks: list[Any], recorder: Recorder) -> None:
-    """Hooks at every point of `points` that this pipeline rank holds; each rank of a stage records the whole sequence, of a batch of one."""
+    """Hooks at every point of `points` that this pipeline rank holds; each rank of a stage records
+    the whole sequence, of a batch of one.
+    """
     config = chunks[0].config
 
     def whole(hidden: torch.Tensor) -> torch.Tensor:  # [seq of this rank, 1, width] -> [seq, width]
@@ -112,7 +140,8 @@ def watch(chunks: list[Any], recorder: Recorder) -> None:
         def keep(value: Any) -> None:
             hidden, *more = value if isinstance(value, tuple) else (value,)
             if name.endswith((".attn", ".mlp")) and more and more[0] is not None:
-                hidden = hidden + more[0]  # a bias that megatron-core adds together with the residual
+                # a bias that megatron-core adds together with the residual
+                hidden = hidden + more[0]
             recorder.state(name, whole(hidden))
 
         return keep

@@ -1,8 +1,10 @@
-"""Loads a checkpoint into the chunks, strictly: `torch_dist` through dist_checkpointing, `torch` from this rank's own file.
+"""Loads a checkpoint into the chunks, strictly: `torch_dist` through dist_checkpointing, `torch`
+from this rank's own file.
 
-Strict means more here than Megatron-LM's own loader asks (it retries with strict=False and drops what does not fit):
-every key that the model wants, save _extra_state, must be in the checkpoint; every parameter is NaN before the load and none after.
-A checkpoint of a Transformer Engine model loads into a local one, and the other way round: they name the same tensors differently.
+Strict means more here than Megatron-LM's own loader asks (it retries with strict=False and drops
+what does not fit): every key that the model wants, save _extra_state, must be in the checkpoint;
+every parameter is NaN before the load and none after. A checkpoint of a Transformer Engine model
+loads into a local one, and the other way round: they name the same tensors differently.
 """
 
 from __future__ import annotations
@@ -25,27 +27,45 @@ TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 COMMON_FILE = "common.pt"  # of torch_dist
-COMMON_OBJECT_SINCE = [0, 19]  # the first megatron-core that stores the content of COMMON_FILE as an object of the checkpoint instead
+# the first megatron-core that stores the content of COMMON_FILE as an object of the checkpoint
+# instead
+COMMON_OBJECT_SINCE = [0, 19]
 # What a checkpoint holds beside the model's weights; unread by a load of weights alone.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
 
-# One tensor under its two names: in a Transformer Engine layer, where the norm is part of the linear behind it and experts are grouped,
-# and in a local one; the last pair is up to megatron-core 0.16, and from 0.17 on. `torch` has them all; `torch_dist`, in whose keys megatron-core
-# renames some itself, the norm before a MoE. As regular expressions of the one side and replacements that give it on the other.
+# One tensor under its two names: in a Transformer Engine layer, where the norm is part of the
+# linear behind it and experts are grouped, and in a local one; the last pair is up to megatron-core
+# 0.16, and from 0.17 on. `torch` has them all; `torch_dist`, in whose keys megatron-core renames
+# some itself, the norm before a MoE. As regular expressions of the one side and replacements that
+# give it on the other.
 TWO_NAMES = (
-    ((r"self_attention\.linear_qkv\.layer_norm_(\w+)$", r"input_layernorm.\1"),
-     (r"input_layernorm\.(weight|bias)$", r"self_attention.linear_qkv.layer_norm_\1")),
-    ((r"mlp\.linear_fc1\.layer_norm_(\w+)$", r"pre_mlp_layernorm.\1"),
-     (r"pre_mlp_layernorm\.(weight|bias)$", r"mlp.linear_fc1.layer_norm_\1")),
-    ((r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2"),
-     (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1")),
-    ((r"linear_(q|kv)_up_proj\.layer_norm_(\w+)$", r"\1_layernorm.\2"),
-     (r"self_attention\.(q|kv)_layernorm\.(weight|bias)$", r"self_attention.linear_\1_up_proj.layer_norm_\2")),
-    ((r"^(mtp\.layers\.\d+)\.transformer_layer\.", r"\1.mtp_model_layer."),
-     (r"^(mtp\.layers\.\d+)\.mtp_model_layer\.", r"\1.transformer_layer.")),
-)  # fmt: skip
+    (
+        (r"self_attention\.linear_qkv\.layer_norm_(\w+)$", r"input_layernorm.\1"),
+        (r"input_layernorm\.(weight|bias)$", r"self_attention.linear_qkv.layer_norm_\1"),
+    ),
+    (
+        (r"mlp\.linear_fc1\.layer_norm_(\w+)$", r"pre_mlp_layernorm.\1"),
+        (r"pre_mlp_layernorm\.(weight|bias)$", r"mlp.linear_fc1.layer_norm_\1"),
+    ),
+    (
+        (r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2"),
+        (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1"),
+    ),
+    (
+        (r"linear_(q|kv)_up_proj\.layer_norm_(\w+)$", r"\1_layernorm.\2"),
+        (
+            r"self_attention\.(q|kv)_layernorm\.(weight|bias)$",
+            r"self_attention.linear_\1_up_proj.layer_norm_\2",
+        ),
+    ),
+    (
+        (r"^(mtp\.layers\.\d+)\.transformer_layer\.", r"\1.mtp_model_layer."),
+        (r"^(mtp\.layers\.\d+)\.mtp_model_layer\.", r"\1.transformer_layer."),
+    ),
+)
 
-# Whole on every rank in a Transformer Engine layer; in a local one cut in rows over the tensor-parallel ranks. `torch_dist` knows no ranks.
+# Whole on every rank in a Transformer Engine layer; in a local one cut in rows over the
+# tensor-parallel ranks. `torch_dist` knows no ranks.
 TWO_CUTS = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight$")
 
 
@@ -66,7 +86,9 @@ def format_of(checkpoint: str | Path) -> str:
         return "torch_dist"
     if unit.is_dir() and any(p.name.startswith("mp_rank_0") for p in unit.iterdir()):
         return "torch"
-    raise SourceError(f"{unit} is no Megatron checkpoint: neither metadata.json nor mp_rank_* is there")
+    raise SourceError(
+        f"{unit} is no Megatron checkpoint: neither metadata.json nor mp_rank_* is there"
+    )
 
 
 def read_common(checkpoint: str | Path) -> dict[str, Any]:
@@ -75,20 +97,28 @@ def read_common(checkpoint: str | Path) -> dict[str, Any]:
     if format_of(checkpoint) == "torch_dist":
         from megatron.core import __version__, dist_checkpointing
 
-        if not (unit / COMMON_FILE).exists() and [int(part) for part in __version__.split(".")[:2]] < COMMON_OBJECT_SINCE:
+        if (
+            not (unit / COMMON_FILE).exists()
+            and [int(part) for part in __version__.split(".")[:2]] < COMMON_OBJECT_SINCE
+        ):
             since = ".".join(map(str, COMMON_OBJECT_SINCE))
             raise SourceError(
-                f"{unit} has no {COMMON_FILE}: it keeps its args and iteration as an object, which megatron-core reads from {since} on, and this is "
-                f"megatron-core {__version__}. Install {since} or later, or write the file with `mckpt reshard {checkpoint} DST --common-state file`"
+                f"{unit} has no {COMMON_FILE}: it keeps its args and iteration as an object, which"
+                f" megatron-core reads from {since} on, and this is megatron-core {__version__}."
+                f" Install {since} or later, or write the file with `mckpt reshard {checkpoint} DST"
+                " --common-state file`"
             )
         with safe_pickles():
             return dist_checkpointing.load_common_state_dict(str(unit))
-    names = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")  # of rank 0: no PP or EP, one of them, both
+    # of rank 0: no PP or EP, one of them, both
+    names = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
     for name in names:
         if (unit / name / MODEL_FILE).exists():
             state = read_rank_file(unit / name / MODEL_FILE)
             return {key: value for key, value in state.items() if not key.startswith("model")}
-    raise SourceError(f"{unit} has no file of rank 0: none of {', '.join(names)} holds {MODEL_FILE}")
+    raise SourceError(
+        f"{unit} has no file of rank 0: none of {', '.join(names)} holds {MODEL_FILE}"
+    )
 
 
 def read_args(checkpoint: str | Path) -> Namespace:
@@ -99,7 +129,8 @@ def read_args(checkpoint: str | Path) -> Namespace:
     return args
 
 
-MARKS = {2: (torch.int16, 0x7FD3), 4: (torch.int32, 0x7FD3_4B1D)}  # element size in bytes: bits of a NaN that no arithmetic gives
+# element size in bytes: bits of a NaN that no arithmetic gives
+MARKS = {2: (torch.int16, 0x7FD3), 4: (torch.int32, 0x7FD3_4B1D)}
 
 
 @torch.no_grad()
@@ -116,26 +147,38 @@ def load(
     unread    model keys of the checkpoint that this rank's model never asked for
     forgiven  _extra_state of this rank's model that the checkpoint lacks
 
-    `strict` is dist_checkpointing's StrictHandling or its value; it bears on torch_dist only. With `optimizer` its state is loaded too, the
-    `scheduler`'s as well, and the random generators' if the parallel sizes are those of the checkpoint. Raises SourceError on this rank
-    alone when something is missing; the caller makes sure that the others hear of it.
+    `strict` is dist_checkpointing's StrictHandling or its value; it bears on torch_dist only. With
+    `optimizer` its state is loaded too, the `scheduler`'s as well, and the random generators' if
+    the parallel sizes are those of the checkpoint. Raises SourceError on this rank alone when
+    something is missing; the caller makes sure that the others hear of it.
     """
     mark(chunks)
     read = load_torch_dist if format_of(checkpoint) == "torch_dist" else load_torch
     state = read(chunks, args, checkpoint, strict, optimizer)
     if left := marked(chunks):
-        raise SourceError.of(f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not set:", left)
+        raise SourceError.of(
+            f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not"
+            " set:",
+            left,
+        )
     if scheduler is not None:
         if "opt_param_scheduler" not in state:
-            raise SourceError(f"{unit_directory(checkpoint)} has no opt_param_scheduler: it does not say how far its run was")
+            raise SourceError(
+                f"{unit_directory(checkpoint)} has no opt_param_scheduler: it does not say how far"
+                " its run was"
+            )
         scheduler.load_state_dict(state["opt_param_scheduler"])
     if "rng_state" in state:
         rng.restore(state["rng_state"])
     return state
 
 
-def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any, optimizer: Any = None) -> dict[str, Any]:
-    """dist_checkpointing.load into sharded_state_dict(), as load_checkpoint of Megatron-LM calls it."""
+def load_torch_dist(
+    chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any, optimizer: Any = None
+) -> dict[str, Any]:
+    """dist_checkpointing.load into sharded_state_dict(), as load_checkpoint of Megatron-LM calls
+    it.
+    """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import parse_strict_flag
@@ -144,14 +187,20 @@ def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, 
     common = read_common(checkpoint)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     stored = {value.key for value in load_sharded_metadata(unit).values()}
-    wanted = {value.key for value in sharded_values(stored_names(sharded_state(chunks, metadata), stored))}
+    wanted = {
+        value.key for value in sharded_values(stored_names(sharded_state(chunks, metadata), stored))
+    }
     missing = sorted(key for key in wanted - stored if not key.endswith("_extra_state"))
     if missing:
-        raise SourceError.of(f"{unit}: {rank_names()} asks for keys that the checkpoint does not have:", missing)
+        raise SourceError.of(
+            f"{unit}: {rank_names()} asks for keys that the checkpoint does not have:", missing
+        )
     state = drop_extra_state(stored_names(sharded_state(chunks, metadata), stored), stored)
     if optimizer is not None:
         check_optimizer(common, args, metadata, unit)
-        state["optimizer"] = optimizer.sharded_state_dict(state, is_loading=True, metadata=with_group(metadata))
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=True, metadata=with_group(metadata)
+        )
         if "rng_state" in stored and same_sizes(common.get("args"), args):
             state["rng_state"] = rng.collect("torch_dist")
     with safe_pickles():
@@ -163,11 +212,21 @@ def load_torch_dist(chunks: list[Any], args: Namespace, checkpoint: str | Path, 
         forgiven += load_into(chunk, loaded.pop(key), f"{unit} ({key})")
     if optimizer is not None:
         optimizer.load_state_dict(regroup(loaded.pop("optimizer"), optimizer))
-    unread = sorted(key for key in stored - wanted if not key.startswith(NOT_MODEL) and not key.endswith("_extra_state"))
+    unread = sorted(
+        key
+        for key in stored - wanted
+        if not key.startswith(NOT_MODEL) and not key.endswith("_extra_state")
+    )
     return loaded | {"unread": unread, "forgiven": forgiven}
 
 
-def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any = None, optimizer: Any = None) -> dict[str, Any]:
+def load_torch(
+    chunks: list[Any],
+    args: Namespace,
+    checkpoint: str | Path,
+    strict: Any = None,
+    optimizer: Any = None,
+) -> dict[str, Any]:
     """torch.load of this rank's mp_rank file and load_state_dict."""
     path = unit_directory(checkpoint) / rank_directory(args) / MODEL_FILE
     if not path.exists():
@@ -175,10 +234,13 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
     state = read_rank_file(path)
     stored = getattr(state.get("args"), "virtual_pipeline_model_parallel_size", None) or 1
     keys = model_keys(chunks)
-    present = [key for key in state if key == "model" or (key.startswith("model") and key[5:].isdigit())]
+    present = [
+        key for key in state if key == "model" or (key.startswith("model") and key[5:].isdigit())
+    ]
     if sorted(present) != sorted(keys):
         raise SourceError(
-            f"{path} holds {', '.join(sorted(present)) or 'no model'}, the model has {', '.join(keys)}; its args say {stored} virtual stages"
+            f"{path} holds {', '.join(sorted(present)) or 'no model'}, the model has"
+            f" {', '.join(keys)}; its args say {stored} virtual stages"
         )
     forgiven = []
     for key, chunk in zip(keys, chunks, strict=True):
@@ -193,7 +255,10 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
     if optimizer is not None:
         file = path.with_name(OPTIMIZER_FILE)
         if "optimizer" not in state or not file.exists():
-            raise SourceError(f"{path.parent} has no state of a distributed optimizer ({OPTIMIZER_FILE}): it cannot be resumed")
+            raise SourceError(
+                f"{path.parent} has no state of a distributed optimizer ({OPTIMIZER_FILE}): it"
+                " cannot be resumed"
+            )
         optimizer.load_state_dict(state.pop("optimizer"))
         optimizer.load_parameter_state(str(file))
     else:
@@ -202,23 +267,39 @@ def load_torch(chunks: list[Any], args: Namespace, checkpoint: str | Path, stric
 
 
 def other_name(name: str, there: Collection[str]) -> str:
-    """Returns the name under which the tensor `name` is in `there`, by any of TWO_NAMES and several of them together; else `name` itself."""
+    """Returns the name under which the tensor `name` is in `there`, by any of TWO_NAMES and several
+    of them together; else `name` itself.
+    """
     names = [name]
     for sides in TWO_NAMES:
-        others = [re.sub(pattern, replacement, one) for one in names for pattern, replacement in sides]
+        others = [
+            re.sub(pattern, replacement, one) for one in names for pattern, replacement in sides
+        ]
         names += [other for other in others if other not in names]
     return next((one for one in names if one in there), name)
 
 
-def other_cut(name: str, value: torch.Tensor, wanted: torch.Tensor, path: Path, key: str) -> torch.Tensor:
-    """This rank's rows of a tensor that is whole in its file; or the whole of one of which the file of each tensor-parallel rank has some."""
+def other_cut(
+    name: str, value: torch.Tensor, wanted: torch.Tensor, path: Path, key: str
+) -> torch.Tensor:
+    """This rank's rows of a tensor that is whole in its file; or the whole of one of which the file
+    of each tensor-parallel rank has some.
+    """
     from megatron.core import parallel_state as ps
 
     rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
     if len(value) == ranks * len(wanted):
         return value.chunk(ranks)[rank]
-    stage = f"_{ps.get_pipeline_model_parallel_rank():03d}" if ps.get_pipeline_model_parallel_world_size() > 1 else ""
-    files = [min(path.parent.parent.glob(f"mp_rank_{other:02d}{stage}*/{MODEL_FILE}")) for other in range(ranks)]  # of any expert rank
+    stage = (
+        f"_{ps.get_pipeline_model_parallel_rank():03d}"
+        if ps.get_pipeline_model_parallel_world_size() > 1
+        else ""
+    )
+    # of any expert rank
+    files = [
+        min(path.parent.parent.glob(f"mp_rank_{other:02d}{stage}*/{MODEL_FILE}"))
+        for other in range(ranks)
+    ]
     return torch.cat([read_rank_file(file)[key][name] for file in files])
 
 
@@ -233,20 +314,32 @@ def stored_names(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
 
 
 def drop_extra_state(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
-    """The sharded state without the _extra_state that the checkpoint lacks: load_into tells of it."""
+    """The sharded state without the _extra_state that the checkpoint lacks: load_into
+    tells of it.
+    """
     for model in state.values():
-        for name in [name for name, value in model.items() if name.endswith("_extra_state") and value.key not in stored]:
+        for name in [
+            name
+            for name, value in model.items()
+            if name.endswith("_extra_state") and value.key not in stored
+        ]:
             del model[name]
     return state
 
 
 def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """The loaded state of a fully_reshardable optimizer for a chain of another length: experts have one of their own only at ep > 1.
+    """The loaded state of a fully_reshardable optimizer for a chain of another length: experts have
+    one of their own only at ep > 1.
 
-    The tensors are requested by this chain already; its parameter groups are those of the stored chain's first.
+    The tensors are requested by this chain already; its parameter groups are those of the stored
+    chain's first.
     """
     links = optimizer.chained_optimizers
-    stored = [part for key, part in sorted(state.items(), key=str) if isinstance(key, int) and "optimizer" in part] or [state]
+    stored = [
+        part
+        for key, part in sorted(state.items(), key=str)
+        if isinstance(key, int) and "optimizer" in part
+    ] or [state]
     if len(stored) == len(links):
         return state
     groups = stored[0]["optimizer"]["param_groups"]
@@ -254,20 +347,32 @@ def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     for index, link in enumerate(links):
         of_experts = any(group["is_expert_parallel"] for group in link.optimizer.param_groups)
         parts[index] = {
-            "optimizer": {"param_groups": [group | {"is_expert_parallel": of_experts} for group in groups]},
+            "optimizer": {
+                "param_groups": [group | {"is_expert_parallel": of_experts} for group in groups]
+            },
             "param_state": (state[index] if len(links) > 1 else state)["param_state"],
             "param_state_sharding_type": "fully_reshardable",
         }
     return parts if len(links) > 1 else parts[0]
 
 
-def check_optimizer(common: dict[str, Any], args: Namespace, metadata: dict[str, Any], unit: str) -> None:
-    """Raises SourceError if the checkpoint has no optimizer state, or has it in a form for other parallel sizes only."""
+def check_optimizer(
+    common: dict[str, Any], args: Namespace, metadata: dict[str, Any], unit: str
+) -> None:
+    """Raises SourceError if the checkpoint has no optimizer state, or has it in a form for other
+    parallel sizes only.
+    """
     kind = metadata.get("distrib_optim_sharding_type")
     if "optimizer" not in common or kind is None:
-        raise SourceError(f"{unit} has no state of a distributed optimizer: it cannot be resumed, only trained from")
+        raise SourceError(
+            f"{unit} has no state of a distributed optimizer: it cannot be resumed, only trained"
+            " from"
+        )
     if kind != "fully_reshardable" and not same_sizes(common.get("args"), args):
-        raise SourceError(f"{unit} has its optimizer as {kind}, which loads at the parallel sizes of the checkpoint only")
+        raise SourceError(
+            f"{unit} has its optimizer as {kind}, which loads at the parallel sizes of the"
+            " checkpoint only"
+        )
 
 
 def same_sizes(a: Any, b: Any) -> bool:
@@ -278,9 +383,14 @@ def same_sizes(a: Any, b: Any) -> bool:
 
 
 def load_into(chunk: Any, state: dict[str, Any], source: str) -> list[str]:
-    """load_state_dict that forgives nothing but _extra_state; returns what it forgave (Megatron-LM's strict=True would have refused)."""
-    result = chunk.load_state_dict(state, strict=False)  # so that all wrong keys are listed at once, below
-    wrong = [f"missing {key}" for key in result.missing_keys] + [f"unknown {key}" for key in result.unexpected_keys]
+    """load_state_dict that forgives nothing but _extra_state; returns what it forgave
+    (Megatron-LM's strict=True would have refused).
+    """
+    # so that all wrong keys are listed at once, below
+    result = chunk.load_state_dict(state, strict=False)
+    wrong = [f"missing {key}" for key in result.missing_keys] + [
+        f"unknown {key}" for key in result.unexpected_keys
+    ]
     problems = [key for key in wrong if not key.endswith("_extra_state")]
     if problems:
         raise SourceError.of(f"{source} does not fit the model of {rank_names()}:", problems)
@@ -300,10 +410,15 @@ def rank_directory(args: Namespace) -> str:
 
 
 def read_rank_file(path: Path) -> dict[str, Any]:
-    """One model_optim_rng.pt, unpickled with torch's weights_only rules and Megatron's list of safe classes."""
+    """One model_optim_rng.pt, unpickled with torch's weights_only rules and Megatron's list of safe
+    classes.
+    """
     with safe_pickles():
-        # mapped, so that the weights are in memory once; files of torch before 1.6 are no zip and cannot be
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        # mapped, so that the weights are in memory once; files of torch before 1.6 are no zip and
+        # cannot be
+        return torch.load(
+            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+        )
 
 
 @contextlib.contextmanager
@@ -321,16 +436,23 @@ def model_keys(chunks: list[Any]) -> list[str]:
 
 
 def sharded_state(chunks: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    """The chunks' sharded_state_dict()s under `model` or `model0` ..., in the form that `metadata` (content_metadata) names."""
+    """The chunks' sharded_state_dict()s under `model` or `model0` ..., in the form that `metadata`
+    (content_metadata) names.
+    """
     metadata = with_group(metadata)
-    return {key: chunk.sharded_state_dict(metadata=metadata) for key, chunk in zip(model_keys(chunks), chunks, strict=True)}
+    return {
+        key: chunk.sharded_state_dict(metadata=metadata)
+        for key, chunk in zip(model_keys(chunks), chunks, strict=True)
+    }
 
 
 def with_group(metadata: dict[str, Any]) -> dict[str, Any]:
     """content_metadata with the process group that sharded_state_dict() wants in it."""
     from megatron.core import parallel_state
 
-    return metadata | {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return metadata | {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
+    }
 
 
 def sharded_values(state: dict[str, Any]) -> list[Any]:
@@ -343,15 +465,23 @@ def sharded_values(state: dict[str, Any]) -> list[Any]:
 
 
 def weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of every parameter and floating buffer that a checkpoint stores (rotary tables are not stored)."""
+    """Name and tensor of every parameter and floating buffer that a checkpoint stores (rotary
+    tables are not stored).
+    """
     for key, chunk in zip(model_keys(chunks), chunks, strict=True):
         for name, value in chunk.state_dict().items():
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and not name.endswith("_extra_state"):
+            if (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and not name.endswith("_extra_state")
+            ):
                 yield f"{key}.{name}", value
 
 
 def mark(chunks: list[Any]) -> None:
-    """Fills all with one certain NaN, so that a tensor that no load reaches shows, and one that holds NaN is told from it."""
+    """Fills all with one certain NaN, so that a tensor that no load reaches shows, and one that
+    holds NaN is told from it.
+    """
     for _, value in weights(chunks):
         kind, bits = MARKS[value.element_size()]
         value.view(kind).fill_(bits)

@@ -6,9 +6,9 @@
     layers.{l}           the residual stream behind layer l (0 is the first)
     final_norm           what the output layer is given
 
-A hidden state of any width is kept as its product with one fixed random matrix, 32 numbers for a position: differences keep their length
-(Johnson and Lindenstrauss; here within some 12 percent), two states that differ at all differ there, and a comparison of 94 layers takes
-megabytes.
+A hidden state of any width is kept as its product with one fixed random matrix, 32 numbers for a
+position: differences keep their length (Johnson and Lindenstrauss; here within some 12 percent),
+two states that differ at all differ there, and a comparison of 94 layers takes megabytes.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ WIDTH = 32  # numbers kept of a hidden state
 
 
 class Recorder:
-    """Collects hidden states, and the experts that routers choose, of one sequence at a time, from hooks that it puts on modules."""
+    """Collects hidden states, and the experts that routers choose, of one sequence at a time, from
+    hooks that it puts on modules.
+    """
 
     def __init__(self) -> None:
         self.states: dict[str, np.ndarray] = {}  # point -> [seq, WIDTH] fp32
         self.experts: dict[int, np.ndarray] = {}  # layer -> [seq, experts] bool
-        self.router_logits: dict[int, np.ndarray] = {}  # layer -> [seq, experts] fp32; only where the side can tell
-        self.margins: dict[int, np.ndarray] = {}  # layer -> [seq] how much less the best expert not chosen scores than the last that is; likewise
+        # layer -> [seq, experts] fp32; only where the side can tell
+        self.router_logits: dict[int, np.ndarray] = {}
+        # layer -> [seq] how much less the best expert not chosen scores than the last that is;
+        # likewise
+        self.margins: dict[int, np.ndarray] = {}
         self._hooks: list[Any] = []
 
     def clear(self) -> None:
@@ -49,7 +54,9 @@ class Recorder:
 
     def output(self, module: torch.nn.Module, keep: Callable[[Any], None]) -> None:
         """Calls `keep` with what the module gives, each time it runs."""
-        self._hooks.append(module.register_forward_hook(lambda _module, _args, output: keep(output)))
+        self._hooks.append(
+            module.register_forward_hook(lambda _module, _args, output: keep(output))
+        )
 
     def input(self, module: torch.nn.Module, keep: Callable[[Any], None]) -> None:
         """Calls `keep` with the module's first argument, each time it runs."""
@@ -75,23 +82,31 @@ def projection(size: int, device: torch.device) -> torch.Tensor:
 
 @torch.no_grad()
 def cast(model: torch.nn.Module, dtypes: list[str], left_out: Collection[str] = ()) -> None:
-    """Gives the weights the values that they have after these casts; the model computes in the dtype that it has."""
+    """Gives the weights the values that they have after these casts; the model computes in the
+    dtype that it has.
+    """
     for name, parameter in model.named_parameters() if dtypes else ():
         if parameter.is_meta:
-            raise SourceError(f"{name} is not in memory, so it cannot be cast to {dtypes[0]}; run on a machine that holds the whole model")
+            raise SourceError(
+                f"{name} is not in memory, so it cannot be cast to {dtypes[0]}; run on a machine"
+                " that holds the whole model"
+            )
         for dtype in dtypes if name not in left_out else ():
             parameter.data = parameter.data.to(getattr(torch, dtype)).to(parameter.dtype)
 
 
-# ---------------------------------------------------------------------------------------------------------------- logits
+# ------------------------------------------------------------------------------------------- logits
 
 
 @torch.no_grad()
-def compare(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor) -> dict[str, np.ndarray]:
+def compare(
+    reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor
+) -> dict[str, np.ndarray]:
     """How `other`'s logits [seq, vocab] differ from `reference`'s, for each position: arrays [seq].
 
-    max_abs and mean_square over the vocabulary; kl of the distributions, in nats; top1: whether both choose the same token; loss of the next
-    token under each (NaN at the last position); spread: standard deviation of the reference over the vocabulary.
+    max_abs and mean_square over the vocabulary; kl of the distributions, in nats; top1: whether
+    both choose the same token; loss of the next token under each (NaN at the last position);
+    spread: standard deviation of the reference over the vocabulary.
     """
     out: dict[str, list[np.ndarray]] = {}
     following = torch.cat([tokens[1:], tokens[:1]]).to(other.device)
@@ -116,18 +131,27 @@ def compare(reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor) 
     return joined
 
 
-# ---------------------------------------------------------------------------------------------------------------- a process of its own
+# ----------------------------------------------------------------------------- a process of its own
 
 
 @contextmanager
 def reporting(path: str) -> Iterator[dict[str, Any]]:
-    """The job of a file. If the block fails, error.rank{r}.json beside it says why: an error of ours by its class, else the traceback."""
+    """The job of a file.
+
+    If the block fails, error.rank{r}.json beside it says why: an error of ours by its class, else
+    the traceback.
+    """
     try:
         yield json.loads(Path(path).read_text())
     except Exception as e:
         if isinstance(e, OSError) and not isinstance(e, (ConnectionError, TimeoutError)):
             e = StorageError(f"{e.filename or 'input/output'}: {e.strerror or e}")
         ours = isinstance(e, MckptError)
-        said = {"class": type(e).__name__ if ours else None, "message": str(e) if ours else traceback.format_exc()}
-        (Path(path).parent / f"error.rank{os.environ.get('RANK', '0')}.json").write_text(json.dumps(said))
+        said = {
+            "class": type(e).__name__ if ours else None,
+            "message": str(e) if ours else traceback.format_exc(),
+        }
+        (Path(path).parent / f"error.rank{os.environ.get('RANK', '0')}.json").write_text(
+            json.dumps(said)
+        )
         raise SystemExit(1) from None

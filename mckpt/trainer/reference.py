@@ -1,13 +1,16 @@
-"""The transformers side of a verdict: one model, run on every sequence, with the noise of its own arithmetic.
+"""The transformers side of a verdict: one model, run on every sequence, with the noise of its own
+arithmetic.
 
     python -m mckpt.trainer.reference job.json
 
-job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens), casts (dtypes that the checkpoint's
-weights were cast to, one after the other) and uncast (the names of those that were not), and vocab_size and length for the further
-sequences that are tried while some expert was not reached.
+job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens),
+casts (dtypes that the checkpoint's weights were cast to, one after the other) and uncast (the names
+of those that were not), and vocab_size and length for the further sequences that are tried while
+some expert was not reached.
 
-OUT/reference.json tells the sequences, the probe and the versions; OUT/reference.{i}.npz holds per position what `points` names;
-OUT/logits.{i}.npy the fp32 logits [seq, vocab] of sequence i. The model is loaded once in fp32 and once in its own dtype, one after the other.
+OUT/reference.json tells the sequences, the probe and the versions; OUT/reference.{i}.npz holds per
+position what `points` names; OUT/logits.{i}.npy the fp32 logits [seq, vocab] of sequence i. The
+model is loaded once in fp32 and once in its own dtype, one after the other.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ from mckpt.errors import SourceError
 from mckpt.trainer import points
 
 TRIES = 64  # further sequences that are run to reach every expert
-SUSPICIOUS = 2.0**-14  # of the largest logit; on CPU the noise of the 13 models of tests/tiny.py is 2**-19.7 to 2**-17.4 of it
+# of the largest logit; on CPU the noise of the 13 models of tests/tiny.py is 2**-19.7 to 2**-17.4
+# of it
+SUSPICIOUS = 2.0**-14
 LESS = 10.0  # times; a second measurement of a suspicious noise counts if it is this much smaller
 
 
@@ -43,7 +48,10 @@ def main(job: dict[str, Any]) -> None:
     largest = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
     reach(model, recorder, sequences, job, out)
     if not np.isfinite(largest).all():
-        raise SourceError(f"{job['hf']}: transformers computes logits that are not finite, so there is nothing to compare with")
+        raise SourceError(
+            f"{job['hf']}: transformers computes logits that are not finite, so there is nothing to"
+            " compare with"
+        )
     again = {}
     for index, tokens in enumerate(sequences):
         if twice := measured_noise(model, recorder, tokens, out, index):
@@ -54,27 +62,39 @@ def main(job: dict[str, Any]) -> None:
     gc.collect()
     if job["dtype"] != "float32":
         model = load(job["hf"], job["dtype"] if len(job["casts"]) < 2 else "float32", device)
-        if len(job["casts"]) > 1:  # the last cast makes the dtype, and those before it change values too
+        # the last cast makes the dtype, and those before it change values too
+        if len(job["casts"]) > 1:
             points.cast(model, job["casts"], set(job["uncast"]))
             for name, parameter in model.named_parameters():
-                parameter.data = parameter.data if name in job["uncast"] else parameter.data.to(getattr(torch, job["dtype"]))
+                parameter.data = (
+                    parameter.data
+                    if name in job["uncast"]
+                    else parameter.data.to(getattr(torch, job["dtype"]))
+                )
         for index, tokens in enumerate(sequences):
             found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
             keep(out, index, {f"low_{key}": value for key, value in found.items()})
     import transformers
 
-    said = {"sequences": sequences, "probe": probed, "dtype": job["dtype"], "measured_again": again,
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__}}  # fmt: skip
+    said = {
+        "sequences": sequences,
+        "probe": probed,
+        "dtype": job["dtype"],
+        "measured_again": again,
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
     (out / "reference.json").write_text(json.dumps(said))
 
 
-# ---------------------------------------------------------------------------------------------------------------- the model
+# ---------------------------------------------------------------------------------------- the model
 
 
 def load(directory: str, dtype: str, device: torch.device) -> Any:
-    """The model as transformers loads it, eager; SourceError if a tensor is missing, left over or of another shape.
+    """The model as transformers loads it, eager; SourceError if a tensor is missing, left over or
+    of another shape.
 
-    With accelerate installed a model larger than the GPU is spread over all of them and the host, and one larger than memory over the disk.
+    With accelerate installed a model larger than the GPU is spread over all of them and the host,
+    and one larger than memory over the disk.
     """
     import importlib.util
 
@@ -86,12 +106,22 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     placed: dict[str, Any] = {}
     files = [*Path(directory).glob("*.safetensors"), *Path(directory).glob("pytorch_model*.bin")]
     nbytes = sum(path.stat().st_size for path in files) * (2 if dtype == "float32" else 1)
-    if device.type == "cuda" and importlib.util.find_spec("accelerate") and nbytes > torch.cuda.mem_get_info()[0] / 2:
+    if (
+        device.type == "cuda"
+        and importlib.util.find_spec("accelerate")
+        and nbytes > torch.cuda.mem_get_info()[0] / 2
+    ):
         placed = {"device_map": "auto"}
-    # eager experts and attention run at any sizes; grouped_mm refuses widths that are no multiple of 16 bytes
+    # eager experts and attention run at any sizes; grouped_mm refuses widths that are no multiple
+    # of 16 bytes
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, dtype), attn_implementation="eager", experts_implementation="eager",
-        output_loading_info=True, trust_remote_code=False, **placed
+        directory,
+        dtype=getattr(torch, dtype),
+        attn_implementation="eager",
+        experts_implementation="eager",
+        output_loading_info=True,
+        trust_remote_code=False,
+        **placed,
     )
     model, found = loaded
     last = model.config.get_text_config().num_hidden_layers
@@ -103,7 +133,9 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
 
 
 def _behind(key: str, num_layers: int) -> bool:
-    """Whether a key is of a layer behind the decoder's: of multi-token prediction, for which transformers' model has no place."""
+    """Whether a key is of a layer behind the decoder's: of multi-token prediction, for which
+    transformers' model has no place.
+    """
     found = re.search(r"\blayers\.(\d+)\.", key)
     return found is not None and int(found[1]) >= num_layers
 
@@ -119,13 +151,20 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def decoder_layers(model: Any) -> list[Any]:
     """The decoder's layers: the list of modules that is as long as the config says."""
     for _, module in model.named_modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == model.config.get_text_config().num_hidden_layers:
+        if (
+            isinstance(module, torch.nn.ModuleList)
+            and len(module) == model.config.get_text_config().num_hidden_layers
+        ):
             return list(module)
     raise SourceError(f"{type(model).__name__} has no list of num_hidden_layers modules")
 
 
 def watch(model: Any, recorder: points.Recorder) -> None:
-    """Hooks at every point. A layer's children that are no norms are its attention and its mlp, in this order, in every family."""
+    """Hooks at every point.
+
+    A layer's children that are no norms are its attention and its mlp, in this order, in every
+    family.
+    """
 
     def first(value: Any) -> Any:
         return value[0] if isinstance(value, tuple) else value
@@ -138,7 +177,9 @@ def watch(model: Any, recorder: points.Recorder) -> None:
             scores, chosen = value[0].float(), value[-1]
             recorder.router_logits[layer] = scores.cpu().numpy()
             recorder.margins[layer] = margin(router, scores, chosen.shape[1]).cpu().numpy()
-            recorder.experts[layer] = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True).cpu().numpy()
+            recorder.experts[layer] = (
+                torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True).cpu().numpy()
+            )
 
         return keep
 
@@ -149,17 +190,24 @@ def watch(model: Any, recorder: points.Recorder) -> None:
         recorder.output(attention, state(f"layers.{index}.attn"))
         recorder.output(mlp, state(f"layers.{index}.mlp"))
         for module in mlp.modules():
-            if type(module).__name__.endswith("Router"):  # gives logits [tokens, experts], weights, chosen experts [tokens, k]
+            # gives logits [tokens, experts], weights, chosen experts [tokens, k]
+            if type(module).__name__.endswith("Router"):
                 recorder.output(module, routed(index, module))
     recorder.input(model.get_output_embeddings(), state("final_norm"))
 
 
 def margin(router: Any, logits: torch.Tensor, chosen: int) -> torch.Tensor:
-    """How close the choice of `chosen` experts was, for each of [tokens, experts] logits; of the groups of experts too where there are any.
+    """How close the choice of `chosen` experts was, for each of [tokens, experts] logits; of the
+    groups of experts too where there are any.
 
-    DeepSeek's router chooses by sigmoids with a bias, and first among groups by the sum of their two best.
+    DeepSeek's router chooses by sigmoids with a bias, and first among groups by the sum of their
+    two best.
     """
-    scores = logits if getattr(router, "e_score_correction_bias", None) is None else logits.sigmoid() + router.e_score_correction_bias
+    scores = (
+        logits
+        if getattr(router, "e_score_correction_bias", None) is None
+        else logits.sigmoid() + router.e_score_correction_bias
+    )
     closest = torch.full(scores.shape[:1], torch.inf, device=scores.device)
     groups, best = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
     if groups > best:
@@ -167,14 +215,16 @@ def margin(router: Any, logits: torch.Tensor, chosen: int) -> torch.Tensor:
         of_group = parts.topk(2, -1)[0].sum(-1)
         ranked = of_group.sort(-1, descending=True)[0]
         closest = ranked[:, best - 1] - ranked[:, best]
-        scores = parts.masked_fill((of_group < ranked[:, best - 1, None])[..., None], -torch.inf).flatten(1)
+        scores = parts.masked_fill(
+            (of_group < ranked[:, best - 1, None])[..., None], -torch.inf
+        ).flatten(1)
     if chosen < scores.shape[1]:
         ranked = scores.sort(-1, descending=True)[0]
         closest = torch.minimum(closest, ranked[:, chosen - 1] - ranked[:, chosen])
     return closest
 
 
-# ---------------------------------------------------------------------------------------------------------------- its runs
+# ----------------------------------------------------------------------------------------- its runs
 
 
 def base(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int) -> float:
@@ -190,7 +240,9 @@ def base(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, in
     return float(found.abs().max())
 
 
-def measured_noise(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int) -> list[float] | None:
+def measured_noise(
+    model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int
+) -> list[float] | None:
     """Measures the noise of one sequence, and measures it again if it is far above what is usual.
 
     A noise like that was seen when the machine was short of memory, and not in the next run. The
@@ -215,15 +267,23 @@ def measured_noise(model: Any, recorder: points.Recorder, tokens: list[int], out
 
 
 def noise(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int) -> float:
-    """Runs one sequence again, its sums in another order, and keeps how far it is from the first time; returns the largest distance of a logit."""
+    """Runs one sequence again, its sums in another order, and keeps how far it is from the first
+    time; returns the largest distance of a logit.
+    """
     first = dict(np.load(out / f"reference.{index}.npz"))
     recorder.clear()
     with reordered(model):
         found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
     kept: dict[str, Any] = {f"noise_{name}": value for name, value in found.items()}
-    kept |= {f"noise_state_{name}": np.linalg.norm(value - first[f"state_{name}"], axis=-1) for name, value in recorder.states.items()}
+    kept |= {
+        f"noise_state_{name}": np.linalg.norm(value - first[f"state_{name}"], axis=-1)
+        for name, value in recorder.states.items()
+    }
     kept |= {f"noise_experts_{layer}": value for layer, value in recorder.experts.items()}
-    kept |= {f"noise_router_{k}": np.abs(value - first[f"router_{k}"]).max(-1) for k, value in recorder.router_logits.items()}
+    kept |= {
+        f"noise_router_{k}": np.abs(value - first[f"router_{k}"]).max(-1)
+        for k, value in recorder.router_logits.items()
+    }
     keep(out, index, kept)
     return float(found["max_abs"].max())
 
@@ -237,7 +297,13 @@ def keep(out: Path, index: int, more: dict[str, Any]) -> None:
     np.savez(path, **dict(np.load(path)) | more)
 
 
-def reach(model: Any, recorder: points.Recorder, sequences: list[list[int]], job: dict[str, Any], out: Path) -> None:
+def reach(
+    model: Any,
+    recorder: points.Recorder,
+    sequences: list[list[int]],
+    job: dict[str, Any],
+    out: Path,
+) -> None:
     """Adds sequences until every expert of every layer was chosen once, or TRIES were in vain."""
     union: dict[int, np.ndarray] = {}
     for index in range(len(sequences)):
@@ -253,11 +319,15 @@ def reach(model: Any, recorder: points.Recorder, sequences: list[list[int]], job
         if any((value.any(0) & ~union[layer]).any() for layer, value in recorder.experts.items()):
             sequences.append(tokens)
             base(model, recorder, tokens, out, len(sequences) - 1)
-            union = {layer: union[layer] | value.any(0) for layer, value in recorder.experts.items()}
+            union = {
+                layer: union[layer] | value.any(0) for layer, value in recorder.experts.items()
+            }
 
 
 def candidate(seed: int, vocab_size: int, length: int) -> list[int]:
-    """Random tokens; every other time each is said 8 times over: experts that a mixture never chooses often take a lone word."""
+    """Random tokens; every other time each is said 8 times over: experts that a mixture never
+    chooses often take a lone word.
+    """
     draw = np.random.RandomState(1_000 + seed)
     if seed % 2 == 0:
         return list(map(int, draw.randint(0, vocab_size, length)))
@@ -265,7 +335,9 @@ def candidate(seed: int, vocab_size: int, length: int) -> list[int]:
 
 
 def probe(model: Any, tokens: list[int], out: Path) -> float:
-    """How far logits move when the first weight of the last layer's attention is shifted by one head: a fault that the tolerance must show."""
+    """How far logits move when the first weight of the last layer's attention is shifted by one
+    head: a fault that the tolerance must show.
+    """
     layer = decoder_layers(model)[-1]
     attention = next(child for name, child in layer.named_children() if "norm" not in name)
     weight = next(m.weight for m in attention.modules() if isinstance(m, torch.nn.Linear))
@@ -280,9 +352,13 @@ def probe(model: Any, tokens: list[int], out: Path) -> float:
 
 
 class _SplitSums(TorchFunctionMode):
-    """Every linear layer's sums in four parts: the rounding is then that of other kernels and of tensor parallelism."""
+    """Every linear layer's sums in four parts: the rounding is then that of other kernels and of
+    tensor parallelism.
+    """
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if function is torch.nn.functional.linear and not kwargs and args[0].shape[-1] >= 4:
             x, weight, *bias = args
             parts = zip(x.tensor_split(4, -1), weight.tensor_split(4, -1), strict=True)
@@ -293,7 +369,9 @@ class _SplitSums(TorchFunctionMode):
 
 @contextmanager
 def reordered(model: Any) -> Iterator[None]:
-    """The same function, its sums in another order: another attention kernel, and linears in parts."""
+    """The same function, its sums in another order: another attention kernel, and
+    linears in parts.
+    """
     model.set_attn_implementation("sdpa")
     with _SplitSums():
         yield

@@ -1,4 +1,6 @@
-"""The states of this rank's random generators, as Megatron-LM's get_rng_state saves and load_checkpoint restores them."""
+"""The states of this rank's random generators, as Megatron-LM's get_rng_state saves and
+load_checkpoint restores them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import torch
 
 
 def collect(format: str) -> Any:
-    """A list of one dict; in `torch_dist` as a ShardedObject over (pp, tp), or (pp, tp, dp) where experts are spread over dp."""
+    """A list of one dict; in `torch_dist` as a ShardedObject over (pp, tp), or (pp, tp, dp) where
+    experts are spread over dp.
+    """
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
     from megatron.core.tensor_parallel import get_cuda_rng_tracker

@@ -1,6 +1,8 @@
-"""Saves the chunks as Megatron-LM's save_checkpoint does: `torch_dist` by dist_checkpointing, `torch` one file per model-parallel rank.
+"""Saves the chunks as Megatron-LM's save_checkpoint does: `torch_dist` by dist_checkpointing,
+`torch` one file per model-parallel rank.
 
-The order matters in both: weights, then a barrier, then the tracker file, so that a save that dies is not found by a loader.
+The order matters in both: weights, then a barrier, then the tracker file, so that a save that dies
+is not found by a loader.
 """
 
 from __future__ import annotations
@@ -13,9 +15,18 @@ import torch
 import torch.distributed as dist
 
 from mckpt.trainer import rng
-from mckpt.trainer.load import MODEL_FILE, OPTIMIZER_FILE, TRACKER, model_keys, rank_directory, sharded_state, with_group
+from mckpt.trainer.load import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    TRACKER,
+    model_keys,
+    rank_directory,
+    sharded_state,
+    with_group,
+)
 
-CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}  # Megatron-LM's, without an optimizer
+# Megatron-LM's, without an optimizer
+CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
 def save(
@@ -29,14 +40,20 @@ def save(
     scheduler: Any = None,
     optimizer_format: str = "fully_reshardable",
 ) -> Path:
-    """Writes DIRECTORY/iter_XXXXXXX (or DIRECTORY/release for iteration None) and the tracker; returns the former.
+    """Writes DIRECTORY/iter_XXXXXXX (or DIRECTORY/release for iteration None) and the tracker;
+    returns the former.
 
-    `with_args` False leaves args out, as Megatron-Bridge does. With `optimizer` its state, the scheduler's and the random generators' are
-    saved too; `optimizer_format` is the distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable.
+    `with_args` False leaves args out, as Megatron-Bridge does. With `optimizer` its state, the
+    scheduler's and the random generators' are saved too; `optimizer_format` is the
+    distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable.
     """
     unit = Path(directory) / ("release" if iteration is None else f"iter_{iteration:07d}")
     state: dict[str, Any] = {"args": args} if with_args else {}
-    state |= {"checkpoint_version": 3.0, "iteration": iteration or 0, "num_floating_point_operations_so_far": 0}
+    state |= {
+        "checkpoint_version": 3.0,
+        "iteration": iteration or 0,
+        "num_floating_point_operations_so_far": 0,
+    }
     if scheduler is not None:
         state["opt_param_scheduler"] = scheduler.state_dict()
     if optimizer is not None:
@@ -52,7 +69,9 @@ def save(
     return unit
 
 
-def save_torch_dist(chunks: list[Any], unit: Path, state: dict[str, Any], optimizer: Any, optimizer_format: str) -> None:
+def save_torch_dist(
+    chunks: list[Any], unit: Path, state: dict[str, Any], optimizer: Any, optimizer_format: str
+) -> None:
     from megatron.core import dist_checkpointing
 
     metadata: dict[str, Any] = dict(CONTENT_METADATA)
@@ -70,23 +89,30 @@ def save_torch_dist(chunks: list[Any], unit: Path, state: dict[str, Any], optimi
     dist_checkpointing.save(state, str(unit), content_metadata=metadata)
 
 
-def save_torch(chunks: list[Any], args: Namespace, unit: Path, state: dict[str, Any], optimizer: Any) -> None:
+def save_torch(
+    chunks: list[Any], args: Namespace, unit: Path, state: dict[str, Any], optimizer: Any
+) -> None:
     path = unit / rank_directory(args) / MODEL_FILE
     if writes_torch_file():
         path.parent.mkdir(parents=True, exist_ok=True)
-        state |= {key: chunk.state_dict_for_save_checkpoint() for key, chunk in zip(model_keys(chunks), chunks, strict=True)}
+        state |= {
+            key: chunk.state_dict_for_save_checkpoint()
+            for key, chunk in zip(model_keys(chunks), chunks, strict=True)
+        }
         if optimizer is not None:
             state["optimizer"] = optimizer.state_dict()
         torch.save(state, path)
-    if optimizer is not None:  # gathered over the data-parallel ranks, so every one of them takes part
+    # gathered over the data-parallel ranks, so every one of them takes part
+    if optimizer is not None:
         optimizer.save_parameter_state(str(path.with_name(OPTIMIZER_FILE)))
 
 
 def writes_torch_file() -> bool:
     """Whether this rank writes its mp_rank file.
 
-    Every (tp, pp, ep) has to be written once. Neither group alone sees to that when dense and expert ranks are laid out differently
-    (tp > etp * ep); the union does. Megatron-LM core_r0.16.0 asks for the second only and leaves files out.
+    Every (tp, pp, ep) has to be written once. Neither group alone sees to that when dense and
+    expert ranks are laid out differently (tp > etp * ep); the union does. Megatron-LM core_r0.16.0
+    asks for the second only and leaves files out.
     """
     from megatron.core import parallel_state as ps
 

@@ -1,14 +1,18 @@
-"""Trains a checkpoint on real megatron-core, as pretrain_gpt does: DDP, distributed optimizer, 1F1B or interleaved pipeline, sequence,
-expert and context parallelism. Read it from the top to the bottom.
+"""Trains a checkpoint on real megatron-core, as pretrain_gpt does: DDP, distributed optimizer, 1F1B
+or interleaved pipeline, sequence, expert and context parallelism.
+
+Read it from the top to the bottom.
 
     torchrun --nproc-per-node 8 -m mckpt.trainer.train job.json
 
-The loss of a step is the mean over all tokens of its global batch, which holds the same sequences in the same order whatever the
-parallel sizes: curves of one checkpoint at other sizes differ by rounding alone.
+The loss of a step is the mean over all tokens of its global batch, which holds the same sequences
+in the same order whatever the parallel sizes: curves of one checkpoint at other sizes differ by
+rounding alone.
 
-job.json is one object: `checkpoint`, the fields of Options, the parallel sizes (tp, pp, vpp, ep, etp, cp), `transformer_impl` (auto,
-transformer_engine, local), `args` (replace or add to the checkpoint's), `losses`, the file that gets one line of JSON a step, and `json`
-(print such lines too).
+job.json is one object: `checkpoint`, the fields of Options, the parallel sizes (tp, pp, vpp, ep,
+etp, cp), `transformer_impl` (auto, transformer_engine, local), `args` (replace or add to the
+checkpoint's), `losses`, the file that gets one line of JSON a step, and `json` (print such lines
+too).
 """
 
 from __future__ import annotations
@@ -54,7 +58,8 @@ class Options:
     dtype: str = "bfloat16"  # float32: for comparing curves to many digits
     save: str | None = None  # save directory
     format: str = "torch_dist"
-    optimizer_format: str = "fully_reshardable"  # or dp_reshardable: how torch_dist holds the optimizer
+    # or dp_reshardable: how torch_dist holds the optimizer
+    optimizer_format: str = "fully_reshardable"
     save_interval: int | None = None  # steps; None: only after the last one
     resume: bool = False  # with the checkpoint's optimizer, scheduler and iteration
 
@@ -64,35 +69,69 @@ Step = dict[str, float]  # step (from 1), loss, grad_norm, lr, seconds, tokens_p
 
 def main(job: dict[str, Any]) -> None:
     """One rank of `torchrun ... -m mckpt.trainer.train job.json`."""
-    known = {"checkpoint", "losses", "json", "args", "transformer_impl", *SIZES, *(field.name for field in fields(Options))}
+    known = {
+        "checkpoint",
+        "losses",
+        "json",
+        "args",
+        "transformer_impl",
+        *SIZES,
+        *(field.name for field in fields(Options)),
+    }
     if unknown := sorted(set(job) - known):
-        raise UsageError.of("the job has entries that mean nothing here:", unknown, f"Known: {', '.join(sorted(known))}")
+        raise UsageError.of(
+            "the job has entries that mean nothing here:",
+            unknown,
+            f"Known: {', '.join(sorted(known))}",
+        )
     build.join()
     run(job)
-    dist.destroy_process_group()  # not after a failure: the others are still waiting, and end when this process does
+    # not after a failure: the others are still waiting, and end when this process does
+    dist.destroy_process_group()
 
 
 def run(job: dict[str, Any], timeout_s: float = 1800) -> list[Step]:
-    """A job on the ranks of the default group; the losses go to the file `losses`, if any, as they come."""
-    options = Options(**{field.name: job[field.name] for field in fields(Options) if field.name in job})
+    """A job on the ranks of the default group; the losses go to the file `losses`, if any, as they
+    come.
+    """
+    options = Options(
+        **{field.name: job[field.name] for field in fields(Options) if field.name in job}
+    )
     sizes = {name: job[name] for name in SIZES if job.get(name)}
     others = {"transformer_impl": job.get("transformer_impl", "auto")} | job.get("args", {})
     args = build.at_sizes(load.read_common(job["checkpoint"]).get("args") or {}, **sizes, **others)
     build.initialize(args, timeout_s, gloo_groups=True)
-    return train(args, job["checkpoint"], options, partial(tell, job.get("losses"), bool(job.get("json"))))
+    return train(
+        args, job["checkpoint"], options, partial(tell, job.get("losses"), bool(job.get("json")))
+    )
 
 
 def tell(losses: str | None, as_json: bool, step: Step) -> None:
     """Prints a step, and adds it to the file."""
     if dist.get_rank() == 0:
-        print(json.dumps(step) if as_json else " ".join(f"{name} {value:.6g}" for name, value in step.items()), flush=True)
+        print(
+            (
+                json.dumps(step)
+                if as_json
+                else " ".join(f"{name} {value:.6g}" for name, value in step.items())
+            ),
+            flush=True,
+        )
         if losses:
             with Path(losses).open("a") as file:
                 file.write(json.dumps(step) + "\n")
 
 
-def train(args: Namespace, checkpoint: str | Path, options: Options, on_step: Callable[[Step], None] = lambda step: None) -> list[Step]:
-    """Trains for options.steps steps and returns every step, the same on every rank. Needs build.initialize with the same args, and gloo_groups."""
+def train(
+    args: Namespace,
+    checkpoint: str | Path,
+    options: Options,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> list[Step]:
+    """Trains for options.steps steps and returns every step, the same on every rank.
+
+    Needs build.initialize with the same args, and gloo_groups.
+    """
     args = run_args(args, options)
     with cpu.as_cuda():
         chunks, optimizer, scheduler = set_up(args, options)
@@ -104,74 +143,133 @@ def train(args: Namespace, checkpoint: str | Path, options: Options, on_step: Ca
             load.load(models, args, checkpoint)
             optimizer.reload_model_params()  # the fp32 masters, made before the weights came
             done = 0
-        source = data.open_source(options.data, args, args.seq_length, options.seed, options.tokenizer)
+        source = data.open_source(
+            options.data, args, args.seq_length, options.seed, options.tokenizer
+        )
         steps = []
         for step in range(done + 1, options.steps + 1):
             steps.append(train_step(step, chunks, optimizer, scheduler, args, source))
             on_step(steps[-1])
-            if options.save and (step == options.steps or (options.save_interval and step % options.save_interval == 0)):
+            if options.save and (
+                step == options.steps
+                or (options.save_interval and step % options.save_interval == 0)
+            ):
                 args.iteration, args.consumed_train_samples = step, step * args.global_batch_size
                 save.save(
-                    models, args, options.save, options.format, step,
-                    optimizer=optimizer, scheduler=scheduler, optimizer_format=options.optimizer_format,
-                )  # fmt: skip
+                    models,
+                    args,
+                    options.save,
+                    options.format,
+                    step,
+                    optimizer=optimizer,
+                    scheduler=scheduler,
+                    optimizer_format=options.optimizer_format,
+                )
     return steps
 
 
 def run_args(args: Namespace, options: Options) -> Namespace:
-    """args of this run, as pretrain_gpt would have them: they are saved, and a later run reads them."""
+    """args of this run, as pretrain_gpt would have them: they are saved, and a later run reads
+    them.
+    """
     from megatron.core import parallel_state as ps
 
     out = build.namespace(args)
     num_ranks = ps.get_data_parallel_world_size()
-    seq_length = options.seq_length or getattr(args, "seq_length", None) or args.max_position_embeddings
+    seq_length = (
+        options.seq_length or getattr(args, "seq_length", None) or args.max_position_embeddings
+    )
     if options.global_batch_size % (options.micro_batch_size * num_ranks):
         raise UsageError(
-            f"a global batch of {options.global_batch_size} sequences cannot be dealt to {num_ranks} data-parallel ranks in micro batches "
-            f"of {options.micro_batch_size}"
+            f"a global batch of {options.global_batch_size} sequences cannot be dealt to"
+            f" {num_ranks} data-parallel ranks in micro batches of {options.micro_batch_size}"
         )
     parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
     if seq_length % (parts * args.tensor_model_parallel_size):
-        raise UsageError(f"seq_length {seq_length} cannot be cut into {parts * args.tensor_model_parallel_size} equal parts (of cp and tp)")
+        raise UsageError(
+            f"seq_length {seq_length} cannot be cut into {parts * args.tensor_model_parallel_size}"
+            " equal parts (of cp and tp)"
+        )
     vars(out).update(
-        seq_length=seq_length, global_batch_size=options.global_batch_size, micro_batch_size=options.micro_batch_size,
-        lr=options.lr, min_lr=options.min_lr, lr_warmup_iters=options.warmup, lr_decay_style="cosine", train_iters=options.steps,
-        lr_decay_iters=options.decay_steps or options.steps, seed=options.seed, consumed_valid_samples=0, skipped_train_samples=0,
-        weight_decay=options.weight_decay, clip_grad=options.clip_grad, optimizer="adam", use_distributed_optimizer=True,
-        bf16=options.dtype == "bfloat16", fp16=False, params_dtype=getattr(torch, options.dtype),
-        world_size=dist.get_world_size(), data_parallel_size=num_ranks, no_save_optim=False, no_save_rng=False,
-        ckpt_format=options.format, use_dist_ckpt=options.format != "torch",
+        seq_length=seq_length,
+        global_batch_size=options.global_batch_size,
+        micro_batch_size=options.micro_batch_size,
+        lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_iters=options.warmup,
+        lr_decay_style="cosine",
+        train_iters=options.steps,
+        lr_decay_iters=options.decay_steps or options.steps,
+        seed=options.seed,
+        consumed_valid_samples=0,
+        skipped_train_samples=0,
+        weight_decay=options.weight_decay,
+        clip_grad=options.clip_grad,
+        optimizer="adam",
+        use_distributed_optimizer=True,
+        bf16=options.dtype == "bfloat16",
+        fp16=False,
+        params_dtype=getattr(torch, options.dtype),
+        world_size=dist.get_world_size(),
+        data_parallel_size=num_ranks,
+        no_save_optim=False,
+        no_save_rng=False,
+        ckpt_format=options.format,
+        use_dist_ckpt=options.format != "torch",
         dist_ckpt_optim_fully_reshardable=options.optimizer_format == "fully_reshardable",
-    )  # fmt: skip
+    )
     return out
 
 
 def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
-    """Chunks within DistributedDataParallel, the distributed optimizer, and the scheduler of the learning rate."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    """Chunks within DistributedDataParallel, the distributed optimizer, and the scheduler of the
+    learning rate.
+    """
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
+    )
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     adam.install()
     models = build.build(args, args.params_dtype, training=True)
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+    )
     chunks = [DistributedDataParallel(model.config, ddp, model.train()) for model in models]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam", lr=options.lr, min_lr=options.min_lr, weight_decay=options.weight_decay, clip_grad=options.clip_grad,
-            bf16=args.bf16, params_dtype=args.params_dtype, use_distributed_optimizer=True,
+            optimizer="adam",
+            lr=options.lr,
+            min_lr=options.min_lr,
+            weight_decay=options.weight_decay,
+            clip_grad=options.clip_grad,
+            bf16=args.bf16,
+            params_dtype=args.params_dtype,
+            use_distributed_optimizer=True,
         ),
         chunks,
         config_overrides=no_decay(),
-    )  # fmt: skip
+    )
     per_step = options.global_batch_size  # the scheduler counts sequences
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=options.lr, min_lr=options.min_lr, lr_warmup_steps=options.warmup * per_step,
-        lr_decay_steps=max(args.lr_decay_iters, options.warmup + 1) * per_step, lr_decay_style="cosine",
-        start_wd=options.weight_decay, end_wd=options.weight_decay, wd_incr_steps=options.steps * per_step, wd_incr_style="constant",
+        optimizer,
+        init_lr=0.0,
+        max_lr=options.lr,
+        min_lr=options.min_lr,
+        lr_warmup_steps=options.warmup * per_step,
+        lr_decay_steps=max(args.lr_decay_iters, options.warmup + 1) * per_step,
+        lr_decay_style="cosine",
+        start_wd=options.weight_decay,
+        end_wd=options.weight_decay,
+        wd_incr_steps=options.steps * per_step,
+        wd_incr_style="constant",
         # a resumed run takes the count from the checkpoint, the rest from its own options
-        use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
-    )  # fmt: skip
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
     for model in models:
         model.config.finalize_model_grads_func = finalize_model_grads
         model.config.grad_scale_func = optimizer.scale_loss
@@ -185,7 +283,14 @@ def no_decay() -> Any:
     return get_standard_config_overrides(OptimizerConfig())
 
 
-def train_step(step: int, chunks: list[Any], optimizer: Any, scheduler: Any, args: Namespace, source: data.Source) -> Step:
+def train_step(
+    step: int,
+    chunks: list[Any],
+    optimizer: Any,
+    scheduler: Any,
+    args: Namespace,
+    source: data.Source,
+) -> Step:
     """Forward and backward over the global batch, one update; what it gave, on every rank."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -210,51 +315,83 @@ def train_step(step: int, chunks: list[Any], optimizer: Any, scheduler: Any, arg
         raise FloatingPointError(f"step {step}: the gradient is not finite")
     scheduler.step(increment=args.global_batch_size)
 
-    total = torch.stack(reports).sum(0) if reports else torch.zeros(2, device=torch.cuda.current_device())  # only the last stage has any
+    # only the last stage has any
+    total = (
+        torch.stack(reports).sum(0)
+        if reports
+        else torch.zeros(2, device=torch.cuda.current_device())
+    )
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
-    dist.broadcast(total, ps.get_pipeline_model_parallel_last_rank(), group=ps.get_pipeline_model_parallel_group())
+    dist.broadcast(
+        total,
+        ps.get_pipeline_model_parallel_last_rank(),
+        group=ps.get_pipeline_model_parallel_group(),
+    )
     loss, num_tokens = total.tolist()
     seconds = time.perf_counter() - started
     return {
-        "step": step, "loss": loss / num_tokens, "grad_norm": float(grad_norm), "lr": lr,
-        "seconds": seconds, "tokens_per_s": args.global_batch_size * args.seq_length / seconds,
-    }  # fmt: skip
+        "step": step,
+        "loss": loss / num_tokens,
+        "grad_norm": float(grad_norm),
+        "lr": lr,
+        "seconds": seconds,
+        "tokens_per_s": args.global_batch_size * args.seq_length / seconds,
+    }
 
 
 def batches(step: int, args: Namespace, source: data.Source) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's micro batches of a step: tokens, labels, positions, each [micro batch, its part of the sequence].
+    """This rank's micro batches of a step: tokens, labels, positions, each [micro batch, its part
+    of the sequence].
 
-    Micro batch m of the global batch is sequences m * micro_batch_size on; data-parallel rank r of n computes m = r, r + n, r + 2n ...
+    Micro batch m of the global batch is sequences m * micro_batch_size on; data-parallel rank r of
+    n computes m = r, r + n, r + 2n ...
     """
     from megatron.core import parallel_state as ps
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    # After 0.16 a call without cp_group cuts the sequence over all ranks of the run, and is_hybrid_cp, which 0.16 does not know, is required
+    # After 0.16 a call without cp_group cuts the sequence over all ranks of the run, and
+    # is_hybrid_cp, which 0.16 does not know, is required
     cut: dict[str, Any] = {"cp_group": ps.get_context_parallel_group()}
     if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
         cut["is_hybrid_cp"] = False
     size = args.micro_batch_size
     first = (step - 1) * args.global_batch_size
-    for micro in range(ps.get_data_parallel_rank(), args.global_batch_size // size, args.data_parallel_size):
+    for micro in range(
+        ps.get_data_parallel_rank(), args.global_batch_size // size, args.data_parallel_size
+    ):
         rows = np.stack([source(first + micro * size + row) for row in range(size)])
         both = torch.from_numpy(rows).to(torch.cuda.current_device())
         positions = torch.arange(args.seq_length, device=both.device).expand(size, -1)
-        batch = {"tokens": both[:, :-1].contiguous(), "labels": both[:, 1:].contiguous(), "positions": positions.contiguous()}
+        batch = {
+            "tokens": both[:, :-1].contiguous(),
+            "labels": both[:, 1:].contiguous(),
+            "positions": positions.contiguous(),
+        }
         yield get_batch_on_this_cp_rank(batch, **cut)
 
 
-def forward_step(iterator: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
-    """What the schedule calls for every chunk and micro batch: the chunk's output, and the loss of it."""
+def forward_step(
+    iterator: Iterator[dict[str, torch.Tensor]], chunk: Any
+) -> tuple[torch.Tensor, Any]:
+    """What the schedule calls for every chunk and micro batch: the chunk's output, and the loss of
+    it.
+    """
     batch = next(iterator)
     mask = None
-    if chunk.module.config.context_parallel_size == 1:  # Transformer Engine, which alone knows CP, masks by itself
+    # Transformer Engine, which alone knows CP, masks by itself
+    if chunk.module.config.context_parallel_size == 1:
         length = batch["tokens"].shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=batch["tokens"].device).triu(1)[None, None]  # True: may not look
+        # True: may not look
+        mask = torch.ones(length, length, dtype=torch.bool, device=batch["tokens"].device).triu(1)[
+            None, None
+        ]
     return chunk(batch["tokens"], batch["positions"], mask, labels=batch["labels"]), sum_loss
 
 
 def sum_loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of the losses of a micro batch [batch, seq], the number of its tokens, and both for the report."""
+    """Sum of the losses of a micro batch [batch, seq], the number of its tokens, and both for the
+    report.
+    """
     total = losses.float().sum()
     num_tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
     return total, num_tokens, torch.stack([total.detach(), num_tokens.float()])

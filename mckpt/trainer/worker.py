@@ -1,13 +1,16 @@
-"""The Megatron-Core side of a verdict, one rank of it: the model that a checkpoint's args describe, run on the reference's sequences.
+"""The Megatron-Core side of a verdict, one rank of it: the model that a checkpoint's args describe,
+run on the reference's sequences.
 
     torchrun --nproc-per-node N -m mckpt.trainer.worker job.json
 
-job.json: out (where the reference left its files), timeout_s, and checkpoints, a list of {name, path, args (instead of the
-checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl, casts (dtypes that the
-other side was cast to)}. All have the same sizes, so that one set of process groups serves.
+job.json: out (where the reference left its files), timeout_s, and checkpoints, a list of {name,
+path, args (instead of the checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl, casts
+(dtypes that the other side was cast to)}. All have the same sizes, so that one set of process
+groups serves.
 
-OUT/NAME.json: {"error": ...} or what was loaded; OUT/NAME.rank{r}.{i}.npz the states of sequence i that rank r holds; OUT/NAME.{i}.npz, by
-rank 0, how the logits differ, in fp32 and, prefixed `low_`, in the checkpoint's dtype, beside the fp32 states and the experts chosen.
+OUT/NAME.json: {"error": ...} or what was loaded; OUT/NAME.rank{r}.{i}.npz the states of sequence i
+that rank r holds; OUT/NAME.{i}.npz, by rank 0, how the logits differ, in fp32 and, prefixed `low_`,
+in the checkpoint's dtype, beside the fp32 states and the experts chosen.
 """
 
 from __future__ import annotations
@@ -38,7 +41,9 @@ def main(job: dict[str, Any]) -> None:
     for checkpoint in job["checkpoints"]:
         try:
             stored = checkpoint["args"] or load.read_args(checkpoint["path"])
-            args = build.at_sizes(stored, transformer_impl=checkpoint["impl"], **checkpoint["sizes"])
+            args = build.at_sizes(
+                stored, transformer_impl=checkpoint["impl"], **checkpoint["sizes"]
+            )
             if not started:
                 build.initialize(args, job["timeout_s"])
                 started = True
@@ -53,7 +58,9 @@ def main(job: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]], out: Path) -> dict[str, Any]:
+def run(
+    args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]], out: Path
+) -> dict[str, Any]:
     """One checkpoint in fp32, with its states, and in the dtype of its args."""
     own = getattr(args, "params_dtype", torch.float32)
     said: dict[str, Any] = {}
@@ -73,8 +80,13 @@ def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]],
             recorder.clear()
             found = forward.logits(chunks, args, torch.tensor([tokens]))
             if recorder.states:
-                kept: dict[str, Any] = {f"state_{name}": value[: len(tokens)] for name, value in recorder.states.items()}
-                kept |= {f"experts_{layer}": value[: len(tokens)] for layer, value in recorder.experts.items()}
+                kept: dict[str, Any] = {
+                    f"state_{name}": value[: len(tokens)] for name, value in recorder.states.items()
+                }
+                kept |= {
+                    f"experts_{layer}": value[: len(tokens)]
+                    for layer, value in recorder.experts.items()
+                }
                 np.savez(out / f"{checkpoint['name']}.rank{dist.get_rank()}.{index}.npz", **kept)
             if dist.get_rank() == 0:
                 assert found is not None
@@ -84,7 +96,11 @@ def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]],
         gc.collect()
     from megatron.core import __version__
 
-    said |= {"dtype": str(own).removeprefix("torch."), "impl": args.transformer_impl, "versions": {"megatron-core": __version__}}
+    said |= {
+        "dtype": str(own).removeprefix("torch."),
+        "impl": args.transformer_impl,
+        "versions": {"megatron-core": __version__},
+    }
     if args.transformer_impl == "transformer_engine":
         import transformer_engine
 
@@ -94,13 +110,18 @@ def run(args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]],
 
 @contextmanager
 def fitting(path: str) -> Iterator[None]:
-    """What megatron-core and torch say of args and tensors that do not fit each other, as a SourceError."""
+    """What megatron-core and torch say of args and tensors that do not fit each other, as a
+    SourceError.
+    """
     try:
         yield
     except (MckptError, torch.OutOfMemoryError, dist.DistError):
         raise
     except Exception as e:
-        raise SourceError(f"{path}: megatron-core cannot build or load what its args describe: {type(e).__name__}: {e}") from e
+        raise SourceError(
+            f"{path}: megatron-core cannot build or load what its args describe:"
+            f" {type(e).__name__}: {e}"
+        ) from e
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
@@ -110,8 +131,12 @@ def on_all_ranks(names: list[str]) -> list[str]:
     return sorted(set.intersection(*map(set, given)))
 
 
-def compare(found: torch.Tensor, tokens: list[int], out: Path, name: str, index: int, low: bool) -> None:
-    """Rank 0: keeps how these logits [seq, vocab] differ from the reference's, and some pairs of both."""
+def compare(
+    found: torch.Tensor, tokens: list[int], out: Path, name: str, index: int, low: bool
+) -> None:
+    """Rank 0: keeps how these logits [seq, vocab] differ from the reference's, and some pairs of
+    both.
+    """
     reference = torch.from_numpy(np.load(out / f"logits.{index}.npy", mmap_mode="r")[:])
     kept: dict[str, Any] = points.compare(reference, found, torch.tensor(tokens))
     path = out / f"{name}.{index}.npz"
@@ -121,7 +146,9 @@ def compare(found: torch.Tensor, tokens: list[int], out: Path, name: str, index:
         kept = dict(np.load(path)) | kept
     else:
         at = np.random.RandomState(index).randint(0, reference.numel(), SCATTER)
-        kept["scatter"] = np.stack([reference.reshape(-1)[at].numpy(), found.reshape(-1).cpu()[at].numpy()], 1)
+        kept["scatter"] = np.stack(
+            [reference.reshape(-1)[at].numpy(), found.reshape(-1).cpu()[at].numpy()], 1
+        )
     np.savez(path, **kept)
 
 

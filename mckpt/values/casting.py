@@ -1,4 +1,6 @@
-"""Casts between the dtypes of weights, as numpy has them, at the speed of memory also where 16 bits become or were float16."""
+"""Casts between the dtypes of weights, as numpy has them, at the speed of memory also where 16 bits
+become or were float16.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,14 @@ PIECE = 32 << 10  # elements at a time: what they take beside the arguments stay
 
 def scratch(elements: int) -> int:
     """Bytes that `cast` and `has_infinity` take, beside their arguments, for so many elements."""
-    return 12 * min(elements, PIECE)  # an index of 8 bytes, and a value of up to 4 where `out` has strides
+    # an index of 8 bytes, and a value of up to 4 where `out` has strides
+    return 12 * min(elements, PIECE)
 
 
 def cast(src: np.ndarray, out: np.ndarray) -> None:
-    """Fills `out` [m, n] with the values of `src` [m, n], rounded to even; what is too large becomes infinite."""
+    """Fills `out` [m, n] with the values of `src` [m, n], rounded to even; what is too large
+    becomes infinite.
+    """
     table = _table(src.dtype, out.dtype)
     if table is None:
         with np.errstate(all="ignore"):
@@ -24,7 +29,8 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
         return
     codes = src.view("u2")
     for part in pieces(*src.shape):
-        table.take(codes[part], out=out[part], mode="wrap")  # no code is beyond the table, and this mode does not buffer `out`
+        # no code is beyond the table, and this mode does not buffer `out`
+        table.take(codes[part], out=out[part], mode="wrap")
 
 
 def has_infinity(values: np.ndarray) -> bool:
@@ -34,9 +40,11 @@ def has_infinity(values: np.ndarray) -> bool:
 
 @functools.cache
 def _table(src: np.dtype, dst: np.dtype) -> np.ndarray | None:
-    """What each of the 65,536 codes of `src` is as `dst`, in 256 KiB at most, which stay in L2; None where numpy's cast needs no help.
+    """What each of the 65,536 codes of `src` is as `dst`, in 256 KiB at most, which stay in L2;
+    None where numpy's cast needs no help.
 
-    numpy's wheels for x86 cast float16 without F16C: bfloat16 to it takes 3 to 5 ns an element, by the table 1.5 to 2.
+    numpy's wheels for x86 cast float16 without F16C: bfloat16 to it takes 3 to 5 ns an element, by
+    the table 1.5 to 2.
     """
     if src == dst or src.itemsize != 2 or dst.itemsize > 4 or "float16" not in (src.name, dst.name):
         return None

@@ -14,7 +14,8 @@ class DType(NamedTuple):
     name: str  # torch's name, used everywhere in mckpt
     itemsize: int  # bytes
     safetensors: str
-    storage: str | None  # class name of torch's typed storage; None: torch pickles these as _rebuild_tensor_v3
+    # class name of torch's typed storage; None: torch pickles these as _rebuild_tensor_v3
+    storage: str | None
 
 
 TABLE = {

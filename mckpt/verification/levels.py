@@ -42,12 +42,21 @@ SEQUENCES, LENGTH = 4, 512
 LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 BOUNDS = ("vocab_size", "max_positions")  # padded, and a promise: no part of the function
-SPLIT = ("first_stage_layers", "last_stage_layers", "account_for_embedding", "account_for_loss", "layout")
+SPLIT = (
+    "first_stage_layers",
+    "last_stage_layers",
+    "account_for_embedding",
+    "account_for_loss",
+    "layout",
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """How deep, at which sizes, on what. Sizes that are None are those of the checkpoint for `torch` files, else 1."""
+    """How deep, at which sizes, on what.
+
+    Sizes that are None are those of the checkpoint for `torch` files, else 1.
+    """
 
     level: str = "forward"
     tp: int | None = None
@@ -75,26 +84,46 @@ def verify(hf: str | Path, megatron: str | Path, **options: Any) -> Verdict:
     return verify_all(hf, [megatron], Options(**options))[0]
 
 
-def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Options) -> list[Verdict]:
-    """The verdict on each Megatron checkpoint; the Hugging Face model runs once. All must run at the same sizes."""
+def verify_all(
+    hf: str | Path, checkpoints: Sequence[str | Path], options: Options
+) -> list[Verdict]:
+    """The verdict on each Megatron checkpoint; the Hugging Face model runs once.
+
+    All must run at the same sizes.
+    """
     if options.level not in LEVELS:
         raise UsageError(f"no level {options.level!r}; known: {', '.join(LEVELS)}")
-    left = Checkpoint(hf, Known(family=options.family, mapping=options.mapping, settings=options.settings))
+    left = Checkpoint(
+        hf, Known(family=options.family, mapping=options.mapping, settings=options.settings)
+    )
     if left.format == "hf" and not (options.family or options.mapping) and checkpoints:
         left = left.named_as(Checkpoint(checkpoints[0], Known(iteration=options.iteration)))
         options = replace(options, mapping=left.known.mapping)
     if options.level == "bytes":
         return [_bytes(left, Checkpoint(path, _known(left, options))) for path in checkpoints]
     if left.format != "hf":
-        raise UsageError(f"{left.path}: is a Megatron checkpoint; the first of the two is a Hugging Face directory")
+        raise UsageError(
+            f"{left.path}: is a Megatron checkpoint; the first of the two is a Hugging Face"
+            " directory"
+        )
     launching.require("torch", "transformers", "megatron", "psutil")
     _ = left.layout  # damage is said before anything is started
     work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
     work.mkdir(parents=True, exist_ok=True)
     try:
-        subjects = [_Subject(left, path, options, f"checkpoint{index}", work) for index, path in enumerate(checkpoints)]
-        if any((s.pair.sizes, s.dtype, s.casts) != (subjects[0].pair.sizes, subjects[0].dtype, subjects[0].casts) for s in subjects):
-            raise UsageError("checkpoints that are verified together must be of one dtype, with the same casts in mckpt.json, and run at the same sizes")
+        subjects = [
+            _Subject(left, path, options, f"checkpoint{index}", work)
+            for index, path in enumerate(checkpoints)
+        ]
+        if any(
+            (s.pair.sizes, s.dtype, s.casts)
+            != (subjects[0].pair.sizes, subjects[0].dtype, subjects[0].casts)
+            for s in subjects
+        ):
+            raise UsageError(
+                "checkpoints that are verified together must be of one dtype, with the same casts"
+                " in mckpt.json, and run at the same sizes"
+            )
         with _comparing(subjects) as values:
             return _run(subjects, values, work, options)
     finally:
@@ -104,7 +133,8 @@ def verify_all(hf: str | Path, checkpoints: Sequence[str | Path], options: Optio
 
 @contextmanager
 def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | str]]]:
-    """Compares all stored values of each subject in threads of this process, while other processes compute.
+    """Compares all stored values of each subject in threads of this process, while other processes
+    compute.
 
     Ends the comparison early if the block fails.
     """
@@ -128,14 +158,19 @@ def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | str]]]
 
 
 def _values(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> Values:
-    """All stored values of the two, compared, with further copies of a tensor and the padding of a converted vocabulary."""
+    """All stored values of the two, compared, with further copies of a tensor and the padding of a
+    converted vocabulary.
+    """
     found = diff_converted(left, right, stop)
     found.replicas = comparison.copies_apart((left, right), stop)
-    converted = right.format != "hf" and right.manifest.get("source", {}).get("format") == "hf"  # which pads with zeros
+    # which pads with zeros
+    converted = right.format != "hf" and right.manifest.get("source", {}).get("format") == "hf"
     return Values(found, right.reader.padding() if converted else [])
 
 
-def diff_converted(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> comparison.Difference:
+def diff_converted(
+    left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None
+) -> comparison.Difference:
     """Compares a checkpoint with one that was converted from it, or the other way round.
 
     The manifests name the casts that were made on the way: the values must be equal to exactly
@@ -146,23 +181,35 @@ def diff_converted(left: Checkpoint, right: Checkpoint, stop: threading.Event | 
     return _diff_casts(left, right, stop)
 
 
-def _diff_casts(left: Checkpoint, right: Checkpoint, stop: threading.Event | None) -> comparison.Difference:
+def _diff_casts(
+    left: Checkpoint, right: Checkpoint, stop: threading.Event | None
+) -> comparison.Difference:
     made, always = casts_between(left, right), uncast(right)
-    return comparison.diff(left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop)
+    return comparison.diff(
+        left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop
+    )
 
 
 def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """The dtypes that the right side was cast to after it was the left one, one after the other; from their manifests."""
+    """The dtypes that the right side was cast to after it was the left one, one after the other;
+    from their manifests.
+    """
     known = right.casts[: len(left.casts)] == left.casts
     return right.casts[len(left.casts) :] if known else []
 
 
 def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """The logical templates that the checkpoint's mapping stores in one dtype, whatever the others are cast to, and that dtype."""
-    return {name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of}
+    """The logical templates that the checkpoint's mapping stores in one dtype, whatever the others
+    are cast to, and that dtype.
+    """
+    return {
+        name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of
+    }
 
 
-def _run(subjects: list[_Subject], values: Sequence[Future[Values | str]], work: Path, options: Options) -> list[Verdict]:
+def _run(
+    subjects: list[_Subject], values: Sequence[Future[Values | str]], work: Path, options: Options
+) -> list[Verdict]:
     """Levels `forward` and `train`."""
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
     num_ranks = launching.world({**sizes, "cp": 1})
@@ -175,20 +222,32 @@ def _run(subjects: list[_Subject], values: Sequence[Future[Values | str]], work:
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
-    launching.launch("mckpt.trainer.reference", {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held}, work, device)
+    launching.launch(
+        "mckpt.trainer.reference",
+        {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held},
+        work,
+        device,
+    )
 
     def run(suffix: str, sizes: dict[str, int]) -> None:
         jobs = [
-            {"name": s.pair.name + suffix, "path": str(s.run_path), "args": s.given_args, "sizes": {**sizes, "vocab_size": vocab_size},
-             "impl": options.transformer_impl, "casts": s.cast_back}
+            {
+                "name": s.pair.name + suffix,
+                "path": str(s.run_path),
+                "args": s.given_args,
+                "sizes": {**sizes, "vocab_size": vocab_size},
+                "impl": options.transformer_impl,
+                "casts": s.cast_back,
+            }
             for s in subjects
-        ]  # fmt: skip
+        ]
         job = {"out": str(work), "timeout_s": options.timeout_s, "checkpoints": jobs}
         launching.launch("mckpt.trainer.worker", job, work, device, launching.world(sizes))
 
     try:
         run("", {**sizes, "cp": 1})
-        if sizes["cp"] > 1:  # where nothing runs in fp32, which alone tells small faults: the same once more
+        # where nothing runs in fp32, which alone tells small faults: the same once more
+        if sizes["cp"] > 1:
             run(".cp", sizes)
     except MckptError as e:
         only = subjects[0].pair
@@ -197,12 +256,15 @@ def _run(subjects: list[_Subject], values: Sequence[Future[Values | str]], work:
         found = [verdict.does_not_load(only, e)]  # and the args say why
     else:
         found = [
-            verdict.judge(subject.pair, one.result(), work, device, num_ranks) for subject, one in zip(subjects, values, strict=True)
+            verdict.judge(subject.pair, one.result(), work, device, num_ranks)
+            for subject, one in zip(subjects, values, strict=True)
         ]
     for subject, one in zip(subjects, found, strict=True):
         one.facts["level"] = options.level
         if subject.resharded:
-            one.facts["resharded"] = f"from {subject.pair.right.parallel}, into a temporary directory"
+            one.facts["resharded"] = (
+                f"from {subject.pair.right.parallel}, into a temporary directory"
+            )
         if options.level == "train" and one.verdict != "fail":
             _train(subject, one, work, options)
     return found
@@ -211,7 +273,8 @@ def _run(subjects: list[_Subject], values: Sequence[Future[Values | str]], work:
 def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
     """The directory, or of a quantised one a copy that is not.
 
-    transformers 5 runs 8 bits on few GPUs, and elsewhere reads blocks wrongly that do not divide a weight (integrations/finegrained_fp8.py).
+    transformers 5 runs 8 bits on few GPUs, and elsewhere reads blocks wrongly that do not divide a
+    weight (integrations/finegrained_fp8.py).
     """
     if not left.quantised:
         return left.path
@@ -220,13 +283,17 @@ def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
     return copy
 
 
-# ---------------------------------------------------------------------------------------------------------------- bytes
+# -------------------------------------------------------------------------------------------- bytes
 
 
 def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
     """Level `bytes`: the tensors, and the dims where both sides say them."""
     facts: dict[str, Any] = {"level": "bytes", "hf": str(left.path), "megatron": str(right.path)}
-    apart, unread = differing_dims(left, right, window=True) if left.format == "hf" != right.format else (_dims_apart(left, right), None)
+    apart, unread = (
+        differing_dims(left, right, window=True)
+        if left.format == "hf" != right.format
+        else (_dims_apart(left, right), None)
+    )
     facts["dims"] = apart
     reasons = [*map(verdict.say_dim, apart), *([unread] if unread else [])]
     try:
@@ -238,19 +305,28 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
     reasons += values.reasons(left, right)
     missing = [*unlike_dims(left, right), *values.not_compared()]
     facts["notes"] = [*left.notes, *right.notes]
-    return Verdict("fail" if reasons else "incomplete" if missing else "pass", [*reasons, *missing], {**facts, "values": values.difference.json()})
+    return Verdict(
+        "fail" if reasons else "incomplete" if missing else "pass",
+        [*reasons, *missing],
+        {**facts, "values": values.difference.json()},
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- a Megatron checkpoint
+# ---------------------------------------------------------------------------- a Megatron checkpoint
 
 
 class _Subject:
     """One Megatron checkpoint: what its args say beside the config, and how it is run."""
 
-    def __init__(self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path) -> None:
+    def __init__(
+        self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
+    ) -> None:
         right = Checkpoint(path, _known(left, options))
         if right.format == "hf":
-            raise UsageError(f"{path}: is a Hugging Face directory; the second of the two is a Megatron checkpoint")
+            raise UsageError(
+                f"{path}: is a Hugging Face directory; the second of the two is a Megatron"
+                " checkpoint"
+            )
         apart, unread = differing_dims(left, right)
         self.given_args: dict[str, Any] | None = None
         args = right.args
@@ -261,7 +337,14 @@ class _Subject:
         self.dtype = str(args.get("params_dtype") or "torch.float32").removeprefix("torch.")
         saved = right.parallel if right.format == "torch" else Parallel()
         wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
-        sizes = {"tp": wanted.tp, "pp": wanted.pp, "vpp": wanted.vpp, "ep": wanted.ep, "etp": wanted.expert_tp, "cp": options.cp}
+        sizes = {
+            "tp": wanted.tp,
+            "pp": wanted.pp,
+            "vpp": wanted.vpp,
+            "ep": wanted.ep,
+            "etp": wanted.expert_tp,
+            "cp": options.cp,
+        }
         where = Path(path) if right.unit is None else right.unit.path
         split = (
             {k: v for k in SPLIT if (v := getattr(right.parallel, k))}
@@ -277,17 +360,29 @@ class _Subject:
             for layer, expert in zip(s.layer.tolist(), s.expert.tolist(), strict=True)
         ]
         self.cast_back = [] if self.casts else casts_between(right, left)
-        cast = [f"transformers runs with its weights cast to {', then '.join(self.casts)}, as mckpt.json says"] * bool(self.casts)
-        cast += [f"Megatron-Core runs with its weights cast to {', then '.join(self.cast_back)}, as mckpt.json says"] * bool(self.cast_back)
+        cast = [
+            f"transformers runs with its weights cast to {', then '.join(self.casts)}, as"
+            " mckpt.json says"
+        ] * bool(self.casts)
+        cast += [
+            f"Megatron-Core runs with its weights cast to {', then '.join(self.cast_back)}, as"
+            " mckpt.json says"
+        ] * bool(self.cast_back)
         notes = [*left.notes, *right.notes, *_notes(left), *cast]
-        self.pair = Pair(name, left, right, where, sizes, apart, unread, notes, unlike_dims(left, right), split)
+        self.pair = Pair(
+            name, left, right, where, sizes, apart, unread, notes, unlike_dims(left, right), split
+        )
         check_sizes(left.dims, wanted)
         if options.cp > 1 and options.level == "train":
             raise UsageError(
-                "--level train compares in fp32, which Transformer Engine's context parallelism does not compute; leave --cp out"
+                "--level train compares in fp32, which Transformer Engine's context parallelism"
+                " does not compute; leave --cp out"
             )
         if options.cp > 1 and self.dtype == "float32":
-            raise UsageError(f"{path}: is fp32, which Transformer Engine's context parallelism does not compute; leave --cp out")
+            raise UsageError(
+                f"{path}: is fp32, which Transformer Engine's context parallelism does not compute;"
+                " leave --cp out"
+            )
         self.run_path = where
         self.resharded = right.format == "torch" and wanted != saved
         if self.resharded:
@@ -296,47 +391,87 @@ class _Subject:
 
     def other_sizes(self) -> dict[str, int]:
         """The second layout of `train`."""
-        return other_sizes(self.pair.sizes, self.pair.left.dims, self.pair.right.args or self.given_args or {})
+        return other_sizes(
+            self.pair.sizes, self.pair.left.dims, self.pair.right.args or self.given_args or {}
+        )
 
 
 def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
-    """Its weights as torch_dist, which runs at any sizes: `torch` files run only at those they were saved with."""
+    """Its weights as torch_dist, which runs at any sizes: `torch` files run only at those they were
+    saved with.
+    """
     # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
     oldest = mapping.load("megatron", DIALECT).megatron[0]
-    api.plan(source, directory, format="torch_dist", parallel=parallel, no_optimizer=True, megatron_version=oldest).run(checksum="none")
+    api.plan(
+        source,
+        directory,
+        format="torch_dist",
+        parallel=parallel,
+        no_optimizer=True,
+        megatron_version=oldest,
+    ).run(checksum="none")
 
 
 def _known(left: Checkpoint, options: Options) -> Known:
     """What the Hugging Face side tells about the other."""
     like = left.path if left.format == "hf" else None
-    return Known(iteration=options.iteration, like=like, family=options.family, mapping=options.mapping, settings=options.settings)
+    return Known(
+        iteration=options.iteration,
+        like=like,
+        family=options.family,
+        mapping=options.mapping,
+        settings=options.settings,
+    )
 
 
 def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     """Args that Megatron would have for the model of the config."""
     dialect = mapping.load("megatron", DIALECT)
     stored = right.stored
-    rows = None if isinstance(stored, hf_format.Checkpoint) else stored.padded_vocab(dialect, right.parallel)
-    given = {**mapping.GIVEN, "dtype": api.most_dtype(left), "padded_vocab_size": rows or left.dims["vocab_size"]}
+    rows = (
+        None
+        if isinstance(stored, hf_format.Checkpoint)
+        else stored.padded_vocab(dialect, right.parallel)
+    )
+    given = {
+        **mapping.GIVEN,
+        "dtype": api.most_dtype(left),
+        "padded_vocab_size": rows or left.dims["vocab_size"],
+    }
     return dialect.write(left.dims, given)
 
 
 def _dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
-    """Dims that two checkpoints of any formats say differently; those of the vocabulary's padding and longest sequence left out."""
+    """Dims that two checkpoints of any formats say differently; those of the vocabulary's padding
+    and longest sequence left out.
+    """
     both = [name for name in left.dims if name in right.dims and name not in BOUNDS]
     apart = [name for name in both if not _same(left.dims[name], right.dims[name])]
-    return [{"dim": n, "arg": n, "hf": _plain(left.dims[n]), "megatron": _plain(right.dims[n])} for n in apart]
+    return [
+        {"dim": n, "arg": n, "hf": _plain(left.dims[n]), "megatron": _plain(right.dims[n])}
+        for n in apart
+    ]
 
 
 def _notes(left: Checkpoint) -> list[str]:
-    """What is not run as it is stored; what stock Megatron would compute otherwise, though its args say it: the trainer here goes by the args."""
+    """What is not run as it is stored; what stock Megatron would compute otherwise, though its args
+    say it: the trainer here goes by the args.
+    """
     found = mapping.load("megatron", DIALECT).inexact(left.dims, mapping.GIVEN)
-    quantised = ["transformers runs on a copy of the Hugging Face side in bfloat16, dequantised by mckpt"] * left.quantised
-    return [*quantised, *(f"{name}: {why}; here the checkpoint's args are gone by" for name, why in found.items())]
+    quantised = [
+        "transformers runs on a copy of the Hugging Face side in bfloat16, dequantised by mckpt"
+    ] * left.quantised
+    return [
+        *quantised,
+        *(f"{name}: {why}; here the checkpoint's args are gone by" for name, why in found.items()),
+    ]
 
 
-def differing_dims(left: Checkpoint, right: Checkpoint, window: bool = False) -> tuple[list[dict[str, Any]], str | None]:
-    """Dims that the Megatron args and the config say differently; and why the args could not be read, if so.
+def differing_dims(
+    left: Checkpoint, right: Checkpoint, window: bool = False
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Dims that the Megatron args and the config say differently; and why the args could not be
+    read, if so.
 
     A sliding `window` is left out where a sequence beyond it is run.
     """
@@ -346,7 +481,8 @@ def differing_dims(left: Checkpoint, right: Checkpoint, window: bool = False) ->
     said, unread = _said(right, left.dims["vocab_size"])
     if unread is not None:
         return [], unread
-    meant = _written(right)  # what the args of an inexact conversion say in place of what --allow-inexact let pass
+    # what the args of an inexact conversion say in place of what --allow-inexact let pass
+    meant = _written(right)
     out = []
     for name, value in left.dims.items():
         other = said.get(name)
@@ -354,38 +490,63 @@ def differing_dims(left: Checkpoint, right: Checkpoint, window: bool = False) ->
         if name in BOUNDS or (name == "sliding_window" and not window) or _same(value, other):
             continue
         keys = dialect.dims[name].keys if name in dialect.dims else ()
-        out.append({"dim": name, "arg": ", ".join(keys) or name, "hf": _plain(value), "megatron": _plain(other)})
+        out.append(
+            {
+                "dim": name,
+                "arg": ", ".join(keys) or name,
+                "hf": _plain(value),
+                "megatron": _plain(other),
+            }
+        )
     return out, None
 
 
 def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """Sentences on the dims that --allow-inexact let a conversion write otherwise than its source has them."""
+    """Sentences on the dims that --allow-inexact let a conversion write otherwise than its source
+    has them.
+    """
     if left.format != "hf" or right.args is None:
         return []
-    pairs = [(name, left.dims[name], value) for name, value in _written(right).items() if name in left.dims]
+    pairs = [
+        (name, left.dims[name], value)
+        for name, value in _written(right).items()
+        if name in left.dims
+    ]
     return [
-        f"{name}: the config says {_plain(a)}, and the args mean {_plain(b)}: --allow-inexact {name} was given when the checkpoint was made"
+        f"{name}: the config says {_plain(a)}, and the args mean {_plain(b)}: --allow-inexact"
+        f" {name} was given when the checkpoint was made"
         for name, a, b in pairs
         if not _same(a, b)
     ]
 
 
 def _said(right: Checkpoint, vocab_size: int) -> tuple[Dims, str | None]:
-    """The dims that a Megatron checkpoint's args say by themselves; and why they could not be read, if so."""
+    """The dims that a Megatron checkpoint's args say by themselves; and why they could not be read,
+    if so.
+    """
     assert right.args is not None
     try:
-        return mapping.load("megatron", DIALECT).read(right.args, {}, f"args of {right.path}", {"vocab_size": vocab_size}), None
+        return (
+            mapping.load("megatron", DIALECT).read(
+                right.args, {}, f"args of {right.path}", {"vocab_size": vocab_size}
+            ),
+            None,
+        )
     except MckptError as e:
         return {}, str(e)
 
 
 def _written(right: Checkpoint) -> Dims:
-    """The values that args say for dims that --allow-inexact let pass: those of a dialect that writes the true dims and reads them again."""
+    """The values that args say for dims that --allow-inexact let pass: those of a dialect that
+    writes the true dims and reads them again.
+    """
     if not right.granted:
         return {}
     dialect = mapping.load("megatron", DIALECT)
     dims = {**right.dims, **right.granted}
-    again = dialect.read(dialect.write(dims, mapping.GIVEN), {}, "args", {"vocab_size": dims["vocab_size"]})
+    again = dialect.read(
+        dialect.write(dims, mapping.GIVEN), {}, "args", {"vocab_size": dims["vocab_size"]}
+    )
     return {name: again[name] for name in right.granted if name not in BOUNDS}
 
 
@@ -399,7 +560,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, (tuple, list)) else value
 
 
-# ---------------------------------------------------------------------------------------------------------------- train
+# -------------------------------------------------------------------------------------------- train
 
 
 def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> None:
@@ -414,35 +575,52 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
         path = subject.run_path
     dims = pair.left.dims
     multiple = math.lcm(first["tp"], second["tp"])
-    length = min(options.length, dims["max_positions"] or options.length, 256) // multiple * multiple
+    length = (
+        min(options.length, dims["max_positions"] or options.length, 256) // multiple * multiple
+    )
     if length == 0:
         raise UsageError(
-            f"--length {options.length} cannot be cut into {multiple} equal parts, as training at {say_sizes(first)} and at {say_sizes(second)} asks"
+            f"--length {options.length} cannot be cut into {multiple} equal parts, as training at"
+            f" {say_sizes(first)} and at {say_sizes(second)} asks"
         )
     curves = []
     for number, sizes in enumerate((first, second)):
         losses = work / f"{pair.name}.losses{number}.jsonl"
         job = {
-            "checkpoint": str(path), "losses": str(losses), "steps": options.steps, "seq_length": length,
-            "global_batch_size": 8, "dtype": "float32", "transformer_impl": options.transformer_impl, **sizes,
-        }  # fmt: skip
+            "checkpoint": str(path),
+            "losses": str(losses),
+            "steps": options.steps,
+            "seq_length": length,
+            "global_batch_size": 8,
+            "dtype": "float32",
+            "transformer_impl": options.transformer_impl,
+            **sizes,
+        }
         if subject.given_args:
             job["args"] = subject.given_args
         num_ranks = launching.world(sizes)
-        launching.launch("mckpt.trainer.train", job, work, launching.device(options.device, num_ranks), num_ranks)
+        launching.launch(
+            "mckpt.trainer.train", job, work, launching.device(options.device, num_ranks), num_ranks
+        )
         curves.append([json.loads(line) for line in losses.read_text().splitlines()])
     found.facts["training"] = verdict.judge_training(found, [first, second], curves)
 
 
-def other_sizes(sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any]) -> dict[str, int]:
+def other_sizes(
+    sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any]
+) -> dict[str, int]:
     """Sizes as unlike these as the model allows, on as many ranks, or on two if it was one."""
     num_ranks = max(2, launching.world(sizes))
     rows = args.get("padded_vocab_size") or dims["vocab_size"]
-    divided = [dims[k] for k in ("num_heads", "num_query_groups", "ffn_size") if dims.get(k)] + [rows]
+    divided = [dims[k] for k in ("num_heads", "num_query_groups", "ffn_size") if dims.get(k)] + [
+        rows
+    ]
 
     def fits(tp: int, pp: int, ep: int) -> bool:
         whole = all(d % tp == 0 for d in divided) and dims["num_layers"] % pp == 0
-        return whole and (ep == 1 or (bool(dims.get("num_experts")) and dims["num_experts"] % ep == 0))
+        return whole and (
+            ep == 1 or (bool(dims.get("num_experts")) and dims["num_experts"] % ep == 0)
+        )
 
     def unlike(new: dict[str, int]) -> int:
         return sum(new[k] != sizes[k] for k in ("tp", "pp", "ep"))
@@ -453,7 +631,10 @@ def other_sizes(sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any
         if fits(tp, pp, ep) and launching.world(new) == num_ranks and unlike(new):
             found.append(new)
     if not found:
-        raise UsageError(f"the model allows no other sizes than {say_sizes(sizes)} on {num_ranks} ranks: give others, or --level forward")
+        raise UsageError(
+            f"the model allows no other sizes than {say_sizes(sizes)} on {num_ranks} ranks: give"
+            " others, or --level forward"
+        )
     return max(found, key=unlike)
 
 
@@ -466,22 +647,29 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-# ---------------------------------------------------------------------------------------------------------------- tokens
+# ------------------------------------------------------------------------------------------- tokens
 
 
 def _sequences(left: Checkpoint, options: Options) -> list[list[int]]:
-    """Random tokens from fixed seeds over the whole vocabulary; the first runs beyond a sliding window."""
+    """Random tokens from fixed seeds over the whole vocabulary; the first runs beyond a sliding
+    window.
+    """
     dims = left.dims
     length = max(2, min(options.length, dims["max_positions"] or options.length))
     lengths = [length] * options.sequences
     window = dims.get("sliding_window")
     if window and length <= window < LONGEST_WINDOW:
         lengths[0] = min(window + window // 4 + 1, dims["max_positions"] or LONGEST_WINDOW)
-    return [np.random.RandomState(seed).randint(0, dims["vocab_size"], n).tolist() for seed, n in enumerate(lengths)]
+    return [
+        np.random.RandomState(seed).randint(0, dims["vocab_size"], n).tolist()
+        for seed, n in enumerate(lengths)
+    ]
 
 
 def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:
-    """The sequences of a file: JSON, a list of lists; JSON lines, a list or {"tokens": [...]} each; or .npy [sequences, length]."""
+    """The sequences of a file: JSON, a list of lists; JSON lines, a list or {"tokens": [...]} each;
+    or .npy [sequences, length].
+    """
     if path is None:
         return []
     try:
@@ -497,9 +685,18 @@ def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:
                 found = [found]  # one line
         rows = [row["tokens"] if isinstance(row, dict) else row for row in found]
     except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
-        raise UsageError(f"{path}: no sequences of tokens (JSON lists, one a line, or .npy): {e}") from None
+        raise UsageError(
+            f"{path}: no sequences of tokens (JSON lists, one a line, or .npy): {e}"
+        ) from None
     for number, row in enumerate(rows, 1):
-        wrong = not isinstance(row, list) or len(row) < 2 or any(type(t) is not int or not 0 <= t < vocab_size for t in row)
+        wrong = (
+            not isinstance(row, list)
+            or len(row) < 2
+            or any(type(t) is not int or not 0 <= t < vocab_size for t in row)
+        )
         if wrong:
-            raise UsageError(f"{path}: sequence {number} must be at least 2 whole numbers from 0 to {vocab_size - 1:,}")
+            raise UsageError(
+                f"{path}: sequence {number} must be at least 2 whole numbers from 0 to"
+                f" {vocab_size - 1:,}"
+            )
     return rows

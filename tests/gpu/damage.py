@@ -1,12 +1,15 @@
-"""Damages a converted model of 8B parameters and shows that `mckpt verify` fails and names the damage; run by hand on a GPU.
+"""Damages a converted model of 8B parameters and shows that `mckpt verify` fails and names the
+damage; run by hand on a GPU.
 
     python tests/gpu/damage.py WORK make                          Llama-3.1-8B's shape with random weights, converted to torch_dist
     python tests/gpu/damage.py WORK clean                         passes, with its stored values compared and without: the wall time of both
     python tests/gpu/damage.py WORK lowest-bit k-and-v ...        each fails, and its damage is named
 
-The faults: the lowest bit of one weight, the highest bit of its exponent, k and v exchanged in one layer, a wrong rope base in the args.
-Damaged copies share all files with the clean one but those that differ, so that WORK needs about 36 GB. A run of `clean` or of faults
-takes about two minutes on one H100; several can run side by side, each with a GPU of its own. Prints a line of JSON for each verdict.
+The faults: the lowest bit of one weight, the highest bit of its exponent, k and v exchanged in one
+layer, a wrong rope base in the args. Damaged copies share all files with the clean one but those
+that differ, so that WORK needs about 36 GB. A run of `clean` or of faults takes about two minutes
+on one H100; several can run side by side, each with a GPU of its own. Prints a line of JSON for
+each verdict.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ def main() -> int:
     parser.add_argument("work", type=Path)
     parser.add_argument("parts", nargs="+", choices=["make", "clean", *FAULTS])
     parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--shrink", type=int, default=1, help="divide every width by this, to rehearse on a CPU")
+    parser.add_argument(
+        "--shrink", type=int, default=1, help="divide every width by this, to rehearse on a CPU"
+    )
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
     work, faults = options.work, [part for part in options.parts if part in FAULTS]
@@ -52,7 +57,10 @@ def main() -> int:
     right = True
     if "clean" in options.parts:
         right &= judge(work, ["clean"], "with values", options.device) == ["pass"]
-        compare, verification._values = verification._values, lambda *a: Values(comparison.Difference())
+        compare, verification._values = (
+            verification._values,
+            lambda *a: Values(comparison.Difference()),
+        )
         right &= judge(work, ["clean"], "without values", options.device) == ["pass"]
         verification._values = compare
         started = time.perf_counter()
@@ -70,7 +78,9 @@ def main() -> int:
 def make(work: Path, layers: int, shrink: int) -> None:
     """The source and its clean conversion."""
     shutil.rmtree(work, ignore_errors=True)
-    config = json.loads((ROOT / "fixtures/configs/llama-3.1-8b.json").read_text()) | {"num_hidden_layers": layers}
+    config = json.loads((ROOT / "fixtures/configs/llama-3.1-8b.json").read_text()) | {
+        "num_hidden_layers": layers
+    }
     for width in ("hidden_size", "intermediate_size", "vocab_size"):
         config[width] //= shrink
     parameters, nbytes = make_model(config, work / "hf")
@@ -82,12 +92,22 @@ def make(work: Path, layers: int, shrink: int) -> None:
 def judge(work: Path, names: list[str], how: str, device: str) -> list[str]:
     """The verdicts on checkpoints of WORK; the Hugging Face side runs once for all of them."""
     started = time.perf_counter()
-    found = verification.verify_all(work / "hf", [work / name for name in names], verification.Options(device=device))
+    found = verification.verify_all(
+        work / "hf", [work / name for name in names], verification.Options(device=device)
+    )
     seconds = round(time.perf_counter() - started, 1)
     for name, one in zip(names, found, strict=True):
         logits = one.facts.get("logits", {}).get("float32", {})
         margin, max_abs = logits.get("below"), logits.get("max_abs")
-        say(checkpoint=name, how=how, verdict=one.verdict, seconds=seconds, margin=margin, max_abs=max_abs, reasons=one.reasons[:2])
+        say(
+            checkpoint=name,
+            how=how,
+            verdict=one.verdict,
+            seconds=seconds,
+            margin=margin,
+            max_abs=max_abs,
+            reasons=one.reasons[:2],
+        )
     return [one.verdict for one in found]
 
 
@@ -119,7 +139,9 @@ def change(directory: Path, key: str, damage: Callable[[np.ndarray, dict[str, An
     """Changes the bits, as uint16 [rows, columns], of a middle layer's stored tensor in place."""
     ckpt = Checkpoint(directory, Known(like=directory.parent / "hf"))
     layer = ckpt.dims["num_layers"] // 2
-    stored = next(s for s in ckpt.layout.stored if s.key.endswith(key) and layer in s.layer.tolist())
+    stored = next(
+        s for s in ckpt.layout.stored if s.key.endswith(key) and layer in s.layer.tolist()
+    )
     at = stored.layer.tolist().index(layer)
     path = own(Path(ckpt.layout.files[int(stored.file[at])]))
     rows = np.memmap(path, "u2", "r+", int(stored.at[at]), stored.shape)

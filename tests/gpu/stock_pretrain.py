@@ -1,18 +1,23 @@
-"""pretrain_gpt.py of Megatron-LM trains what mckpt converted, on GPUs with real Transformer Engine, and mckpt converts it back.
+"""pretrain_gpt.py of Megatron-LM trains what mckpt converted, on GPUs with real Transformer Engine,
+and mckpt converts it back.
 
-    python tests/gpu/stock_pretrain.py --megatron-lm DIR [--work DIR] [--gpus 2] [--only qwen3] [--limit-s 300]
+    python tests/gpu/stock_pretrain.py --megatron-lm DIR [--work DIR] [--gpus 2] [--only qwen3]
+    [--limit-s 300]
 
-For each family, format and size: mckpt writes a Megatron checkpoint in bf16; pretrain_gpt.py runs under torchrun with the megatron_args.sh of
-that checkpoint and RUN below, two iterations at a learning rate of 0 with the distributed optimizer on made-up data, and saves; mckpt
-converts what it saved to Hugging Face, and every tensor must be that of the source, bit for bit. The log must not say that the loader
-tried again without strictness (`load_return`).
+For each family, format and size: mckpt writes a Megatron checkpoint in bf16; pretrain_gpt.py runs
+under torchrun with the megatron_args.sh of that checkpoint and RUN below, two iterations at a
+learning rate of 0 with the distributed optimizer on made-up data, and saves; mckpt converts what it
+saved to Hugging Face, and every tensor must be that of the source, bit for bit. The log must not
+say that the loader tried again without strictness (`load_return`).
 
-DIR is a checkout of Megatron-LM, or any folder that holds pretrain_gpt.py. Where DIR has no megatron/training, that of the installed wheel
-is used, which with --wheel is so in any case. DIR is not written to: scripts and packages are copied.
+DIR is a checkout of Megatron-LM, or any folder that holds pretrain_gpt.py. Where DIR has no
+megatron/training, that of the installed wheel is used, which with --wheel is so in any case. DIR is
+not written to: scripts and packages are copied.
 
-WORK/results.json has a record for each case, also for those of earlier runs with another --only; WORK/CASE/log.txt has the output of the
-trainer. stdout gets a table with a row for each case. A case that fails, or takes longer than --limit-s, does not end the others. Exit status:
-0 if every case passed, else 1.
+WORK/results.json has a record for each case, also for those of earlier runs with another --only;
+WORK/CASE/log.txt has the output of the trainer. stdout gets a table with a row for each case. A
+case that fails, or takes longer than --limit-s, does not end the others. Exit status: 0 if every
+case passed, else 1.
 """
 
 from __future__ import annotations
@@ -38,32 +43,59 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = "pretrain_gpt.py"
 VOCAB = 4200  # not a multiple of 128, so that the vocabulary is padded
 SIZES: dict[str, Any] = {  # what Transformer Engine's kernels like: multiples of 16 and 32
-    "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
-    "max_position_embeddings": 512, "vocab_size": VOCAB,
-}  # fmt: skip
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": VOCAB,
+}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": SIZES | {"head_dim": 32},
     "qwen2": SIZES | {"max_window_layers": 2},
     "qwen3": SIZES | {"head_dim": 64},
     "mixtral": SIZES | {"head_dim": 32, "num_local_experts": 8},
-    "deepseek-v3": SIZES | {
-        "num_key_value_heads": 4, "num_hidden_layers": 3, "q_lora_rank": 96, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
-        "v_head_dim": 32, "moe_intermediate_size": 64, "n_routed_experts": 16, "num_experts_per_tok": 6, "n_group": 4, "topk_group": 3,
-    },
-}  # fmt: skip
+    "deepseek-v3": (
+        SIZES
+        | {
+            "num_key_value_heads": 4,
+            "num_hidden_layers": 3,
+            "q_lora_rank": 96,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 32,
+            "v_head_dim": 32,
+            "moe_intermediate_size": 64,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 6,
+            "n_group": 4,
+            "topk_group": 3,
+        }
+    ),
+}
 MOE = ("mixtral", "deepseek-v3")
 FORMATS = ("torch_dist", "torch")
-# Flags of the run. They leave every weight as it is: no step, no decay, and the bias of a router's experts stays too. Apex is not needed.
+# Flags of the run. They leave every weight as it is: no step, no decay, and the bias of a router's
+# experts stays too. Apex is not needed.
 RUN = """--micro-batch-size 1 --global-batch-size 2 --seq-length 128 --train-iters 2 --lr 0 --min-lr 0 --lr-decay-style constant --weight-decay 0
     --clip-grad 1.0 --moe-router-bias-update-rate 0 --use-distributed-optimizer --no-gradient-accumulation-fusion --mock-data --split 99,1,0
     --eval-iters 1 --eval-interval 1000 --log-interval 1 --save-interval 2 --no-load-optim --no-load-rng --no-save-optim --no-save-rng
     --distributed-timeout-minutes 3"""
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron asks for it with tensor parallelism
-    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",  # shared hosts: no NVLink multicast
-    "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo",  # one host, which may have no other network
-    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "2",
-}  # fmt: skip
+    # shared hosts: no NVLink multicast
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # one host, which may have no other network
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONWARNINGS": "ignore",
+    "OMP_NUM_THREADS": "2",
+}
 COLUMNS = ("family", "format", "sizes", "convert", "train", "loss", "back", "seconds", "result")
 ERROR_SHOWN = 1500  # characters of a log in a record
 LOSS = re.compile(r"lm loss: ([-+.\w]+)")
@@ -90,24 +122,46 @@ def main() -> int:
         directory = work / name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-        record = run_case(family, form, size, program, directory, options.limit_s, shlex.split(options.extra))
+        record = run_case(
+            family, form, size, program, directory, options.limit_s, shlex.split(options.extra)
+        )
         records.append({"name": name} | record)
-        kept = [other for other in before if other["name"] not in {done["name"] for done in records}]
+        kept = [
+            other for other in before if other["name"] not in {done["name"] for done in records}
+        ]
         results.write_text(json.dumps([*kept, *records], indent=2) + "\n")
         print("| " + " | ".join(str(record[column]) for column in COLUMNS) + " |", flush=True)
     failed = [record["name"] for record in records if record["result"] != "pass"]
-    print(f"\n{len(records) - len(failed)} of {len(records)} pass" + "".join(f"\n- {name}: {work / name / 'log.txt'}" for name in failed))
+    print(
+        f"\n{len(records) - len(failed)} of {len(records)} pass"
+        + "".join(f"\n- {name}: {work / name / 'log.txt'}" for name in failed)
+    )
     return 1 if failed or not records else 0
 
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     out.add_argument("--megatron-lm", type=Path, required=True, help=f"folder with {SCRIPT}")
-    out.add_argument("--work", type=Path, default=Path("stock-pretrain"), help="folder for checkpoints, logs and results.json")
+    out.add_argument(
+        "--work",
+        type=Path,
+        default=Path("stock-pretrain"),
+        help="folder for checkpoints, logs and results.json",
+    )
     out.add_argument("--gpus", type=int, help="ranks that may be started; all GPUs by default")
-    out.add_argument("--only", default="", help="run the cases whose name contains this, such as qwen3-torch_dist")
-    out.add_argument("--limit-s", type=float, default=300, help="seconds for the trainer of one case")
-    out.add_argument("--wheel", action="store_true", help="use megatron of the installed wheel, and only the scripts of the folder")
+    out.add_argument(
+        "--only",
+        default="",
+        help="run the cases whose name contains this, such as qwen3-torch_dist",
+    )
+    out.add_argument(
+        "--limit-s", type=float, default=300, help="seconds for the trainer of one case"
+    )
+    out.add_argument(
+        "--wheel",
+        action="store_true",
+        help="use megatron of the installed wheel, and only the scripts of the folder",
+    )
     out.add_argument("--extra", default="", help="further flags for the trainer, as one text")
     return out
 
@@ -136,7 +190,8 @@ def said(size: dict[str, int]) -> str:
 def copy_program(source: Path, target: Path, wheel: bool) -> Path:
     """Copies pretrain_gpt.py and what lies beside it; returns the path of the copy.
 
-    With the whole of Megatron-LM, the compiled helpers of the data sets are taken from the installed wheel, so that no compiler is needed.
+    With the whole of Megatron-LM, the compiled helpers of the data sets are taken from the
+    installed wheel, so that no compiler is needed.
     """
     script = source if source.is_file() else source / SCRIPT
     if not script.is_file():
@@ -149,16 +204,36 @@ def copy_program(source: Path, target: Path, wheel: bool) -> Path:
     for path in script.parent.glob("*.py"):
         shutil.copy(path, target)
     if (script.parent / "megatron" / "training").is_dir() and not wheel:
-        shutil.copytree(script.parent / "megatron", target / "megatron", ignore=shutil.ignore_patterns("__pycache__", ".git"))
+        shutil.copytree(
+            script.parent / "megatron",
+            target / "megatron",
+            ignore=shutil.ignore_patterns("__pycache__", ".git"),
+        )
         for place in sys.path:
             for helpers in Path(place or ".").glob("megatron/core/datasets/helpers_cpp*.so"):
                 shutil.copy(helpers, target / "megatron" / "core" / "datasets")
     return target / script.name
 
 
-def run_case(family: str, form: str, size: dict[str, int], program: Path, directory: Path, limit_s: float, extra: list[str]) -> Json:
-    """Converts, trains and converts back; returns the record. What goes wrong is in it, as `error`."""
-    record: Json = dict.fromkeys(COLUMNS, "") | {"family": family, "format": form, "sizes": said(size), "result": "FAIL"}
+def run_case(
+    family: str,
+    form: str,
+    size: dict[str, int],
+    program: Path,
+    directory: Path,
+    limit_s: float,
+    extra: list[str],
+) -> Json:
+    """Converts, trains and converts back; returns the record.
+
+    What goes wrong is in it, as `error`.
+    """
+    record: Json = dict.fromkeys(COLUMNS, "") | {
+        "family": family,
+        "format": form,
+        "sizes": said(size),
+        "result": "FAIL",
+    }
     started = time.monotonic()
     step = "convert"
     try:
@@ -197,23 +272,51 @@ def convert(family: str, form: str, size: dict[str, int], directory: Path) -> di
 
 
 def train(program: Path, directory: Path, ranks: int, limit_s: float, extra: list[str]) -> str:
-    """Runs pretrain_gpt.py under torchrun, the launch line through bash as a user would; returns the log."""
+    """Runs pretrain_gpt.py under torchrun, the launch line through bash as a user would; returns
+    the log.
+    """
     from mckpt import launching
 
-    run = [*RUN.split(), *extra, "--load", str(directory / "megatron"), "--save", str(directory / "trained"),
-           "--data-cache-path", str(directory / "cache")]  # fmt: skip
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-addr", "127.0.0.1",
-                "--master-port", str(launching.free_port()), str(Path(__file__).resolve()), "--as-rank", str(program)]  # fmt: skip
+    run = [
+        *RUN.split(),
+        *extra,
+        "--load",
+        str(directory / "megatron"),
+        "--save",
+        str(directory / "trained"),
+        "--data-cache-path",
+        str(directory / "cache"),
+    ]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(launching.free_port()),
+        str(Path(__file__).resolve()),
+        "--as-rank",
+        str(program),
+    ]
     script = f". {shlex.quote(str(directory / 'megatron/release/megatron_args.sh'))}\n"
     script += f'exec {shlex.join(torchrun)} "${{MEGATRON_ARGS[@]}}" {shlex.join(run)}\n'
     (directory / "command.sh").write_text(script)
-    path = os.pathsep.join(filter(None, [str(program.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    path = os.pathsep.join(
+        filter(None, [str(program.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    )
     log = directory / "log.txt"
     with log.open("w") as stream:
         process = subprocess.Popen(
-            ["bash", str(directory / "command.sh")], env=os.environ | ENVIRONMENT | {"PYTHONPATH": path}, stdout=stream, stderr=stream,
-            cwd=directory, start_new_session=True,
-        )  # fmt: skip
+            ["bash", str(directory / "command.sh")],
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": path},
+            stdout=stream,
+            stderr=stream,
+            cwd=directory,
+            start_new_session=True,
+        )
         try:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -222,14 +325,18 @@ def train(program: Path, directory: Path, ranks: int, limit_s: float, extra: lis
             end(process)
     text = log.read_text(errors="replace")
     if code is None:
-        raise TimeoutError(f"the trainer did not end in {limit_s:.0f} s; its log ends: {text[-ERROR_SHOWN:]}")
+        raise TimeoutError(
+            f"the trainer did not end in {limit_s:.0f} s; its log ends: {text[-ERROR_SHOWN:]}"
+        )
     if code:
         raise RuntimeError(f"the trainer ended with exit code {code}: {reason(text)}")
     return text
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and its ranks: it passes SIGTERM on to them, and they are sessions of their own."""
+    """Ends torchrun and its ranks: it passes SIGTERM on to them, and they are sessions of their
+    own.
+    """
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -241,7 +348,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def reason(log: str) -> str:
     """The message of the first error that a rank raised, or else the end of the log."""
-    found = re.search(r"^(?:\[rank\d+\]: ?)?([A-Z]\w*(?:Error|Exception|Exit)\b|\S+\.py: error: )", log, re.MULTILINE)
+    found = re.search(
+        r"^(?:\[rank\d+\]: ?)?([A-Z]\w*(?:Error|Exception|Exit)\b|\S+\.py: error: )",
+        log,
+        re.MULTILINE,
+    )
     return (log[found.start(1) :] if found else log[-ERROR_SHOWN:])[:ERROR_SHOWN]
 
 
@@ -249,7 +360,10 @@ def problems_of(log: str, losses: list[str]) -> list[str]:
     """What a log says that a run with exit code 0 must not say, or does not say."""
     out = []
     if "load_return" in log:
-        out.append("the loader tried again with strict=False: " + next(line for line in log.splitlines() if "load_return" in line)[:300])
+        out.append(
+            "the loader tried again with strict=False: "
+            + next(line for line in log.splitlines() if "load_return" in line)[:300]
+        )
     if "successfully loaded checkpoint" not in log:
         out.append("the log does not say that a checkpoint was loaded")
     train_losses = [float(value) for value in losses]
@@ -259,17 +373,24 @@ def problems_of(log: str, losses: list[str]) -> list[str]:
 
 
 def back(source: dict[str, Any], directory: Path) -> int:
-    """Converts what was trained to Hugging Face and compares; returns the number of tensors. ValueError if one differs."""
+    """Converts what was trained to Hugging Face and compares; returns the number of tensors.
+
+    ValueError if one differs.
+    """
     import ml_dtypes  # noqa: F401  safetensors gives bfloat16 as this
 
     import mckpt
 
-    mckpt.plan(directory / "trained", directory / "back", format="hf", no_optimizer=True).run(check_replicas=True)
+    mckpt.plan(directory / "trained", directory / "back", format="hf", no_optimizer=True).run(
+        check_replicas=True
+    )
     found = stored(directory / "back")
     apart = sorted(source.keys() ^ found.keys())
     if apart:
         raise ValueError(f"tensors of one side only: {apart[:5]}, {len(apart)} in all")
-    different = [name for name, array in source.items() if (array.shape, array.tobytes()) != found[name]]
+    different = [
+        name for name, array in source.items() if (array.shape, array.tobytes()) != found[name]
+    ]
     if different:
         raise ValueError(f"{len(different)} of {len(source)} tensors differ: {different[:5]}")
     return len(source)
@@ -289,7 +410,9 @@ def stored(directory: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
 
 
 def as_rank(script: str, flags: list[str]) -> None:
-    """One rank: pretrain_gpt.py as it is. Helpers of the data sets that are compiled already are not compiled again.
+    """One rank: pretrain_gpt.py as it is.
+
+    Helpers of the data sets that are compiled already are not compiled again.
 
     A wheel holds them compiled and has no makefile, and the trainer would stop at that.
     """

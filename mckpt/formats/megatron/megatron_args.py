@@ -1,7 +1,7 @@
 """Megatron's args as what a user runs: the flags of pretrain_gpt.py, as a shell array and as JSON.
 
-Megatron's own --use-checkpoint-args leaves out much of what changes the result (norm epsilon, q/k norms, rope scaling), so every output
-carries all of it.
+Megatron's own --use-checkpoint-args leaves out much of what changes the result (norm epsilon, q/k
+norms, rope scaling), so every output carries all of it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ TITLE = "Flags of pretrain_gpt.py for this checkpoint."
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch line as flag -> value, in the order of the dialect. The value True stands for a flag without a value."""
+    """A launch line as flag -> value, in the order of the dialect.
+
+    The value True stands for a flag without a value.
+    """
 
     model: dict[str, Any]  # facts of the model: with others it is a different model
     run: dict[str, Any]  # settings of the run: defaults that the user may change
@@ -31,7 +34,10 @@ class Launch:
 
 
 def launch(dialect: MappingFile, args: Mapping[str, Any]) -> Launch:
-    """The launch line of a model with these args. `flags` and `run_flags` of the dialect name the args and how each is said."""
+    """The launch line of a model with these args.
+
+    `flags` and `run_flags` of the dialect name the args and how each is said.
+    """
     return Launch(_said(dialect.flags, args), _said(dialect.run_flags, args))
 
 
@@ -61,17 +67,32 @@ def shell(said: Launch) -> str:
     """A file to be sourced: `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
 
     def lines(flags: Mapping[str, Any]) -> list[str]:
-        return [f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}") for flag, value in flags.items()]
+        return [
+            f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}")
+            for flag, value in flags.items()
+        ]
 
     text = [
         f"# {TITLE} Source this file, then:",
         '#     pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load DIR --no-load-optim --no-load-rng ...',
         "MEGATRON_ARGS=(",
-        "    # Facts of the model. Do not change them: the weights would not load, or would compute something else.",
+        (
+            "    # Facts of the model. Do not change them: the weights would not load, or would"
+            " compute something else."
+        ),
         *lines(said.model),
-        "    # Settings of the run. You may change them: edit them here, or give a flag again after the array, because the last one wins",
-        "    # (for example --seq-length 8192). A flag without a value is switched off by deleting its line.",
-        "    # The files of a checkpoint in the format torch fit these parallel sizes and this --transformer-impl only.",
+        (
+            "    # Settings of the run. You may change them: edit them here, or give a flag again"
+            " after the array, because the last one wins"
+        ),
+        (
+            "    # (for example --seq-length 8192). A flag without a value is switched off by"
+            " deleting its line."
+        ),
+        (
+            "    # The files of a checkpoint in the format torch fit these parallel sizes and this"
+            " --transformer-impl only."
+        ),
         *lines(said.run),
     ]
     return "\n".join([*text, ")", ""])

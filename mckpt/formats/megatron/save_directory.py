@@ -1,4 +1,5 @@
-"""Megatron's save directories: the tracker, iterations, and what every checkpoint in one has beside its tensors.
+"""Megatron's save directories: the tracker, iterations, and what every checkpoint in one has beside
+its tensors.
 
     DIR/latest_checkpointed_iteration.txt     "123" or "release"
     DIR/iter_0000123/, DIR/release/           one checkpoint each: a unit
@@ -44,28 +45,46 @@ def is_unit_name(name: str) -> bool:
 
 
 def find(path: Path, iteration: int | None = None) -> Unit | None:
-    """The checkpoint that `path` means: itself, or of a save directory the one its tracker (or `iteration`) names. None: no save directory."""
+    """The checkpoint that `path` means: itself, or of a save directory the one its tracker (or
+    `iteration`) names.
+
+    None: no save directory.
+    """
     path = path.resolve()
     tracker = path / TRACKER
-    units = sorted(p.name for p in path.iterdir() if p.is_dir() and is_unit_name(p.name)) if path.is_dir() else []
+    units = (
+        sorted(p.name for p in path.iterdir() if p.is_dir() and is_unit_name(p.name))
+        if path.is_dir()
+        else []
+    )
     if not tracker.exists() and not units:
         if iteration is not None and path.name != unit_name(iteration):
-            raise UsageError(f"{path}: is no save directory with iterations, so --iteration {iteration} has no meaning there")
+            raise UsageError(
+                f"{path}: is no save directory with iterations, so --iteration {iteration} has no"
+                " meaning there"
+            )
         return Unit(path, path.parent, path.name)
     if iteration is not None:
         name = unit_name(iteration)
     elif tracker.exists():
         text = read_file(tracker, 4096).decode("utf-8", "replace").strip()
         if text != RELEASE and not text.isdecimal():
-            raise SourceError(f"{tracker}: says {text[:40]!r}, and should say an iteration or {RELEASE}")
+            raise SourceError(
+                f"{tracker}: says {text[:40]!r}, and should say an iteration or {RELEASE}"
+            )
         name = RELEASE if text == RELEASE else unit_name(int(text))
     elif len(units) == 1:
         name = units[0]
     else:
-        raise UsageError(f"{path}: {len(units)} checkpoints and no {TRACKER}; say --iteration N or the path of one of {', '.join(units)}")
+        raise UsageError(
+            f"{path}: {len(units)} checkpoints and no {TRACKER}; say --iteration N or the path of"
+            f" one of {', '.join(units)}"
+        )
     if name not in units:
         raise SourceError(
-            f"{path}: has no {name}" + (f", which {TRACKER} names" if iteration is None else "") + f"; it has {', '.join(units) or 'none'}"
+            f"{path}: has no {name}"
+            + (f", which {TRACKER} names" if iteration is None else "")
+            + f"; it has {', '.join(units) or 'none'}"
         )
     return Unit(path / name, path, name)
 
@@ -78,13 +97,17 @@ def tracked(root: Path) -> int | None:
 
 
 class Common:
-    """What a Megatron checkpoint has beside tensors: args, iteration, version, and keys that mckpt does not interpret."""
+    """What a Megatron checkpoint has beside tensors: args, iteration, version, and keys that mckpt
+    does not interpret.
+    """
 
     def __init__(self, fields: dict[str, Any], where: str) -> None:
         self.fields, self.where = fields, where
         record = fields.get("args")
         try:
-            self.args: dict[str, Any] | None = None if record is None else safe_pickle.plain(safe_pickle.fields(record))
+            self.args: dict[str, Any] | None = (
+                None if record is None else safe_pickle.plain(safe_pickle.fields(record))
+            )
         except PickleError as e:
             raise SourceError(f"{where}: its args are no Namespace: {e}") from None
 
@@ -96,14 +119,18 @@ class Common:
             raise SourceError(f"{self.where}: its args say no parallel sizes: {e}") from None
 
     def changed(self, args: dict[str, Any]) -> dict[str, Any]:
-        """The same fields with some args replaced, all else as it was read, unknown classes included."""
+        """The same fields with some args replaced, all else as it was read, unknown classes
+        included.
+        """
         record = self.fields.get("args")
         merged = {**(safe_pickle.fields(record) if record is not None else {}), **args}
         return {**self.fields, "args": safe_pickle.namespace(**merged)}
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether there is a tensor anywhere in what a pickle held; such a value cannot be written again without its data."""
+    """Whether there is a tensor anywhere in what a pickle held; such a value cannot be written
+    again without its data.
+    """
     seen: set[int] = set()
     left = [value]
     while left:

@@ -2,7 +2,8 @@
 
     iter_0000123/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     {args, checkpoint_version, iteration, model | model0..N: {key: shard}}
 
-Layer and expert numbers in keys are local to the file (and to its virtual stage); shards of tensor parallelism are whole tensors.
+Layer and expert numbers in keys are local to the file (and to its virtual stage); shards of tensor
+parallelism are whole tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def detect(path: Path) -> bool:
 
 
 class Rank(NamedTuple):
-    """One file: its number in `files` and, for each virtual stage, its keys (None: an object, not a tensor)."""
+    """One file: its number in `files` and, for each virtual stage, its keys (None: an object, not a
+    tensor).
+    """
 
     file: int
     models: list[dict[str, Entry | None]]
@@ -44,13 +47,18 @@ class Rank(NamedTuple):
 
 
 class Checkpoint:
-    """An opened `torch` checkpoint. The pickles of all ranks are read when their tensors are asked for, those of rank 0 at once."""
+    """An opened `torch` checkpoint.
+
+    The pickles of all ranks are read when their tensors are asked for, those of rank 0 at once.
+    """
 
     format = "torch"
 
     def __init__(self, path: Path) -> None:
         self.root = path
-        self.directories = sorted(p.name for p in path.iterdir() if p.is_dir() and _RANK.fullmatch(p.name))
+        self.directories = sorted(
+            p.name for p in path.iterdir() if p.is_dir() and _RANK.fullmatch(p.name)
+        )
         if not self.directories:
             raise SourceError(f"{path}: has no mp_rank_* directories")
         self.files: list[str] = []
@@ -69,12 +77,22 @@ class Checkpoint:
         found = [_RANK.fullmatch(d) for d in self.directories]
         ranks = [[int(x) for x in m.groups() if x is not None] for m in found if m]
         sizes = [1 + max(axis) for axis in itertools.zip_longest(*ranks, fillvalue=0)]
-        if len(sizes) == 2:  # pipeline or expert ranks: each expert rank holds the embedding, only one pipeline rank does
+        # pipeline or expert ranks: each expert rank holds the embedding, only one pipeline rank
+        # does
+        if len(sizes) == 2:
             last = self._rank(self.directories[-1])
             words = set(self._rank(self.directories[0]).models[0]) & set().union(*last.models)
             everywhere = any("embedding" in k for k in words)
-            return Parallel(tp=sizes[0], ep=sizes[1]) if everywhere else Parallel(tp=sizes[0], pp=sizes[1], vpp=self.vpp)
-        return Parallel(tp=sizes[0]) if len(sizes) == 1 else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
+            return (
+                Parallel(tp=sizes[0], ep=sizes[1])
+                if everywhere
+                else Parallel(tp=sizes[0], pp=sizes[1], vpp=self.vpp)
+            )
+        return (
+            Parallel(tp=sizes[0])
+            if len(sizes) == 1
+            else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
+        )
 
     def padded_vocab(self, dialect: MappingFile, parallel: Parallel) -> int | None:
         """Rows of the embedding over all ranks, padding included."""
@@ -82,23 +100,39 @@ class Checkpoint:
         return None if entry is None else entry.shape[0] * parallel.tp
 
     def beside(self, dialect: MappingFile) -> list[str]:
-        """What it holds that is no weight: optimizer, random states, and whatever else is made of tensors (averaged weights)."""
+        """What it holds that is no weight: optimizer, random states, and whatever else is made of
+        tensors (averaged weights).
+        """
         fields = self.common.fields
         named = {
             k: fields[k] not in (None, [], {}) and (k in dialect.ignore or has_tensors(fields[k]))
             for k in self._ranks[self.directories[0]].beside
         }
         out = [k for k, counts in named.items() if counts]
-        return out + ["distrib_optim.pt"] * (self.root / self.directories[0] / "distrib_optim.pt").exists()
+        return (
+            out
+            + ["distrib_optim.pt"] * (self.root / self.directories[0] / "distrib_optim.pt").exists()
+        )
 
     def first_rank_tensors(self) -> dict[str, Entry]:
-        """The stored tensors of the first rank, by key; `modelN/` before it where there are virtual stages."""
+        """The stored tensors of the first rank, by key; `modelN/` before it where there are virtual
+        stages.
+        """
         models = self._rank(self.directories[0]).models
         several = len(models) > 1
-        return {f"model{v}/{k}" if several else k: e for v, m in enumerate(models) for k, e in m.items() if e is not None}
+        return {
+            f"model{v}/{k}" if several else k: e
+            for v, m in enumerate(models)
+            for k, e in m.items()
+            if e is not None
+        }
 
-    def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel, said: Scope) -> dict[str, Any]:
-        """How the dialect's choices were made here: those whose keys fit one rank of each stage best, of these the ones that args say."""
+    def choices(
+        self, dialect: MappingFile, dims: Scope, parallel: Parallel, said: Scope
+    ) -> dict[str, Any]:
+        """How the dialect's choices were made here: those whose keys fit one rank of each stage
+        best, of these the ones that args say.
+        """
         held = {
             (p, v, key)
             for p in range(parallel.pp)
@@ -112,15 +146,24 @@ class Checkpoint:
         for picked in itertools.product(*choices.values()):
             chosen = {**dict(zip(choices, picked, strict=True)), "pp": parallel.pp}
             bound = dialect.bind(dialect.scope(dims, **chosen))
-            wanted = {(p, v, key) for p in range(parallel.pp) for v, key in _keys(bound, parallel, dims, p)}
+            wanted = {
+                (p, v, key)
+                for p in range(parallel.pp)
+                for v, key in _keys(bound, parallel, dims, p)
+            }
             score = (len(wanted ^ held), sum(chosen[k] != value for k, value in said.items()))
             if best is None or score < best[0]:
                 best = (score, chosen)
         assert best is not None
         return best[1]
 
-    def layout(self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
-        """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+    def layout(
+        self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope
+    ) -> Layout:
+        """What is stored where, in logical boxes.
+
+        Everything missing, left over or of another shape is one error.
+        """
         problems = Problems(f"{self.root} is not the model that its args describe ({parallel}):")
         for saved in (False, True):
             grid = parallel.files(bool(dims["num_experts"]), saved)
@@ -133,7 +176,11 @@ class Checkpoint:
         for name in wanted:
             if name not in self.directories:
                 problems.missing(f"{name} is missing")
-        problems.extend(f"{name} belongs to no rank of these sizes" for name in self.directories if name not in wanted)
+        problems.extend(
+            f"{name} belongs to no rank of these sizes"
+            for name in self.directories
+            if name not in wanted
+        )
         problems.damaged = bool(problems)
         problems.check()
 
@@ -141,9 +188,18 @@ class Checkpoint:
         bound = dialect.bind(scope)
         padded = self.padded_vocab(dialect, parallel)
         if padded is not None and padded < dims["vocab_size"]:
-            problems.missing(f"{dialect.vocabulary.key}: {padded} rows over all ranks, fewer than vocab_size {dims['vocab_size']}")
+            problems.missing(
+                f"{dialect.vocabulary.key}: {padded} rows over all ranks, fewer than vocab_size"
+                f" {dims['vocab_size']}"
+            )
         stages = parallel.stages(dims["num_layers"], dims["mtp_layers"])
-        left = {d: [dict.fromkeys(k for k, e in m.items() if e is not None) for m in self._rank(d).models] for d in wanted}
+        left = {
+            d: [
+                dict.fromkeys(k for k, e in m.items() if e is not None)
+                for m in self._rank(d).models
+            ]
+            for d in wanted
+        }
         stored: list[Stored] = []
         for b in bound:
             for held in _shards(b, packed(b.rule, scope, padded), parallel, grid):
@@ -152,25 +208,50 @@ class Checkpoint:
                     directory = parallel.directory(t, p, e)
                     rank = self._rank(directory)
                     if len(rank.models) != parallel.vpp:
-                        problems.missing(f"{directory} holds {len(rank.models)} models, and vpp is {parallel.vpp}")
+                        problems.missing(
+                            f"{directory} holds {len(rank.models)} models, and vpp is"
+                            f" {parallel.vpp}"
+                        )
                         continue
                     for v, layer, expert, key in _instances(b, stages[p], p, parallel, dims, e):
                         entry = rank.models[v].get(key)
                         left[directory][v].pop(key, None)
                         if entry is None:
                             if not b.rule.alias:
-                                problems.missing(f"{directory}: {key} is missing; it should be {list(held.shape)}")
+                                problems.missing(
+                                    f"{directory}: {key} is missing; it should be"
+                                    f" {list(held.shape)}"
+                                )
                         elif entry.shape != held.shape:
-                            problems.missing(f"{directory}: {key} is {list(entry.shape)}, and should be {list(held.shape)} by its dims")
+                            problems.missing(
+                                f"{directory}: {key} is {list(entry.shape)}, and should be"
+                                f" {list(held.shape)} by its dims"
+                            )
                         else:
                             found.append((layer, expert, entry))
                 if found:
                     stored += group(
-                        b.rule.key, held.shape, held.pieces, found, problems, replica=held.replica, padding=b.rule.tp == "vocab"
+                        b.rule.key,
+                        held.shape,
+                        held.pieces,
+                        found,
+                        problems,
+                        replica=held.replica,
+                        padding=b.rule.tp == "vocab",
                     )
-        problems.extend(f"{d}: {k} is in no rule of {dialect.path.name}" for d, models in left.items() for m in models for k in m)
+        problems.extend(
+            f"{d}: {k} is in no rule of {dialect.path.name}"
+            for d, models in left.items()
+            for m in models
+            for k in m
+        )
         problems.check()
-        return Layout(self.files, stored, shapes_of(bound, scope), dict.fromkeys(self.beside(dialect), "not weights"))
+        return Layout(
+            self.files,
+            stored,
+            shapes_of(bound, scope),
+            dict.fromkeys(self.beside(dialect), "not weights"),
+        )
 
     # ---- files
 
@@ -183,7 +264,9 @@ class Checkpoint:
         path = str(self.root / directory / FILE)
         if not os.path.exists(path):
             missing = (
-                f"has no {FILE}" if os.path.isdir(self.root / directory) else f"is missing; there are {', '.join(self.directories[:20])}"
+                f"has no {FILE}"
+                if os.path.isdir(self.root / directory)
+                else f"is missing; there are {', '.join(self.directories[:20])}"
             )
             raise SourceError(f"{self.root / directory}: {missing}")
         try:
@@ -196,28 +279,44 @@ class Checkpoint:
             os.close(fd)
         if not isinstance(value, dict):
             raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a dict")
-        names = ["model"] if "model" in value else [f"model{i}" for i in range(len(value)) if f"model{i}" in value]
+        names = (
+            ["model"]
+            if "model" in value
+            else [f"model{i}" for i in range(len(value)) if f"model{i}" in value]
+        )
         if not names:
-            raise SourceError(f"{path}: has no `model`; its keys are {', '.join(map(str, list(value)[:20]))}")
+            raise SourceError(
+                f"{path}: has no `model`; its keys are {', '.join(map(str, list(value)[:20]))}"
+            )
         number = len(self.files)
         self.files.append(path)
         models: list[dict[str, Entry | None]] = []
         for name in names:
             model: dict[str, Entry | None] = {}
             if not isinstance(value[name], dict):
-                raise SourceError(f"{path}: {name} holds {safe_pickle.short(value[name])}, not a state dict")
+                raise SourceError(
+                    f"{path}: {name} holds {safe_pickle.short(value[name])}, not a state dict"
+                )
             for key, record in value[name].items():
                 view = safe_pickle.as_tensor(record)
                 if view is None and not str(key).endswith("_extra_state"):
-                    raise SourceError(f"{path}: {name}: {key!r} is no tensor but {safe_pickle.short(record)}")
-                model[str(key)] = None if view is None or str(key).endswith("_extra_state") else entry_of(view, data, number)
+                    raise SourceError(
+                        f"{path}: {name}: {key!r} is no tensor but {safe_pickle.short(record)}"
+                    )
+                model[str(key)] = (
+                    None
+                    if view is None or str(key).endswith("_extra_state")
+                    else entry_of(view, data, number)
+                )
             models.append(model)
         self._ranks[directory] = Rank(number, models, [str(k) for k in value if k not in names])
         return value
 
 
 class Shard(NamedTuple):
-    """One shard of a rule: its geometry, and the (tp, ep) files of a pipeline stage that hold it."""
+    """One shard of a rule: its geometry, and the (tp, ep) files of a pipeline stage that
+    hold it.
+    """
 
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
@@ -225,13 +324,20 @@ class Shard(NamedTuple):
     replica: bool
 
 
-def _shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, int]]) -> list[Shard]:
-    """The shards of a rule over the files of one stage. The first file that holds a shard is read, the others are replicas of it."""
+def _shards(
+    b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, int]]
+) -> list[Shard]:
+    """The shards of a rule over the files of one stage.
+
+    The first file that holds a shard is read, the others are replicas of it.
+    """
     expert = "expert" in b.rule.indices
     ways = parallel.expert_tp if expert else parallel.tp
     holders: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for t, e in grid:
-        holders.setdefault((0 if b.rule.tp == "replicated" else t % ways, e if expert else 0), []).append((t, e))
+        holders.setdefault(
+            (0 if b.rule.tp == "replicated" else t % ways, e if expert else 0), []
+        ).append((t, e))
     first: dict[int, list[tuple[int, int]]] = {}
     others: dict[int, list[tuple[int, int]]] = {}
     for (rank, _), files in holders.items():
@@ -242,23 +348,42 @@ def _shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, i
         try:
             shape, pieces = buffer(whole, shard(whole, b.rule.tp, rank, ways), b.rule.of)
         except PackingError as e:
-            raise UsageError(f"{b.rule.key} {list(whole.shape)}: {e} ({'etp' if expert else 'tp'})") from None
+            raise UsageError(
+                f"{b.rule.key} {list(whole.shape)}: {e} ({'etp' if expert else 'tp'})"
+            ) from None
         out.append(Shard(shape, pieces, first[rank], b.rule.alias))
         if others[rank]:
             out.append(Shard(shape, pieces, others[rank], True))
     return out
 
 
-def _instances(b: Bound, stage: list[list[int]], p: int, parallel: Parallel, dims: Scope, ep: int) -> list[tuple[int, int, int, str]]:
-    """(virtual stage, global layer, global expert, key) of a rule's tensors in a file of pipeline rank `p` and expert rank `ep`."""
+def _instances(
+    b: Bound, stage: list[list[int]], p: int, parallel: Parallel, dims: Scope, ep: int
+) -> list[tuple[int, int, int, str]]:
+    """(virtual stage, global layer, global expert, key) of a rule's tensors in a file of pipeline
+    rank `p` and expert rank `ep`.
+    """
     if "layer" not in b.rule.indices:
-        here = {"first": (0, 0), "mtp": parallel.mtp_stage, "last": (parallel.pp - 1, parallel.vpp - 1)}[b.rule.stage or "first"]
+        here = {
+            "first": (0, 0),
+            "mtp": parallel.mtp_stage,
+            "last": (parallel.pp - 1, parallel.vpp - 1),
+        }[b.rule.stage or "first"]
         return [(here[1], 0, 0, b.rule.key)] if p == here[0] else []
     has = set(b.layers.tolist())
     if b.rule.mtp:
-        held = [(parallel.mtp_stage[1], layer, layer) for layer in b.layers.tolist()] if p == parallel.mtp_stage[0] else []
+        held = (
+            [(parallel.mtp_stage[1], layer, layer) for layer in b.layers.tolist()]
+            if p == parallel.mtp_stage[0]
+            else []
+        )
     else:
-        held = [(v, i, layer) for v, layers in enumerate(stage) for i, layer in enumerate(layers) if layer in has]
+        held = [
+            (v, i, layer)
+            for v, layers in enumerate(stage)
+            for i, layer in enumerate(layers)
+            if layer in has
+        ]
     local = dims["num_experts"] // parallel.ep if "expert" in b.rule.indices else 1
     out = []
     for v, i, layer in held:  # a key counts the decoder's layers from the first of its stage
@@ -274,22 +399,33 @@ def _keys(bound: list[Bound], parallel: Parallel, dims: Scope, p: int) -> list[t
     return [(v, key) for b in bound for v, _, _, key in _instances(b, stage, p, parallel, dims, 0)]
 
 
-# ---------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 def lay_out(
-    dialect: MappingFile, dims: Scope, kinds: dict[str, str], parallel: Parallel, chosen: Scope, padded: int, common: dict[str, Any]
+    dialect: MappingFile,
+    dims: Scope,
+    kinds: dict[str, str],
+    parallel: Parallel,
+    chosen: Scope,
+    padded: int,
+    common: dict[str, Any],
 ) -> tuple[Layout, list[TargetFile]]:
-    """The files of every rank. `common` is what each file holds beside its model; `padded` the rows of the padded vocabulary.
+    """The files of every rank.
 
-    Files of one pipeline stage differ in their data alone, so each stage's container is laid out once.
+    `common` is what each file holds beside its model; `padded` the rows of the padded vocabulary.
+
+    Files of one pipeline stage differ in their data alone, so each stage's container is laid out
+    once.
     """
     scope = dialect.scope(dims, **chosen)
     bound = dialect.bind(scope)
     objects = dialect.bind(scope, dialect.objects)
     grid = parallel.files(bool(dims["num_experts"]))
     stages = parallel.stages(dims["num_layers"], dims["mtp_layers"])
-    shards = [(b, s) for b in bound for s in _shards(b, packed(b.rule, scope, padded), parallel, grid)]
+    shards = [
+        (b, s) for b in bound for s in _shards(b, packed(b.rule, scope, padded), parallel, grid)
+    ]
     shape_of = {id(b): s.shape for b, s in shards}
 
     files: list[str] = []
@@ -301,11 +437,20 @@ def lay_out(
         for b in bound:
             for v, _, _, key in _instances(b, stages[p], p, parallel, dims, 0):
                 storages[v, key] = str(len(storages))
-                models[v][key] = safe_pickle.tensor(dtype_of(b.rule, kinds), shape_of[id(b)], storages[v, key])
+                models[v][key] = safe_pickle.tensor(
+                    dtype_of(b.rule, kinds), shape_of[id(b)], storages[v, key]
+                )
         for b in objects:
             for v, _, _, key in _instances(b, stages[p], p, parallel, dims, 0):
                 models[v][key] = None
-        value = {**common, **({"model": models[0]} if parallel.vpp == 1 else {f"model{v}": m for v, m in enumerate(models)})}
+        value = {
+            **common,
+            **(
+                {"model": models[0]}
+                if parallel.vpp == 1
+                else {f"model{v}": m for v, m in enumerate(models)}
+            ),
+        }
         laid = torch_file.lay_out(value, STEM)
         at_of.append({key: laid.data[storage][0] for key, storage in storages.items()})
         for t, e in grid:
@@ -313,7 +458,9 @@ def lay_out(
             files.append(path)
             outputs.append(TargetFile(path, laid.size, laid.fixed))
 
-    number = {(p, t, e): p * len(grid) + i for p in range(parallel.pp) for i, (t, e) in enumerate(grid)}
+    number = {
+        (p, t, e): p * len(grid) + i for p in range(parallel.pp) for i, (t, e) in enumerate(grid)
+    }
     stored = []
     for b, held in shards:
         rows = [
@@ -325,8 +472,16 @@ def lay_out(
         layer, expert, file, at = np.array(rows, "i8").reshape(-1, 4).T
         stored.append(
             Stored(
-                b.rule.key, dtype_of(b.rule, kinds), held.shape, held.pieces, layer.astype("i4"), expert.astype("i4"), file.astype("i4"), at,
-                replica=held.replica, padding=b.rule.tp == "vocab",
+                b.rule.key,
+                dtype_of(b.rule, kinds),
+                held.shape,
+                held.pieces,
+                layer.astype("i4"),
+                expert.astype("i4"),
+                file.astype("i4"),
+                at,
+                replica=held.replica,
+                padding=b.rule.tp == "vocab",
             )
-        )  # fmt: skip
+        )
     return Layout(files, stored, shapes_of(bound, scope)), outputs

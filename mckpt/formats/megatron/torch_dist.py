@@ -1,11 +1,13 @@
-"""Megatron's `torch_dist` format: chunks of whole, unsharded tensors in torch.distributed.checkpoint's container.
+"""Megatron's `torch_dist` format: chunks of whole, unsharded tensors in
+torch.distributed.checkpoint's container.
 
     .metadata          which chunk of which key lies where (a pickle)
     __R_I.distcp       items one after the other, each a torch.save file of one chunk or object
     common.pt          all that is no tensor; megatron-core from 0.19 on keeps it as the object common_state/shard_0_1 instead
     metadata.json      names the format; a directory without it is no checkpoint
 
-Keys name layers globally, or not at all: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden, ffn].
+Keys name layers globally, or not at all: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden,
+ffn].
 """
 
 from __future__ import annotations
@@ -36,11 +38,19 @@ from mckpt.values.dtypes import itemsize
 
 METADATA, COMMON, MARKER = ".metadata", "common.pt", "metadata.json"
 COMMON_OBJECT = "common_state/shard_0_1"
-MARKER_LONG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", "common_backend_version": 1}
-SPLIT_ABOVE = 64 << 20  # bytes: larger chunks are cut by the target's tp, since a loader reads whole chunks
-FILE_BYTES = 256 << 20  # bytes of data for each .distcp file: enough files for many writers, few enough to list
+MARKER_LONG = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+# bytes: larger chunks are cut by the target's tp, since a loader reads whole chunks
+SPLIT_ABOVE = 64 << 20
+# bytes of data for each .distcp file: enough files for many writers, few enough to list
+FILE_BYTES = 256 << 20
 MAX_FILES = 128
-MAX_OPEN = 32  # .distcp files open at once while a layout is read; a save has one or two for each rank
+# .distcp files open at once while a layout is read; a save has one or two for each rank
+MAX_OPEN = 32
 
 
 def detect(path: Path) -> bool:
@@ -48,7 +58,10 @@ def detect(path: Path) -> bool:
 
 
 class Checkpoint:
-    """An opened `torch_dist` checkpoint. `.metadata` is read, and of the items only what tells where a chunk's data begins."""
+    """An opened `torch_dist` checkpoint.
+
+    `.metadata` is read, and of the items only what tells where a chunk's data begins.
+    """
 
     format = "torch_dist"
 
@@ -56,7 +69,8 @@ class Checkpoint:
         self.root = path
         if not (path / MARKER).exists():
             raise SourceError(
-                f"{path}: has no {MARKER}: its save never finished, or it is a torch_dcp checkpoint, which mckpt does not read"
+                f"{path}: has no {MARKER}: its save never finished, or it is a torch_dcp"
+                " checkpoint, which mckpt does not read"
             )
         try:
             marker = json.loads(read_file(path / MARKER, 1 << 20))
@@ -91,7 +105,9 @@ class Checkpoint:
     @staticmethod
     def _dict(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise SourceError(f"{where}: holds {safe_pickle.short(value)}, not a dict of args and the like")
+            raise SourceError(
+                f"{where}: holds {safe_pickle.short(value)}, not a dict of args and the like"
+            )
         return value
 
     def parallel(self) -> Parallel:
@@ -108,39 +124,63 @@ class Checkpoint:
         held = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
         names = [k for k in held if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {k.replace("/", ".").split(".")[0] for k in names if "_extra_state" not in k}
-        return sorted(found | {k for k, v in self.common.fields.items() if k in dialect.ignore or has_tensors(v)})
+        return sorted(
+            found
+            | {k for k, v in self.common.fields.items() if k in dialect.ignore or has_tensors(v)}
+        )
 
-    def choices(self, dialect: MappingFile, dims: Scope, parallel: Parallel, said: Scope) -> dict[str, Any]:
-        """How the dialect's choices were made here: those whose keys fit best, of these the ones that the args say."""
+    def choices(
+        self, dialect: MappingFile, dims: Scope, parallel: Parallel, said: Scope
+    ) -> dict[str, Any]:
+        """How the dialect's choices were made here: those whose keys fit best, of these the ones
+        that the args say.
+        """
         keys = {k for k in self.metadata.tensors if not _ignored(k, dialect)}
         best: tuple[tuple[int, int], dict[str, Any]] | None = None
         choices = {**dialect.choices, "container": ("torch_dist",)}
         for picked in itertools.product(*choices.values()):
             chosen = {**dict(zip(choices, picked, strict=True)), "pp": parallel.pp}
-            wanted = {key for b in dialect.bind(dialect.scope(dims, **chosen)) for key, _ in _keys(b)}
+            wanted = {
+                key for b in dialect.bind(dialect.scope(dims, **chosen)) for key, _ in _keys(b)
+            }
             score = (len(wanted ^ keys), sum(chosen[k] != value for k, value in said.items()))
             if best is None or score < best[0]:
                 best = (score, chosen)
         assert best is not None
         return best[1]
 
-    def layout(self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
-        """What is stored where, in logical boxes. Everything missing, left over or of another shape is one error."""
+    def layout(
+        self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope
+    ) -> Layout:
+        """What is stored where, in logical boxes.
+
+        Everything missing, left over or of another shape is one error.
+        """
         self._check_sizes()
         with _Files(self.root) as files:
             return self._layout(dialect, dims, chosen, files)
 
     def _check_sizes(self) -> None:
-        """SourceError for files that end before their last item does, though it be one that nothing reads."""
+        """SourceError for files that end before their last item does, though it be one that nothing
+        reads.
+        """
         ends = dict.fromkeys(self.files, 0)
         last: dict[str, str] = {}
         for (key, _), (file, at, length) in self.metadata.items.items():
             if at + length > ends[file]:
                 ends[file], last[file] = at + length, key
         sizes = {file: os.path.getsize(self.root / file) for file in self.files}
-        short = [f"{f}: {sizes[f]} bytes, and its last item, of {last[f]}, ends at {end}" for f, end in ends.items() if sizes[f] < end]
+        short = [
+            f"{f}: {sizes[f]} bytes, and its last item, of {last[f]}, ends at {end}"
+            for f, end in ends.items()
+            if sizes[f] < end
+        ]
         if short:
-            raise SourceError.of(f"{self.root}: files are cut short, or {METADATA} is of other ones; copy them again:", short)
+            raise SourceError.of(
+                f"{self.root}: files are cut short, or {METADATA} is of other ones; copy them"
+                " again:",
+                short,
+            )
 
     def _layout(self, dialect: MappingFile, dims: Scope, chosen: Scope, files: _Files) -> Layout:
         scope = dialect.scope(dims, **chosen)
@@ -159,37 +199,85 @@ class Checkpoint:
                 left.pop(key, None)
                 dtype, size, chunks = self.metadata.tensors[key]
                 axes = _axes(b, scope)
-                if b.rule.tp == "vocab" and len(size) > len(axes) and size[len(axes)] >= whole.shape[0]:
+                if (
+                    b.rule.tp == "vocab"
+                    and len(size) > len(axes)
+                    and size[len(axes)] >= whole.shape[0]
+                ):
                     whole = packed(b.rule, scope, size[len(axes)])
                 if size != (*axes, *whole.shape):
-                    problems.missing(f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its dims")
+                    problems.missing(
+                        f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its dims"
+                    )
                     continue
-                for _, offsets, sizes in sorted((self.metadata.items[key, offsets], offsets, sizes) for offsets, sizes in chunks):
+                for _, offsets, sizes in sorted(
+                    (self.metadata.items[key, offsets], offsets, sizes) for offsets, sizes in chunks
+                ):
                     self._chunk(b, key, layer, dtype, offsets, sizes, len(axes), found, files)
             for region, entries in found.items():
                 shape, pieces = buffer(whole, [region], b.rule.of)
-                stored += group(b.rule.key, shape, pieces, entries, problems, replica=b.rule.alias, padding=b.rule.tp == "vocab")
-        problems.extend(f"{k} {list(self.metadata.tensors[k][1])} is in no rule of {dialect.path.name}" for k in left)
-        ignored = {k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)}
-        problems.extend(f"{k}: an object that {dialect.path.name} does not know" for k in self.metadata.objects if not ignored[k])
+                stored += group(
+                    b.rule.key,
+                    shape,
+                    pieces,
+                    entries,
+                    problems,
+                    replica=b.rule.alias,
+                    padding=b.rule.tp == "vocab",
+                )
+        problems.extend(
+            f"{k} {list(self.metadata.tensors[k][1])} is in no rule of {dialect.path.name}"
+            for k in left
+        )
+        ignored = {
+            k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)
+        }
+        problems.extend(
+            f"{k}: an object that {dialect.path.name} does not know"
+            for k in self.metadata.objects
+            if not ignored[k]
+        )
         problems.check()
         return Layout(
-            [str(self.root / f) for f in self.files], stored, shapes_of(bound, scope), {k: why for k, why in ignored.items() if why}
+            [str(self.root / f) for f in self.files],
+            stored,
+            shapes_of(bound, scope),
+            {k: why for k, why in ignored.items() if why},
         )
 
-    def _chunk(self, b: Bound, key: str, layer: int, dtype: str, offsets: tuple[int, ...], sizes: tuple[int, ...], axes: int,
-               found: dict[Box, list[tuple[int, int, Entry]]], files: _Files) -> None:  # fmt: skip
-        """One chunk as entries of single layers and experts: the leading axes are outermost, so each is a dense part of the chunk."""
+    def _chunk(
+        self,
+        b: Bound,
+        key: str,
+        layer: int,
+        dtype: str,
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        axes: int,
+        found: dict[Box, list[tuple[int, int, Entry]]],
+        files: _Files,
+    ) -> None:
+        """One chunk as entries of single layers and experts: the leading axes are outermost, so
+        each is a dense part of the chunk.
+        """
         file, base, length = self.metadata.items[key, offsets]
         path = str(self.root / file)
         nbytes = math.prod(sizes) * itemsize(dtype)
-        at = torch_file.item_data_offset(files.fd(file), base, length, nbytes, f"{path}: {key} at {list(offsets)}", dtype, sizes)
+        at = torch_file.item_data_offset(
+            files.fd(file), base, length, nbytes, f"{path}: {key} at {list(offsets)}", dtype, sizes
+        )
         region = Box(tuple(offsets[axes:]), tuple(sizes[axes:]))
         inner = math.prod(region.shape) * itemsize(dtype)
-        for i, index in enumerate(itertools.product(*(range(o, o + n) for o, n in zip(offsets[:axes], sizes[:axes], strict=True)))):
+        for i, index in enumerate(
+            itertools.product(
+                *(range(o, o + n) for o, n in zip(offsets[:axes], sizes[:axes], strict=True))
+            )
+        ):
             named = dict(zip(b.rule.stacked(), index, strict=True))
             entry = Entry(dtype, region.shape, self._number[file], at + i * inner)
-            found.setdefault(region, []).append((named.get("layer", layer), named.get("expert", 0), entry))
+            found.setdefault(region, []).append(
+                (named.get("layer", layer), named.get("expert", 0), entry)
+            )
 
     @staticmethod
     def _read(path: str, base: int, length: int | None) -> tuple[Any, Any]:
@@ -240,29 +328,43 @@ def _ignored(key: str, dialect: MappingFile) -> str | None:
 
 def _keys(b: Bound) -> list[tuple[str, int]]:
     """(key, layer) of each key of a rule; experts are never in a key."""
-    layers = [0] if "layer" in b.rule.stacked() or "layer" not in b.rule.indices else b.layers.tolist()
+    layers = (
+        [0] if "layer" in b.rule.stacked() or "layer" not in b.rule.indices else b.layers.tolist()
+    )
     return [(b.key(layer), layer) for layer in layers]
 
 
 def _axes(b: Bound, scope: Scope) -> tuple[int, ...]:
     """Sizes of the leading axes of a rule's keys."""
-    return tuple(scope["num_layers"] if i == "layer" else scope["num_experts"] for i in b.rule.stacked())
+    return tuple(
+        scope["num_layers"] if i == "layer" else scope["num_experts"] for i in b.rule.stacked()
+    )
 
 
-# ---------------------------------------------------------------------------------------------------------------- writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 def lay_out(
-    dialect: MappingFile, dims: Scope, kinds: dict[str, str], parallel: Parallel, chosen: Scope, padded: int, common: dict[str, Any],
+    dialect: MappingFile,
+    dims: Scope,
+    kinds: dict[str, str],
+    parallel: Parallel,
+    chosen: Scope,
+    padded: int,
+    common: dict[str, Any],
     common_as_object: bool,
-) -> tuple[Layout, list[TargetFile]]:  # fmt: skip
-    """The files of one checkpoint: a chunk for each layer and expert, cut by `parallel.tp` where it is large."""
+) -> tuple[Layout, list[TargetFile]]:
+    """The files of one checkpoint: a chunk for each layer and expert, cut by `parallel.tp` where it
+    is large.
+    """
     scope = dialect.scope(dims, **chosen)
     bound = dialect.bind(scope)
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
-    rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []  # (rule, region, dtype, shape of a chunk with its leading axes of 1)
-    held: list[torch_file.TorchFile] = []  # for each of `rules` the container of one chunk: of 10**5 chunks all but a few are alike
+    # (rule, region, dtype, shape of a chunk with its leading axes of 1)
+    rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []
+    # for each of `rules` the container of one chunk: of 10**5 chunks all but a few are alike
+    held: list[torch_file.TorchFile] = []
     columns = [np.empty((4, 0), "i8")]  # of each chunk: order, number of its rule, layer, expert
     for b in bound:
         whole, dtype = packed(b.rule, scope, padded), dtype_of(b.rule, kinds)
@@ -276,7 +378,9 @@ def lay_out(
         for region in _regions(b, whole, dtype, parallel):
             shape = (*(1,) * len(axes), *region.shape)
             if (dtype, shape) not in containers:
-                containers[dtype, shape] = torch_file.lay_out(safe_pickle.tensor(dtype, shape, "0"), "archive")
+                containers[dtype, shape] = torch_file.lay_out(
+                    safe_pickle.tensor(dtype, shape, "0"), "archive"
+                )
             order = layers + 1 if "layer" in b.rule.indices else outside
             columns.append(np.stack(np.broadcast_arrays(order, len(rules), layers, experts)))
             rules.append((b, region, dtype, shape))
@@ -297,26 +401,58 @@ def lay_out(
         offsets = np.empty((len(rows), len(shape)), "i8")
         for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *region.offset]):
             offsets[:, axis] = offset
-        starts = np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist() if "{layer}" in b.rule.key else [0][: len(rows)]
+        starts = (
+            np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist()
+            if "{layer}" in b.rule.key
+            else [0][: len(rows)]
+        )
         firsts = [*starts, len(rows)]
         keys = [b.key(layer) for layer in index["layer"][starts].tolist()]
-        chunks += [Chunks(key, offsets[begin:end], shape) for key, (begin, end) in zip(keys, itertools.pairwise(firsts), strict=True)]
-        items.append(Items(keys, np.repeat(np.arange(len(keys)), np.diff(firsts)), offsets, file[rows], at[rows], container.size))
+        chunks += [
+            Chunks(key, offsets[begin:end], shape)
+            for key, (begin, end) in zip(keys, itertools.pairwise(firsts), strict=True)
+        ]
+        items.append(
+            Items(
+                keys,
+                np.repeat(np.arange(len(keys)), np.diff(firsts)),
+                offsets,
+                file[rows],
+                at[rows],
+                container.size,
+            )
+        )
         held_as, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
         stored.append(
-            Stored(b.rule.key, dtype, held_as, pieces, layer[rows].astype("i4"), expert[rows].astype("i4"), file[rows].astype("i4"),
-                   at[rows] + container.data["0"][0], replica=b.rule.alias, padding=b.rule.tp == "vocab")
-        )  # fmt: skip
+            Stored(
+                b.rule.key,
+                dtype,
+                held_as,
+                pieces,
+                layer[rows].astype("i4"),
+                expert[rows].astype("i4"),
+                file[rows].astype("i4"),
+                at[rows] + container.data["0"][0],
+                replica=b.rule.alias,
+                padding=b.rule.tp == "vocab",
+            )
+        )
 
     objects = [
-        (torch_file.lay_out([None], "archive"), [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)])
+        (
+            torch_file.lay_out([None], "archive"),
+            [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)],
+        )
     ]
     if common_as_object:
         objects.append((torch_file.lay_out([common], "archive"), [COMMON_OBJECT]))
-    ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]  # of the files, in bytes
+    # of the files, in bytes
+    ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]
     for container, named in objects:  # behind all else
         where = ends[-1] + np.arange(len(named)) * container.size
-        items.append(Items(named, None, None, np.full(len(named), len(names) - 1), where, container.size))
+        items.append(
+            Items(named, None, None, np.full(len(named), len(names) - 1), where, container.size)
+        )
         at, number = np.append(at, where), np.append(number, np.full(len(named), len(held)))
         held.append(container)
         ends[-1] += len(named) * container.size
@@ -327,19 +463,27 @@ def lay_out(
         for name, nbytes, (begin, end) in zip(names, ends, itertools.pairwise(cuts), strict=True)
     ]
     outputs.append(
-        TargetFile.pieces(METADATA, emit_metadata(tensors, [key for _, named in objects for key in named], chunks, items, names))
+        TargetFile.pieces(
+            METADATA,
+            emit_metadata(
+                tensors, [key for _, named in objects for key in named], chunks, items, names
+            ),
+        )
     )
     if not common_as_object:
         laid = torch_file.lay_out(common, "common")
         outputs.append(TargetFile(COMMON, laid.size, laid.fixed))
-    marker = {k: v for k, v in MARKER_LONG.items() if not (common_as_object and k.startswith("common"))}
+    marker = {
+        k: v for k, v in MARKER_LONG.items() if not (common_as_object and k.startswith("common"))
+    }
     outputs.append(TargetFile.whole(MARKER, json.dumps(marker).encode()))
 
     return Layout(names, stored, shapes_of(bound, scope)), outputs
 
 
 def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Items of these bytes, one behind the other in files of about the same size -> file [items], byte in it [items], cuts [files + 1].
+    """Items of these bytes, one behind the other in files of about the same size -> file [items],
+    byte in it [items], cuts [files + 1].
 
     File i holds the items from cuts[i] to cuts[i + 1].
     """
@@ -352,30 +496,52 @@ def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
 
 
 def _regions(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
-    """The chunks of one layer's tensor: the whole of it, or what each rank of the target holds where it is large."""
+    """The chunks of one layer's tensor: the whole of it, or what each rank of the target holds
+    where it is large.
+    """
     ways = parallel.expert_tp if "expert" in b.rule.indices else parallel.tp
     try:
-        shards = [box for rank in range(ways) for box in shard(whole, b.rule.tp, rank, ways)] if b.rule.tp != "replicated" else []
+        shards = (
+            [box for rank in range(ways) for box in shard(whole, b.rule.tp, rank, ways)]
+            if b.rule.tp != "replicated"
+            else []
+        )
     except PackingError as e:
-        raise UsageError(f"{b.rule.key} {list(whole.shape)}: {e} ({'etp' if 'expert' in b.rule.indices else 'tp'})") from None
-    return shards if shards and math.prod(whole.shape) * itemsize(dtype) > SPLIT_ABOVE else [whole_box(whole.shape)]
+        raise UsageError(
+            f"{b.rule.key} {list(whole.shape)}: {e}"
+            f" ({'etp' if 'expert' in b.rule.indices else 'tp'})"
+        ) from None
+    return (
+        shards
+        if shards and math.prod(whole.shape) * itemsize(dtype) > SPLIT_ABOVE
+        else [whole_box(whole.shape)]
+    )
 
 
 def _object_keys(b: Bound, scope: Scope) -> list[str]:
-    """key/shard_I_N of a rule without tensors, once for each index that its key does not name (ShardedObject.unique_key)."""
+    """key/shard_I_N of a rule without tensors, once for each index that its key does not name
+    (ShardedObject.unique_key).
+    """
     sizes = _axes(b, scope) or (1,)
     of = ".".join(map(str, sizes))
-    shards = [f"/shard_{'.'.join(index)}_{of}" for index in itertools.product(*(map(str, range(size)) for size in sizes))]
+    shards = [
+        f"/shard_{'.'.join(index)}_{of}"
+        for index in itertools.product(*(map(str, range(size)) for size in sizes))
+    ]
     return [key + shard for key, _ in _keys(b) for shard in shards]
 
 
 def _fixed(
     at: np.ndarray, number: np.ndarray, held: list[torch_file.TorchFile]
 ) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
-    """What is no tensor data in a file of items, which begin `at` these bytes; `number` of each is the one of `held` that it is like."""
+    """What is no tensor data in a file of items, which begin `at` these bytes; `number` of each is
+    the one of `held` that it is like.
+    """
 
     def fixed(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
-        for base, container in zip(at.tolist(), map(held.__getitem__, number.tolist()), strict=True):
+        for base, container in zip(
+            at.tolist(), map(held.__getitem__, number.tolist()), strict=True
+        ):
             inner = None if crc_of is None else (lambda at, n, base=base: crc_of(base + at, n))
             for where, data in container.fixed(inner):
                 yield base + where, data
