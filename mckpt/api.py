@@ -6,23 +6,19 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mckpt import mapping
+from mckpt import formats
 from mckpt.checkpoint import comparison
-from mckpt.checkpoint.checkpoint import DIALECT, Checkpoint, Known, VocabSizeUnknown
-from mckpt.conversion.facts import (
-    most_dtype,
-)
+from mckpt.checkpoint.checkpoint import Checkpoint, Known, VocabSizeUnknown
+from mckpt.conversion.destination import Destination
+from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.publishing import Destination
-from mckpt.conversion.target import FORMATS, Progress, Target
+from mckpt.conversion.target import Progress, Target
 from mckpt.conversion.to_hf import plan_hf
-from mckpt.conversion.to_megatron import padded_rows, plan_megatron
+from mckpt.conversion.to_megatron import dialect_of, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError
-from mckpt.formats import hf
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import GIVEN
 from mckpt.values import dtypes
 
 
@@ -53,16 +49,16 @@ def plan(
     """
     source = src if isinstance(src, Checkpoint) else Checkpoint(src, known)
     target = target or Target(**wanted)
-    if target.format not in FORMATS:
-        raise UsageError(f"no format {target.format!r}; known: {', '.join(FORMATS)}")
-    if target.format == "hf" and source.format == "hf" and not source.quantised:
+    format = formats.get(target.format)
+    if not format.megatron and not source.is_megatron and not source.quantised:
         raise UsageError(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
             " quantised"
         )
     destination = Destination(
         Path(dst),
-        None if target.format == "hf" else _unit(source, target),
+        _unit(source, target) if format.megatron else None,
+        format,
         source.root,
         overwrite=overwrite,
         update_tracker=update_tracker,
@@ -70,7 +66,7 @@ def plan(
     )
     if target.dtype is not None:
         dtypes.parse(target.dtype)
-    return (plan_hf if target.format == "hf" else plan_megatron)(source, destination, target)
+    return (plan_megatron if format.megatron else plan_hf)(source, destination, target)
 
 
 def _unit(source: Checkpoint, target: Target) -> str:
@@ -81,7 +77,8 @@ def _unit(source: Checkpoint, target: Target) -> str:
         return unit_name(target.iteration)
     if source.unit is not None and is_unit_name(source.unit.name):
         return source.unit.name
-    iteration = source.stored.common.fields.get("iteration") if source.stored.common else None
+    common = source.opened.common
+    iteration = common.fields.get("iteration") if common else None
     return unit_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
 
 
@@ -123,24 +120,18 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
     """The flags of pretrain_gpt.py for any checkpoint: from its dims, and from its own args where
     it has them.
     """
-    dialect = mapping.load("megatron", DIALECT)
+    dialect = dialect_of(source, Target())
     own = {k: v for k, v in (source.args or {}).items() if v is not None}
     try:
-        rows = (
-            source.stored.padded_vocab(dialect, source.parallel)
-            if not isinstance(source.stored, hf.Checkpoint)
-            else None
-        )
+        rows = source.opened.padded_vocab(dialect, source.parallel)
         given = {
-            **GIVEN,
             "dtype": most_dtype(source),
-            "padded_vocab_size": rows or padded_rows(source.dims, Target()),
+            "padded_vocab_size": rows or padded_rows(source.dims, dialect, Target()),
         }
-        return megatron_args.launch(
-            dialect, {**dialect.write(source.dims, given), **source.parallel.args(), **own}
-        )
+        args = {**dialect.write(source.dims, given), **source.parallel.args(), **own}
     except VocabSizeUnknown:
-        return megatron_args.launch(dialect, own)
+        args = own
+    return megatron_args.launch(dialect, args)
 
 
 __all__ = [

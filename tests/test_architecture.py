@@ -86,6 +86,7 @@ MAY: dict[str, set[str]] = {
         "launching",
         "mapping",
         "storage",
+        "values",
         "verification",
     },
     "trainer": {"errors", "launching"},
@@ -231,6 +232,7 @@ def test_who_prints_and_who_has_threads() -> None:
             "execute.engine",
             "execute.ranks",
             "verification.levels",
+            "verification.values",
         )
         assert module in threaded or not roots & {"threading", "concurrent"}, module
         assert module == "launching" or "multiprocessing" not in roots, module

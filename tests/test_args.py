@@ -87,7 +87,7 @@ def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(
     mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
     kept = args_of(tmp_path / "b")
     assert (kept["transformer_impl"], kept["moe_grouped_gemm"]) == (impl, False)
-    keys = mckpt.open(tmp_path / "b").stored.first_rank_tensors()
+    keys = mckpt.open(tmp_path / "b").opened.keys()
     assert "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight" in keys
     assert ("decoder.layers.0.input_layernorm.weight" in keys) == (impl == "local")
 
@@ -101,7 +101,7 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: P
     mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
     assert (
         "decoder.layers.3.mlp.router.weight"
-        in mckpt.open(tmp_path / "dist").stored.metadata.tensors
+        in mckpt.open(tmp_path / "dist").opened.metadata.tensors
     )
     assert not mckpt.diff(sources / "qwen3-moe", tmp_path / "dist")
 
@@ -394,7 +394,7 @@ def test_per_layer_keys_stay_so_until_asked(sources: Path, tmp_path: Path) -> No
     mckpt.plan(tmp_path / "b", tmp_path / "c", format="torch_dist").run()
     mckpt.plan(tmp_path / "c", tmp_path / "d", format="torch_dist", layer_keys="stacked").run()
     per_layer = "decoder.layers.3.mlp.linear_fc2.weight"
-    assert [per_layer in mckpt.open(tmp_path / d).stored.metadata.tensors for d in "acd"] == [
+    assert [per_layer in mckpt.open(tmp_path / d).opened.metadata.tensors for d in "acd"] == [
         True,
         True,
         False,
@@ -412,7 +412,7 @@ def test_per_layer_keys_stay_so_until_asked(sources: Path, tmp_path: Path) -> No
 
 
 def fields(path: Path) -> dict[str, Any]:
-    common = mckpt.open(path).stored.common
+    common = mckpt.open(path).opened.common
     assert common is not None
     return dict(common.fields["content_metadata"])
 
@@ -459,7 +459,7 @@ def test_mtp_layers_are_named_for_the_megatron_version_that_will_load_them(
     assert manifest["megatron_version"] == recorded
     assert not mckpt.diff(source, tmp_path / "torch")  # the reader takes either name
     mckpt.plan(source, tmp_path / "dist", format="torch_dist", **wanted).run()
-    keys = mckpt.open(tmp_path / "dist").stored.metadata.tensors
+    keys = mckpt.open(tmp_path / "dist").opened.metadata.tensors
     assert any(key.startswith(OLD) for key in keys)  # torch_dist has kept the name
     assert not any(key.startswith(NEW) for key in keys)
 

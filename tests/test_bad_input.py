@@ -15,7 +15,7 @@ import pytest
 
 import mckpt as package
 from mckpt.containers.dcp_metadata import read_metadata
-from mckpt.formats.megatron import torch_dist
+from mckpt.formats.megatron import torch_dist, torch_dist_writing
 from tests import tiny
 from tests.door import (
     Pt,
@@ -763,11 +763,11 @@ WORDS = "embedding.word_embeddings.weight"
 
 
 def test_more_files_than_may_be_open(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch_dist, "FILE_BYTES", 1000)
+    monkeypatch.setattr(torch_dist_writing, "FILE_BYTES", 1000)
     good("hf-to-megatron", made / "one", tmp_path / "dst")
     assert len(list(tmp_path.glob("dst/release/*.distcp"))) > 35
     checkpoint = package.open(tmp_path / "dst")
-    assert checkpoint.chosen
+    assert checkpoint.names.choices
     was, before = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(torch_dist, "MAX_OPEN", 8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 15, was[1]))
@@ -908,7 +908,7 @@ def test_fp16_overflow_names_the_tensor_and_leaves_nothing_loadable(made, tmp_pa
 
 def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
     import mckpt as package
-    from mckpt.execute import engine as execute
+    from mckpt.conversion import run as execute
 
     src = tmp_path / "src"
     shutil.copytree(made / "one", src)

@@ -772,7 +772,7 @@ def test_open(src, torch_dir, dist_dir):
         ):
             with pytest.raises(KeyError, match=re.escape(name)):
                 ckpt[name]
-        assert (ckpt.format, ckpt.dims["num_layers"]) == (ckpt.stored.format, 4)
+        assert (ckpt.format, ckpt.dims["num_layers"]) == (ckpt.opened.format.name, 4)
 
 
 def test_open_pickled_and_threaded(torch_dir):

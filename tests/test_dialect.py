@@ -81,7 +81,6 @@ def real(work: Path) -> dict[str, dict[str, Any]]:
     for name, impl in CASES:
         dims, parallel = dims_of(name, work), MODELS[name][2]
         given = {
-            **mapping.GIVEN,
             "dtype": "float32",
             "padded_vocab_size": PADDED_ROWS,
             **chosen_by(impl, dims),
@@ -122,10 +121,8 @@ def torch_dist_tensors(
 ) -> dict[str, list[int]]:
     """Key -> shape of every tensor that a torch_dist checkpoint gets."""
     dialect = mapping.load("megatron", "mcore")
-    layers = dialect.say_choices(dialect.write(dims, {**mapping.GIVEN, **chosen})).get(
-        "layers", "stacked"
-    )
-    scope = dialect.scope(dims, container="torch_dist", layers=layers, pp=parallel.pp, **chosen)
+    layers = dialect.say_choices(dialect.write(dims, chosen)).get("layers", "stacked")
+    scope = dialect.scope(dims, keys="global", layers=layers, pp=parallel.pp, **chosen)
     return {
         key: [*torch_dist._axes(b, scope), *packed(b.rule, scope, PADDED_ROWS).shape]
         for b in dialect.bind(scope)
@@ -140,7 +137,7 @@ def torch_tensors(
     file gets.
     """
     dialect = mapping.load("megatron", "mcore")
-    scope = dialect.scope(dims, container="torch", layers="stacked", pp=parallel.pp, **chosen)
+    scope = dialect.scope(dims, keys="local", layers="stacked", pp=parallel.pp, **chosen)
     grid, stages = (
         parallel.files(bool(dims["num_experts"])),
         parallel.stages(dims["num_layers"], dims["mtp_layers"]),

@@ -348,8 +348,8 @@ def test_uneven_pipelines(
     assert source.parallel == uneven
     assert not mckpt.diff(sources[case], source)
     for rank, virtual in enumerate(uneven.stages(4)):
-        assert isinstance(source.stored, torch_format.Checkpoint)
-        models = source.stored._rank(uneven.directory(1, rank, 0)).models
+        assert isinstance(source.opened, torch_format.Torch)
+        models = source.opened._rank(uneven.directory(1, rank, 0)).models
         norms = [sum("layer_norm_weight" in k and "qkv" in k for k in m) for m in models]
         assert norms == [len(layers) for layers in virtual]
     mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch", parallel=Parallel(tp=4, pp=4)).run()
@@ -415,8 +415,8 @@ def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(
         dict(raw_torch(last))["output_layer.weight"],
     )
     assert "embedding.word_embeddings.weight" not in dict(raw_torch(last))
-    rank = mckpt.open(tmp_path / "a").stored
-    assert isinstance(rank, torch_format.Checkpoint)
+    rank = mckpt.open(tmp_path / "a").opened
+    assert isinstance(rank, torch_format.Torch)
     entry = rank._rank("mp_rank_00_001").models[0]["output_layer.weight"]
     assert entry is not None
     with last.open("r+b") as f:
@@ -484,8 +484,8 @@ def test_stacked_and_per_layer_keys(sources: dict[str, Path], tmp_path: Path) ->
         mckpt.plan(sources[case], tmp_path / case / "a").run()
         mckpt.plan(tmp_path / case / "a", tmp_path / case / "b", parallel=Parallel(tp=2)).run()
         for name in ("a", "b"):
-            stored = mckpt.open(tmp_path / case / name).stored
-            assert isinstance(stored, torch_dist.Checkpoint)
+            stored = mckpt.open(tmp_path / case / name).opened
+            assert isinstance(stored, torch_dist.TorchDist)
             assert key in stored.metadata.tensors
 
 

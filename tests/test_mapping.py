@@ -263,7 +263,7 @@ def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
             r" llama.*--mapping my\.yaml"
         ),
     ):
-        mapping.family_of("NoSuchForCausalLM")
+        mapping.family_with("NoSuchForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -540,7 +540,7 @@ def test_write_of_read_is_the_config(path: Path) -> None:
     granted.
     """
     config = json.loads(path.read_text())
-    family = mapping.load("hf", mapping.family_of(config["architectures"][0]))
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     dims = family.read(config)
     written = {"architectures": list(family.architectures), **family.write(dims)}
     wanted, found = bears(config), bears(written)
@@ -558,11 +558,11 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     family is chosen from args alone.
     """
     config = json.loads(path.read_text())
-    name = mapping.family_of(config["architectures"][0])
+    name = mapping.family_with(config["architectures"][0])
     family, dialect = mapping.load("hf", name), mapping.load("megatron", "mcore")
     dims = family.read(config)
-    inexact = dialect.inexact(dims, mapping.GIVEN)
-    again = dialect.read(dialect.write(dims, mapping.GIVEN))
+    inexact = dialect.inexact(dims)
+    again = dialect.read(dialect.write(dims))
     free = {d for d, spec in family.dims.items() if spec.free}
     apart = {k for k in dims if dims[k] != again[k]} - free
     assert apart <= inexact.keys()
@@ -669,7 +669,7 @@ def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
 def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
     """By megatron-core (multi_latent_attention.py), and by no family."""
     dialect, family = mapping.load("megatron", "mcore"), mapping.load("hf", "deepseek_v3")
-    args = dialect.write(family.read(tiny.config("deepseek-v3-plain")), mapping.GIVEN)
+    args = dialect.write(family.read(tiny.config("deepseek-v3-plain")))
     assert dialect.read(args)["rope_type"] == "default"
     dims = dialect.read({**args, "rotary_scaling_factor": 40, "mscale_all_dim": 1.0})
     assert "rope_type is 'mscale'" in family.inexact(dims)["config"]
@@ -679,7 +679,7 @@ def test_an_arg_that_no_dim_says_is_refused() -> None:
     """Expectations of the dialect: unset is as listed, another value is another model."""
     dialect = mapping.load("megatron", "mcore")
     dims = mapping.load("hf", "llama").read(llama())
-    args = dialect.write(dims, mapping.GIVEN)
+    args = dialect.write(dims)
     assert dialect.read({**args, "qk_l2_norm": None}) == dims
     with pytest.raises(MappingError, match=r"qk_l2_norm is True, and mcore\.yaml knows only False"):
         dialect.read({**args, "qk_l2_norm": True})
@@ -722,7 +722,7 @@ def test_an_arg_that_no_dim_says_is_refused() -> None:
 )
 def test_inexact_names_the_dim(changed: dict[str, Any], name: str) -> None:
     found = mapping.load("megatron", "mcore").inexact(
-        mapping.load("hf", "llama").read(llama(**changed)), mapping.GIVEN
+        mapping.load("hf", "llama").read(llama(**changed))
     )
     assert name in found
     assert found[name].startswith(f"{name} is ")
@@ -883,12 +883,12 @@ def test_a_file_of_the_users_own(tmp_path: Path) -> None:
 
     mckpt.plan(tmp_path / "out", tmp_path / "back", known=known, format="hf").run()
     again = mckpt.open(tmp_path / "back", mapping=str(tmp_path / "mine.yaml"))
-    assert set(again.stored.entries) == set(arrays)
+    assert set(again.opened.entries) == set(arrays)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
         (tmp_path / "mine" / "config.json").read_text()
     )
     raw = (tmp_path / "back" / "model.safetensors").read_bytes()
-    for key, entry in again.stored.entries.items():
+    for key, entry in again.opened.entries.items():
         assert raw[entry.at : entry.at + arrays[key].nbytes] == arrays[key].tobytes(), key
 
 

@@ -224,7 +224,6 @@ def megatron_args(source: Path) -> dict[str, Any]:
 
     ckpt = mckpt.open(source)
     given = {
-        **mapping.GIVEN,
         "dtype": "float32",
         "padded_vocab_size": 256,
         "transformer_impl": "local",
@@ -343,7 +342,7 @@ def test_keys_and_shapes_are_those_of_the_model(
     for form in ("torch_dist", "torch"):
         wanted = {"parallel": parallel(size), "transformer_impl": impl, "megatron_version": VERSION}
         mckpt.plan(sources[case], out / form, format=form, allow_inexact=INEXACT, **wanted).run()
-    ours = mckpt.open(out / "torch_dist").stored.metadata
+    ours = mckpt.open(out / "torch_dist").opened.metadata
     tensors = {k: list(shape) for k, (_, shape, _) in ours.tensors.items()}
     assert tensors == {
         k: shape for k, (shape, dtype) in real["torch_dist"].items() if dtype != "object"
@@ -355,8 +354,8 @@ def test_keys_and_shapes_are_those_of_the_model(
     }
     assert wanted <= set(ours.objects)
 
-    stored = mckpt.open(out / "torch").stored
-    assert isinstance(stored, torch_format.Checkpoint)
+    stored = mckpt.open(out / "torch").opened
+    assert isinstance(stored, torch_format.Torch)
     assert set(stored.directories) == set(real["torch"])
     for directory, models in real["torch"].items():
         for held, model in zip(stored._rank(directory).models, models, strict=True):

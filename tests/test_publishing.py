@@ -22,6 +22,11 @@ import pytest
 import mckpt as package
 from mckpt import errors
 from mckpt.conversion import publishing
+from mckpt.conversion import run as run_module
+from mckpt.conversion import run as run_module
+from mckpt.conversion import run as run_module
+from mckpt.conversion import run as run_module
+from mckpt.conversion import run as run_module
 from tests.door import edit_json, good, hf, mckpt, refused, tree
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -300,7 +305,7 @@ def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
     """
     start = (
         "import sys, os, signal\nfrom mckpt import cli\nfrom mckpt.conversion import"
-        " publishing\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+        " run\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
     )
     code = f"{start}\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
     return subprocess.Popen(
@@ -584,7 +589,7 @@ def test_a_copied_file_that_grows_or_shrinks(tmp_path, trained, size):
 
 def test_sigkill_leaves_nothing_and_the_same_command_goes_on(tmp_path, src):
     dst = tmp_path / "dst"
-    stop = "publishing.Destination.publish = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
+    stop = "run.publish = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
     process = run("hf-to-megatron", src, dst, before=stop)
     process.communicate()
     assert process.returncode == -signal.SIGKILL
@@ -624,10 +629,7 @@ def test_an_interrupted_run_is_no_checkpoint_and_is_said_to_be_there(tmp_path, s
 
 def test_ctrl_c(tmp_path, src):
     dst = tmp_path / "dst"
-    wait = (
-        "import time; publishing.Destination.publish = lambda *a, **k: (print('here', flush=True),"
-        " time.sleep(60))"
-    )
+    wait = "import time; run.publish = lambda *a, **k: (print('here', flush=True), time.sleep(60))"
     process = run("hf-to-megatron", src, dst, before=wait)
     assert process.stdout is not None and process.stdout.readline() == b"here\n"
     process.send_signal(signal.SIGINT)
@@ -641,7 +643,7 @@ def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
     dst = tmp_path / "dst"
     with monkeypatch.context() as patch:
         patch.setattr(
-            publishing.Destination,
+            run_module,
             "publish",
             lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken", "x")),
         )
@@ -658,14 +660,14 @@ def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
 def test_the_same_command_twice_at_once(tmp_path, src, monkeypatch):
     planned, again = package.plan(src, tmp_path / "dst"), package.plan(src, tmp_path / "dst")
     inside, go = threading.Event(), threading.Event()
-    real = planned.destination.publish
+    real = run_module.publish
 
     def wait(*a: Any, **k: Any) -> None:
         inside.set()
         assert go.wait(20)
         real(*a, **k)
 
-    monkeypatch.setattr(planned.destination, "publish", wait)
+    monkeypatch.setattr(run_module, "publish", wait)
     first = threading.Thread(target=planned.run)
     first.start()
     assert inside.wait(20)

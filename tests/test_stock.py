@@ -212,9 +212,9 @@ def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
 def published(path: Path) -> megatron_args.Launch:
     """The launch line of a published model, from its config.json alone, for 8 ranks."""
     config = json.loads(path.read_text())
-    dims = mapping.load("hf", mapping.family_of(config["architectures"][0])).read(config)
+    dims = mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
     size = Parallel(tp=2, ep=4, etp=1) if dims["num_experts"] else Parallel(tp=2)
-    given = {**mapping.GIVEN, "padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
+    given = {"padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
     dialect = mapping.load("megatron", "mcore")
     return megatron_args.launch(dialect, {**dialect.write(dims, given), **size.args()})
 

@@ -25,7 +25,9 @@ from mckpt.geometry import packing
 from mckpt.geometry.packing import Shape
 from mckpt.trainer import reference
 from mckpt.verification import verdict
-from mckpt.verification.levels import Options, _values, other_sizes, read_tokens, verify_all
+from mckpt.verification.levels import Options, other_sizes, verify_all
+from mckpt.verification.tokens import read_tokens
+from mckpt.verification.values import compare_values
 from mckpt.verification.verdict import CLEAN, FAULT
 from tests import door, tiny
 
@@ -228,7 +230,7 @@ def test_a_fault_of_the_converter_itself(
     pair = verdict.Pair(
         f"checkpoint{index + 1}", *known, directory, verdicts["clean"].facts["sizes"], []
     )
-    found = verdict.judge(pair, _values(*known), directory / "work", "cpu", 1)
+    found = verdict.judge(pair, compare_values(*known), directory / "work", "cpu", 1)
     assert found.verdict == "fail"
     assert found.facts["where"]["point"] == "layers.2.attn"
     assert "layers.2.attn.k.weight" not in found.facts["where"]["differ"]
@@ -253,7 +255,7 @@ def test_context_parallelism(
         Checkpoint(directory / "clean", Known(like=directory / "hf")),
     )
     sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
-    same = _values(left, right)
+    same = compare_values(left, right)
     found = verdict.judge(
         verdict.Pair("checkpoint0", left, right, directory, sizes, []),
         same,
@@ -286,7 +288,7 @@ def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
     assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
     right = Checkpoint(tmp_path / "megatron", Known(like=source))
     assert (
-        _values(Checkpoint(source), right).difference.replicas
+        compare_values(Checkpoint(source), right).difference.replicas
         == found.reasons
         == [f"{tmp_path / 'megatron'}: {text}" for text in right.reader.check_replicas()]
     )
@@ -309,7 +311,7 @@ def test_one_low_bit_fails_at_every_level(
     x, y = (float(side["embed.weight"].numpy()[3, 5]) for side in (left, right))
     expected = f"embed.weight: 1 element differs, first at [3, 5] ({x:.6g} against {y:.6g})"
     pair = verdict.Pair("checkpoint0", left, right, directory, verdicts["clean"].facts["sizes"], [])
-    found = verdict.judge(pair, _values(left, right), directory / "work", "cpu", 1)
+    found = verdict.judge(pair, compare_values(left, right), directory / "work", "cpu", 1)
     assert (
         found.exit_code == 1 and len(found.reasons) == 1 and found.reasons[0].startswith(expected)
     )

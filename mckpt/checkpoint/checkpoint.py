@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mckpt import mapping
+from mckpt import formats, mapping
+from mckpt.checkpoint import description
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
-from mckpt.formats import hf
-from mckpt.formats.megatron import torch, torch_dist
+from mckpt.formats.base import Names, Opened
+from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
-from mckpt.storage.files import read_file
 from mckpt.storage.staging import MANIFEST, unfinished
-
-CONFIG = "config.json"
-RUN_CONFIG = "run_config.yaml"  # what Megatron-Bridge writes instead of args
-DIALECT = "mcore"
-BRIDGE = "bridge"
-Stored = hf.Checkpoint | torch.Checkpoint | torch_dist.Checkpoint
 
 
 class VocabSizeUnknown(UsageError):
@@ -48,6 +40,11 @@ class Known:
     iteration: int | None = None
 
     @property
+    def family_name(self) -> str | None:
+        """The family, or the family file, that the user names."""
+        return self.mapping or self.family
+
+    @property
     def dims(self) -> dict[str, Any]:
         """The dims that the user says."""
         return {
@@ -64,37 +61,40 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def __init__(self, path: str | Path, known: Known | None = None) -> None:
         self.path, self.known = Path(path), known or Known()
         if not self.path.exists():
-            raise SourceError(f"{self.path}: does not exist{_download(self.path)}")
+            raise SourceError(f"{self.path}: does not exist{description.download_hint(self.path)}")
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: is a file; the directory of a checkpoint is wanted")
         self.unit: Unit | None = None  # of a Megatron save directory
-        self.stored = self._open()
+        self._dims: Dims | None = None  # given by `with_dims`
+        self.opened = self._open()
 
-    def _open(self) -> Stored:
-        if hf.detect(self.path):
+    def _open(self) -> Opened:
+        if (found := formats.detect(self.path, megatron=False)) is not None:
             if self.known.iteration is not None:
                 raise UsageError(
                     f"{self.path}: is a Hugging Face directory, which has no iterations;"
                     " --iteration has no meaning there"
                 )
-            return hf.Checkpoint(self.path)
-        unit = find(self.path, self.known.iteration)
-        assert unit is not None
-        self.unit = unit
-        if torch_dist.detect(unit.path):
-            return torch_dist.Checkpoint(unit.path)
-        if torch.detect(unit.path):
-            return torch.Checkpoint(unit.path)
+            return found.open(self.path)
+        self.unit = find(self.path, self.known.iteration)
+        if (found := formats.detect(self.unit.path, megatron=True)) is not None:
+            return found.open(self.unit.path)
         if said := unfinished(self.path):
             raise SourceError(f"{self.path}: no checkpoint is here yet. {said}")
         raise SourceError(
-            f"{unit.path}: no checkpoint that mckpt knows: neither safetensors or"
+            f"{self.unit.path}: no checkpoint that mckpt knows: neither safetensors or"
             " pytorch_model*.bin, nor mp_rank_*, nor .metadata with metadata.json"
         )
 
     @property
     def format(self) -> str:
-        return self.stored.format
+        """The name of its format."""
+        return self.opened.format.name
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether it is a Megatron checkpoint of any format; else it is a Hugging Face directory."""
+        return self.opened.format.megatron
 
     @property
     def root(self) -> Path:
@@ -114,7 +114,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def manifest(self) -> dict[str, Any]:
         """mckpt.json, if mckpt wrote this checkpoint."""
-        return _manifest(self.unit.path if self.unit else self.path)
+        return description.read_manifest(self.unit.path if self.unit else self.path)
 
     @cached_property
     def naming(self) -> Known:
@@ -128,11 +128,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return replace(self.known, mapping=None, family=self.known.mapping)
         if self.known.mapping or self.known.family:
             return self.known
-        own = self.path if isinstance(self.stored, hf.Checkpoint) else self.side_directory
+        own = self.side_directory if self.is_megatron else self.path
         like = Path(self.known.like) if self.known.like else None
-        kept = like and _kept_mapping(like, _manifest(like))
+        kept = like and description.kept_mapping(like, description.read_manifest(like))
         if kept is None and own is not None:
-            kept = _kept_mapping(own, self.manifest)
+            kept = description.kept_mapping(own, self.manifest)
         if kept is not None:
             return replace(self.known, mapping=str(kept))
         family = self.manifest.get("family")
@@ -142,11 +142,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns this checkpoint; a Hugging Face directory of which mckpt knows no family is read
         with the family file that `other` keeps.
         """
-        if (
-            isinstance(self.stored, hf.Checkpoint)
-            and not self.naming.mapping
-            and other.naming.mapping
-        ):
+        if not self.is_megatron and not self.naming.mapping and other.naming.mapping:
             try:
                 _ = self.mapping
             except MappingError:
@@ -167,7 +163,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         its args may not be able to say them.
         """
         dims = self.manifest.get("dims")
-        if isinstance(self.stored, hf.Checkpoint) or not isinstance(dims, dict):
+        if not self.is_megatron or not isinstance(dims, dict):
             return {}
         return {
             n: v
@@ -184,9 +180,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         tensors agree with.
         """
         said = self.known.dims
-        if not isinstance(self.stored, hf.Checkpoint) or not said:
+        if self.is_megatron or not said:
             return {}
-        config, where = self.stored.config, str(self.path / CONFIG)
+        config, where = read_config(self.path), str(self.path / CONFIG)
         try:
             self.mapping.read(config, said, where)
         except MappingError as denied:
@@ -205,7 +201,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ):
                 raise
             try:
-                self.stored.layout(self.mapping, plain, self.parallel, {})
+                self.opened.layout(Names(self.mapping, plain, {}, self.parallel))
             except MckptError:
                 return apart
             raise
@@ -230,8 +226,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             )
         for name, value in self.overruled.items():
             said = ", ".join(
-                f"{k} {v!r}"
-                for k, v in self.mapping.said_of(name, hf.read_config(self.path)).items()
+                f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
             )
             out.append(
                 f"{name}: config.json says {said}; {value!r} is taken, as --set says and as the"
@@ -249,33 +244,39 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def args(self) -> dict[str, Any] | None:
         """Megatron's args, as plain values; None where there are none."""
-        return self.stored.common.args if self.stored.common else None
+        return self.opened.common.args if self.opened.common else None
 
     @cached_property
     def mapping(self) -> MappingFile:
-        """The family (hf) or dialect (Megatron) whose names its keys are."""
-        if isinstance(self.stored, hf.Checkpoint):
-            return family_of(self.stored.config, self.naming, str(self.path / CONFIG))
-        return mapping.load("megatron", DIALECT)
+        """The family (Hugging Face) or dialect (Megatron) whose names its keys are."""
+        if self.is_megatron:
+            return mapping.dialect_of(self.opened.keys())
+        return self._family(self.path)
+
+    def _family(self, described: Path) -> MappingFile:
+        """The family of the model that the config.json of a directory describes."""
+        config = read_config(described)
+        return description.family_for(config, self.naming.family_name, str(described / CONFIG))
 
     @cached_property
     def dims(self) -> Dims:
         """Sizes and hyperparameters, from every source that says them; sources that disagree are an
         error, but the user's word wins.
         """
-        if isinstance(self.stored, hf.Checkpoint):
-            return self.mapping.read(
-                self.stored.config, self.known.dims, str(self.path / CONFIG), self.overruled
-            )
-        return self._megatron_dims(self.known.dims)
+        if self._dims is not None:
+            return self._dims
+        if self.is_megatron:
+            return self._megatron_dims(self.known.dims)
+        return self.mapping.read(
+            read_config(self.path), self.known.dims, str(self.path / CONFIG), self.overruled
+        )
 
     def _megatron_dims(self, said: Mapping[str, Any]) -> Dims:
-        root = self.stored.root
+        root = self.opened.root
         known: dict[str, Any] = {}
         if (described := self.described_by) is not None:
-            config = hf.read_config(described)
-            where = str(described / CONFIG)
-            known = family_of(config, self.naming, where).read(config, {}, where, said)
+            family, where = self._family(described), str(described / CONFIG)
+            known = family.read(read_config(described), {}, where, said)
         granted = {
             n: v for n, v in self.granted.items() if n not in known or mapping.equal(known[n], v)
         }
@@ -299,11 +300,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     " --like HF_DIR"
                 )
             return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
-        bridge = root / RUN_CONFIG
+        bridge = root / description.RUN_CONFIG
         if bridge.exists():
-            return mapping.load("megatron", BRIDGE).read(
-                _run_config(bridge), known, str(bridge), said
-            )
+            config = description.read_run_config(bridge)
+            return mapping.load("run_config", "bridge").read(config, known, str(bridge), said)
         known.update(said)
         missing = [
             n for n, dim in mapping.hub().dims.items() if n not in known and dim.neutral is None
@@ -326,8 +326,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
         None where it is not stored by rows.
         """
-        assert not isinstance(self.stored, hf.Checkpoint)
-        rows = self.stored.padded_vocab(self.mapping, self.parallel)
+        rows = self.opened.padded_vocab(self.mapping, self.parallel)
         if rows is None:
             return None
         try:
@@ -344,10 +343,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def with_dims(self, dims: Dims) -> Checkpoint:
         """The same files, read with these dims."""
         other = object.__new__(Checkpoint)
-        other.__dict__.update(
-            path=self.path, known=self.known, unit=self.unit, stored=self.stored, dims=dims
-        )
+        own = ("path", "known", "unit", "opened")
+        other.__dict__.update({name: getattr(self, name) for name in own}, _dims=dims)
         return other
+
+    @property
+    def from_hugging_face(self) -> bool:
+        """Whether mckpt made it from a Hugging Face directory; from its manifest."""
+        source = self.manifest.get("source")
+        return isinstance(source, dict) and source.get("format") in formats.names(megatron=False)
 
     @property
     def casts(self) -> list[str]:
@@ -360,40 +364,40 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @property
     def quantised(self) -> bool:
         """Whether config.json says that weights are stored in 8 bits with scales."""
-        return isinstance(self.stored, hf.Checkpoint) and self.stored.block is not None
+        return self.opened.block is not None
 
     @property
     def described_by(self) -> Path | None:
         """The Hugging Face directory that describes the model: this one, or of a Megatron
         checkpoint --like, else DST/hf.
         """
-        if self.format == "hf":
+        if not self.is_megatron:
             return self.path
         return Path(self.known.like) if self.known.like else self.side_directory
 
     @cached_property
     def parallel(self) -> Parallel:
         """The sizes it was saved with."""
-        return self.stored.parallel()
+        return self.opened.parallel()
 
     @cached_property
-    def chosen(self) -> dict[str, Any]:
-        """The dialect's choices as this checkpoint made them."""
-        self._check_sizes()
-        return self.stored.choices(
-            self.mapping, self.dims, self.parallel, self.mapping.say_choices(self.args or {})
-        )
+    def names(self) -> Names:
+        """How its stored keys become logical tensors."""
+        dims, said = self.dims, self.mapping.say_choices(self.args or {})
+        self._check_sizes(dims)
+        names = Names(self.mapping, dims, said, self.parallel)
+        return names._replace(choices=self.opened.choices(names))
 
     @cached_property
     def layout(self) -> Layout:
         """What is stored where."""
-        return self.stored.layout(self.mapping, self.dims, self.parallel, self.chosen)
+        return self.opened.layout(self.names)
 
-    def _check_sizes(self) -> None:
-        if self.format == "torch":
+    def _check_sizes(self, dims: Dims) -> None:
+        if self.opened.format.fixed_sizes:
             try:
-                self.parallel.check(self.dims["num_experts"])
-                self.parallel.stages(self.dims["num_layers"], self.dims["mtp_layers"])
+                self.parallel.check(dims["num_experts"])
+                self.parallel.stages(dims["num_layers"], dims["mtp_layers"])
             except UsageError as e:
                 raise SourceError(
                     f"{self.path}: its sizes ({self.parallel}) do not fit its model: {e}"
@@ -401,7 +405,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def left_behind(self) -> list[str]:
         """What it holds that is no weight: optimizer, random states, schedules."""
-        return self.stored.beside(self.mapping)
+        return self.opened.beside(self.mapping)
 
     @cached_property
     def reader(self) -> Reader:
@@ -417,102 +421,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.layout.num_tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "known": self.known}
+        return {"path": self.path, "known": self.known, "dims": self._dims}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # opened anew: a pickle of open headers would be large
-        self.__dict__.update(Checkpoint(**state).__dict__)
-
-
-def _download(path: Path) -> str:
-    """Returns how to get a model whose name on the Hugging Face hub this may be; nothing for what
-    looks like a path.
-    """
-    name = str(path)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) or path.parent.exists():
-        return ""
-    return (
-        f"; a model of that name on the Hugging Face hub is fetched with `hf download {name}"
-        f" --local-dir {path.name}`"
-    )
-
-
-def _manifest(directory: Path) -> dict[str, Any]:
-    """Returns a directory's mckpt.json; {} if there is none."""
-    path = directory / MANIFEST
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(read_file(path, 1 << 28))
-    except ValueError as e:
-        raise SourceError(f"{path}: no JSON: {e}") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
-    """Returns the family file kept in a directory, if any.
-
-    MappingError if it is not the one that the checkpoint's manifest names.
-    """
-    path, recorded = directory / MAPPING, manifest.get("mapping_file")
-    wanted = recorded.get("digest") if isinstance(recorded, dict) else None
-    cure = "put back the file with which the checkpoint was made, or say --mapping FILE"
-    if not path.is_file():
-        if wanted is not None and directory.is_dir():
-            raise MappingError(
-                f"{path}: is not there, and {MANIFEST} names it with the digest {wanted}; {cure}"
-            )
-        return None
-    found = mapping.digest_of(read_file(path, 1 << 24).decode("utf-8", "replace"))
-    if wanted not in (None, found):
-        raise MappingError(
-            f"{path}: has the digest {found}, and {MANIFEST} names it with {wanted}; {cure}"
-        )
-    return path
-
-
-def _run_config(path: Path) -> dict[str, Any]:
-    """The model section of a run_config.yaml; its tags of Python objects are read as
-    plain values.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    def plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return loader.construct_mapping(node, deep=True)
-        return (
-            loader.construct_sequence(node, deep=True)
-            if isinstance(node, yaml.SequenceNode)
-            else getattr(node, "value", None)
-        )
-
-    Loader.add_multi_constructor("", plain)
-    try:
-        found = yaml.load(read_file(path, 1 << 24), Loader)  # a SafeLoader: nothing is imported
-    except yaml.YAMLError as e:
-        raise SourceError(f"{path}: no YAML: {e}") from None
-    model = found.get("model") if isinstance(found, dict) else None
-    if not isinstance(model, dict):
-        raise SourceError(f"{path}: has no `model` section")
-    return model
-
-
-def family_of(config: Mapping[str, Any], known: Known, where: str) -> MappingFile:
-    """The family that the user names, or that the config's architectures do."""
-    if known.mapping:
-        return mapping.load("hf", known.mapping)
-    if known.family:
-        return mapping.load("hf", known.family)
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise MappingError(
-            f"{where}: names no architectures; say --family with one of"
-            f" {', '.join(mapping.names('hf'))}"
-        )
-    try:
-        return mapping.load("hf", mapping.family_of(str(architectures[0])))
-    except MappingError as e:
-        raise MappingError(f"{where}: {e}") from None
+        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__)
+        self._dims = state["dims"]

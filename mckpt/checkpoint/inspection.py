@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import DIALECT, Checkpoint
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MappingError, counted
-from mckpt.formats import hf
-from mckpt.formats.megatron import torch_dist
-from mckpt.mapping import GIVEN, hub
+from mckpt.formats.hf_config import parse_config
+from mckpt.mapping import hub
 from mckpt.storage.staging import unfinished
 from mckpt.values.dtypes import itemsize
 
+MODEL_ARGS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "num_experts",
+    "padded_vocab_size",
+)
 SHOWN = 40  # lines of tensors in the text form; --json has all
 
 
@@ -23,68 +28,28 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
     """Format, model, sizes, iteration and stored tensors, every one or the first `most`, from
     headers alone.
     """
-    stored = source.stored
-    out: dict[str, Any] = {"path": str(source.path), "format": stored.format}
-    # key, dtype, shape, and what else is said
-    rows: list[tuple[str, str, tuple[int, ...], dict[str, Any]]]
-    # how many of each dtype and shape: few, of up to 10**5 tensors
-    kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()
-    if isinstance(stored, hf.Checkpoint):
-        config = stored.config if (source.path / "config.json").is_file() else {}
-        out["model"] = ", ".join(config.get("architectures") or []) or None
-        out["files"] = len(stored.files)
-        out["problems"] = stored.problems
-        shown = (
-            (key, stored.entries.entry(row)) for row, key in enumerate(stored.entries.names[:most])
-        )
-        rows = [(key, e.dtype, e.shape, {}) for key, e in shown]
-        for kind, n in Counter(stored.entries.columns.kind).items():
-            kinds[stored.entries.kinds[kind][:2]] += n
-    else:
-        args = stored.common.args or {}
-        out["iteration"] = stored.common.fields.get("iteration")
-        out["unit"] = str(stored.root)
-        out["parallel"] = {
-            k: v for k, v in stored.parallel().args().items() if v not in (None, False)
-        }
-        out["model"] = {
-            k: args[k]
-            for k in (
-                "num_layers",
-                "hidden_size",
-                "num_attention_heads",
-                "num_experts",
-                "padded_vocab_size",
-            )
-            if args.get(k)
-        } or None
-        if isinstance(stored, torch_dist.Checkpoint):
-            out["files"] = len(stored.files)
-            out["objects"] = len(stored.metadata.objects)
-            rows = [
-                (k, dtype, size, {"chunks": len(chunks)})
-                for k, (dtype, size, chunks) in stored.metadata.tensors.items()
-            ]
-        else:
-            out["files"] = len(stored.directories)
-            rows = [(k, e.dtype, e.shape, {}) for k, e in stored.first_rank_tensors().items()]
-            out["shown"] = (
-                f"tensors of {stored.directories[0]}, one of {len(stored.directories)} ranks"
-            )
+    opened = source.opened
+    out: dict[str, Any] = {"path": str(source.path), "format": source.format}
+    if opened.common is not None:
+        args = opened.common.args or {}
+        out["iteration"] = opened.common.fields.get("iteration")
+        out["unit"] = str(opened.root)
+        sizes = opened.parallel().args()
+        out["parallel"] = {k: v for k, v in sizes.items() if v not in (None, False)}
+        out["model"] = {k: args[k] for k in MODEL_ARGS if args.get(k)} or None
+    shown = opened.show(most)
+    out.update(shown.facts)
     out["inexact"] = source.allowed or None
     out["mapping_file"] = source.manifest.get("mapping_file")
     out["unfinished"] = unfinished(source.root)
-    if not isinstance(stored, hf.Checkpoint):
-        kinds.update((dtype, shape) for _, dtype, shape, _ in rows)
-    size = {(dtype, shape): math.prod(shape) * itemsize(dtype) for dtype, shape in kinds}
+    # few sizes, of up to 10**5 tensors
+    size = {kind: math.prod(kind[1]) * itemsize(kind[0]) for kind in shown.kinds}
     out["tensors"] = {
-        k: {"shape": list(shape), "dtype": dtype, **more, "bytes": size[dtype, shape]}
-        for k, dtype, shape, more in rows[:most]
+        key: {"shape": list(shape), "dtype": dtype, **more, "bytes": size[dtype, shape]}
+        for key, dtype, shape, more in shown.tensors
     }
-    out["num_tensors"], out["bytes"] = (
-        kinds.total(),
-        sum(n * size[kind] for kind, n in kinds.items()),
-    )
+    out["num_tensors"] = shown.kinds.total()
+    out["bytes"] = sum(n * size[kind] for kind, n in shown.kinds.items())
     return out
 
 
@@ -125,19 +90,14 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
     lines.append(f"logical tensors it has no rule for: {', '.join(unused) or 'none'}")
     if config is None:
         return lines
-    dims = family.read(hf.parse_config(config), source=str(config))
-    dialect = mapping.load("megatron", DIALECT)
+    dims = family.read(parse_config(config), source=str(config))
+    dialect = mapping.dialect_for(family)
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
-    chosen = {
-        "container": "torch_dist",
-        "transformer_impl": "transformer_engine",
-        "experts": "grouped",
-        "layers": "per_layer",
-        "pp": 1,
-    }
-    there = {n for b in dialect.bind(dialect.scope(dims, **chosen)) for n in b.rule.of}
+    chosen = {name: values[0] for name, values in dialect.choices.items()}
+    scope = dialect.scope({**dialect.given, **dims}, **chosen)
+    there = {n for b in dialect.bind(scope) for n in b.rule.of}
     problems = mapping.misfits(file.name, here, "Megatron", there, dims)
-    problems += list(dialect.inexact(dims, GIVEN).values())
+    problems += list(dialect.inexact(dims).values())
     if problems:
         raise MappingError.of(f"{file} with {config} does not fit Megatron:", problems)
     return [*lines, f"{config}: {len(here)} logical tensors, all of which Megatron has a place for"]

@@ -19,7 +19,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from mckpt import __version__
+from mckpt import __version__, formats
 from mckpt.errors import MckptError, UsageError, counted
 
 Command = Callable[..., Any]
@@ -281,8 +281,8 @@ def cli() -> None:
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["torch_dist", "torch"]),
-    default="torch_dist",
+    type=click.Choice(formats.names(megatron=True)),
+    default=formats.MEGATRON,
     show_default=True,
 )
 @click.option(
@@ -300,7 +300,7 @@ def hf_to_megatron(form: str, **o: Any) -> None:
 
     sizes = {k: o.pop(k) for k in _SIZES}
     source = _open(o)
-    if source.format != "hf":
+    if source.is_megatron:
         raise UsageError(
             f"{o['src']}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its"
             " sizes or format"
@@ -327,7 +327,7 @@ def megatron_to_hf(**o: Any) -> None:
     """Convert a Megatron checkpoint into a Hugging Face directory; config.json is rebuilt from its
     args.
     """
-    _run("hf", None, **o)
+    _run(formats.HUGGING_FACE, None, **o)
 
 
 @cli.command()
@@ -337,7 +337,7 @@ def megatron_to_hf(**o: Any) -> None:
 @click.option(
     "--target-format",
     "form",
-    type=click.Choice(["torch_dist", "torch"]),
+    type=click.Choice(formats.names(megatron=True)),
     help="As the source's if not given.",
 )
 @click.option(
@@ -353,7 +353,7 @@ def reshard(form: str | None, **o: Any) -> None:
     """Change the parallel sizes or the format of a Megatron checkpoint."""
     sizes = {k: o.pop(k) for k in _SIZES}
     source = _open(o)
-    if source.format == "hf":
+    if not source.is_megatron:
         raise UsageError(
             f"{o['src']}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it"
         )
@@ -367,7 +367,7 @@ def reshard(form: str | None, **o: Any) -> None:
 @click.option(
     "--to",
     "form",
-    type=click.Choice(["hf", "torch", "torch_dist"]),
+    type=click.Choice(list(formats.FORMATS)),
     help=(
         "Target format; if not given torch_dist from Hugging Face, from Megatron hf, or where sizes"
         " are given the source's."
@@ -396,15 +396,22 @@ def plan(form: str | None, **o: Any) -> None:
     sizes = {k: o.pop(k) for k in _SIZES}
     source = _open(o)
     if form is None:
-        form = "torch_dist" if source.format == "hf" else source.format if given else "hf"
-    if form == "hf" and given:
+        form = (
+            source.format
+            if source.is_megatron and given
+            else formats.HUGGING_FACE
+            if source.is_megatron
+            else formats.MEGATRON
+        )
+    sizes_wanted = formats.FORMATS[form].megatron
+    if given and not sizes_wanted:
         raise UsageError(
             f"{', '.join(given)}: a Hugging Face directory has no parallel sizes; leave them out,"
             " or say --to torch_dist or --to torch"
         )
     _run(
         form,
-        None if form == "hf" else source.parallel.with_(**sizes),
+        source.parallel.with_(**sizes) if sizes_wanted else None,
         source=source,
         dry_run=True,
         **o,
@@ -622,8 +629,8 @@ def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **o: An
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["torch_dist", "torch"]),
-    default="torch_dist",
+    type=click.Choice(formats.names(megatron=True)),
+    default=formats.MEGATRON,
     show_default=True,
 )
 @click.option(
@@ -805,8 +812,7 @@ def _run(
     from mckpt import api
     from mckpt.conversion.target import MAX_SHARD_SIZE
     from mckpt.execute.ranks import Ranks
-    from mckpt.formats.hf import parse_size
-    from mckpt.mapping import DIVISIBLE_BY
+    from mckpt.values.sizes import parse_size
 
     # not `or`: its truth is the number of its tensors
     source = _open(o) if source is None else source
@@ -816,7 +822,7 @@ def _run(
         dtype=o.get("dtype"),
         transformer_impl=o.get("transformer_impl"),
         grouped_experts=o.get("grouped_experts"),
-        divisible_by=o.get("divisible_by") or DIVISIBLE_BY,
+        divisible_by=o.get("divisible_by"),
         layer_keys=o.get("layer_keys"),
         common_as_object=o.get("common_state") == "object",
         iteration=o.get("target_iteration"),
@@ -849,7 +855,7 @@ def _run(
         click.echo(json.dumps(planned.json()) if as_json else planned.summary())
         planned.destination.check()
         return
-    import mckpt.execute.engine  # noqa: F401  before workers are forked, or each of them would
+    import mckpt.conversion.run  # noqa: F401  before workers are forked, or each of them would
     from mckpt import launching
 
     how = {

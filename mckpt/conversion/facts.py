@@ -12,13 +12,10 @@ import numpy as np
 
 from mckpt import __version__, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
-from mckpt.conversion.publishing import Side
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
-from mckpt.formats import hf
-from mckpt.formats.base import WEIGHT_DTYPES, dtypes_of
-from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.mapping import Dims, MappingFile
+from mckpt.formats.base import WEIGHT_DTYPES, Names, dtypes_of
+from mckpt.mapping import MappingFile
 from mckpt.values import dtypes, quantisation
 
 
@@ -57,20 +54,21 @@ def refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict
     return dict(found)
 
 
-def refuse_misfit(
-    source: Checkpoint, family: str, target: MappingFile, name: str, dims: Dims, **chosen: Any
-) -> None:
-    """MappingError if the source's mapping and the target's do not name the same logical
-    tensors.
+def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
+    """MappingError if the source's mapping and the target's do not name the same logical tensors.
+
+    title: what the target is called in the message.
     """
-    wanted = {n for b in target.bind(target.scope(dims, **chosen)) for n in b.rule.of}
-    if found := mapping.misfits(family, set(source.layout.shapes), name, wanted, dims):
+    family = source.mapping.path.name
+    wanted = {name for b in target.bound() for name in b.rule.of}
+    found = mapping.misfits(family, set(source.layout.shapes), title, wanted, target.dims)
+    if found:
         cure = (
             "Add what is missing to the family file; `mckpt mappings check FILE --config"
             " CONFIG.JSON` says what is left."
         )
         raise MappingError.of(
-            f"{source.path}: {family} and {name} do not have the same tensors:", found, cure
+            f"{source.path}: {family} and {title} do not have the same tensors:", found, cure
         )
 
 
@@ -80,13 +78,13 @@ def kept_mapping(source: Checkpoint) -> tuple[str, bytes] | None:
     return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
 
 
-def naming(source: Checkpoint, side: Side) -> dict[str, Any]:
-    """What the manifest says of the family that the user named; of a family file, if it is among
-    the files of `side`.
+def naming(source: Checkpoint, kept: bool) -> dict[str, Any]:
+    """What the manifest says of the family that the user named; of a family file, if it is `kept`
+    beside the checkpoint.
     """
-    kept = kept_mapping(source)
-    if kept is not None and MAPPING in dict(side):
-        return {"mapping_file": {"name": kept[0], "digest": mapping.digest_of(kept[1].decode())}}
+    file = kept_mapping(source) if kept else None
+    if file is not None:
+        return {"mapping_file": {"name": file[0], "digest": mapping.digest_of(file[1].decode())}}
     return {"family": source.naming.family} if source.naming.family else {}
 
 
@@ -136,7 +134,7 @@ def facts_of(
 def dequantised(source: Checkpoint) -> list[str]:
     """What of the source is quantised, for people."""
     num = sum(len(s) for s in source.layout.stored if s.scales)
-    block = source.stored.block if isinstance(source.stored, hf.Checkpoint) else None
+    block = source.opened.block
     if not num or block is None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""The plan of a conversion: the whole job as data, proved from headers, and how it is run."""
+"""The plan of a conversion: the whole job as data, proved from headers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.publishing import Destination, Side
+from mckpt.conversion.destination import Destination
+from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Progress, Target
-from mckpt.errors import SourceError, StorageError, UsageError, counted
-from mckpt.execute.ranks import Ranks, Session
-from mckpt.formats import hf
+from mckpt.errors import counted
+from mckpt.execute.ranks import Ranks
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import Joined
 from mckpt.storage.files import TargetFile
-from mckpt.storage.staging import MANIFEST
 from mckpt.values import dtypes
+from mckpt.values.sizes import parse_size
 
 
 @dataclass(eq=False)
@@ -35,7 +35,7 @@ class Plan:
     joined: Joined
     layout: Layout
     outputs: list[TargetFile]
-    side: Side  # files of DST/hf
+    side: SideFiles
     copied: list[Path]  # sources of outputs that are copied whole
     facts: dict[str, Any]  # what the manifest says
 
@@ -142,102 +142,11 @@ class Plan:
         Several processes do it together if each calls this with its own `ranks`; all return when
         the checkpoint is in place. `tell` gets what people should know though nothing failed.
         """
-        budget = hf.parse_size(max_memory) if isinstance(max_memory, str) else max_memory
-        stamps = self._stamps()
-        key = hashlib.sha256(f"{self.digest} {checksum} {stamps}".encode()).hexdigest()
+        from mckpt.conversion.run import How, run
 
-        def move(session: Session) -> list[str]:
-            from mckpt.execute.engine import Overflow, execute
-
-            try:
-                return execute(
-                    self.joined.copies,
-                    self.joined.casts,
-                    self.source.layout.files,
-                    self.outputs,
-                    session.staging / "data",
-                    max_memory=budget,
-                    threads=threads,
-                    checksum=checksum,
-                    allow_overflow=allow_overflow,
-                    grids=self.joined.grids,
-                    session=session,
-                    progress=progress,
-                )
-            except Overflow as e:
-                raise UsageError(f"{self.joined.name(e.tensor)}: {e.where}") from e
-
-        session = Session(self.destination.staging_directory(key), ranks or Ranks(), tell)
-        if session.ranks.rank:
-            return self._help(session, move)
-        if session.ranks.size == 1:  # before anything is made
-            dropped = self._look_through(check_replicas)
-        with self.destination.staging(key, resume, session.ranks.name) as staging, session:
-            session.open()
-            if session.ranks.size > 1:  # the others are told of what is found
-                dropped = self._look_through(check_replicas)
-            sums = move(session)
-            if self._stamps() != stamps:
-                raise SourceError(
-                    f"{self.source.path}: was changed while it was read; run the command again when"
-                    " nothing writes there"
-                )
-            files = {
-                o.path: {"bytes": o.size, "checksum": s}
-                for o, s in zip(self.outputs, sums, strict=True)
-            }
-            manifest = {**self.facts, "plan": self.digest, "dropped": dropped, "files": files}
-            (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-            self.destination.publish(staging, self.side)
-        return manifest
-
-    def _look_through(self, check_replicas: bool) -> list[str]:
-        """What is dropped, in words. SourceError if copies of one tensor differ."""
-        reader = self.source.reader
-        if (check_replicas or self.source.format == "hf") and (apart := reader.check_replicas()):
-            raise SourceError.of(
-                f"{self.source.path}: holds copies of one tensor that differ, and it is not known"
-                " which is meant:",
-                apart,
-            )
-        return reader.padding()
-
-    def _help(self, session: Session, move: Callable[[Session], list[str]]) -> dict[str, Any]:
-        """What the other ranks do: their share, and wait for rank 0 to publish."""
-
-        def finished(late: bool) -> bool:
-            """Whether what this plan writes is in place, and the run is over.
-
-            With --overwrite an earlier run may have put it there, and nothing in it tells: this
-            rank would go home, and rank 0, who is about to replace it, would lack it. So it stays
-            for as long as rank 0 waits for a rank that does not come. Then either rank 0 is done,
-            or it is so late that it finds this one missing, and does its share: the output is right
-            in any order, and no wait is longer than that.
-            """
-            return (late or not self.destination.overwrite) and self.destination.manifest().get(
-                "plan"
-            ) == self.digest
-
-        try:
-            with session:
-                session.join(
-                    finished, lambda: self.destination.refuse(session.staging, session.ranks.name)
-                )
-                move(session)
-                session.listen()
-        except (StorageError, OSError):  # as Gone, or as whatever a file that went away led to
-            if (
-                session.staging.exists()
-                or (manifest := self.destination.manifest()).get("plan") != self.digest
-            ):
-                raise
-            return manifest
-
-    def _stamps(self) -> list[int]:
-        """When the sources were last changed: a resumed run must not mix two states of them."""
-        return [
-            Path(f).stat().st_mtime_ns for f in [*self.source.layout.files, *map(str, self.copied)]
-        ]
+        budget = parse_size(max_memory) if isinstance(max_memory, str) else max_memory
+        how = How(budget, threads, checksum, allow_overflow, resume, check_replicas, progress, tell)
+        return run(self, how, ranks or Ranks())
 
 
 def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:

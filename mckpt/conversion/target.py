@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mckpt.formats import MEGATRON
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import DIVISIBLE_BY
 
-FORMATS = ("hf", "torch", "torch_dist")
 # bytes; so that a small model too has files for several threads: two writers of one inode wait for
 # each other
 MAX_SHARD_SIZE = 2 * 10**9
@@ -21,13 +20,14 @@ Progress = Callable[..., None]
 class Target:
     """The form wanted. `parallel` and the fields after it are Megatron's."""
 
-    format: str = "torch_dist"
+    format: str = MEGATRON
     parallel: Parallel = field(default_factory=Parallel)
     dtype: str | None = None  # None: each tensor keeps its own
     transformer_impl: str | None = None
     grouped_experts: bool | None = None
-    divisible_by: int = DIVISIBLE_BY
-    # of torch_dist: stacked or per_layer; None: what the model's args imply
+    divisible_by: int | None = None  # None: the dialect's default, which is Megatron's
+    dialect: str | None = None  # None: the one of the source or of its family, else the default
+    # of formats with global keys: stacked or per_layer; None: what the model's args imply
     layer_keys: str | None = None
     common_as_object: bool = False
     iteration: int | None = None

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import CONFIG, Checkpoint, family_of
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import family_for
+from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     facts_of,
     kept_mapping,
@@ -18,79 +20,38 @@ from mckpt.conversion.facts import (
     refuse_misfit,
 )
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.publishing import Destination
+from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
-from mckpt.formats import hf
+from mckpt.formats.base import Names, Wanted
+from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
+from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import TargetFile, read_file
 
 
 def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
+    """The plan of a Hugging Face directory. config.json is that of the directory that describes the
+    model, where there is one, else it is written from the dims.
+    """
     if target.keep_padding:
         source = source.padded() or source
     _ = source.layout  # what is damaged is said before what does not fit
-    dims, notes = source.dims, []
-    described = source.described_by
-    if described is not None:
-        base = hf.read_config(described)
-        family = family_of(base, source.naming, str(described / CONFIG))
-        base = family.restate(base, dims, source.overruled or _denied(source, family, base))
-        notes.append("config.json is that of the model's Hugging Face directory")
-    else:
-        base = None
-        family, note = choose_family(source)
-        notes.append(note)
-    inexact = refuse_inexact(family.inexact(dims), target, f"family {family.name}")
-    # trained, not converted: what the trainer computed is not what its args say
-    if described is None and not source.manifest:
-        said = {
-            k: why for k, why in source.mapping.warnings(dims).items() if k not in source.known.dims
-        }
-        inexact = inexact | refuse_inexact(said, target, "config.json")
+    family, base, note = _model(source)
+    inexact = _inexact(source, family, target)
     kinds, dtype = kinds_of(source, target)
-    if base is None:
-        config = {
-            "architectures": [family.architectures[0]],
-            **family.write(dims),
-            "torch_dtype": dtype,
-        }
-        text = (json.dumps(config, indent=2) + "\n").encode()
-    else:
-        key = "dtype" if "dtype" in base else "torch_dtype"
-        assert described is not None
-        changed = {
-            **base,
-            **({} if base.get(key) is None else {key: dtype}),
-            "vocab_size": dims["vocab_size"],
-        }
-        if changed.pop(hf.QUANTISED, None):
-            notes.append(
-                f"config.json is written without its {hf.QUANTISED}: no tensor is quantised any"
-                " more"
-            )
-        text = (
-            read_file(described / CONFIG)
-            if changed == hf.read_config(described)
-            else (json.dumps(changed, indent=2) + "\n").encode()
-        )
-    refuse_misfit(source, source.mapping.path.name, family, family.path.name, dims)
-    layout, outputs = hf.lay_out(family, dims, kinds, target.max_shard_size)
+    text, notes = _config(source, family, base, dtype)
+    names = Names(family, source.dims, {}, Parallel())
+    refuse_misfit(source, names, family.path.name)
+    layout, outputs = destination.format.lay_out(Wanted(names, kinds, target.max_shard_size))
     kept = kept_mapping(source)
-    side = [] if kept is None else [(MAPPING, kept[1])]
-    outputs += [TargetFile.whole(*file) for file in side]
-    names, copied = {o.path for o in outputs}, list[Path]()
-    roots = [Path(r) for r in (target.tokenizer, described) if r is not None]
-    for root in roots:
-        if not root.is_dir():
-            raise UsageError(f"{root}: is no directory with tokenizer files")
-        for name in hf.side_files(root):
-            if name not in names:
-                outputs.append(TargetFile.copy(name, root / name))
-                copied.append(root / name)
-                names.add(name)
+    if kept is not None:
+        outputs.append(TargetFile.whole(MAPPING, kept[1]))
+    roots = [Path(root) for root in (target.tokenizer, source.described_by) if root is not None]
+    copies = _side_copies(roots, {file.path for file in outputs})
+    outputs += [TargetFile.copy(name, path) for name, path in copies.items()]
     outputs.append(TargetFile.whole(CONFIG, text))
     facts = facts_of(
         source,
@@ -98,15 +59,80 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         target,
         family,
         inexact,
-        notes,
+        [note, *notes],
         max_shard_size=target.max_shard_size,
         config=hashlib.sha256(text).hexdigest(),
-        side=[[o.path, o.size] for o in outputs],
-        **naming(source, side),
+        side=[[file.path, file.size] for file in outputs],
+        **naming(source, kept is not None),
     )
-    return Plan(
-        source, destination, target, join(source.layout, layout), layout, outputs, [], copied, facts
-    )
+    joined = join(source.layout, layout)
+    side, copied = SideFiles(destination.root, {}), list(copies.values())
+    return Plan(source, destination, target, joined, layout, outputs, side, copied, facts)
+
+
+def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]:
+    """The family; the config.json that describes the model, with the user's corrections, if there
+    is one; and where both are from, in words.
+    """
+    described = source.described_by
+    if described is None:
+        family, note = choose_family(source)
+        return family, None, note
+    base = read_config(described)
+    family = family_for(base, source.naming.family_name, str(described / CONFIG))
+    corrected = source.overruled or _denied(source, family, base)
+    base = family.restate(base, source.dims, corrected)
+    return family, base, "config.json is that of the model's Hugging Face directory"
+
+
+def _inexact(source: Checkpoint, family: MappingFile, target: Target) -> dict[str, str]:
+    """What config.json cannot say of the model, where the user allows it."""
+    found = refuse_inexact(family.inexact(source.dims), target, f"family {family.name}")
+    # trained, not converted: what the trainer computed is not what its args say
+    if source.described_by is None and not source.manifest:
+        warned = source.mapping.warnings(source.dims).items()
+        unsaid = {name: why for name, why in warned if name not in source.known.dims}
+        found = found | refuse_inexact(unsaid, target, "config.json")
+    return found
+
+
+def _config(
+    source: Checkpoint, family: MappingFile, base: dict[str, Any] | None, dtype: str
+) -> tuple[bytes, list[str]]:
+    """The content of config.json, and notes on it."""
+    if base is None:
+        named = {"architectures": [family.architectures[0]]}
+        return _json({**named, **family.write(source.dims), "torch_dtype": dtype}), []
+    key = "dtype" if "dtype" in base else "torch_dtype"
+    typed = {} if base.get(key) is None else {key: dtype}
+    config = {**base, **typed, "vocab_size": source.dims["vocab_size"]}
+    notes = []
+    if config.pop(QUANTISED, None):
+        notes.append(
+            f"config.json is written without its {QUANTISED}: no tensor is quantised any more"
+        )
+    described = source.described_by
+    assert described is not None
+    unchanged = config == read_config(described)
+    return (read_file(described / CONFIG) if unchanged else _json(config)), notes
+
+
+def _json(config: dict[str, Any]) -> bytes:
+    return (json.dumps(config, indent=2) + "\n").encode()
+
+
+def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
+    """Tokenizer, templates and the like to be copied from these directories, but for names that are
+    `there`; the first directory that has a file wins.
+    """
+    out: dict[str, Path] = {}
+    for root in roots:
+        if not root.is_dir():
+            raise UsageError(f"{root}: is no directory with tokenizer files")
+        for name in side_files(root):
+            if name not in there:
+                out.setdefault(name, root / name)
+    return out
 
 
 def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:
@@ -126,7 +152,7 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
 
     UsageError names the candidates.
     """
-    if named := source.naming.mapping or source.naming.family:
+    if named := source.naming.family_name:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
     reasons, fit = [], []

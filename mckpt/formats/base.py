@@ -1,18 +1,142 @@
-"""What every format shares: rules as packed tensors, and buffers grouped by geometry."""
+"""What a disk format is, and what every format shares: rules as packed tensors, and buffers grouped
+by geometry.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 from mckpt.containers.entries import Entry, Kind
 from mckpt.errors import CoverError, SourceError, UsageError
+from mckpt.formats.megatron.common_state import Common
 from mckpt.geometry.box import Layout, Piece, Stored, restride
 from mckpt.geometry.packing import PACKINGS, Packed, PackingError, padded
+from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound, Rule, Scope, hub
+from mckpt.mapping import Bound, Dims, MappingFile, Rule, Scope, hub
+from mckpt.storage.files import TargetFile
 
 # 8-bit floats are nothing without their scales
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+class Names(NamedTuple):
+    """How stored keys become logical tensors. Made once, when a checkpoint is understood."""
+
+    mapping: MappingFile
+    dims: Dims
+    choices: Mapping[str, Any]  # of the mapping: how this checkpoint made them
+    parallel: Parallel  # the sizes that it was saved with, or is wanted for
+
+    def scope(self) -> dict[str, Any]:
+        """What the mapping's rules can name."""
+        return self.mapping.scope(self.dims, **self.choices)
+
+    def bound(self) -> list[Bound]:
+        """The mapping's rules that apply to this model."""
+        return self.mapping.bind(self.scope())
+
+
+class Wanted(NamedTuple):
+    """A checkpoint that a format shall lay out."""
+
+    names: Names
+    dtypes: dict[str, str]  # of each logical tensor, by template
+    max_shard_size: int  # bytes
+    padded_vocab_size: int = 0  # rows
+    common: Mapping[str, Any] = {}  # Megatron's args and the like
+    common_as_object: bool = False
+
+
+class Shown(NamedTuple):
+    """What an opened checkpoint shows of itself before its names are understood."""
+
+    facts: dict[str, Any]
+    # key, dtype, shape, and what else is said: of the tensors that were asked for
+    tensors: list[tuple[str, str, tuple[int, ...], dict[str, Any]]]
+    kinds: Counter[tuple[str, tuple[int, ...]]]  # how many tensors have a dtype and a shape
+
+
+class Opened(Protocol):
+    """A checkpoint of which the headers are read and nothing is understood yet."""
+
+    root: Path
+
+    @property
+    def format(self) -> Format: ...
+
+    @property
+    def common(self) -> Common | None:
+        """Megatron's args and the like; None in a Hugging Face directory."""
+
+    @property
+    def block(self) -> tuple[int, int] | None:
+        """Rows and columns of a quantised weight that share a scale; None if none is quantised."""
+
+    def keys(self) -> Iterable[str]:
+        """Keys of its tensors, as far as they tell which mapping knows them."""
+
+    def parallel(self) -> Parallel:
+        """The sizes that it was saved with."""
+
+    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> int | None:
+        """Rows of the stored embedding, padding included; None where it is not stored by rows."""
+
+    def beside(self, mapping: MappingFile) -> list[str]:
+        """What it holds that is no weight, such as optimizer state."""
+
+    def choices(self, names: Names) -> Mapping[str, Any]:
+        """How the mapping's choices were made here; `names.choices` is what its args say of them."""
+
+    def layout(self, names: Names) -> Layout:
+        """What is stored where, in logical boxes.
+
+        SourceError lists everything that is missing, left over or of another shape.
+        """
+
+    def show(self, most: int | None) -> Shown:
+        """Its first `most` tensors, and how many there are."""
+
+
+@dataclass(frozen=True, repr=False)
+class Format:
+    """One disk format. `mckpt.formats.FORMATS` lists all of them."""
+
+    name: str
+    about: str
+    megatron: bool  # its keys are named by a dialect; else by a family of Hugging Face
+    detect: Callable[[Path], bool]  # whether a directory looks like a checkpoint of this format
+    open: Callable[[Path], Opened]
+    lay_out: Callable[[Wanted], tuple[Layout, list[TargetFile]]]
+    # File names, as patterns, that a checkpoint consists of: --overwrite replaces nothing else.
+    parts: tuple[str, ...]
+    global_keys: bool = False  # keys are those of the whole model, not of each rank's modules
+    fixed_sizes: bool = False  # a trainer loads it only at the sizes that it was saved with
+    last: str = ""  # the file without which no loader takes it for a checkpoint
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def best_choices(
+    names: Names, choices: Mapping[str, Iterable[Any]], mismatch: Callable[[Names], int]
+) -> dict[str, Any]:
+    """The combination of choices whose keys fit best, and of these the one that the args say.
+
+    `mismatch` counts the keys that are there and not wanted, or wanted and not there.
+    """
+    said = names.choices
+    found = []
+    for picked in itertools.product(*choices.values()):
+        chosen = {**dict(zip(choices, picked, strict=True)), "pp": names.parallel.pp}
+        apart = mismatch(names._replace(choices=chosen))
+        found.append((apart, sum(chosen[k] != value for k, value in said.items()), chosen))
+    return min(found, key=lambda row: row[:2])[2]
 
 
 class Problems(list[str]):

@@ -6,64 +6,55 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import struct
-import types
-from collections.abc import Iterator
+from collections import Counter
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mckpt import mapping
-from mckpt.containers import safe_pickle, safetensors, torch_file
-from mckpt.containers.entries import Entries, Entry, Kind, entry_of
-from mckpt.errors import SourceError, StorageError, UsageError, counted
-from mckpt.formats.base import Problems, dtype_of, packed, shapes_of, stored_of
+from mckpt.containers.entries import Kind
+from mckpt.errors import SourceError
+from mckpt.formats.base import (
+    Format,
+    Names,
+    Problems,
+    Shown,
+    Wanted,
+    dtype_of,
+    packed,
+    shapes_of,
+    stored_of,
+)
+from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config
+from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
 from mckpt.geometry.box import Layout, Piece, Scales, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import MappingFile, Rule, Scope
-from mckpt.storage.files import TargetFile, read_file
+from mckpt.mapping import MappingFile, Rule
+from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes, quantisation
 
-QUANTISED = "quantization_config"  # the key of config.json
 SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales
-LEAST_BARE = 1 << 20  # bytes that a size may say without a unit: fewer are a forgotten unit
 ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
-WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-    ".index.json",
-)
-INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
-SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 
 
 def detect(path: Path) -> bool:
     """Whether a directory looks like a Hugging Face checkpoint."""
     return any((path / name).exists() for name in (*INDEX.values(), *SINGLE.values())) or (
-        (path / "config.json").exists() and any(path.glob("*.safetensors"))
+        (path / CONFIG).exists() and any(path.glob("*.safetensors"))
     )
 
 
-class Checkpoint:
+class HuggingFace:
     """An opened Hugging Face directory. Only headers are read."""
 
-    format = "hf"
     common = None  # Megatron's args and the like
 
     def __init__(self, path: str | Path) -> None:
         self.root = Path(path)
-        self.files, self.entries, self.problems = self._index()
+        self.files, self.entries, self.problems = weight_files(self.root)
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -91,23 +82,42 @@ class Checkpoint:
         """One of everything: nothing is sharded."""
         return Parallel()
 
-    def choices(
-        self, family: MappingFile, dims: Scope, parallel: Parallel, said: Scope
-    ) -> dict[str, Any]:
+    @property
+    def format(self) -> Format:
+        return FORMAT
+
+    def keys(self) -> list[str]:
+        """Those of all tensors."""
+        return list(self.entries.names)
+
+    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> None:
+        """Unknown: there is no padding here."""
+
+    def choices(self, names: Names) -> dict[str, Any]:
         """None: there is one way to write a Hugging Face directory."""
         return {}
 
-    def beside(self, family: MappingFile) -> list[str]:
+    def beside(self, mapping: MappingFile) -> list[str]:
         """Nothing but weights."""
         return []
 
-    def side_files(self) -> list[str]:
-        """Every file that is neither weights, nor config.json, nor hidden, relative to the
-        directory: tokenizer, templates, modeling code.
-        """
-        return side_files(self.root)
+    def show(self, most: int | None) -> Shown:
+        """The tensors of all files."""
+        entries, config = self.entries, self.config if (self.root / CONFIG).is_file() else {}
+        rows = [
+            (key, e.dtype, e.shape, dict[str, Any]())
+            for key, e in (
+                (key, entries.entry(row)) for row, key in enumerate(entries.names[:most])
+            )
+        ]
+        kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        for kind, n in Counter(entries.columns.kind).items():
+            kinds[entries.kinds[kind][:2]] += n
+        model = ", ".join(config.get("architectures") or []) or None
+        facts = {"model": model, "files": len(self.files), "problems": self.problems}
+        return Shown(facts, rows, kinds)
 
-    def layout(self, family: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope) -> Layout:
+    def layout(self, names: Names) -> Layout:
         """What is stored where, in logical boxes.
 
         Everything missing, left over or of another shape is one error.
@@ -118,8 +128,7 @@ class Checkpoint:
                 self.problems,
                 "If a download was interrupted, let it go on.",
             )
-        scope = family.scope(dims)
-        bound = family.bind(scope)
+        family, scope, bound = names.mapping, names.scope(), names.bound()
         problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
         entries = self.entries
         used = np.zeros(len(entries.names), bool)
@@ -295,217 +304,13 @@ class Checkpoint:
         """The name of the file that holds a tensor."""
         return Path(self.files[self.entries[key].file]).name
 
-    # ---- headers
-
-    def _index(self) -> tuple[list[str], Entries, list[str]]:
-        kind = next(
-            (
-                k
-                for k in INDEX
-                if (self.root / INDEX[k]).exists() or (self.root / SINGLE[k]).exists()
-            ),
-            None,
-        )
-        problems: list[str] = []
-        named_by = "wanted"
-        weight_map: dict[str, str] | None = None
-        if kind is None:
-            loose = sorted(p.name for p in self.root.glob("*.safetensors"))
-            if len(loose) != 1:
-                raise SourceError(
-                    f"{self.root}: no {', no '.join((*SINGLE.values(), *INDEX.values()))}"
-                    + (f"; {len(loose)} loose .safetensors files without an index" if loose else "")
-                )
-            kind, names = ".safetensors", loose
-        elif (self.root / INDEX[kind]).exists():
-            weight_map, names = self._weight_map(self.root / INDEX[kind])
-            named_by = f"named by {INDEX[kind]}"
-            # transformers would read this one, others the index
-            if SINGLE[kind] not in names and (self.root / SINGLE[kind]).exists():
-                problems.append(
-                    f"both {SINGLE[kind]} and {INDEX[kind]} are there, and either may be meant:"
-                    " move one of them away"
-                )
-            shards = re.compile(r".*-\d{5}-of-\d{5}" + re.escape(kind))
-            extra = sorted(
-                p.name
-                for p in self.root.glob(f"*{kind}")
-                if p.name not in names and shards.fullmatch(p.name)
-            )
-            problems.extend(f"{name}: a shard that {INDEX[kind]} does not name" for name in extra)
-        else:
-            names = [SINGLE[kind]]
-        here: list[str] = []
-        files: list[str] = []
-        for name in names:
-            path = os.path.join(self.root, name)
-            if os.path.isfile(path):
-                here.append(name)
-                files.append(path)
-            else:
-                problems.append(
-                    f"{name}: {named_by}, and {'no file' if os.path.exists(path) else 'not there'}"
-                )
-        if kind == ".safetensors":
-            entries = safetensors.read(files)
-        else:
-            entries = Entries.of(
-                pair for number, file in enumerate(files) for pair in read_bin(file, number)
-            )
-        held_by = list(map(here.__getitem__, entries.columns.file))
-        if (
-            weight_map is not None
-            and len(weight_map) == len(held_by)
-            and list(map(weight_map.get, entries.names)) == held_by
-        ):
-            # all is where the index says, and so nothing is there twice
-            return files, entries, problems
-        found: dict[str, str] = {}
-        for key, name in zip(entries.names, held_by, strict=True):
-            if found.setdefault(key, name) != name:
-                problems.append(f"{key} is in {found[key]} and in {name}")
-            elif weight_map is not None and weight_map.get(key) != name:
-                said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
-                problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
-        lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found]
-        there = set(here)
-        problems.extend(
-            f"{key}: {INDEX[kind]} says it is in {name}, and it is not"
-            for key, name in lost
-            if name in there
-        )
-        if len(found) < len(entries.names):
-            entries = Entries.of((key, entries[key]) for key in found)
-        return files, entries, problems
-
-    def _weight_map(self, path: Path) -> tuple[dict[str, str], list[str]]:
-        """Tensor name -> file name, by an index, and the names of all files."""
-        import msgspec
-
-        raw = read_file(path)
-        try:
-            there = [name for name in os.listdir(path.parent) if name.isascii()]
-        except OSError:  # a directory may be for passing through
-            there = []
-        # one string for each file, where all are there, not for each tensor
-        for file in (Literal[tuple(there or [""])], str):
-            weight_map: Any = types.GenericAlias(dict, (str, file))
-            try:
-                index: Any = msgspec.json.decode(
-                    raw, type=msgspec.defstruct("Index", [("weight_map", weight_map)])
-                )
-                break
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                pass  # a file that is not there is told later
-        else:
-            raise SourceError(
-                f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is"
-                " wanted"
-            )
-        found: dict[str, str] = index.weight_map
-        files = sorted(set(found.values()))
-        for name in files:
-            if name != os.path.basename(name) or name in ("", ".", ".."):
-                raise SourceError(f"{path}: names the file {name!r}; only files beside it are read")
-        return found, files
-
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 200 else text[:200] + " ..."
 
 
-def read_config(root: Path) -> dict[str, Any]:
-    """A directory's config.json."""
-    if not (root / "config.json").is_file():
-        raise SourceError(f"{root}: has no config.json, without which its tensors mean nothing")
-    return parse_config(root / "config.json")
-
-
-def parse_config(path: Path) -> dict[str, Any]:
-    """A config.json wherever it lies."""
-    try:
-        config = json.loads(read_file(path, 1 << 24))
-    except (ValueError, RecursionError) as e:
-        raise SourceError(f"{path}: no JSON: {e}") from None
-    if not isinstance(config, dict):
-        raise SourceError(f"{path}: holds {type(config).__name__}, not an object")
-    return config
-
-
-def side_files(root: Path) -> list[str]:
-    out = []
-    for folder, inner, names in os.walk(root):
-        inner[:] = sorted(d for d in inner if not d.startswith("."))
-        for name in sorted(names):
-            relative = str((Path(folder) / name).relative_to(root))
-            if (
-                not name.startswith(".")
-                and not name.endswith(WEIGHTS)
-                and relative not in ("config.json", "mckpt.json")
-            ):
-                out.append(relative)
-    return out
-
-
-def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
-    """The tensors of a pytorch_model*.bin and their keys.
-
-    Nothing in its pickle is imported or called.
-    """
-    try:
-        fd = os.open(path, os.O_RDONLY)
-    except OSError as e:
-        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
-    try:
-        if os.pread(fd, len(safetensors.LFS_POINTER), 0) == safetensors.LFS_POINTER:
-            raise safetensors.pointer(path)
-        value, data = torch_file.read(fd, path)
-    finally:
-        os.close(fd)
-    if not isinstance(value, dict):
-        raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a state dict")
-    for key, record in value.items():
-        view = safe_pickle.as_tensor(record)
-        if view is None or not isinstance(key, str):
-            raise SourceError(f"{path}: {key!r} is no tensor but {safe_pickle.short(record)}")
-        yield key, entry_of(view, data, file)
-
-
 # ------------------------------------------------------------------------------------------ writing
-
-
-def parse_size(text: str, option: str = "") -> int:
-    """ "5GB" or "512MiB" -> bytes.
-
-    UsageError, which names the option, for a number without a unit that can only be meant to have
-    one.
-    """
-    given = f"{option} {text!r}".lstrip()
-    units = {
-        "": 1,
-        "KB": 10**3,
-        "MB": 10**6,
-        "GB": 10**9,
-        "TB": 10**12,
-        "KIB": 1 << 10,
-        "MIB": 1 << 20,
-        "GIB": 1 << 30,
-        "TIB": 1 << 40,
-    }
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if (
-        not found
-        or found[2].upper() not in units
-        or (size := int(float(found[1]) * units[found[2].upper()])) < 1
-    ):
-        raise UsageError(f"{given} is no size; say such as 5GB or 512MiB")
-    if not found[2] and size < LEAST_BARE:
-        raise UsageError(
-            f"{given} without a unit is {counted(size, 'byte')}; say a unit, such as {found[1]}MiB"
-            f" or {found[1]}GiB"
-        )
-    return size
 
 
 def cut(sizes: list[int], most: int) -> list[int]:
@@ -533,14 +338,12 @@ def cut(sizes: list[int], most: int) -> list[int]:
     return files[1:]
 
 
-def lay_out(
-    family: MappingFile, dims: Scope, kinds: dict[str, str], max_shard_size: int
-) -> tuple[Layout, list[TargetFile]]:
+def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """The safetensors files of a model, and their index: layer by layer, cut so that no file grows
     past `max_shard_size` bytes.
     """
-    scope = family.scope(dims)
-    bound = [b for b in family.bind(scope) if b.rule.written]
+    dims, kinds, scope = wanted.names.dims, wanted.dtypes, wanted.names.scope()
+    bound = [b for b in wanted.names.bound() if b.rule.written]
     # (rank in the file order, key, dtype, shape, rule, instance)
     rows: list[tuple[int, str, str, tuple[int, ...], int, int]] = []
     for r, b in enumerate(bound):
@@ -555,7 +358,7 @@ def lay_out(
             rows.append((order, key, dtype, whole.shape, r, i))
     rows.sort(key=lambda row: row[0])
     sizes = [math.prod(row[3]) * dtypes.itemsize(row[2]) for row in rows]
-    file_of = cut(sizes, max_shard_size)
+    file_of = cut(sizes, wanted.max_shard_size)
     count = file_of[-1] + 1
     names = (
         [SINGLE[".safetensors"]]
@@ -612,3 +415,30 @@ def lay_out(
             )
         )
     return Layout(names, stored, shapes_of(bound, scope)), outputs
+
+
+FORMAT = Format(
+    "hf",
+    "a Hugging Face directory with safetensors",
+    megatron=False,
+    detect=detect,
+    open=HuggingFace,
+    lay_out=lay_out,
+    parts=(
+        CONFIG,
+        "generation_config.json",
+        "*.safetensors",
+        "*.index.json",
+        "pytorch_model*.bin",
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "vocab.txt",
+        "merges.txt",
+        "spiece.model",
+        "sentencepiece*.model",
+        "chat_template*",
+    ),
+    last=CONFIG,
+)

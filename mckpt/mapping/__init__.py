@@ -1,20 +1,12 @@
 """Mapping files: YAML -> rules and dims, and the expressions in them."""
 
-from mckpt.mapping.file import (
-    DIVISIBLE_BY,
-    GIVEN,
-    Bound,
-    Dims,
-    MappingFile,
-    Rule,
-    Scope,
-    equal,
-    lookup,
-)
+from mckpt.mapping.file import Dims, MappingFile, Scope, equal, lookup
 from mckpt.mapping.hub import hub
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
-    family_of,
+    dialect_for,
+    dialect_of,
+    family_with,
     folder,
     key_pattern,
     load,
@@ -23,18 +15,19 @@ from mckpt.mapping.reading import (
     parse_setting,
     to_keep,
 )
+from mckpt.mapping.rule import Bound, Rule
 
 __all__ = [
-    "DIVISIBLE_BY",
-    "GIVEN",
     "Bound",
     "Dims",
     "MappingFile",
     "Rule",
     "Scope",
+    "dialect_for",
+    "dialect_of",
     "digest_of",
     "equal",
-    "family_of",
+    "family_with",
     "folder",
     "hub",
     "key_pattern",

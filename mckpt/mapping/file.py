@@ -19,90 +19,11 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.hub import hub
+from mckpt.mapping.rule import Bound, Rule
 
 Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices and what is derived of them
-DIVISIBLE_BY = 128  # Megatron's default of --make-vocab-size-divisible-by
-# what a dialect's args name beside dims, where nothing else says it
-GIVEN: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "padded_vocab_size": 0,
-    "transformer_impl": "transformer_engine",
-    "experts": "grouped",
-    "divisible_by": DIVISIBLE_BY,
-    "container": "torch_dist",
-    "tp": 1,
-}
 _VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:[.+-]\w+)*")
-
-
-class Rule(NamedTuple):
-    """One stored key template and the logical tensors packed in it.
-
-    An object rule has no members.
-    """
-
-    key: str
-    of: tuple[str, ...]
-    pack: str
-    tp: str  # column, row, vocab or replicated
-    stage: str | None  # first or last: the pipeline stage of a tensor that is in no layer
-    when: Expression | None
-    alias: bool  # a further copy of a tensor that another rule stores
-    written: bool  # False: an alias that is looked at where it is there, and not made
-    dtype: str | None  # what it is always stored in
-    # its layers are those of multi-token prediction, which are numbered behind the decoder's; a key
-    # can count them from 0 as {mtp}
-    mtp: bool
-    indices: tuple[str, ...]  # of "layer", "expert": those that its tensors or its key have
-    where: str
-
-    @property
-    def shared(self) -> bool:
-        """Whether several keys are copies of one tensor: they name a layer, and it does not."""
-        return "layer" in self.indices and bool(self.of) and "{layer}" not in self.of[0]
-
-    def stacked(self) -> tuple[str, ...]:
-        """Indices that are leading axes of the stored tensor, because the key does not
-        name them.
-        """
-        return tuple(
-            i
-            for i in self.indices
-            if f"{{{i}}}" not in self.key and not (i == "layer" and self.mtp)
-        )
-
-
-class Bound(NamedTuple):
-    """A rule that applies to one model, and where: the layers (or [0]) and experts (or
-    [0]) it has.
-    """
-
-    rule: Rule
-    layers: np.ndarray
-    experts: np.ndarray
-    num_layers: int  # of the decoder
-
-    def key(self, layer: int, expert: int = 0) -> str:
-        """The key of one of its tensors."""
-        return self.rule.key.format(layer=layer, expert=expert, mtp=layer - self.num_layers)
-
-    def keys(self) -> list[str]:
-        """All keys that name layer and expert, layer by layer."""
-        experts = list(map(str, self.experts.tolist()))
-        out: list[str] = []
-        for layer in self.layers.tolist():
-            key = self.rule.key.replace("{expert}", "\0").format(
-                layer=layer, mtp=layer - self.num_layers
-            )
-            out += [key.replace("\0", expert) for expert in experts]
-        return out
-
-    def instances(self) -> tuple[np.ndarray, np.ndarray]:
-        """(layer, expert) of what each of `keys` holds."""
-        return np.repeat(self.layers * (not self.rule.shared), len(self.experts)), np.tile(
-            self.experts, len(self.layers)
-        )
 
 
 class Dim(NamedTuple):
@@ -140,12 +61,16 @@ class MappingFile(NamedTuple):
     digest: str
     architectures: tuple[str, ...]
     canonical: bool
+    dialect: str  # of a family: the dialect that its Megatron checkpoints are written in
+    default: bool  # of a dialect: written where neither the user nor the family names another
     requires: Expression | None  # what must hold of the dims for the family to be chosen unasked
     # the oldest and the newest megatron-core that the file writes for; empty in a family
     megatron: tuple[str, ...]
     choices: dict[str, tuple[str, ...]]
     # choice -> its value, from `megatron`, the version that will load the checkpoint
     by_version: dict[str, Expression]
+    # what its expressions name beside dims and choices, and the value where nothing else says one
+    given: dict[str, Any]
     derive: dict[str, Expression]
     dims: dict[str, Dim]
     also: dict[str, Expression]
@@ -357,10 +282,10 @@ class MappingFile(NamedTuple):
     def write(
         self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config that says these dims."""
+        """The config that says these dims. `given` are values for names of the file's `given`."""
         config: dict[str, Any] = {}
+        scope = {**self.given, **dims, **(given or {})}
         for name, spec in self.dims.items():
-            scope = {**dims, **(given or {})}
             if not spec.keys or any(
                 e is not None and not e(scope) for e in (spec.when, spec.write_when)
             ):
@@ -379,7 +304,7 @@ class MappingFile(NamedTuple):
             inner[path[-1]] = list(value) if isinstance(value, tuple) else value
         for key, expression in self.also.items():
             try:
-                config[key] = expression({**dims, **(given or {})})
+                config[key] = expression(scope)
             except ExpressionError as e:
                 raise MappingError(f"{self.path.name}: also: {key}: {e}") from None
         return config
@@ -431,7 +356,8 @@ class MappingFile(NamedTuple):
         `given` are names beside the dims; `megatron` among them is the version of megatron-core,
         the newest if it is left out.
         """
-        given = {**({"megatron": self.version()} if self.megatron else {}), **(given or {})}
+        newest = {"megatron": self.version()} if self.megatron else {}
+        given = {**self.given, **newest, **(given or {})}
         try:
             again = self.read(self.write(dims, given), {"vocab_size": dims["vocab_size"]})
         except MappingError as e:

@@ -4,30 +4,34 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.packing import PACKINGS, TP_KINDS
 from mckpt.mapping.expression import Expression, ExpressionError
-from mckpt.mapping.file import Dim, MappingFile, Rule, Warned
+from mckpt.mapping.file import Dim, MappingFile, Warned
 from mckpt.mapping.hub import FOLDER, hub
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
+from mckpt.mapping.rule import Rule
 from mckpt.values.dtypes import TABLE
 
 _INDEX = re.compile(r"\{(\w+)\}")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
-_TOP: dict[str, type] = {
+_TOP: dict[str, type | tuple[type, ...]] = {
     "architectures": list,
-    "extends": str,
+    "extends": (str, list),
     "canonical": bool,
+    "dialect": str,
+    "default": bool,
     "requires": str,
     "megatron": list,
     "choices": Node,
     "by_version": Node,
+    "given": Node,
     "derive": Node,
     "dims": Node,
     "also": Node,
@@ -45,6 +49,8 @@ _TOP: dict[str, type] = {
 }
 # what each key of a section holds
 _INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}
+# what a file that extends another does not take over from it
+_OWN = ("architectures", "default")
 _KINDS: dict[type, str] = {
     Node: "keys and values",
     list: "a list",
@@ -78,16 +84,10 @@ def load(kind: str, name: str) -> MappingFile:
     return _checked(path, root, digest)
 
 
-def family_of(architecture: str) -> str:
-    """The family that names an architecture of transformers.
-
-    Only files that have the name in their text are parsed.
-    """
-    for name in names("hf"):
-        if (
-            architecture in (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
-            and architecture in load("hf", name).architectures
-        ):
+def family_with(architecture: str) -> str:
+    """The family that names an architecture of transformers."""
+    for name in _mentioning("hf", architecture):
+        if architecture in load("hf", name).architectures:
             return name
     known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
     raise MappingError(
@@ -110,19 +110,63 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
         _shaped(node, key, _TOP[key])
         for inner in (node[key] or ()) if key in _INNER else ():
             _shaped(node[key], inner, _INNER[key])
-    if "extends" not in node:
-        return node, digest
-    base = path.parent / f"{node['extends']}.yaml"
-    if not base.is_file():
-        base = folder(kind) / f"{node['extends']}.yaml"
-    if not base.is_file() or base in above:
-        raise MappingError(
-            f"{node.lines['extends']}: there is no mapping {node['extends']!r} to extend"
-            + " (it extends itself)" * (base in above)
-        )
-    root, base_digest = _inherit(base, kind, (*above, path))
-    root.pop("architectures", None)
-    return merge(root, node), digest_of(base_digest + digest)
+    merged, digests = Node(), ""
+    for name in _extended(node):
+        base = path.parent / f"{name}.yaml"
+        if not base.is_file():
+            base = folder(kind) / f"{name}.yaml"
+        if not base.is_file() or base in above:
+            raise MappingError(
+                f"{node.lines['extends']}: there is no mapping {name!r} to extend"
+                + " (it extends itself)" * (base in above)
+            )
+        part, part_digest = _inherit(base, kind, (*above, path))
+        for own in _OWN:
+            part.pop(own, None)
+        merged, digests = merge(merged, part), digests + part_digest
+    return merge(merged, node), digest_of(digests + digest) if digests else digest
+
+
+def _extended(node: Node) -> list[str]:
+    """The names of the files that a file extends: one, or several, of which a later one wins."""
+    named = node.get("extends") or []
+    return [named] if isinstance(named, str) else list(map(str, named))
+
+
+def _mentioning(kind: str, text: str) -> Iterator[str]:
+    """Names of the files that have some text in them: only these are worth parsing."""
+    for name in names(kind):
+        if text in (folder(kind) / f"{name}.yaml").read_text(encoding="utf-8"):
+            yield name
+
+
+def dialect_for(family: MappingFile | None = None, named: str | None = None) -> MappingFile:
+    """The dialect in which a checkpoint is written: the one that the user names, else the one that
+    the model's family names, else the default.
+    """
+    if named := named or (family and family.dialect):
+        return load("megatron", named)
+    return next(
+        file
+        for name in _mentioning("megatron", "default: true")
+        if (file := load("megatron", name)).default
+    )
+
+
+def dialect_of(keys: Iterable[str]) -> MappingFile:
+    """The dialect that knows most of the keys of a Megatron checkpoint; the default one where
+    several know as many.
+    """
+    known = names("megatron")
+    if len(known) == 1:
+        return load("megatron", known[0])
+    held = list(keys)
+
+    def score(file: MappingFile) -> tuple[int, bool]:
+        known = re.compile("|".join({key_pattern(rule.key).pattern for rule in file.rules}))
+        return sum(known.fullmatch(key) is not None for key in held), file.default
+
+    return max((load("megatron", name) for name in known), key=score)
 
 
 def to_keep(name: str) -> str:
@@ -131,7 +175,7 @@ def to_keep(name: str) -> str:
     """
     path = Path(name)
     node, _ = parse(path)
-    if "extends" not in node or not (path.parent / f"{node['extends']}.yaml").is_file():
+    if not any((path.parent / f"{base}.yaml").is_file() for base in _extended(node)):
         return path.read_text(encoding="utf-8")
     import yaml
 
@@ -168,10 +212,12 @@ def misfits(
     ]
 
 
-def _shaped(node: Node, key: Any, wanted: type) -> None:
+def _shaped(node: Node, key: Any, wanted: type | tuple[type, ...]) -> None:
     """MappingError unless the key holds what it should, or null."""
     if node[key] is not None and not isinstance(node[key], wanted):
-        raise MappingError(f"{node.lines[key]}: {key} holds {_KINDS[wanted]}, not {node[key]!r}")
+        kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        said = " or ".join(_KINDS[kind] for kind in kinds)
+        raise MappingError(f"{node.lines[key]}: {key} holds {said}, not {node[key]!r}")
 
 
 def _checked(path: Path, root: Node, digest: str) -> MappingFile:
@@ -241,10 +287,13 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         digest,
         tuple(root.get("architectures", ())),
         bool(root.get("canonical", False)),
+        root.get("dialect") or "",
+        bool(root.get("default", False)),
         expression(root.get("requires"), path.name),
         tuple(map(str, root.get("megatron") or ())),
         {k: tuple(v) for k, v in (root.get("choices") or {}).items()},
         expressions("by_version"),
+        dict(root.get("given") or {}),
         expressions("derive"),
         dims,
         expressions("also"),
@@ -261,10 +310,27 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         tuple(rules),
         tuple(objects),
     )
+    problems += _unknown_names(found)
     if problems:
         # a block is read for tensors and for objects
         raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))
     return found
+
+
+def _unknown_names(file: MappingFile) -> Iterator[str]:
+    """Expressions that name what is neither a dim nor declared in the file."""
+    declared = {*hub().dims, *file.given, *file.choices, *file.derive}
+    written = [(f"also: {key}", e) for key, e in file.also.items()]
+    for name, dim in file.dims.items():
+        written += [(name, e) for e in (dim.write, dim.write_when) if e is not None]
+    bound = [(rule.key, rule.when) for rule in (*file.rules, *file.objects) if rule.when]
+    for scope, entries in (((), written), (("layer",), bound)):
+        for where, e in entries:
+            for name in sorted(e.names - declared - {*scope}):
+                yield (
+                    f"{file.path.name}: {where}: {name!r} is no dim, and `given` does not declare"
+                    " it"
+                )
 
 
 def _rules(

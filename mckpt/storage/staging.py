@@ -5,6 +5,7 @@ progress.
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import time
 from contextlib import suppress
@@ -14,6 +15,9 @@ from pathlib import Path
 STAGING = ".mckpt-"
 MANIFEST = "mckpt.json"
 LOCK = "lock"  # in a staging directory: locked while a run works there
+# in a staging directory: {name: [identity]} of its output, some of which may stand in DST already
+PUBLISHING = "publishing"
+REPLACED = "replaced"  # in a staging directory: what stood in DST, until the new output is complete
 OVER = ".over"  # ends the name of a staging directory that is being removed
 
 
@@ -79,3 +83,41 @@ def locked(path: Path) -> bool:
     finally:
         os.close(fd)
     return False
+
+
+def mark(output: dict[str, Path], staging: Path) -> Path:
+    """Writes down what is about to be put in place, beside what runs killed before had put
+    there.
+    """
+    found = marked(staging)
+    for name, there in output.items():
+        found.setdefault(name, set()).add(identity(there))
+    path, beside = staging / PUBLISHING, staging / f"{PUBLISHING}.new"
+    beside.write_text(json.dumps({name: sorted(identities) for name, identities in found.items()}))
+    sync(beside)
+    os.replace(beside, path)
+    sync(staging)
+    return path
+
+
+def marked(staging: Path) -> dict[str, set[str]]:
+    """What runs with this staging directory were putting in place when they were killed: the
+    identities of each name.
+    """
+    with suppress(OSError, ValueError, AttributeError, TypeError):  # there is none, mostly
+        return {
+            name: set(identities)
+            for name, identities in json.loads((staging / PUBLISHING).read_text()).items()
+        }
+    return {}
+
+
+def identity(path: Path) -> str:
+    """Tells a file from all others that may have its name; a rename leaves it.
+
+    Of a directory: that of the first file below.
+    """
+    if path.is_dir() and not path.is_symlink():
+        path = min((p for p in path.rglob("*") if not p.is_dir()), default=path)
+    found = os.lstat(path)
+    return f"{found.st_ino} {found.st_mtime_ns}"

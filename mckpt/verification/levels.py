@@ -24,24 +24,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from mckpt import api, launching, mapping
-from mckpt.checkpoint import comparison
-from mckpt.checkpoint.checkpoint import DIALECT, Checkpoint, Known
+from mckpt import api, formats, launching
+from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.conversion.to_megatron import check_sizes
 from mckpt.errors import MckptError, StorageError, UsageError
-from mckpt.formats import hf as hf_format
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import Dims
 from mckpt.verification import verdict
+from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
+from mckpt.verification.tokens import random_sequences, read_tokens
+from mckpt.verification.values import casts_between, compare_values, uncast
 from mckpt.verification.verdict import Pair, Values, Verdict
 
 LEVELS = ("bytes", "forward", "train")
 SEQUENCES, LENGTH = 4, 512
-LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
-BOUNDS = ("vocab_size", "max_positions")  # padded, and a promise: no part of the function
 SPLIT = (
     "first_stage_layers",
     "last_stage_layers",
@@ -96,12 +92,12 @@ def verify_all(
     left = Checkpoint(
         hf, Known(family=options.family, mapping=options.mapping, settings=options.settings)
     )
-    if left.format == "hf" and not (options.family or options.mapping) and checkpoints:
+    if not left.is_megatron and not (options.family or options.mapping) and checkpoints:
         left = left.named_as(Checkpoint(checkpoints[0], Known(iteration=options.iteration)))
         options = replace(options, mapping=left.known.mapping)
     if options.level == "bytes":
         return [_bytes(left, Checkpoint(path, _known(left, options))) for path in checkpoints]
-    if left.format != "hf":
+    if left.is_megatron:
         raise UsageError(
             f"{left.path}: is a Megatron checkpoint; the first of the two is a Hugging Face"
             " directory"
@@ -143,7 +139,7 @@ def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | str]]]
     def compare(subject: _Subject) -> Values | str:
         pair = subject.pair
         try:
-            return _values(pair.left, pair.right, stop)
+            return compare_values(pair.left, pair.right, stop)
         except MckptError as e:
             if isinstance(e, StorageError) or not (pair.apart or pair.unread):
                 raise
@@ -157,56 +153,6 @@ def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | str]]]
             pool.shutdown(cancel_futures=True)
 
 
-def _values(left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None) -> Values:
-    """All stored values of the two, compared, with further copies of a tensor and the padding of a
-    converted vocabulary.
-    """
-    found = diff_converted(left, right, stop)
-    found.replicas = comparison.copies_apart((left, right), stop)
-    # which pads with zeros
-    converted = right.format != "hf" and right.manifest.get("source", {}).get("format") == "hf"
-    return Values(found, right.reader.padding() if converted else [])
-
-
-def diff_converted(
-    left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None
-) -> comparison.Difference:
-    """Compares a checkpoint with one that was converted from it, or the other way round.
-
-    The manifests name the casts that were made on the way: the values must be equal to exactly
-    those casts. Tensors that the mapping always stores in one dtype must be equal to that cast.
-    """
-    if left.casts != right.casts and left.casts[: len(right.casts)] == right.casts:
-        return _diff_casts(right, left, stop).swapped()
-    return _diff_casts(left, right, stop)
-
-
-def _diff_casts(
-    left: Checkpoint, right: Checkpoint, stop: threading.Event | None
-) -> comparison.Difference:
-    made, always = casts_between(left, right), uncast(right)
-    return comparison.diff(
-        left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop
-    )
-
-
-def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """The dtypes that the right side was cast to after it was the left one, one after the other;
-    from their manifests.
-    """
-    known = right.casts[: len(left.casts)] == left.casts
-    return right.casts[len(left.casts) :] if known else []
-
-
-def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """The logical templates that the checkpoint's mapping stores in one dtype, whatever the others
-    are cast to, and that dtype.
-    """
-    return {
-        name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of
-    }
-
-
 def _run(
     subjects: list[_Subject], values: Sequence[Future[Values | str]], work: Path, options: Options
 ) -> list[Verdict]:
@@ -218,7 +164,10 @@ def _run(
         for subject in subjects:
             launching.device(options.device, launching.world(subject.other_sizes()))
     vocab_size = left.dims["vocab_size"]
-    sequences = [*read_tokens(options.tokens, vocab_size), *_sequences(left, options)]
+    sequences = [
+        *read_tokens(options.tokens, vocab_size),
+        *random_sequences(left.dims, options.sequences, options.length),
+    ]
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
@@ -279,7 +228,7 @@ def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
     if not left.quantised:
         return left.path
     copy = work / "dequantised"
-    api.plan(left, copy, format="hf").run(checksum="none")
+    api.plan(left, copy, format=formats.HUGGING_FACE).run(checksum="none")
     return copy
 
 
@@ -291,13 +240,13 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
     facts: dict[str, Any] = {"level": "bytes", "hf": str(left.path), "megatron": str(right.path)}
     apart, unread = (
         differing_dims(left, right, window=True)
-        if left.format == "hf" != right.format
-        else (_dims_apart(left, right), None)
+        if right.is_megatron and not left.is_megatron
+        else (dims_apart(left, right), None)
     )
     facts["dims"] = apart
     reasons = [*map(verdict.say_dim, apart), *([unread] if unread else [])]
     try:
-        values = _values(left, right)
+        values = compare_values(left, right)
     except MckptError as e:
         if not reasons:
             raise
@@ -322,7 +271,7 @@ class _Subject:
         self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
     ) -> None:
         right = Checkpoint(path, _known(left, options))
-        if right.format == "hf":
+        if not right.is_megatron:
             raise UsageError(
                 f"{path}: is a Hugging Face directory; the second of the two is a Megatron"
                 " checkpoint"
@@ -335,7 +284,7 @@ class _Subject:
         if not apart and not unread:
             _ = right.layout  # truncated, incomplete: SourceError
         self.dtype = str(args.get("params_dtype") or "torch.float32").removeprefix("torch.")
-        saved = right.parallel if right.format == "torch" else Parallel()
+        saved = right.parallel if right.opened.format.fixed_sizes else Parallel()
         wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
         sizes = {
             "tp": wanted.tp,
@@ -368,9 +317,18 @@ class _Subject:
             f"Megatron-Core runs with its weights cast to {', then '.join(self.cast_back)}, as"
             " mckpt.json says"
         ] * bool(self.cast_back)
-        notes = [*left.notes, *right.notes, *_notes(left), *cast]
+        notes = [*left.notes, *right.notes, *model_notes(left, right), *cast]
         self.pair = Pair(
-            name, left, right, where, sizes, apart, unread, notes, unlike_dims(left, right), split
+            name,
+            left,
+            right,
+            where,
+            sizes,
+            apart,
+            unread,
+            notes,
+            unlike_dims(left, right),
+            split,
         )
         check_sizes(left.dims, wanted)
         if options.cp > 1 and options.level == "train":
@@ -384,7 +342,7 @@ class _Subject:
                 " leave --cp out"
             )
         self.run_path = where
-        self.resharded = right.format == "torch" and wanted != saved
+        self.resharded = right.opened.format.fixed_sizes and wanted != saved
         if self.resharded:
             self.run_path = work / f"{name}.resharded"
             reshard(right, self.run_path, wanted)
@@ -401,11 +359,11 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
     saved with.
     """
     # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
-    oldest = mapping.load("megatron", DIALECT).megatron[0]
+    oldest = source.mapping.megatron[0]
     api.plan(
         source,
         directory,
-        format="torch_dist",
+        format=formats.MEGATRON,
         parallel=parallel,
         no_optimizer=True,
         megatron_version=oldest,
@@ -414,7 +372,7 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
 
 def _known(left: Checkpoint, options: Options) -> Known:
     """What the Hugging Face side tells about the other."""
-    like = left.path if left.format == "hf" else None
+    like = None if left.is_megatron else left.path
     return Known(
         iteration=options.iteration,
         like=like,
@@ -426,138 +384,9 @@ def _known(left: Checkpoint, options: Options) -> Known:
 
 def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     """Args that Megatron would have for the model of the config."""
-    dialect = mapping.load("megatron", DIALECT)
-    stored = right.stored
-    rows = (
-        None
-        if isinstance(stored, hf_format.Checkpoint)
-        else stored.padded_vocab(dialect, right.parallel)
-    )
-    given = {
-        **mapping.GIVEN,
-        "dtype": api.most_dtype(left),
-        "padded_vocab_size": rows or left.dims["vocab_size"],
-    }
-    return dialect.write(left.dims, given)
-
-
-def _dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
-    """Dims that two checkpoints of any formats say differently; those of the vocabulary's padding
-    and longest sequence left out.
-    """
-    both = [name for name in left.dims if name in right.dims and name not in BOUNDS]
-    apart = [name for name in both if not _same(left.dims[name], right.dims[name])]
-    return [
-        {"dim": n, "arg": n, "hf": _plain(left.dims[n]), "megatron": _plain(right.dims[n])}
-        for n in apart
-    ]
-
-
-def _notes(left: Checkpoint) -> list[str]:
-    """What is not run as it is stored; what stock Megatron would compute otherwise, though its args
-    say it: the trainer here goes by the args.
-    """
-    found = mapping.load("megatron", DIALECT).inexact(left.dims, mapping.GIVEN)
-    quantised = [
-        "transformers runs on a copy of the Hugging Face side in bfloat16, dequantised by mckpt"
-    ] * left.quantised
-    return [
-        *quantised,
-        *(f"{name}: {why}; here the checkpoint's args are gone by" for name, why in found.items()),
-    ]
-
-
-def differing_dims(
-    left: Checkpoint, right: Checkpoint, window: bool = False
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Dims that the Megatron args and the config say differently; and why the args could not be
-    read, if so.
-
-    A sliding `window` is left out where a sequence beyond it is run.
-    """
-    if right.args is None:
-        return [], None
-    dialect = mapping.load("megatron", DIALECT)
-    said, unread = _said(right, left.dims["vocab_size"])
-    if unread is not None:
-        return [], unread
-    # what the args of an inexact conversion say in place of what --allow-inexact let pass
-    meant = _written(right)
-    out = []
-    for name, value in left.dims.items():
-        other = said.get(name)
-        value = meant.get(name, value)
-        if name in BOUNDS or (name == "sliding_window" and not window) or _same(value, other):
-            continue
-        keys = dialect.dims[name].keys if name in dialect.dims else ()
-        out.append(
-            {
-                "dim": name,
-                "arg": ", ".join(keys) or name,
-                "hf": _plain(value),
-                "megatron": _plain(other),
-            }
-        )
-    return out, None
-
-
-def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """Sentences on the dims that --allow-inexact let a conversion write otherwise than its source
-    has them.
-    """
-    if left.format != "hf" or right.args is None:
-        return []
-    pairs = [
-        (name, left.dims[name], value)
-        for name, value in _written(right).items()
-        if name in left.dims
-    ]
-    return [
-        f"{name}: the config says {_plain(a)}, and the args mean {_plain(b)}: --allow-inexact"
-        f" {name} was given when the checkpoint was made"
-        for name, a, b in pairs
-        if not _same(a, b)
-    ]
-
-
-def _said(right: Checkpoint, vocab_size: int) -> tuple[Dims, str | None]:
-    """The dims that a Megatron checkpoint's args say by themselves; and why they could not be read,
-    if so.
-    """
-    assert right.args is not None
-    try:
-        return (
-            mapping.load("megatron", DIALECT).read(
-                right.args, {}, f"args of {right.path}", {"vocab_size": vocab_size}
-            ),
-            None,
-        )
-    except MckptError as e:
-        return {}, str(e)
-
-
-def _written(right: Checkpoint) -> Dims:
-    """The values that args say for dims that --allow-inexact let pass: those of a dialect that
-    writes the true dims and reads them again.
-    """
-    if not right.granted:
-        return {}
-    dialect = mapping.load("megatron", DIALECT)
-    dims = {**right.dims, **right.granted}
-    again = dialect.read(
-        dialect.write(dims, mapping.GIVEN), {}, "args", {"vocab_size": dims["vocab_size"]}
-    )
-    return {name: again[name] for name in right.granted if name not in BOUNDS}
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, float) or isinstance(b, float):
-        return a is not None and b is not None and math.isclose(a, b, rel_tol=1e-6)
-    return bool(_plain(a) == _plain(b))
-
-
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, (tuple, list)) else value
+    rows = right.opened.padded_vocab(right.mapping, right.parallel)
+    given = {"dtype": api.most_dtype(left), "padded_vocab_size": rows or left.dims["vocab_size"]}
+    return right.mapping.write(left.dims, given)
 
 
 # -------------------------------------------------------------------------------------------- train
@@ -569,7 +398,7 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
     first = pair.sizes
     second = subject.other_sizes()
     path = work / f"{pair.name}.training"
-    if pair.right.format == "torch":
+    if pair.right.opened.format.fixed_sizes:
         reshard(pair.right, path, Parallel())
     else:
         path = subject.run_path
@@ -645,58 +474,3 @@ def say_sizes(sizes: dict[str, int]) -> str:
 
 def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-# ------------------------------------------------------------------------------------------- tokens
-
-
-def _sequences(left: Checkpoint, options: Options) -> list[list[int]]:
-    """Random tokens from fixed seeds over the whole vocabulary; the first runs beyond a sliding
-    window.
-    """
-    dims = left.dims
-    length = max(2, min(options.length, dims["max_positions"] or options.length))
-    lengths = [length] * options.sequences
-    window = dims.get("sliding_window")
-    if window and length <= window < LONGEST_WINDOW:
-        lengths[0] = min(window + window // 4 + 1, dims["max_positions"] or LONGEST_WINDOW)
-    return [
-        np.random.RandomState(seed).randint(0, dims["vocab_size"], n).tolist()
-        for seed, n in enumerate(lengths)
-    ]
-
-
-def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:
-    """The sequences of a file: JSON, a list of lists; JSON lines, a list or {"tokens": [...]} each;
-    or .npy [sequences, length].
-    """
-    if path is None:
-        return []
-    try:
-        if str(path).endswith(".npy"):
-            found = np.load(path).tolist()
-        else:
-            text = Path(path).read_text()
-            try:
-                found = json.loads(text)
-            except ValueError:
-                found = [json.loads(line) for line in text.splitlines() if line.strip()]
-            if isinstance(found, dict) or (found and not isinstance(found[0], (list, dict))):
-                found = [found]  # one line
-        rows = [row["tokens"] if isinstance(row, dict) else row for row in found]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
-        raise UsageError(
-            f"{path}: no sequences of tokens (JSON lists, one a line, or .npy): {e}"
-        ) from None
-    for number, row in enumerate(rows, 1):
-        wrong = (
-            not isinstance(row, list)
-            or len(row) < 2
-            or any(type(t) is not int or not 0 <= t < vocab_size for t in row)
-        )
-        if wrong:
-            raise UsageError(
-                f"{path}: sequence {number} must be at least 2 whole numbers from 0 to"
-                f" {vocab_size - 1:,}"
-            )
-    return rows

@@ -57,14 +57,14 @@ def main() -> int:
     right = True
     if "clean" in options.parts:
         right &= judge(work, ["clean"], "with values", options.device) == ["pass"]
-        compare, verification._values = (
-            verification._values,
+        compare, verification.compare_values = (
+            verification.compare_values,
             lambda *a: Values(comparison.Difference()),
         )
         right &= judge(work, ["clean"], "without values", options.device) == ["pass"]
-        verification._values = compare
+        verification.compare_values = compare
         started = time.perf_counter()
-        verification._values(Checkpoint(work / "hf"), Checkpoint(work / "clean"))
+        verification.compare_values(Checkpoint(work / "hf"), Checkpoint(work / "clean"))
         say(checkpoint="clean", how="values alone", seconds=round(time.perf_counter() - started, 1))
     for name in faults:
         share(work / "clean", work / name)

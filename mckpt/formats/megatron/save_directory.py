@@ -1,5 +1,4 @@
-"""Megatron's save directories: the tracker, iterations, and what every checkpoint in one has beside
-its tensors.
+"""Megatron's save directories: the tracker, and one directory for each iteration.
 
     DIR/latest_checkpointed_iteration.txt     "123" or "release"
     DIR/iter_0000123/, DIR/release/           one checkpoint each: a unit
@@ -8,14 +7,14 @@ its tensors.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from mckpt.containers import safe_pickle
-from mckpt.errors import PickleError, SourceError, UsageError
-from mckpt.geometry.parallel import Parallel
+from mckpt.errors import SourceError, UsageError
 from mckpt.storage.files import read_file
+from mckpt.storage.staging import sync
 
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -44,11 +43,9 @@ def is_unit_name(name: str) -> bool:
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
-def find(path: Path, iteration: int | None = None) -> Unit | None:
+def find(path: Path, iteration: int | None = None) -> Unit:
     """The checkpoint that `path` means: itself, or of a save directory the one its tracker (or
     `iteration`) names.
-
-    None: no save directory.
     """
     path = path.resolve()
     tracker = path / TRACKER
@@ -89,72 +86,45 @@ def find(path: Path, iteration: int | None = None) -> Unit | None:
     return Unit(path / name, path, name)
 
 
-def tracked(root: Path) -> int | None:
-    """The iteration that the tracker names; None where there is no tracker or it says release."""
-    path = root / TRACKER
-    text = read_file(path, 4096).decode("utf-8", "replace").strip() if path.exists() else ""
-    return int(text) if text.isdecimal() else None
+class Tracker:
+    """The file that names the newest checkpoint of a save directory."""
 
+    def __init__(self, root: Path, update: bool = False) -> None:
+        """update: let it name any checkpoint that is put there, not only a later iteration."""
+        self.root, self.path, self.update = root, root / TRACKER, update
 
-class Common:
-    """What a Megatron checkpoint has beside tensors: args, iteration, version, and keys that mckpt
-    does not interpret.
-    """
+    def says(self) -> str:
+        """An iteration or `release`; nothing where there is no tracker."""
+        if not self.path.exists():
+            return ""
+        return read_file(self.path, 4096).decode("utf-8", "replace").strip()
 
-    def __init__(self, fields: dict[str, Any], where: str) -> None:
-        self.fields, self.where = fields, where
-        record = fields.get("args")
-        try:
-            self.args: dict[str, Any] | None = (
-                None if record is None else safe_pickle.plain(safe_pickle.fields(record))
-            )
-        except PickleError as e:
-            raise SourceError(f"{where}: its args are no Namespace: {e}") from None
-
-    def parallel(self) -> Parallel:
-        """The sizes that its args say."""
-        try:
-            return Parallel.of_args(self.args or {})
-        except (UsageError, TypeError) as e:
-            raise SourceError(f"{self.where}: its args say no parallel sizes: {e}") from None
-
-    def changed(self, args: dict[str, Any]) -> dict[str, Any]:
-        """The same fields with some args replaced, all else as it was read, unknown classes
-        included.
-        """
-        record = self.fields.get("args")
-        merged = {**(safe_pickle.fields(record) if record is not None else {}), **args}
-        return {**self.fields, "args": safe_pickle.namespace(**merged)}
-
-
-def has_tensors(value: Any) -> bool:
-    """Whether there is a tensor anywhere in what a pickle held; such a value cannot be written
-    again without its data.
-    """
-    seen: set[int] = set()
-    left = [value]
-    while left:
-        v = left.pop()
-        if isinstance(v, safe_pickle.Storage):
+    def moves_to(self, unit: str) -> bool:
+        """Whether it will name this checkpoint once that is in place."""
+        if self.update or not self.path.exists():
             return True
-        if id(v) in seen:
-            continue
-        seen.add(id(v))
-        if isinstance(v, safe_pickle.Record):
-            left += [v.args, v.state, v.items, v.entries]
-        elif isinstance(v, dict):
-            left += [*v.keys(), *v.values()]
-        elif isinstance(v, (list, tuple, set, frozenset)):
-            left += v
-    return False
+        now, iteration = self.says(), iteration_of(unit)
+        return now.isdecimal() and iteration is not None and iteration > int(now)
+
+    def move_to(self, unit: str) -> None:
+        """Lets it name this checkpoint."""
+        beside = self.root / f"{TRACKER}.mckpt"
+        beside.write_text(_as_tracked(unit))
+        sync(beside)
+        os.rename(beside, self.path)
+        sync(self.root)
+
+    def note(self, unit: str) -> str | None:
+        """What to say when it will go on naming another checkpoint than this one; None if it will
+        name this one.
+        """
+        if self.moves_to(unit) or (now := self.says()) == _as_tracked(unit):
+            return None
+        return (
+            f"{self.path} says {now[:40]!r}, and goes on naming that checkpoint and not {unit}; say"
+            " --update-tracker to change it"
+        )
 
 
-def new_common(args: dict[str, Any], iteration: int) -> dict[str, Any]:
-    """The common state of a checkpoint that holds weights alone."""
-    return {
-        "args": safe_pickle.namespace(**args),
-        "checkpoint_version": 3.0,  # below 3.0 Megatron-LM reorders q, k and v
-        "iteration": iteration,
-        "num_floating_point_operations_so_far": 0,
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
-    }
+def _as_tracked(unit: str) -> str:
+    return unit if unit == RELEASE else str(iteration_of(unit))

@@ -11,15 +11,26 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.formats.base import Problems, dtype_of, group, packed, shapes_of
-from mckpt.formats.megatron.save_directory import Common, has_tensors
+from mckpt.formats.base import (
+    Format,
+    Names,
+    Problems,
+    Shown,
+    Wanted,
+    best_choices,
+    dtype_of,
+    group,
+    packed,
+    shapes_of,
+)
+from mckpt.formats.megatron.common_state import Common, has_tensors
 from mckpt.geometry.box import Layout, Piece, Stored
 from mckpt.geometry.packing import Packed, PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel
@@ -28,6 +39,7 @@ from mckpt.mapping import Bound, MappingFile, Scope
 from mckpt.storage.files import TargetFile
 
 FILE = "model_optim_rng.pt"
+CHOICES = {"keys": ("local",)}  # of the dialects
 STEM = "model_optim_rng"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
@@ -46,13 +58,13 @@ class Rank(NamedTuple):
     beside: list[str]  # keys of the file that are no model
 
 
-class Checkpoint:
+class Torch:
     """An opened `torch` checkpoint.
 
     The pickles of all ranks are read when their tensors are asked for, those of rank 0 at once.
     """
 
-    format = "torch"
+    block = None  # nothing is quantised
 
     def __init__(self, path: Path) -> None:
         self.root = path
@@ -94,9 +106,17 @@ class Checkpoint:
             else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
         )
 
-    def padded_vocab(self, dialect: MappingFile, parallel: Parallel) -> int | None:
+    @property
+    def format(self) -> Format:
+        return FORMAT
+
+    def keys(self) -> list[str]:
+        """Those of the first rank."""
+        return [key for model in self._rank(self.directories[0]).models for key in model]
+
+    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> int | None:
         """Rows of the embedding over all ranks, padding included."""
-        entry = self._rank(self.directories[0]).models[0].get(dialect.vocabulary.key)
+        entry = self._rank(self.directories[0]).models[0].get(mapping.vocabulary.key)
         return None if entry is None else entry.shape[0] * parallel.tp
 
     def beside(self, dialect: MappingFile) -> list[str]:
@@ -114,25 +134,25 @@ class Checkpoint:
             + ["distrib_optim.pt"] * (self.root / self.directories[0] / "distrib_optim.pt").exists()
         )
 
-    def first_rank_tensors(self) -> dict[str, Entry]:
-        """The stored tensors of the first rank, by key; `modelN/` before it where there are virtual
-        stages.
-        """
+    def show(self, most: int | None) -> Shown:
+        """The tensors of the first rank; `modelN/` before a key where there are virtual stages."""
         models = self._rank(self.directories[0]).models
-        several = len(models) > 1
-        return {
-            f"model{v}/{k}" if several else k: e
-            for v, m in enumerate(models)
-            for k, e in m.items()
+        rows = [
+            (f"model{v}/{key}" if len(models) > 1 else key, e.dtype, e.shape, dict[str, Any]())
+            for v, model in enumerate(models)
+            for key, e in model.items()
             if e is not None
-        }
+        ]
+        count = len(self.directories)
+        shown = f"tensors of {self.directories[0]}, one of {count} ranks"
+        kinds = Counter((dtype, shape) for _, dtype, shape, _ in rows)
+        return Shown({"files": count, "shown": shown}, rows[:most], kinds)
 
-    def choices(
-        self, dialect: MappingFile, dims: Scope, parallel: Parallel, said: Scope
-    ) -> dict[str, Any]:
+    def choices(self, names: Names) -> dict[str, Any]:
         """How the dialect's choices were made here: those whose keys fit one rank of each stage
-        best, of these the ones that args say.
+        best.
         """
+        parallel = names.parallel
         held = {
             (p, v, key)
             for p in range(parallel.pp)
@@ -141,29 +161,24 @@ class Checkpoint:
             for key, entry in model.items()
             if entry is not None
         }
-        best: tuple[tuple[int, int], dict[str, Any]] | None = None
-        choices = {**dialect.choices, "container": ("torch",)}
-        for picked in itertools.product(*choices.values()):
-            chosen = {**dict(zip(choices, picked, strict=True)), "pp": parallel.pp}
-            bound = dialect.bind(dialect.scope(dims, **chosen))
+
+        def mismatch(chosen: Names) -> int:
+            bound = chosen.bound()
             wanted = {
                 (p, v, key)
                 for p in range(parallel.pp)
-                for v, key in _keys(bound, parallel, dims, p)
+                for v, key in _keys(bound, parallel, names.dims, p)
             }
-            score = (len(wanted ^ held), sum(chosen[k] != value for k, value in said.items()))
-            if best is None or score < best[0]:
-                best = (score, chosen)
-        assert best is not None
-        return best[1]
+            return len(wanted ^ held)
 
-    def layout(
-        self, dialect: MappingFile, dims: Scope, parallel: Parallel, chosen: Scope
-    ) -> Layout:
+        return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
+
+    def layout(self, names: Names) -> Layout:
         """What is stored where, in logical boxes.
 
         Everything missing, left over or of another shape is one error.
         """
+        dialect, dims, _, parallel = names
         problems = Problems(f"{self.root} is not the model that its args describe ({parallel}):")
         for saved in (False, True):
             grid = parallel.files(bool(dims["num_experts"]), saved)
@@ -184,8 +199,7 @@ class Checkpoint:
         problems.damaged = bool(problems)
         problems.check()
 
-        scope = dialect.scope(dims, **chosen)
-        bound = dialect.bind(scope)
+        scope, bound = names.scope(), names.bound()
         padded = self.padded_vocab(dialect, parallel)
         if padded is not None and padded < dims["vocab_size"]:
             problems.missing(
@@ -402,24 +416,15 @@ def _keys(bound: list[Bound], parallel: Parallel, dims: Scope, p: int) -> list[t
 # ------------------------------------------------------------------------------------------ writing
 
 
-def lay_out(
-    dialect: MappingFile,
-    dims: Scope,
-    kinds: dict[str, str],
-    parallel: Parallel,
-    chosen: Scope,
-    padded: int,
-    common: dict[str, Any],
-) -> tuple[Layout, list[TargetFile]]:
+def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """The files of every rank.
-
-    `common` is what each file holds beside its model; `padded` the rows of the padded vocabulary.
 
     Files of one pipeline stage differ in their data alone, so each stage's container is laid out
     once.
     """
-    scope = dialect.scope(dims, **chosen)
-    bound = dialect.bind(scope)
+    dialect, dims, _, parallel = wanted.names
+    kinds, padded = wanted.dtypes, wanted.padded_vocab_size
+    scope, bound = wanted.names.scope(), wanted.names.bound()
     objects = dialect.bind(scope, dialect.objects)
     grid = parallel.files(bool(dims["num_experts"]))
     stages = parallel.stages(dims["num_layers"], dims["mtp_layers"])
@@ -444,7 +449,7 @@ def lay_out(
             for v, _, _, key in _instances(b, stages[p], p, parallel, dims, 0):
                 models[v][key] = None
         value = {
-            **common,
+            **wanted.common,
             **(
                 {"model": models[0]}
                 if parallel.vpp == 1
@@ -485,3 +490,15 @@ def lay_out(
             )
         )
     return Layout(files, stored, shapes_of(bound, scope)), outputs
+
+
+FORMAT = Format(
+    "torch",
+    "one file for each tensor, pipeline and expert rank",
+    megatron=True,
+    detect=detect,
+    open=Torch,
+    lay_out=lay_out,
+    parts=("mp_rank_*/model_optim_rng.pt", "mp_rank_*/distrib_optim.pt"),
+    fixed_sizes=True,
+)

@@ -1,0 +1,139 @@
+"""Runs a plan: moves the bytes into the staging directory, and publishes them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mckpt.conversion.publishing import publish
+from mckpt.conversion.target import Progress
+from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.execute.engine import Overflow, execute
+from mckpt.execute.ranks import Ranks, Session
+from mckpt.storage.staging import MANIFEST
+
+if TYPE_CHECKING:
+    from mckpt.conversion.plan import Plan
+
+
+@dataclass(frozen=True)
+class How:
+    """How a plan is run. `Plan.run` explains each."""
+
+    max_memory: int  # bytes
+    threads: int
+    checksum: str
+    allow_overflow: bool
+    resume: bool
+    check_replicas: bool
+    progress: Progress | None
+    tell: Callable[[str], None]
+
+
+def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
+    """Writes what is planned, as one of `ranks`, and returns the manifest."""
+    stamps = _stamps(plan)
+    key = hashlib.sha256(f"{plan.digest} {how.checksum} {stamps}".encode()).hexdigest()
+    destination = plan.destination
+    session = Session(destination.staging_directory(key), ranks, how.tell)
+    if ranks.rank:
+        return _help(plan, session, how)
+    plan.side.check_unchanged()
+    if ranks.size == 1:  # before anything is made
+        dropped = _dropped(plan, how)
+    with destination.staging(key, how.resume, ranks.name) as staging, session:
+        session.open()
+        if ranks.size > 1:  # the others are told of what is found
+            dropped = _dropped(plan, how)
+        sums = _move(plan, session, how)
+        if _stamps(plan) != stamps:
+            raise SourceError(
+                f"{plan.source.path}: was changed while it was read; run the command again when"
+                " nothing writes there"
+            )
+        files = {
+            file.path: {"bytes": file.size, "checksum": checksum}
+            for file, checksum in zip(plan.outputs, sums, strict=True)
+        }
+        manifest = {**plan.facts, "plan": plan.digest, "dropped": dropped, "files": files}
+        (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        publish(destination, staging, plan.side)
+    return manifest
+
+
+def _move(plan: Plan, session: Session, how: How) -> list[str]:
+    """This rank's share of the bytes; returns the checksum of each file."""
+    try:
+        return execute(
+            plan.joined.copies,
+            plan.joined.casts,
+            plan.source.layout.files,
+            plan.outputs,
+            session.staging / "data",
+            max_memory=how.max_memory,
+            threads=how.threads,
+            checksum=how.checksum,
+            allow_overflow=how.allow_overflow,
+            grids=plan.joined.grids,
+            session=session,
+            progress=how.progress,
+        )
+    except Overflow as e:
+        raise UsageError(f"{plan.joined.name(e.tensor)}: {e.where}") from e
+
+
+def _dropped(plan: Plan, how: How) -> list[str]:
+    """What is dropped, in words. SourceError if copies of one tensor differ."""
+    reader = plan.source.reader
+    look = how.check_replicas or not plan.source.is_megatron
+    if look and (apart := reader.check_replicas()):
+        raise SourceError.of(
+            f"{plan.source.path}: holds copies of one tensor that differ, and it is not known which"
+            " is meant:",
+            apart,
+        )
+    return reader.padding()
+
+
+def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
+    """What the other ranks do: their share, and wait for rank 0 to publish."""
+    destination = plan.destination
+
+    def finished(late: bool) -> bool:
+        """Whether what this plan writes is in place, and the run is over.
+
+        With --overwrite an earlier run may have put it there, and nothing in it tells: this rank
+        would go home, and rank 0, who is about to replace it, would lack it. So it stays for as
+        long as rank 0 waits for a rank that does not come. Then either rank 0 is done, or it is so
+        late that it finds this one missing, and does its share: the output is right in any order,
+        and no wait is longer than that.
+        """
+        may_be_ours = late or not destination.overwrite
+        return may_be_ours and destination.manifest().get("plan") == plan.digest
+
+    def refuse() -> None:
+        plan.side.check_unchanged()
+        destination.refuse(session.staging, session.ranks.name)
+
+    try:
+        with session:
+            session.join(finished, refuse)
+            _move(plan, session, how)
+            session.listen()
+    except (StorageError, OSError):  # as Gone, or as whatever a file that went away led to
+        if session.staging.exists():
+            raise
+        manifest = destination.manifest()
+        if manifest.get("plan") != plan.digest:
+            raise
+        return manifest
+
+
+def _stamps(plan: Plan) -> list[int]:
+    """When the sources were last changed: a resumed run must not mix two states of them."""
+    files = [*plan.source.layout.files, *map(str, plan.copied)]
+    return [Path(file).stat().st_mtime_ns for file in files]

@@ -1,0 +1,59 @@
+"""What a Hugging Face directory has beside weights: config.json, tokenizer, templates, code."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from mckpt.errors import SourceError
+from mckpt.storage.files import read_file
+
+CONFIG = "config.json"
+QUANTISED = "quantization_config"  # the key of config.json
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".index.json",
+)
+
+
+def read_config(root: Path) -> dict[str, Any]:
+    """A directory's config.json."""
+    if not (root / CONFIG).is_file():
+        raise SourceError(f"{root}: has no config.json, without which its tensors mean nothing")
+    return parse_config(root / CONFIG)
+
+
+def parse_config(path: Path) -> dict[str, Any]:
+    """A config.json wherever it lies."""
+    try:
+        config = json.loads(read_file(path, 1 << 24))
+    except (ValueError, RecursionError) as e:
+        raise SourceError(f"{path}: no JSON: {e}") from None
+    if not isinstance(config, dict):
+        raise SourceError(f"{path}: holds {type(config).__name__}, not an object")
+    return config
+
+
+def side_files(root: Path) -> list[str]:
+    out = []
+    for folder, inner, names in os.walk(root):
+        inner[:] = sorted(d for d in inner if not d.startswith("."))
+        for name in sorted(names):
+            relative = str((Path(folder) / name).relative_to(root))
+            if (
+                not name.startswith(".")
+                and not name.endswith(WEIGHTS)
+                and relative not in (CONFIG, "mckpt.json")
+            ):
+                out.append(relative)
+    return out

@@ -1,0 +1,154 @@
+"""The weight files of a Hugging Face directory: safetensors or pytorch_model*.bin, one file or several
+with an index.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from mckpt.containers import safe_pickle, safetensors, torch_file
+from mckpt.containers.entries import Entries, Entry, entry_of
+from mckpt.errors import SourceError, StorageError
+from mckpt.storage.files import read_file
+
+INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
+SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
+
+
+def weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
+    """The weight files of a directory, the tensors in their headers, and what does not fit together."""
+    kind = next(
+        (k for k in INDEX if (root / INDEX[k]).exists() or (root / SINGLE[k]).exists()),
+        None,
+    )
+    problems: list[str] = []
+    named_by = "wanted"
+    weight_map: dict[str, str] | None = None
+    if kind is None:
+        loose = sorted(p.name for p in root.glob("*.safetensors"))
+        if len(loose) != 1:
+            raise SourceError(
+                f"{root}: no {', no '.join((*SINGLE.values(), *INDEX.values()))}"
+                + (f"; {len(loose)} loose .safetensors files without an index" if loose else "")
+            )
+        kind, names = ".safetensors", loose
+    elif (root / INDEX[kind]).exists():
+        weight_map, names = _weight_map(root / INDEX[kind])
+        named_by = f"named by {INDEX[kind]}"
+        # transformers would read this one, others the index
+        if SINGLE[kind] not in names and (root / SINGLE[kind]).exists():
+            problems.append(
+                f"both {SINGLE[kind]} and {INDEX[kind]} are there, and either may be meant:"
+                " move one of them away"
+            )
+        shards = re.compile(r".*-\d{5}-of-\d{5}" + re.escape(kind))
+        extra = sorted(
+            p.name
+            for p in root.glob(f"*{kind}")
+            if p.name not in names and shards.fullmatch(p.name)
+        )
+        problems.extend(f"{name}: a shard that {INDEX[kind]} does not name" for name in extra)
+    else:
+        names = [SINGLE[kind]]
+    here: list[str] = []
+    files: list[str] = []
+    for name in names:
+        path = os.path.join(root, name)
+        if os.path.isfile(path):
+            here.append(name)
+            files.append(path)
+        else:
+            problems.append(
+                f"{name}: {named_by}, and {'no file' if os.path.exists(path) else 'not there'}"
+            )
+    if kind == ".safetensors":
+        entries = safetensors.read(files)
+    else:
+        entries = Entries.of(
+            pair for number, file in enumerate(files) for pair in read_bin(file, number)
+        )
+    held_by = list(map(here.__getitem__, entries.columns.file))
+    if (
+        weight_map is not None
+        and len(weight_map) == len(held_by)
+        and list(map(weight_map.get, entries.names)) == held_by
+    ):
+        # all is where the index says, and so nothing is there twice
+        return files, entries, problems
+    found: dict[str, str] = {}
+    for key, name in zip(entries.names, held_by, strict=True):
+        if found.setdefault(key, name) != name:
+            problems.append(f"{key} is in {found[key]} and in {name}")
+        elif weight_map is not None and weight_map.get(key) != name:
+            said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
+            problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
+    lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found]
+    there = set(here)
+    problems.extend(
+        f"{key}: {INDEX[kind]} says it is in {name}, and it is not"
+        for key, name in lost
+        if name in there
+    )
+    if len(found) < len(entries.names):
+        entries = Entries.of((key, entries[key]) for key in found)
+    return files, entries, problems
+
+
+def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Tensor name -> file name, by an index, and the names of all files."""
+    import msgspec
+
+    raw = read_file(path)
+    try:
+        there = [name for name in os.listdir(path.parent) if name.isascii()]
+    except OSError:  # a directory may be for passing through
+        there = []
+    # one string for each file, where all are there, not for each tensor
+    for file in (Literal[tuple(there or [""])], str):
+        weight_map: Any = types.GenericAlias(dict, (str, file))
+        try:
+            index: Any = msgspec.json.decode(
+                raw, type=msgspec.defstruct("Index", [("weight_map", weight_map)])
+            )
+            break
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            pass  # a file that is not there is told later
+    else:
+        raise SourceError(
+            f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted"
+        )
+    found: dict[str, str] = index.weight_map
+    files = sorted(set(found.values()))
+    for name in files:
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise SourceError(f"{path}: names the file {name!r}; only files beside it are read")
+    return found, files
+
+
+def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
+    """The tensors of a pytorch_model*.bin and their keys.
+
+    Nothing in its pickle is imported or called.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY)
+    except OSError as e:
+        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+    try:
+        if os.pread(fd, len(safetensors.LFS_POINTER), 0) == safetensors.LFS_POINTER:
+            raise safetensors.pointer(path)
+        value, data = torch_file.read(fd, path)
+    finally:
+        os.close(fd)
+    if not isinstance(value, dict):
+        raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a state dict")
+    for key, record in value.items():
+        view = safe_pickle.as_tensor(record)
+        if view is None or not isinstance(key, str):
+            raise SourceError(f"{path}: {key!r} is no tensor but {safe_pickle.short(record)}")
+        yield key, entry_of(view, data, file)

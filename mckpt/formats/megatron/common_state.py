@@ -1,0 +1,73 @@
+"""What a Megatron checkpoint has beside its tensors: args, iteration, and other plain values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mckpt.containers import safe_pickle
+from mckpt.errors import PickleError, SourceError, UsageError
+from mckpt.geometry.parallel import Parallel
+
+
+class Common:
+    """What a Megatron checkpoint has beside tensors: args, iteration, version, and keys that mckpt
+    does not interpret.
+    """
+
+    def __init__(self, fields: dict[str, Any], where: str) -> None:
+        self.fields, self.where = fields, where
+        record = fields.get("args")
+        try:
+            self.args: dict[str, Any] | None = (
+                None if record is None else safe_pickle.plain(safe_pickle.fields(record))
+            )
+        except PickleError as e:
+            raise SourceError(f"{where}: its args are no Namespace: {e}") from None
+
+    def parallel(self) -> Parallel:
+        """The sizes that its args say."""
+        try:
+            return Parallel.of_args(self.args or {})
+        except (UsageError, TypeError) as e:
+            raise SourceError(f"{self.where}: its args say no parallel sizes: {e}") from None
+
+    def changed(self, args: dict[str, Any]) -> dict[str, Any]:
+        """The same fields with some args replaced, all else as it was read, unknown classes
+        included.
+        """
+        record = self.fields.get("args")
+        merged = {**(safe_pickle.fields(record) if record is not None else {}), **args}
+        return {**self.fields, "args": safe_pickle.namespace(**merged)}
+
+
+def has_tensors(value: Any) -> bool:
+    """Whether there is a tensor anywhere in what a pickle held; such a value cannot be written
+    again without its data.
+    """
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        v = left.pop()
+        if isinstance(v, safe_pickle.Storage):
+            return True
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if isinstance(v, safe_pickle.Record):
+            left += [v.args, v.state, v.items, v.entries]
+        elif isinstance(v, dict):
+            left += [*v.keys(), *v.values()]
+        elif isinstance(v, (list, tuple, set, frozenset)):
+            left += v
+    return False
+
+
+def new_common(args: dict[str, Any], iteration: int) -> dict[str, Any]:
+    """The common state of a checkpoint that holds weights alone."""
+    return {
+        "args": safe_pickle.namespace(**args),
+        "checkpoint_version": 3.0,  # below 3.0 Megatron-LM reorders q, k and v
+        "iteration": iteration,
+        "num_floating_point_operations_so_far": 0,
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }

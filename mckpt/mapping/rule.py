@@ -1,0 +1,91 @@
+"""A rule of a mapping file, and the same rule bound to the layers and experts of one model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from mckpt.lazy import numpy as np
+from mckpt.mapping.expression import Expression
+
+
+class Rule(NamedTuple):
+    """One stored key template and the logical tensors packed in it.
+
+    An object rule has no members.
+    """
+
+    key: str
+    of: tuple[str, ...]
+    pack: str
+    tp: str  # column, row, vocab or replicated
+    stage: str | None  # first or last: the pipeline stage of a tensor that is in no layer
+    when: Expression | None
+    alias: bool  # a further copy of a tensor that another rule stores
+    written: bool  # False: an alias that is looked at where it is there, and not made
+    dtype: str | None  # what it is always stored in
+    # its layers are those of multi-token prediction, which are numbered behind the decoder's; a key
+    # can count them from 0 as {mtp}
+    mtp: bool
+    indices: tuple[str, ...]  # of "layer", "expert": those that its tensors or its key have
+    where: str
+
+    @property
+    def shared(self) -> bool:
+        """Whether several keys are copies of one tensor: they name a layer, and it does not."""
+        return "layer" in self.indices and bool(self.of) and "{layer}" not in self.of[0]
+
+    def stacked(self) -> tuple[str, ...]:
+        """Indices that are leading axes of the stored tensor, because the key does not
+        name them.
+        """
+        return tuple(
+            i
+            for i in self.indices
+            if f"{{{i}}}" not in self.key and not (i == "layer" and self.mtp)
+        )
+
+
+class Bound(NamedTuple):
+    """A rule that applies to one model, and where: the layers (or [0]) and experts (or
+    [0]) it has.
+    """
+
+    rule: Rule
+    layers: np.ndarray
+    experts: np.ndarray
+    num_layers: int  # of the decoder
+
+    def key(self, layer: int, expert: int = 0) -> str:
+        """The key of one of its tensors."""
+        return self.rule.key.format(layer=layer, expert=expert, mtp=layer - self.num_layers)
+
+    def keys(self) -> list[str]:
+        """All keys that name layer and expert, layer by layer."""
+        experts = list(map(str, self.experts.tolist()))
+        out: list[str] = []
+        for layer in self.layers.tolist():
+            key = self.rule.key.replace("{expert}", "\0").format(
+                layer=layer, mtp=layer - self.num_layers
+            )
+            out += [key.replace("\0", expert) for expert in experts]
+        return out
+
+    def instances(self) -> tuple[np.ndarray, np.ndarray]:
+        """(layer, expert) of what each of `keys` holds."""
+        return np.repeat(self.layers * (not self.rule.shared), len(self.experts)), np.tile(
+            self.experts, len(self.layers)
+        )
+
+    def global_keys(self) -> list[tuple[str, int]]:
+        """(key, layer) of each stored tensor whose axes are the indices that its key does not name.
+        An expert is never in such a key.
+        """
+        stacked = "layer" in self.rule.stacked() or "layer" not in self.rule.indices
+        layers = [0] if stacked else self.layers.tolist()
+        return [(self.key(layer), layer) for layer in layers]
+
+    def axes(self, scope: Mapping[str, Any]) -> tuple[int, ...]:
+        """Sizes of these axes, which lead the stored tensor's own."""
+        size = {"layer": scope["num_layers"], "expert": scope["num_experts"]}
+        return tuple(size[index] for index in self.rule.stacked())

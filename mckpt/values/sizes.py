@@ -1,0 +1,42 @@
+"""Sizes as people write them: "5GB", "512MiB"."""
+
+from __future__ import annotations
+
+import re
+
+from mckpt.errors import UsageError, counted
+
+LEAST_BARE = 1 << 20  # bytes that a size may say without a unit: fewer are a forgotten unit
+
+
+def parse_size(text: str, option: str = "") -> int:
+    """ "5GB" or "512MiB" -> bytes.
+
+    UsageError, which names the option, for a number without a unit that can only be meant to have
+    one.
+    """
+    given = f"{option} {text!r}".lstrip()
+    units = {
+        "": 1,
+        "KB": 10**3,
+        "MB": 10**6,
+        "GB": 10**9,
+        "TB": 10**12,
+        "KIB": 1 << 10,
+        "MIB": 1 << 20,
+        "GIB": 1 << 30,
+        "TIB": 1 << 40,
+    }
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if (
+        not found
+        or found[2].upper() not in units
+        or (size := int(float(found[1]) * units[found[2].upper()])) < 1
+    ):
+        raise UsageError(f"{given} is no size; say such as 5GB or 512MiB")
+    if not found[2] and size < LEAST_BARE:
+        raise UsageError(
+            f"{given} without a unit is {counted(size, 'byte')}; say a unit, such as {found[1]}MiB"
+            f" or {found[1]}GiB"
+        )
+    return size

@@ -1,0 +1,61 @@
+"""Compares the stored values of two checkpoints, with the casts that were made on the way."""
+
+from __future__ import annotations
+
+import threading
+
+from mckpt.checkpoint import comparison
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.verification.verdict import Values
+
+
+def compare_values(
+    left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None
+) -> Values:
+    """All stored values of the two, compared, with further copies of a tensor and the padding of a
+    converted vocabulary.
+    """
+    found = diff_converted(left, right, stop)
+    found.replicas = comparison.copies_apart((left, right), stop)
+    # which pads with zeros
+    converted = right.is_megatron and right.from_hugging_face
+    return Values(found, right.reader.padding() if converted else [])
+
+
+def diff_converted(
+    left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None
+) -> comparison.Difference:
+    """Compares a checkpoint with one that was converted from it, or the other way round.
+
+    The manifests name the casts that were made on the way: the values must be equal to exactly
+    those casts. Tensors that the mapping always stores in one dtype must be equal to that cast.
+    """
+    if left.casts != right.casts and left.casts[: len(right.casts)] == right.casts:
+        return _diff_casts(right, left, stop).swapped()
+    return _diff_casts(left, right, stop)
+
+
+def _diff_casts(
+    left: Checkpoint, right: Checkpoint, stop: threading.Event | None
+) -> comparison.Difference:
+    made, always = casts_between(left, right), uncast(right)
+    return comparison.diff(
+        left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop
+    )
+
+
+def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """The dtypes that the right side was cast to after it was the left one, one after the other;
+    from their manifests.
+    """
+    known = right.casts[: len(left.casts)] == left.casts
+    return right.casts[len(left.casts) :] if known else []
+
+
+def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
+    """The logical templates that the checkpoint's mapping stores in one dtype, whatever the others
+    are cast to, and that dtype.
+    """
+    return {
+        name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of
+    }

@@ -1,0 +1,140 @@
+"""A new format is one file, and a new dialect is one file: nothing else of mckpt changes for them."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mckpt
+from mckpt import formats, mapping
+from mckpt.checkpoint.inspection import inspect
+from mckpt.errors import MappingError
+from mckpt.mapping import hub, reading
+from mckpt.mapping.hub import FOLDER
+from tests import tiny
+
+ROOT = Path(__file__).parent.parent
+NAMES = {"hf", *formats.FORMATS}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v3"])
+def test_a_format_in_one_file(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It converts in all directions, is compared and inspected, and replaces another format."""
+    listed = formats.Listed("tests.flat_format", megatron=True)
+    monkeypatch.setitem(formats.FORMATS, "flat", listed)
+    source = tiny.tiny_random(family, tmp_path / "hf")
+    mckpt.convert(source, tmp_path / "flat", format="flat")
+    assert mckpt.open(tmp_path / "flat").format == "flat"
+    assert not mckpt.diff(source, tmp_path / "flat")
+    assert inspect(mckpt.open(tmp_path / "flat"))["num_tensors"] >= 9
+    parallel = mckpt.Parallel(tp=2, pp=2)
+    mckpt.convert(tmp_path / "flat", tmp_path / "torch", format="torch", parallel=parallel)
+    mckpt.convert(tmp_path / "torch", tmp_path / "again", format="flat")
+    mckpt.convert(tmp_path / "again", tmp_path / "back", format="hf")
+    for other in ("torch", "again", "back"):
+        assert not mckpt.diff(source, tmp_path / other), other
+    data = "release/flat.bin"
+    assert (tmp_path / "flat" / data).read_bytes() == (tmp_path / "again" / data).read_bytes()
+    assert mckpt.verify(source, tmp_path / "again", level="bytes").verdict == "pass"
+    mckpt.plan(source, tmp_path / "flat", format="torch_dist", overwrite=True).run()
+    assert mckpt.open(tmp_path / "flat").format == "torch_dist"
+
+
+DIALECT = """
+extends: [mcore, parts/norms]
+tensors:
+  embedding.word_embeddings.weight: null
+  wte.weight:
+    - {of: embed.weight, tp: vocab, stage: first}
+"""
+NORMS = """
+tensors:
+  decoder.final_layernorm.{weight,bias}: null
+  norm_f.{weight,bias}: {of: "final_norm.{weight,bias}", stage: last, when: "{True,layernorm}"}
+"""
+
+
+def write_dialect(folder: Path) -> None:
+    """A dialect, and a part of one, which lies in a folder below."""
+    (folder / "other.yaml").write_text(DIALECT)
+    (folder / "parts").mkdir()
+    (folder / "parts" / "norms.yaml").write_text(NORMS)
+
+
+@pytest.fixture
+def own_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the mapping files that a test may change."""
+    folder = tmp_path / "mappings"
+    shutil.copytree(FOLDER, folder)
+
+    def forget() -> None:
+        for cached in (reading.names, reading.load, hub):
+            cached.cache_clear()
+
+    monkeypatch.setattr(reading, "FOLDER", folder)
+    forget()
+    yield folder
+    monkeypatch.undo()
+    forget()
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_a_dialect_in_one_file(form: str, tmp_path: Path, own_mappings: Path) -> None:
+    """It is written where it is asked for, and found from the keys where it is read."""
+    write_dialect(own_mappings / "megatron")
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    mckpt.convert(source, tmp_path / "other", format=form, dialect="other")
+    mckpt.convert(source, tmp_path / "mcore", format=form)
+    other, mcore = mckpt.open(tmp_path / "other"), mckpt.open(tmp_path / "mcore")
+    assert (other.mapping.name, mcore.mapping.name) == ("other", "mcore")
+    assert {"wte.weight", "norm_f.weight"} <= set(other.opened.keys())
+    assert not mckpt.diff(other, mcore) and not mckpt.diff(source, other)
+    mckpt.convert(tmp_path / "other", tmp_path / "again", format="torch_dist")
+    assert mckpt.open(tmp_path / "again").mapping.name == "other", "a reshard keeps it"
+    mckpt.convert(tmp_path / "again", tmp_path / "back", format="hf")
+    assert not mckpt.diff(source, tmp_path / "back")
+    assert mckpt.verify(source, tmp_path / "other", level="bytes").verdict == "pass"
+
+
+def test_the_family_names_its_dialect(tmp_path: Path, own_mappings: Path) -> None:
+    write_dialect(own_mappings / "megatron")
+    file = tmp_path / "own.yaml"
+    file.write_text("extends: llama\ndialect: other\n")
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    mckpt.plan(source, tmp_path / "out", known=mckpt.Known(mapping=str(file))).run()
+    assert mckpt.open(tmp_path / "out").mapping.name == "other"
+
+
+def test_a_name_that_is_not_declared(own_mappings: Path) -> None:
+    path = own_mappings / "megatron" / "other.yaml"
+    path.write_text("extends: mcore\nalso:\n  new_arg: new_fact\n")
+    with pytest.raises(MappingError, match="also: new_arg: 'new_fact' is no dim, and `given`"):
+        mapping.load("megatron", "other")
+    path.write_text("extends: mcore\ngiven:\n  new_fact: 7\nalso:\n  new_arg: new_fact\n")
+    reading.load.cache_clear()
+    dims = mapping.load("hf", "llama").read(tiny.config("llama"))
+    assert mapping.load("megatron", "other").write(dims)["new_arg"] == 7
+
+
+def test_no_format_is_named_outside_of_its_file() -> None:
+    """Code asks a format what it can do. Of its name it knows only which one is the default."""
+    wrong = []
+    for path in sorted((ROOT / "mckpt").rglob("*.py")):
+        inside = path.relative_to(ROOT / "mckpt").parts[0]
+        # the trainer runs Megatron-Core's own two formats; a pickle names the module torch
+        if inside in ("formats", "trainer", "containers"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare):
+                for part in (node.left, *node.comparators):
+                    if isinstance(part, ast.Constant) and part.value in NAMES:
+                        wrong.append(f"{path.name}:{node.lineno}: compares with {part.value!r}")
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
+                names = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node.args[1])}
+                if names & {"Torch", "TorchDist", "HuggingFace"}:
+                    wrong.append(f"{path.name}:{node.lineno}: asks for the type of a format")
+    assert not wrong
