@@ -6,7 +6,6 @@ the options by name.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -427,5 +426,7 @@ def make_target(options: Options, target_format: str, parallel: Parallel | None)
 
 def _fields(kind: type[Any], options: Options) -> dict[str, Any]:
     """Returns the options that are fields of the dataclass `kind`, without those not given."""
-    names = (field.name for field in dataclasses.fields(kind))
+    from dataclasses import fields
+
+    names = (field.name for field in fields(kind))
     return {name: options[name] for name in names if options.get(name) is not None}
