@@ -123,9 +123,7 @@ iteration_option = reading_option(
     help="Iteration to read. Without it, the one that the tracker file names.",
 )
 family_options = together(
-    model_option(
-        "--family", metavar="NAME", help="Family of the model, if the files do not name it."
-    ),
+    model_option("--family", metavar="NAME", help="Family of the model, if no file names it."),
     # a str, as in `Known`
     model_option(
         "--mapping", type=click.Path(dir_okay=False), help="A family file (YAML) of your own."
@@ -135,7 +133,7 @@ family_options = together(
         "settings",
         multiple=True,
         metavar="DIM=VALUE",
-        help="Set a dim that the files do not contain. May be repeated.",
+        help="Set a dim of the model; the tensors must agree. May be repeated.",
     ),
 )
 megatron_source_options = together(

@@ -83,7 +83,7 @@ class Judged:
 
     positions: list[np.ndarray]  # of each sequence: [seq] bool
     ties: int  # choices that rounding decided
-    faults: list[str]  # a choice that differs and was no tie; at most one is listed
+    faults: list[str]  # a choice that differs and was not a tie; at most one is listed
 
 
 def judge_positions(runs: Runs) -> Judged:
@@ -102,8 +102,8 @@ def judge_positions(runs: Runs) -> Judged:
             judged.ties += int(not steady.all())
             states = runs.states(index)
             for layer in _moe_layers(reference):
-                ours, theirs = reference[f"experts_{layer}"], states[f"experts_{layer}"]
-                theirs = theirs[f"experts_{layer}"]
+                key = f"experts_{layer}"
+                ours, theirs = reference[key], states[key][key]
                 margins = reference[f"margin_{layer}"]
                 close = TIES * _router_noise(reference, layer, steady)
                 for at in np.flatnonzero((ours != theirs).any(1) & counts):
@@ -136,14 +136,12 @@ def steady_positions(reference: Any, length: int) -> np.ndarray:
 
 def _moe_layers(reference: Any) -> list[int]:
     """Returns the layers with experts, in order."""
-    prefix = "experts_"
-    return sorted(
-        int(key.removeprefix(prefix)) for key in reference.files if key.startswith(prefix)
-    )
+    keys = [key for key in reference.files if key.startswith("experts_")]
+    return sorted(int(key.removeprefix("experts_")) for key in keys)
 
 
 def _router_noise(reference: Any, layer: int, steady: np.ndarray) -> float:
-    """Returns the largest difference between the router's logits in the two transformers runs."""
+    """Returns the largest difference of the router's logits between the runs of transformers."""
     moved = reference[f"noise_router_{layer}"][steady]
     largest = float(np.abs(reference[f"router_{layer}"]).max())
     return max(float(moved.max(initial=0)), largest * ROUNDING)
