@@ -1,6 +1,4 @@
-"""Starts processes, and leaves none of them running: of the trainer, under torchrun where there are
-several, and of `--workers`.
-"""
+"""Starts the processes of the trainer and of `--workers`, and leaves none of them running."""
 
 from __future__ import annotations
 
@@ -23,50 +21,59 @@ from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
 from mckpt.execute.ranks import Ranks
 
 LOG_SHOWN = 3000  # characters of a log in an error
-PR_SET_PDEATHSIG = 1  # of Linux's prctl.h
-GRACE_S = 20  # between asking processes to end and ending them
+PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
+GRACE_S = 20  # seconds that a process has to end before it is killed
+
+ENVIRONMENT = {
+    # torch and megatron-core warn of things that a user cannot change
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    # transformers then reads the weights one after the other, always in the same order
+    "HF_DEACTIVATE_ASYNC_LOAD": "1",
+    # Transformer Engine otherwise asks cuBLAS for TF32 where fp32 is meant
+    "NVIDIA_TF32_OVERRIDE": "0",
+    # megatron-core requires this with tensor parallelism
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+}
 
 
 def require(*modules: str) -> None:
-    """MissingExtra if one of these cannot be imported."""
+    """Raises MissingExtra if one of these modules is not installed."""
     missing = [m for m in modules if importlib.util.find_spec(m.split(".")[0]) is None]
     if missing:
         raise MissingExtra(
-            f"{', '.join(missing)} not installed, which running models needs: pip install"
+            f"running models needs {', '.join(missing)}, not installed here: pip install"
             " 'mckpt[verify]'"
         )
 
 
 def device(asked: str, num_ranks: int) -> str:
-    """`cpu` or `cuda`; `auto` is cuda where there are GPUs enough.
+    """Returns `cpu` or `cuda`; `auto` is cuda if there are enough GPUs for all ranks.
 
-    Found without torch, which takes seconds to import.
+    Does not import torch, which takes seconds.
     """
-    gpus = sorted(Path("/dev").glob("nvidia[0-9]*"))
+    count = len(list(Path("/dev").glob("nvidia[0-9]*")))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    count = (
-        len(gpus)
-        if visible is None
-        else min(len(gpus), len([v for v in visible.split(",") if v.strip()]))
-    )
+    if visible is not None:
+        count = min(count, len([gpu for gpu in visible.split(",") if gpu.strip()]))
     if asked == "auto":
         return "cuda" if count >= num_ranks else "cpu"
     if asked == "cuda" and count < num_ranks:
         raise UsageError(
-            f"{num_ranks} ranks need as many GPUs, and {count} are here; say smaller sizes, or"
-            " --device cpu"
+            f"{num_ranks} ranks need {num_ranks} GPUs, and this machine has {count}; give smaller"
+            " sizes or --device cpu"
         )
     return asked
 
 
 def world(sizes: dict[str, int]) -> int:
-    """Ranks that hold one model once, at sizes tp, pp, ep, etp and cp."""
+    """Returns the number of ranks that hold one model at the sizes tp, pp, ep, etp and cp."""
     return sizes["pp"] * math.lcm(sizes["tp"] * sizes["cp"], sizes["etp"] * sizes["ep"])
 
 
 def run_alone(module: str, job: dict[str, Any], device: str, num_ranks: int) -> None:
-    """`launch` in a directory of its own, what rank 0 prints being the result."""
-    import tempfile  # which imports random, see free_port
+    """Launches in a temporary directory; the ranks print to this process's stdout."""
+    import tempfile  # it imports random, see free_port
 
     with tempfile.TemporaryDirectory(prefix="mckpt-") as directory:
         launch(module, job, Path(directory), device, num_ranks, show=True)
@@ -80,51 +87,14 @@ def launch(
     num_ranks: int = 1,
     show: bool = False,
 ) -> None:
-    """Runs `python -m MODULE JOB` on every rank, and raises what the first rank that failed says in
-    `directory`.
+    """Runs `python -m MODULE JOB` on every rank, and raises the error of the first rank that fails.
 
-    What they print goes to a log in `directory`; with `show`, stdout is this process's own.
+    The ranks print to a log in `directory`; with `show`, stdout is that of this process.
     """
     path = directory / f"{module.rpartition('.')[2]}.job.json"
     path.write_text(json.dumps(job))
-    command = [sys.executable, "-m", module, str(path)]
-    environ = os.environ | {
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(Path(__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-        ),
-        # those of torch and megatron-core, of which a user can mend none
-        "PYTHONWARNINGS": "ignore",
-        "TOKENIZERS_PARALLELISM": "false",
-        # transformers then reads weights one after the other, in the same order every time
-        "HF_DEACTIVATE_ASYNC_LOAD": "1",
-        # fp32 means fp32: Transformer Engine asks cuBLAS for TF32 otherwise
-        "NVIDIA_TF32_OVERRIDE": "0",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron-core asks for it with tensor parallelism
-    }
-    if device == "cpu":
-        environ |= {
-            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_ranks)),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-    if num_ranks == 1:
-        environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }
-    else:
-        torchrun = {
-            "--nproc-per-node": num_ranks,
-            "--master-addr": "127.0.0.1",
-            "--master-port": free_port(),
-        }
-        command[1:1] = [
-            "-m",
-            "torch.distributed.run",
-            *(str(part) for option in torchrun.items() for part in option),
-        ]
+    command = [sys.executable, *_torchrun(num_ranks), "-m", module, str(path)]
+    environ = _environment(device, num_ranks)
     log = path.with_suffix(".log")
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -143,10 +113,45 @@ def launch(
         raise failure(directory, module, code, log)
 
 
+def _torchrun(num_ranks: int) -> list[str]:
+    """Returns the arguments that start several ranks; none for one rank."""
+    if num_ranks == 1:
+        return []
+    options = {
+        "--nproc-per-node": num_ranks,
+        "--master-addr": "127.0.0.1",
+        "--master-port": free_port(),
+    }
+    words = [str(word) for option in options.items() for word in option]
+    return ["-m", "torch.distributed.run", *words]
+
+
+def _environment(device: str, num_ranks: int) -> dict[str, str]:
+    """Returns the environment of the ranks, in which they can import mckpt."""
+    package = str(Path(__file__).parent.parent)
+    paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
+    environ = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    if device == "cpu":
+        num_cores = len(os.sched_getaffinity(0))
+        environ["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
+        environ["CUDA_VISIBLE_DEVICES"] = ""
+    if num_ranks == 1:  # otherwise torchrun sets these
+        environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+    return environ
+
+
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """In the block SIGTERM and SIGHUP, which would end this process alone, do what Ctrl-C does; in
-    the main thread, which alone hears of them.
+    """Makes SIGTERM and SIGHUP do what Ctrl-C does while the block runs.
+
+    By default they end this process alone, and leave its children running. Only the main thread can
+    set signal handlers; in another thread nothing changes.
     """
     before: dict[int, Any] = {}
 
@@ -164,7 +169,7 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends it: torchrun passes the signal on to its ranks, which are sessions of their own."""
+    """Ends a process; torchrun passes the signal on to its ranks, which have their own sessions."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -175,32 +180,31 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def failure(directory: Path, module: str, code: int, log: Path) -> Exception:
-    """The error of the rank that failed first; MckptError with the end of the log where none could
-    say.
+    """Returns the error of the rank that failed first.
+
+    Returns an MckptError with the end of the log if no rank left an error file.
     """
-    said = sorted(directory.glob("error.rank*.json"), key=lambda p: p.stat().st_mtime_ns)
-    if said:
-        first = json.loads(said[0].read_text())
-        for path in said:
+    files = sorted(directory.glob("error.rank*.json"), key=lambda path: path.stat().st_mtime_ns)
+    if files:
+        first = json.loads(files[0].read_text())
+        for path in files:
             path.unlink()
         if first["class"]:
             error: Exception = getattr(errors, first["class"])(first["message"])
             return error
         return RuntimeError(f"{module} failed:\n{first['message']}")
-    how = (
-        f"was killed by signal {-code} (out of memory?)"
-        if code < 0
-        else f"ended with exit code {code}"
-    )
-    return MckptError(
-        f"{module} {how}; its log ends:\n{log.read_text(errors='replace')[-LOG_SHOWN:]}"
-    )
+    killed = f"was killed by signal {-code} (out of memory?)"
+    how = killed if code < 0 else f"ended with exit code {code}"
+    end_of_log = log.read_text(errors="replace")[-LOG_SHOWN:]
+    return MckptError(f"{module} {how}; its log ends:\n{end_of_log}")
 
 
 @contextmanager
 def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """This process as rank 0 of `num`; the others are forks of it, which know what it has planned,
-    do `work`, and end with the block.
+    """Yields this process as rank 0 of `num`.
+
+    The other ranks are forks of this process, so they have its plan. They run `work` and end with
+    the block.
     """
     if num == 1:
         yield ranks
@@ -208,9 +212,9 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
     import multiprocessing
 
     run, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
-    local = -(
-        -num * (os.cpu_count() or 1) // len(os.sched_getaffinity(0))
-    )  # as many as would share all cores, not only those of this process
+    # The ranks that would share all cores of the machine; this process may use a part of them. The
+    # minus signs round up.
+    local = -(-num * (os.cpu_count() or 1) // len(os.sched_getaffinity(0)))
     others = [
         fork.Process(target=_quietly, args=(work, Ranks(rank, num, run, local)), daemon=True)
         for rank in range(1, num)
@@ -235,7 +239,11 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
 
 
 def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
-    """Rank 0 does the talking, and tells the others of Ctrl-C; where it is killed, they are too."""
+    """Runs `work` in a fork, which prints nothing.
+
+    Ctrl-C reaches rank 0 only, which ends the others. If rank 0 is killed, the kernel kills the
+    others.
+    """
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -245,10 +253,12 @@ def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on: none of those from 32768 on that systems give to whoever asks
-    for any, as somebody may before it is used.
+    """Returns a port of 127.0.0.1 that nobody listens on.
+
+    It is below 32768: the system assigns the ports from there on to any program that asks, and so
+    could assign this one before it is used.
     """
-    import random  # and socket: 6 ms, which no conversion needs
+    import random  # random and socket take 6 ms to import, and no conversion needs them
     import socket
 
     for port in random.sample(range(10_000, 30_000), 1_000):
@@ -256,6 +266,6 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise StorageError(
-        "no port from 10000 to 29999 could be had on 127.0.0.1, through which the ranks find each"
-        " other: are sockets allowed here?"
+        "no port from 10000 to 29999 is free on 127.0.0.1, where the ranks find each other: are"
+        " sockets allowed here?"
     )

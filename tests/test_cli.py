@@ -77,6 +77,19 @@ def test_every_command_has_help(command):
     assert good(*command, "-h").out == said.out
 
 
+@pytest.mark.parametrize("command", commands(cli.cli), ids=" ".join)
+def test_help_explains_every_option_in_80_columns(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    said = good(*command, "--help").out
+    assert max(map(len, said.splitlines())) <= 80
+    assert "..." not in said.partition("Commands:")[2]  # click cuts long summaries
+    found: Any = cli.cli
+    for name in command:
+        found = found.commands[name]
+    options = [p for p in found.params if isinstance(p, click.Option)]
+    assert [o.name for o in options if not o.help] == []
+
+
 def test_a_shell_completes_commands_and_options():
     program = [sys.executable, "-m", "mckpt"]
     words = {"mckpt hf": "hf-to-megatron", "mckpt plan --allow": "--allow-inexact"}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mckpt.verification import report
+from mckpt.verification import charts, markup, report
 from mckpt.verification.verdict import Verdict
 
 HOSTILE = '<script>alert(1)</script>"><img src=//x onerror=1>&lt;\x00\x1b\u202e\udcff'
@@ -250,7 +250,7 @@ def test_the_first_point_beyond_and_the_edges() -> None:
     heights = {p: y for p, (_, y, _) in drawn.items()}
     assert (
         heights["layers.7"]
-        == report.TOP
+        == charts.TOP
         < heights["layers.7.mlp"]
         < heights["layers.0"]
         < heights["embed"]
@@ -263,7 +263,7 @@ def test_the_first_point_beyond_and_the_edges() -> None:
 
 
 def test_values_on_scales() -> None:
-    log = report.Scale.of([0.0, 3e-5, 2e-2, math.inf, math.nan], 300, 0, log=True)
+    log = charts.Scale.of([0.0, 3e-5, 2e-2, math.inf, math.nan], 300, 0, log=True)
     assert [log(v) for v in (0.0, 1e-5, 1e-3, 1e-1, math.inf, math.nan)] == [
         300,
         282,
@@ -280,17 +280,17 @@ def test_values_on_scales() -> None:
         "1e-1",
         "0",
     ]
-    linear = report.Scale.of([-1.0, 4.0, -math.inf], 0, 136)
+    linear = charts.Scale.of([-1.0, 4.0, -math.inf], 0, 136)
     assert [linear(v) for v in (-math.inf, -1.0, 1.5, 4.0, math.nan)] == [0, 18, 68, 118, 136]
     assert linear.ticks() == [(18, "-1"), (38, "0"), (58, "1"), (78, "2"), (98, "3"), (118, "4")]
     for values in ([], [0.0], [7.0] * 3, [math.nan], [1e-310, 1e308]):
         assert all(
-            0 < len(report.Scale.of(values, 0, 100, is_log).ticks(values)) < 12
+            0 < len(charts.Scale.of(values, 0, 100, is_log).ticks(values)) < 12
             for is_log in (False, True)
         )
-    said = [*map(report.say, (1.31130e-05, 12999.32, 4030.4, 0.0, 7, None, math.inf))]
+    said = [*map(markup.say, (1.31130e-05, 12999.32, 4030.4, 0.0, 7, None, math.inf))]
     assert said == ["1.311e-05", "13,000", "4,030", "0", "7", "-", "inf"]
-    assert [*map(report.share, (1.0, 0.99999, 0.7168, math.nan))] == [
+    assert [*map(markup.share, (1.0, 0.99999, 0.7168, math.nan))] == [
         "100%",
         "99.99%",
         "71.68%",
@@ -309,7 +309,7 @@ def test_marks_lie_in_the_picture() -> None:
         )
     *finite, up, right, left = found.marks(LOGITS)
     assert [kind for *_, kind in (*finite, up, right, left)] == ["a"] * 3 + ["odd"] * 3
-    assert (up[1], right[0], left[0]) == (report.TOP, 504, report.LEFT)
+    assert (up[1], right[0], left[0]) == (charts.TOP, 504, charts.LEFT)
 
 
 def test_where_layers_and_experts_lie() -> None:
@@ -356,7 +356,7 @@ def test_hostile_text_stays_text_and_nothing_comes_from_outside() -> None:
         '<script>alert(1)</script>"><img src=//x onerror=1>&lt;\\u0000\\u001b\\u202e\\udcff'
         in bad.text
     )
-    assert report.tag("p", class_='"><b>&') == '<p class="&quot;&gt;&lt;b&gt;&amp;"></p>'
+    assert markup.tag("p", class_='"><b>&') == '<p class="&quot;&gt;&lt;b&gt;&amp;"></p>'
     assert not {"\x00", "\x1b", "\u202e", "\udcff"} & set(bad.page)
 
 
@@ -374,7 +374,7 @@ def test_what_is_missing_is_left_out() -> None:
     )
     load = {"point": "load", "args": ["x"], "message": "no such tensor"}
     assert (
-        "they part first atload"
+        "they differ first atload"
         in Page({"hf": "/a", "sizes": facts()["sizes"], "dims": [], "where": load}).text
     )
     assert (

@@ -24,7 +24,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.geometry import packing
 from mckpt.geometry.packing import Shape
 from mckpt.trainer import reference
-from mckpt.verification import verdict
+from mckpt.verification import measuring, verdict
 from mckpt.verification.levels import Options, other_sizes, verify_all
 from mckpt.verification.tokens import read_tokens
 from mckpt.verification.values import compare_values
@@ -446,15 +446,11 @@ def test_choices_that_transformers_itself_changes_are_left_out() -> None:
     chosen = np.eye(4, dtype=bool)[[0, 1, 2, 3, 0]]
     other = chosen.copy()
     other[3] = chosen[2]
-    assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=other), 5).tolist() == [
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
-    assert verdict._steady(Kept(experts_0=chosen, noise_experts_0=chosen), 5).all()
-    assert verdict._too_far("float32", {"max_abs": float("nan"), "tolerance": 1.0}) is None
+    steady = measuring.steady_positions
+    changed = Kept(experts_0=chosen, noise_experts_0=other)
+    assert steady(changed, 5).tolist() == [True, True, True, False, False]
+    assert steady(Kept(experts_0=chosen, noise_experts_0=chosen), 5).all()
+    assert measuring.too_far("float32", {"max_abs": float("nan"), "tolerance": 1.0}) is None
 
 
 @pytest.mark.parametrize(("second", "kept"), [(1e-5, "second"), (0.5, "first")])
@@ -659,7 +655,7 @@ def facts(**changes: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_no_proof(changes: dict[str, Any], why: str | None) -> None:
-    found = verdict._incomplete(facts(**changes))
+    found = verdict.incomplete(facts(**changes))
     assert len(found) == (why is not None)
     assert why is None or why in found[0]
 

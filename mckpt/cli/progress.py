@@ -1,29 +1,69 @@
-"""How far a run is, for people and for programs: bytes, rate, time left, memory, files."""
+"""Progress and notes on stderr while a command runs: bytes, rate, time left, memory, files."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-EVENT_S = 1.0  # between two events
-# over which the rate is taken: long enough to be steady, short enough to show a stalled disk
+import click
+
+EVENT_S = 1.0  # seconds between two events
+# Seconds over which the rate is measured: enough for a steady rate, few enough to show a disk that
+# stalls.
 WINDOW_S = 10.0
 
 
+def tell(text: str, as_json: bool) -> None:
+    """Prints a note on stderr, as a JSON event if `as_json`."""
+    click.echo(json.dumps({"event": "note", "message": text}) if as_json else text, err=True)
+
+
+@contextmanager
+def showing(what: str, as_json: bool) -> Iterator[Callable[..., None] | None]:
+    """Yields a callback that shows progress on stderr; None if there is nobody to show it to.
+
+    With `as_json` the callback prints one JSON event a second, on a terminal it draws a line.
+    """
+    if as_json:
+        yield Events(what, lambda text: click.echo(text, err=True))
+    elif sys.stderr.isatty():
+        with Line(what) as line:
+            yield line
+    else:
+        yield None
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Shows a spinner and the seconds that have passed if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        bar.add_task(what, total=None)
+        yield
+
+
 class Meter:
-    """Bytes done over time -> bytes per second of the last WINDOW_S, and seconds left."""
+    """Measures the rate of the last WINDOW_S seconds, and from it the time left."""
 
     def __init__(self) -> None:
         self.started = time.monotonic()
         self.seen: deque[tuple[float, int]] = deque([(self.started, 0)])
 
     def read(self, done: int, total: int, files: int = 0, num_files: int = 0) -> dict[str, Any]:
-        """An event; `eta_s` is None as long as nothing moves.
+        """Returns an event for `done` of `total` bytes; `eta_s` is None while nothing moves.
 
-        A resumed run begins at what was done before, which is no rate.
+        A resumed run starts with bytes that an earlier run wrote; they do not count for the rate.
         """
         now = time.monotonic()
         if len(self.seen) == 1:
@@ -34,21 +74,19 @@ class Meter:
         since, before = self.seen[0]
         seconds = now - since
         rate = (done - before) / seconds if seconds > 0 else 0.0
-        said: dict[str, Any] = {
+        event = {
             "bytes": done,
             "total_bytes": total,
             "bytes_per_s": round(rate),
             "seconds": round(now - self.started, 2),
-        }
-        said |= {
             "eta_s": round((total - done) / rate, 1) if rate > 0 else None,
             "rss_bytes": resident(),
         }
-        return said | ({"files": files, "total_files": num_files} if num_files else {})
+        return event | ({"files": files, "total_files": num_files} if num_files else {})
 
 
 class Events:
-    """One line of JSON a second, and one at the end."""
+    """Emits one line of JSON a second, and one at the end."""
 
     def __init__(self, what: str, emit: Callable[[str], None]) -> None:
         self.what, self.emit, self.meter = what, emit, Meter()
@@ -60,35 +98,27 @@ class Events:
         if self.ended or (now - self.last < EVENT_S and not end):
             return
         self.last, self.ended = now, end
-        self.emit(
-            json.dumps({"event": self.what, **self.meter.read(done, total, files, num_files)})
-        )
+        event = self.meter.read(done, total, files, num_files)
+        self.emit(json.dumps({"event": self.what, **event}))
 
 
 class Line:
-    """One line on a terminal, drawn by rich."""
+    """Draws one line on a terminal, with rich."""
 
     def __init__(self, what: str) -> None:
+        from rich import progress
         from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeRemainingColumn,
-            TransferSpeedColumn,
-        )
 
-        self.bar = Progress(
+        self.bar = progress.Progress(
             what,
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[more]}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[more]}"),
             console=Console(stderr=True),
         )
-        # until the first call says how much there is
+        # invisible until the first call tells the total
         self.task = self.bar.add_task(what, total=None, more="", visible=False)
 
     def __enter__(self) -> Line:
@@ -99,18 +129,18 @@ class Line:
         self.bar.stop()
 
     def __call__(self, done: int, total: int, files: int = 0, num_files: int = 0) -> None:
-        more = f"{resident() >> 20} MiB memory" + (
-            f", {files:,} of {num_files:,} files" if num_files else ""
-        )
+        more = f"{resident() >> 20} MiB memory"
+        if num_files:
+            more += f", {files:,} of {num_files:,} files"
         self.bar.update(self.task, completed=done, total=total, more=more, visible=True)
 
 
 def resident() -> int:
-    """Bytes of memory that this process holds."""
+    """Returns the bytes of memory that this process holds."""
     import resource
 
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # not Linux: the most it ever held
+    except OSError:  # not Linux: the largest size so far
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -4,6 +4,7 @@ from mckpt.mapping.file import Dims, MappingFile, Scope, equal, lookup
 from mckpt.mapping.hub import hub
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
+    KINDS,
     dialect_for,
     dialect_of,
     family_with,
@@ -18,6 +19,7 @@ from mckpt.mapping.reading import (
 from mckpt.mapping.rule import Bound, Rule
 
 __all__ = [
+    "KINDS",
     "Bound",
     "Dims",
     "MappingFile",

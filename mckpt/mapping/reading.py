@@ -21,6 +21,7 @@ _INDEX = re.compile(r"\{(\w+)\}")
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 
 
+KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
     "architectures": list,
     "extends": (str, list),
@@ -62,19 +63,19 @@ _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_whe
 
 
 def folder(kind: str) -> Path:
-    """Where the files of a kind lie: "hf" or "megatron"."""
+    """Where the files of one of KINDS lie."""
     return FOLDER / kind
 
 
 @functools.cache
 def names(kind: str) -> tuple[str, ...]:
-    """Names of the families ("hf") or dialects ("megatron") that come with mckpt."""
+    """Names of the files of one of KINDS that come with mckpt."""
     return tuple(sorted(p.stem for p in folder(kind).glob("*.yaml")))
 
 
 @functools.cache
 def load(kind: str, name: str) -> MappingFile:
-    """The family or dialect of that name, or the user's own file if it ends in .yaml."""
+    """The file of that name, or the user's own file if it ends in .yaml."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
     if not path.is_file():
         raise MappingError(

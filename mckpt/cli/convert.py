@@ -1,0 +1,275 @@
+"""`mckpt hf-to-megatron`, `megatron-to-hf`, `reshard` and `plan`: all make a plan, and all but
+`plan` run it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from mckpt import formats
+from mckpt.cli import progress
+from mckpt.cli.options import (
+    MEGATRON_FORMATS,
+    SIZES,
+    Options,
+    command,
+    conversion_option,
+    conversion_options,
+    destination_argument,
+    dtype_option,
+    family_options,
+    hf_option,
+    inexact_option,
+    json_option,
+    layout_options,
+    make_target,
+    max_shard_size_option,
+    megatron_option,
+    megatron_source_options,
+    megatron_target_options,
+    no_optimizer_option,
+    open_source,
+    overwrite_option,
+    parallel_sizes,
+    side_files_option,
+    source_argument,
+    target_iteration_option,
+)
+from mckpt.errors import UsageError, counted
+
+if TYPE_CHECKING:
+    from mckpt.checkpoint.checkpoint import Checkpoint
+    from mckpt.conversion.plan import Plan
+    from mckpt.conversion.target import Target
+
+
+@command()
+@source_argument
+@destination_argument
+@layout_options(default=1)
+@megatron_option(
+    "--format",
+    "target_format",
+    type=MEGATRON_FORMATS,
+    default=formats.MEGATRON,
+    show_default=True,
+    help="Format of the new checkpoint.",
+)
+@target_iteration_option
+@megatron_target_options
+@family_options
+@conversion_options
+def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> None:
+    """Convert a Hugging Face directory to Megatron.
+
+    DST is a Megatron save directory, into which the new checkpoint is written.
+    """
+    from mckpt.geometry.parallel import Parallel
+
+    source = open_source(src, options)
+    if source.is_megatron:
+        raise UsageError(
+            f"{src}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its sizes"
+            " or format"
+        )
+    parallel = Parallel().with_(**parallel_sizes(options))
+    _convert(source, dst, make_target(options, target_format, parallel), options)
+
+
+@command()
+@source_argument
+@destination_argument
+@side_files_option
+@max_shard_size_option
+@hf_option("--keep-padding", is_flag=True, help="Keep the padded rows of the vocabulary.")
+@megatron_source_options
+@family_options
+@conversion_options
+def megatron_to_hf(src: Path, dst: Path, **options: Any) -> None:
+    """Convert a Megatron checkpoint to Hugging Face.
+
+    config.json is rebuilt from the checkpoint's args.
+    """
+    source = open_source(src, options)
+    _convert(source, dst, make_target(options, formats.HUGGING_FACE, None), options)
+
+
+@command()
+@source_argument
+@destination_argument
+@layout_options("target-", otherwise="the source's")
+@megatron_option(
+    "--target-format",
+    type=MEGATRON_FORMATS,
+    help="Format of the new checkpoint. Without it, the source's.",
+)
+@no_optimizer_option
+@megatron_source_options
+@megatron_target_options
+@family_options
+@conversion_options
+def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> None:
+    """Change the sizes or the format of a Megatron checkpoint."""
+    source = open_source(src, options)
+    if not source.is_megatron:
+        raise UsageError(f"{src}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it")
+    parallel = source.parallel.with_(**parallel_sizes(options))
+    _convert(source, dst, make_target(options, target_format or source.format, parallel), options)
+
+
+@command()
+@source_argument
+@destination_argument
+@layout_options(otherwise="1 from Hugging Face, else the source's")
+@conversion_option(
+    "--to",
+    "target_format",
+    type=click.Choice(list(formats.FORMATS)),
+    help="Format of the target. Without it: torch_dist for a Hugging Face source; for a Megatron"
+    " source its own format if sizes are given, else hf.",
+)
+@side_files_option
+@max_shard_size_option
+@no_optimizer_option
+@megatron_source_options
+@megatron_target_options
+@family_options
+@dtype_option
+@inexact_option
+@overwrite_option
+@json_option
+def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> None:
+    """Print the plan of a conversion; write nothing.
+
+    The plan is proved from the headers of the files. A destination that the conversion would refuse
+    is refused here too.
+    """
+    source = open_source(src, options)
+    given = _sizes_on_the_command_line()
+    if target_format is None:
+        if source.is_megatron:
+            target_format = source.format if given else formats.HUGGING_FACE
+        else:
+            target_format = formats.MEGATRON
+    to_megatron = formats.FORMATS[target_format].megatron
+    if given and not to_megatron:
+        raise UsageError(
+            f"{', '.join(given)}: a Hugging Face directory has no parallel sizes; leave them out,"
+            " or say --to torch_dist or --to torch"
+        )
+    sizes = parallel_sizes(options)
+    parallel = source.parallel.with_(**sizes) if to_megatron else None
+    _print_plan(source, dst, make_target(options, target_format, parallel), options)
+
+
+def _sizes_on_the_command_line() -> list[str]:
+    """Returns the flags of the parallel sizes that the user gave to the current command."""
+    context = click.get_current_context()
+    return [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if parameter.name in SIZES
+        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    ]
+
+
+# ----------------------------------------------------------------------------------- plan and write
+
+
+def _convert(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
+    """Writes the target, or prints the plan if the options contain --dry-run."""
+    (_print_plan if options["dry_run"] else _write)(source, dst, target, options)
+
+
+def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
+    """Prints the plan; raises DestinationError afterwards if `dst` is occupied."""
+    planned = _plan(source, dst, target, options, helps=True)
+    click.echo(json.dumps(planned.json()) if options["as_json"] else planned.summary())
+    planned.destination.check()
+
+
+def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps: bool) -> Plan:
+    """Returns the plan; with `helps` it is made even if `dst` is occupied."""
+    from mckpt import api
+
+    return api.plan(
+        source,
+        dst,
+        target=target,
+        overwrite=options["overwrite"],
+        update_tracker=options.get("update_tracker", False),
+        helps=helps,
+    )
+
+
+def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
+    """Plans and writes the target. Under a launcher only rank 0 prints."""
+    from mckpt.execute.ranks import Ranks
+    from mckpt.values.sizes import parse_size
+
+    workers, as_json = options["workers"], options["as_json"]
+    ranks = Ranks.of_environment()
+    if ranks.size > 1 and workers > 1:
+        raise UsageError(
+            f"--workers {workers} is for one machine without a launcher; here {ranks.size}"
+            " processes were started, start more of those"
+        )
+    settings = {
+        "max_memory": parse_size(options["max_memory"], "--max-memory"),
+        "check_replicas": options.get("check_replicas", False),
+        **{name: options[name] for name in ("threads", "checksum", "allow_overflow", "resume")},
+    }
+    planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
+    # imported before the workers are forked, so that they need not import it again
+    import mckpt.conversion.run  # noqa: F401
+
+    if ranks.rank > 0:
+        planned.run(**settings, ranks=ranks)
+        return
+    if not as_json:
+        click.echo(planned.summary(), err=True)
+    if note := planned.destination.tracker_note():
+        progress.tell(note, as_json)
+    start = time.perf_counter()
+    manifest = _run(planned, settings, ranks, workers, as_json)
+    seconds = time.perf_counter() - start
+    if as_json:
+        click.echo(json.dumps(manifest))
+        return
+    for note in manifest.get("dropped", []):
+        click.echo(note, err=True)
+    click.echo(
+        f"{planned.destination.path}: {planned.nbytes:,} bytes in"
+        f" {counted(len(planned.outputs), 'file')}, {seconds:.2f} s"
+    )
+
+
+def _run(
+    planned: Plan, settings: dict[str, Any], ranks: Any, num_workers: int, as_json: bool
+) -> dict[str, Any]:
+    """Runs the plan as rank 0, with workers and progress; returns the manifest."""
+    from mckpt import launching
+
+    others = launching.workers(ranks, num_workers, lambda rank: planned.run(**settings, ranks=rank))
+    try:
+        with others as all_ranks, progress.showing("writing", as_json) as shown:
+            return planned.run(
+                **settings,
+                ranks=all_ranks,
+                progress=shown,
+                tell=functools.partial(progress.tell, as_json=as_json),
+            )
+    finally:
+        for folder, nbytes in planned.destination.left_over():
+            progress.tell(
+                f"left by an interrupted run of another plan: {folder}, {nbytes:,} bytes; remove it"
+                " if it is not wanted",
+                as_json,
+            )

@@ -1,0 +1,83 @@
+"""`mckpt diff`: a comparison of two checkpoints, tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from mckpt.cli import progress
+from mckpt.cli.options import (
+    PATH,
+    command,
+    family_options,
+    json_option,
+    like_option,
+    open_source,
+    vocab_size_option,
+)
+from mckpt.errors import counted
+
+if TYPE_CHECKING:
+    from mckpt.checkpoint.comparison import Difference
+
+
+@command()
+@click.argument("a", type=PATH)
+@click.argument("b", type=PATH)
+@like_option
+@vocab_size_option
+@family_options
+@click.option(
+    "--atol",
+    type=float,
+    metavar="X",
+    help="Largest difference allowed. Without it, every bit must be equal.",
+)
+@json_option
+def diff(a: Path, b: Path, atol: float | None, as_json: bool, **options: Any) -> int:
+    """Compare two checkpoints tensor by tensor.
+
+    Their formats and parallel sizes may differ.
+
+    Exit code 0: they are the same; 1: they differ.
+    """
+    from mckpt import api
+
+    left, right = open_source(a, options), open_source(b, options)
+    left, right = left.named_as(right), right.named_as(left)
+    notes = [f"{side.path}: {note}" for side in (left, right) for note in side.notes]
+    for note in dict.fromkeys(notes):
+        progress.tell(note, as_json)
+    with progress.showing("comparing", as_json) as shown:
+        found = api.diff(left, right, atol=atol, progress=shown)
+    if as_json:
+        click.echo(json.dumps(found.json()))
+    else:
+        for line in _lines(found, a, b, atol):
+            click.echo(line)
+    return 1 if found else 0
+
+
+def _lines(found: Difference, a: Path, b: Path, atol: float | None) -> Iterator[str]:
+    """Yields every difference and, last, a summary."""
+    for name in found.missing:
+        yield f"only in {a}: {name}"
+    for name in found.extra:
+        yield f"only in {b}: {name}"
+    yield from map(str, found.changed)
+    yield from found.replicas
+    for text in found.left_out:
+        yield f"not compared, because the mapping ignores it: {text}"
+    if found:
+        verdict = "different"
+    else:
+        verdict = "the same to the last bit" if atol is None else f"the same within {atol:g}"
+    ignored = f", {len(found.left_out):,} ignored" if found.left_out else ""
+    yield (
+        f"{verdict}: {counted(found.same, 'tensor')} equal, {len(found.changed):,} differ,"
+        f" {len(found.missing):,} missing, {len(found.extra):,} extra{ignored}"
+    )

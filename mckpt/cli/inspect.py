@@ -1,0 +1,49 @@
+"""`mckpt inspect`: what a directory contains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mckpt.cli.options import (
+    PATH,
+    command,
+    family_options,
+    iteration_option,
+    json_option,
+    open_source,
+)
+
+
+@command()
+@click.argument("path", type=PATH)
+@iteration_option
+@family_options
+@click.option(
+    "--megatron-args",
+    "flags",
+    is_flag=True,
+    help="Print the flags with which pretrain_gpt.py builds this model.",
+)
+@json_option
+def inspect(path: Path, flags: bool, as_json: bool, **options: Any) -> None:
+    """Print what a directory contains.
+
+    That is the format, the model, the parallel sizes and the tensors of the checkpoint.
+    """
+    source = open_source(path, options)
+    if flags:
+        from mckpt import api
+        from mckpt.formats.megatron import megatron_args
+
+        launch = api.launch(source)
+        text = megatron_args.as_json(launch) if as_json else megatron_args.shell(launch)
+        click.echo(text, nl=False)
+        return
+    from mckpt.checkpoint import inspection
+
+    found = inspection.inspect(source, None if as_json else inspection.SHOWN)
+    click.echo(json.dumps(found) if as_json else inspection.text(found))

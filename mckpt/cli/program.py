@@ -1,0 +1,137 @@
+"""The `mckpt` program: its commands, and the exit code of every error."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import traceback
+from contextlib import suppress
+from typing import Any
+
+import click
+
+from mckpt import __version__
+from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, reshard
+from mckpt.cli.diff import diff
+from mckpt.cli.inspect import inspect
+from mckpt.cli.mappings import mappings
+from mckpt.cli.train import train
+from mckpt.cli.verify import verify
+from mckpt.errors import MckptError, StorageError, UsageError
+
+INTERRUPTED = 130
+INTERNAL_ERROR = 70
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(__version__, message="mckpt %(version)s")
+def cli() -> None:
+    """Move LLM checkpoints between Hugging Face and Megatron, and prove the result."""
+
+
+for _command in (
+    hf_to_megatron,
+    megatron_to_hf,
+    reshard,
+    plan,
+    inspect,
+    diff,
+    verify,
+    train,
+    mappings,
+):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Runs `mckpt`, reports an error on stderr, and exits with its code (README, Exit codes)."""
+    # numpy starts a thread for each core when it is imported, and mckpt uses none of them
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # A plan has 10**6 objects that live until the end. Walking them in each collection took a tenth
+    # of the time.
+    gc.set_threshold(10_000_000)
+    try:
+        code = cli(prog_name="mckpt", standalone_mode=False)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        code = _interrupted()
+    except click.ClickException as error:
+        code = _wrong_usage(error)
+    except MckptError as error:
+        more = {"problems": error.problems} if error.problems else {}
+        code = _fail(type(error).__name__, str(error), error.exit_code, **more)
+    except SystemExit as error:
+        # Shell completion exits with 0. click also turns a broken pipe into an exit with 1, which
+        # is the code of `diff` for a difference.
+        code = _broken_pipe() if error.code else 0
+    except BrokenPipeError:
+        code = _broken_pipe()
+    except OSError as error:
+        what = f"{error.filename or 'input/output'}: {error.strerror or error}"
+        code = _fail("StorageError", what, StorageError.exit_code)
+    except Exception as error:
+        code = _internal_error(error)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def process() -> None:
+    """Runs `main` and ends the process at once.
+
+    Freeing the 10**6 objects of a plan one by one would take a tenth of the time of the run.
+    """
+    try:
+        main()
+    except SystemExit as error:
+        with suppress(OSError):  # nobody reads the output any more
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(error.code if isinstance(error.code, int) else 0)
+
+
+def _interrupted() -> int:
+    resumable = not {"verify", "train"} & set(sys.argv[1:2])
+    cure = "; the same command goes on where it stopped" if resumable else ""
+    return _fail("Interrupted", f"interrupted{cure}", INTERRUPTED)
+
+
+def _wrong_usage(error: click.ClickException) -> int:
+    """Reports an error that click found in the arguments."""
+    if "--json" not in sys.argv:
+        error.show()
+        return error.exit_code
+    kind = UsageError if isinstance(error, click.UsageError) else type(error)
+    return _fail(kind.__name__, error.format_message(), error.exit_code)
+
+
+def _broken_pipe() -> int:
+    # nobody reads stdout any more, and the interpreter would report that once more when it exits
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return StorageError.exit_code
+
+
+def _internal_error(error: Exception) -> int:
+    """Reports a bug of mckpt with its traceback."""
+    if "--json" in sys.argv:
+        return _fail(
+            "InternalError",
+            f"internal error: {type(error).__name__}: {error}; please report it",
+            INTERNAL_ERROR,
+            traceback=traceback.format_exc(),
+        )
+    traceback.print_exc()
+    message = "internal error: please report it with the lines above"
+    return _fail("InternalError", message, INTERNAL_ERROR)
+
+
+def _fail(kind: str, message: str, code: int, **more: Any) -> int:
+    """Prints an error on stderr, as one JSON object if the arguments contain --json.
+
+    Returns `code`.
+    """
+    if "--json" in sys.argv:
+        error = {"class": kind, "message": message, "exit_code": code, **more}
+        click.echo(json.dumps({"error": error}), err=True)
+    else:
+        click.echo(f"mckpt: {message}", err=True)
+    return code

@@ -1,0 +1,187 @@
+"""`mckpt train`: training steps of a Megatron checkpoint on Megatron-Core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mckpt import formats
+from mckpt.cli.options import (
+    MEGATRON_FORMATS,
+    NOT_NEGATIVE,
+    POSITIVE,
+    command,
+    in_section,
+    json_option,
+    run_option,
+    run_options,
+)
+from mckpt.errors import UsageError
+
+DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+
+data_option = in_section("Steps and data")
+optimizer_option = in_section("Optimizer")
+saving_option = in_section("Saving")
+
+
+@command()
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@data_option(
+    "--steps",
+    type=POSITIVE,
+    required=True,
+    metavar="N",
+    help="Number of steps in all, including those before --resume.",
+)
+@data_option(
+    "--resume",
+    is_flag=True,
+    help="Continue with the optimizer, schedule and iteration of the checkpoint.",
+)
+@data_option(
+    "--data",
+    metavar="PATH",
+    help="Megatron .bin/.idx (the path without suffix), or .jsonl with tokens or text. Without it,"
+    " made-up text.",
+)
+@data_option(
+    "--tokenizer",
+    type=click.Path(file_okay=False),
+    help="Directory of the tokenizer, for .jsonl with text.",
+)
+@data_option(
+    "--global-batch-size",
+    type=POSITIVE,
+    default=8,
+    show_default=True,
+    metavar="N",
+    help="Sequences in a step.",
+)
+@data_option(
+    "--micro-batch-size",
+    type=POSITIVE,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Sequences that one rank computes at once.",
+)
+@data_option(
+    "--seq-length",
+    type=click.IntRange(2),
+    metavar="N",
+    help="Tokens in a sequence. Without it, the checkpoint's.",
+)
+@data_option(
+    "--seed", type=int, default=1234, show_default=True, metavar="N", help="Seed of the data order."
+)
+@optimizer_option(
+    "--lr", type=float, default=1e-4, show_default=True, metavar="X", help="Largest learning rate."
+)
+@optimizer_option(
+    "--min-lr",
+    type=float,
+    default=0.0,
+    show_default=True,
+    metavar="X",
+    help="Learning rate at the end of the decay.",
+)
+@optimizer_option(
+    "--warmup",
+    type=NOT_NEGATIVE,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Steps of linear warmup, after which the rate follows a cosine.",
+)
+@optimizer_option(
+    "--decay-steps",
+    type=POSITIVE,
+    metavar="N",
+    help="Steps over which the learning rate falls. Without it, --steps.",
+)
+@optimizer_option(
+    "--weight-decay",
+    type=float,
+    default=0.01,
+    show_default=True,
+    metavar="X",
+    help="Weight decay of AdamW.",
+)
+@optimizer_option(
+    "--clip-grad",
+    type=float,
+    default=1.0,
+    show_default=True,
+    metavar="X",
+    help="Largest norm of the gradient; 0 does not clip.",
+)
+@optimizer_option(
+    "--dtype",
+    type=click.Choice(list(DTYPE_NAMES)),
+    default="bf16",
+    show_default=True,
+    help="Dtype of the computation.",
+)
+@saving_option(
+    "--save",
+    type=click.Path(file_okay=False),
+    help="Save directory for weights and optimizer state. Without it, nothing is saved.",
+)
+@saving_option(
+    "--save-interval",
+    type=POSITIVE,
+    metavar="N",
+    help="Save every N steps. Without it, after the last step only.",
+)
+@saving_option(
+    "--format",
+    type=MEGATRON_FORMATS,
+    default=formats.MEGATRON,
+    show_default=True,
+    help="Format of the saved checkpoints.",
+)
+@saving_option(
+    "--optimizer-format",
+    type=click.Choice(["fully_reshardable", "dp_reshardable"]),
+    default="fully_reshardable",
+    show_default=True,
+    help="Layout of the optimizer state.",
+)
+@run_options("1")
+@run_option(
+    "--ranks",
+    type=POSITIVE,
+    metavar="N",
+    help="Number of processes; more than one model needs are data-parallel.",
+)
+@json_option
+def train(
+    checkpoint: Path, ranks: int | None, device: str, dtype: str, as_json: bool, **options: Any
+) -> None:
+    """Train a Megatron checkpoint on Megatron-Core.
+
+    Prints the loss of each step. The model is built from the checkpoint's args alone.
+    """
+    from mckpt import launching
+
+    sizes = {name: options[name] or 1 for name in ("tp", "pp", "vpp", "ep", "cp")}
+    sizes["etp"] = options["etp"] or sizes["tp"]
+    smallest = launching.world(sizes)
+    num_ranks = ranks or smallest
+    if num_ranks % smallest:
+        raise UsageError(
+            f"--ranks {num_ranks} is not a multiple of {smallest}, the number of ranks that hold"
+            " one model at these sizes"
+        )
+    launching.require("torch", "megatron", "psutil")
+    job = {
+        "checkpoint": str(checkpoint.absolute()),
+        "dtype": DTYPE_NAMES[dtype],
+        "json": as_json,
+        **{name: value for name, value in options.items() if value is not None},
+    }
+    device = launching.device(device, num_ranks)
+    launching.run_alone("mckpt.trainer.train", job, device, num_ranks)

@@ -1,0 +1,322 @@
+"""Measures how far the two runs of a model are from each other, from the arrays that they left.
+
+The tolerance of the logits is measured, not chosen. It is NOISE times the difference between two
+runs of transformers on the same tokens, the second of which adds its sums in another order. A fault
+moves the logits thousands of times as far. That is measured too: the reference run seeds a fault
+(the probe).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Of fp32 logits: the tolerance in noises of transformers. Megatron-Core's logits were 0 to 2 noises
+# away from transformers' (all families, tp 1 to 4), and faults 1,000 tolerances.
+NOISE = 10.0
+# The largest tolerance, in standard deviations of the logits. A larger one could hide a fault, so
+# the measurement then decides nothing.
+SHARE = 0.01
+# The same two for logits in the checkpoint's own dtype. The noise is the difference between
+# transformers in that dtype and in fp32, the root mean square over all positions.
+LOW_NOISE = 4.0
+LOW_SHARE = 0.5
+# The least noise, in units of the largest value: two units in the last place of fp32.
+ROUNDING = 2.0**-21
+# Noises of the router's logits: rounding may decide between two experts that score this close.
+TIES = 30.0
+
+SCATTERED = 2000  # pairs of logits in a plot
+
+
+class Runs:
+    """The arrays that both runs left in the working directory, by sequence.
+
+    `reference.*` comes from transformers, `{name}.*` from Megatron-Core on `num_ranks` ranks.
+    """
+
+    def __init__(self, work: Path, name: str, num_ranks: int) -> None:
+        self.work, self.name = work, name
+        self.said = json.loads((work / "reference.json").read_text())
+        self.sequences: list[list[int]] = self.said["sequences"]
+        self.ranks = range(num_ranks)
+
+    def reference(self, index: int) -> Any:
+        return np.load(self.work / f"reference.{index}.npz")
+
+    def logits(self, index: int) -> Any:
+        return np.load(self.work / f"{self.name}.{index}.npz")
+
+    def states(self, index: int) -> dict[str, Any]:
+        """Returns the file that holds each hidden state and choice of experts."""
+        paths = (self.work / f"{self.name}.rank{rank}.{index}.npz" for rank in self.ranks)
+        files = [np.load(path) for path in paths if path.exists()]
+        return {key: file for file in files for key in file.files}
+
+    def gather(self, side: str, key: str, judged: list[np.ndarray] | None = None) -> np.ndarray:
+        """Returns the values of all positions of all sequences, or of those that are judged."""
+        load = self.reference if side == "reference" else self.logits
+        rows = []
+        for index in range(len(self.sequences)):
+            with load(index) as arrays:
+                rows.append(arrays[key] if judged is None else arrays[key][judged[index]])
+        return np.concatenate(rows)
+
+    def largest_logit(self) -> float:
+        """Returns the largest absolute value of the reference's fp32 logits."""
+        paths = (self.work / f"logits.{index}.npy" for index in range(len(self.sequences)))
+        return max(float(np.abs(np.load(path, mmap_mode="r")).max()) for path in paths)
+
+
+# ------------------------------------------------------------------------ positions that are judged
+
+
+@dataclass
+class Judged:
+    """The positions whose logits count, and the choices of experts that differ."""
+
+    positions: list[np.ndarray]  # of each sequence: [seq] bool
+    ties: int  # choices that rounding decided
+    faults: list[str]  # a choice that differs and was not a tie; at most one is listed
+
+
+def judge_positions(runs: Runs) -> Judged:
+    """Finds the positions that rounding did not send to other experts.
+
+    If two experts score within the noise of each other, rounding chooses between them, and
+    everything after that position may differ. So a choice that differs takes its position and all
+    later ones out of the judgement, whether it differs between the two sides or between the two
+    runs of transformers. A choice that differs and was not a tie is a fault.
+    """
+    judged = Judged([], 0, [])
+    for index, tokens in enumerate(runs.sequences):
+        with runs.reference(index) as reference:
+            steady = steady_positions(reference, len(tokens))
+            counts = steady.copy()
+            judged.ties += int(not steady.all())
+            states = runs.states(index)
+            for layer in _moe_layers(reference):
+                key = f"experts_{layer}"
+                ours, theirs = reference[key], states[key][key]
+                margins = reference[f"margin_{layer}"]
+                close = TIES * _router_noise(reference, layer, steady)
+                for at in np.flatnonzero((ours != theirs).any(1) & counts):
+                    if not counts[at]:
+                        continue
+                    if margins[at] <= close and theirs[at].sum() == ours[at].sum():
+                        counts[at:] = False
+                        judged.ties += 1
+                    elif not judged.faults:
+                        judged.faults.append(
+                            f"layer {layer} sends token {at} of sequence {index} to experts"
+                            f" {np.flatnonzero(theirs[at]).tolist()}, transformers to"
+                            f" {np.flatnonzero(ours[at]).tolist()}, and the scores are not a tie"
+                        )
+        judged.positions.append(counts)
+    return judged
+
+
+def steady_positions(reference: Any, length: int) -> np.ndarray:
+    """Returns the positions [seq] before the first choice of experts on which the two runs of
+    transformers differ.
+    """
+    counts = np.ones(length, bool)
+    for layer in _moe_layers(reference):
+        differs = reference[f"experts_{layer}"] != reference[f"noise_experts_{layer}"]
+        others = np.flatnonzero(differs.any(1))
+        counts[int(others[0]) if len(others) else length :] = False
+    return counts
+
+
+def _moe_layers(reference: Any) -> list[int]:
+    """Returns the layers with experts, in order."""
+    keys = [key for key in reference.files if key.startswith("experts_")]
+    return sorted(int(key.removeprefix("experts_")) for key in keys)
+
+
+def _router_noise(reference: Any, layer: int, steady: np.ndarray) -> float:
+    """Returns the largest difference of the router's logits between the runs of transformers."""
+    moved = reference[f"noise_router_{layer}"][steady]
+    largest = float(np.abs(reference[f"router_{layer}"]).max())
+    return max(float(moved.max(initial=0)), largest * ROUNDING)
+
+
+# ------------------------------------------------------------------------------------------- logits
+
+
+def measure_logits(runs: Runs, judged: list[np.ndarray]) -> dict[str, Any]:
+    """Measures the fp32 logits; the largest difference of a judged position decides."""
+    found = _differences(runs, "", judged)
+    noise = float(runs.gather("reference", "noise_max_abs", judged).max(initial=0))
+    spread = float(runs.gather("reference", "noise_spread").mean())
+    tolerance = min(NOISE * max(noise, ROUNDING * runs.largest_logit()), SHARE * spread)
+    return {
+        **found,
+        "noise": noise,
+        "spread": spread,
+        "tolerance": tolerance,
+        "bound": SHARE * spread,
+        "decisive": NOISE * noise <= SHARE * spread,
+        "below": tolerance / found["max_abs"] if found["max_abs"] else math.inf,
+        "probe": runs.said["probe"],
+        "probe_above": runs.said["probe"] / tolerance,
+    }
+
+
+def measure_low_logits(runs: Runs) -> dict[str, Any]:
+    """Measures the logits in the checkpoint's dtype; their root mean square decides.
+
+    Both Megatron-Core and transformers run in that dtype, and are compared with transformers in
+    fp32. The difference of transformers is the noise.
+    """
+    found = _differences(runs, "low_", None)
+    noise = float(np.sqrt(runs.gather("reference", "low_mean_square").mean()))
+    spread = float(runs.gather("reference", "noise_spread").mean())
+    tolerance = min(LOW_NOISE * noise, LOW_SHARE * spread)
+    return {
+        **found,
+        "noise": noise,
+        "spread": spread,
+        "tolerance": tolerance,
+        "bound": LOW_SHARE * spread,
+        "decisive": LOW_NOISE * noise <= LOW_SHARE * spread,
+        "below": tolerance / found["rms"] if found["rms"] else math.inf,
+        "kl_transformers": float(runs.gather("reference", "low_kl").mean()),
+        "top1_transformers": float(runs.gather("reference", "low_top1").mean()),
+    }
+
+
+def _differences(runs: Runs, prefix: str, judged: list[np.ndarray] | None) -> dict[str, float]:
+    def of(key: str) -> np.ndarray:
+        return runs.gather("logits", prefix + key, judged)
+
+    if judged is not None and not any(positions.any() for positions in judged):
+        keys = ("max_abs", "rms", "kl", "kl_max", "top1", "loss", "loss_hf")
+        return dict.fromkeys(keys, math.nan)
+    largest, squares, kl = of("max_abs"), of("mean_square"), of("kl")
+    finite = bool(np.isfinite(largest).all())
+    return {
+        "max_abs": float(largest.max()) if finite else math.inf,
+        "rms": float(np.sqrt(squares.mean())) if finite else math.inf,
+        "kl": float(kl.mean()) if finite else math.inf,
+        "kl_max": float(kl.max()) if finite else math.inf,
+        "top1": float(of("top1").mean()),
+        "loss": float(np.nanmean(of("loss"))) if finite else math.inf,
+        "loss_hf": float(np.nanmean(of("loss_reference"))),
+    }
+
+
+def too_far(dtype: str, measured: dict[str, Any]) -> str | None:
+    """Returns a sentence if the logits differ by more than the tolerance, else None."""
+    if dtype == "float32":
+        worst, what = measured["max_abs"], "logits"
+    else:
+        worst, what = measured["rms"], f"logits in {dtype} (root mean square)"
+        if not measured["decisive"]:
+            return None
+    # nan: no position could be judged, which makes the verdict incomplete
+    if worst <= measured["tolerance"] or math.isnan(worst):
+        return None
+    tolerance = measured["tolerance"]
+    times = worst / tolerance
+    return f"{what} differ by {worst:.3g}, {times:.3g} times the tolerance {tolerance:.3g}"
+
+
+def beyond(runs: Runs, index: int, tolerance: float) -> np.ndarray:
+    """Returns the positions [seq] of a sequence whose fp32 logits exceed the tolerance."""
+    return np.asarray(~(runs.logits(index)["max_abs"] <= tolerance))  # nan exceeds it too
+
+
+def sample_logits(runs: Runs) -> list[list[float]]:
+    """Returns about SCATTERED pairs of logits, the reference's first."""
+    drawn = [runs.logits(index)["scatter"] for index in range(len(runs.sequences))]
+    pairs = np.concatenate(drawn)
+    return [[float(a), float(b)] for a, b in pairs[:: max(1, len(pairs) // SCATTERED)]]
+
+
+# ------------------------------------------------------------------------------------ hidden states
+
+
+def measure_points(runs: Runs, judged: list[np.ndarray]) -> list[dict[str, Any]]:
+    """Measures the hidden states at every point, in the order of the computation.
+
+    Of each point: the largest L2 norm of a judged position's difference, its noise, its tolerance,
+    and the largest norm of the state itself.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    for index in range(len(runs.sequences)):
+        states = runs.states(index)
+        with runs.reference(index) as reference:
+            for key in (k for k in reference.files if k.startswith("state_")):
+                ours, theirs = reference[key], states[key][key]
+                with np.errstate(invalid="ignore", over="ignore"):
+                    apart = np.linalg.norm(ours.astype("f8") - theirs, axis=-1)
+                apart = np.where(np.isfinite(apart), apart, math.inf)[judged[index]]
+                noise = reference[f"noise_{key}"][judged[index]]
+                found = {
+                    "difference": float(apart.max(initial=0)),
+                    "noise": float(noise.max(initial=0)),
+                    "size": float(np.linalg.norm(ours, axis=-1).max()),
+                }
+                row = out.setdefault(key.removeprefix("state_"), dict.fromkeys(found, 0.0))
+                for name, value in found.items():
+                    row[name] = max(row[name], value)
+    for row in out.values():
+        noise = max(row["noise"], ROUNDING * row["size"])
+        row["tolerance"] = min(NOISE * noise, SHARE * row["size"])
+    return [{"point": name, **out[name]} for name in sorted(out, key=_order)]
+
+
+def _order(point: str) -> tuple[int, int, int]:
+    """Sorts embed, then attn, mlp and the end of each layer, then final_norm."""
+    if not point.startswith("layers."):
+        return (0 if point == "embed" else 2, 0, 0)
+    _, layer, *part = point.split(".")
+    return (1, int(layer), {"attn": 0, "mlp": 1}.get(part[0] if part else "", 2))
+
+
+# ----------------------------------------------------------------------------------------- coverage
+
+
+def measure_coverage(
+    dims: Mapping[str, Any], runs: Runs, judged: list[np.ndarray]
+) -> dict[str, Any]:
+    """Counts the parts of the model that the tokens of judged positions used."""
+    longest = max(map(len, runs.sequences))
+    tokens: set[int] = set()
+    for sequence, counts in zip(runs.sequences, judged, strict=True):
+        tokens |= set(np.array(sequence)[counts].tolist())
+    out: dict[str, Any] = {"embedding_rows": {"reached": len(tokens), "of": dims["vocab_size"]}}
+    if reached := _reached_experts(runs, judged):
+        out["experts"] = {
+            "reached": int(sum(experts.sum() for experts in reached.values())),
+            "of": sum(map(len, reached.values())),
+            "missing": {
+                str(layer): np.flatnonzero(~experts).tolist()
+                for layer, experts in sorted(reached.items())
+                if not experts.all()
+            },
+            "per_layer": max(map(len, reached.values())),
+        }
+    if window := dims.get("sliding_window"):
+        exceeded = longest > window
+        out["window"] = {"window": window, "longest_sequence": longest, "exceeded": exceeded}
+    out["positions"] = {"longest_sequence": longest, "of": dims["max_positions"]}
+    return out
+
+
+def _reached_experts(runs: Runs, judged: list[np.ndarray]) -> dict[int, np.ndarray]:
+    """Returns for each layer with experts whether a judged position chose them: [expert] bool."""
+    reached: dict[int, np.ndarray] = {}
+    for index in range(len(runs.sequences)):
+        with runs.reference(index) as reference:
+            for layer in _moe_layers(reference):
+                chosen = reference[f"experts_{layer}"][judged[index]].any(0)
+                reached[layer] = reached.get(layer, False) | chosen
+    return reached

@@ -1,0 +1,65 @@
+"""The two checkpoints that are judged, and the comparison of their stored values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mckpt.checkpoint import comparison
+from mckpt.checkpoint.checkpoint import Checkpoint
+
+LISTED = 40  # tensors named in one reason
+
+
+@dataclass
+class Pair:
+    """A Hugging Face checkpoint and the Megatron checkpoint that is judged.
+
+    The runs leave their arrays in the working directory under `name`.
+    """
+
+    name: str
+    left: Checkpoint
+    right: Checkpoint
+    path: Path  # of the Megatron checkpoint
+    sizes: dict[str, int]  # tp, pp, vpp, ep, etp, cp of the run
+    apart: list[dict[str, Any]]  # dims whose config and args differ: dim, arg, hf, megatron
+    unread: str | None = None  # why the args could not be read
+    notes: list[str] = field(default_factory=list)  # for the reader; they change no verdict
+    # dims that --allow-inexact lets differ, so that the verdict is incomplete
+    unlike: list[str] = field(default_factory=list)
+    # fields of Parallel that say how an uneven pipeline of the run is split
+    split: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Values:
+    """The comparison of a pair's stored values.
+
+    `padding` lists padded rows of the vocabulary that a conversion cannot have made.
+    """
+
+    difference: comparison.Difference
+    padding: list[str] = field(default_factory=list)
+
+    def reasons(self, left: Checkpoint, right: Checkpoint) -> list[str]:
+        """Returns the reasons why the two differ; empty if they are equal."""
+        found = self.difference
+        return [
+            *found.replicas,
+            *(f"{name}: only in {left.path}" for name in found.missing),
+            *(f"{name}: only in {right.path}" for name in found.extra),
+            *map(str, found.changed),
+            *self.padding,
+        ]
+
+    def not_compared(self) -> list[str]:
+        """Returns the reasons why equal values are no proof; empty if they are one."""
+        out = list(self.difference.infinite)
+        if left_out := self.difference.left_out:
+            shown = "; ".join(left_out[:LISTED]) + (" ..." if len(left_out) > LISTED else "")
+            out.append(
+                f"the mapping ignores {len(left_out):,} weights, which were not compared: {shown}"
+            )
+        return out
