@@ -229,7 +229,9 @@ def test_who_prints_and_who_has_threads() -> None:
         threaded = (
             "checkpoint.comparison",
             "execute.engine",
+            "execute.files",
             "execute.ranks",
+            "execute.threads",
             "verification.levels",
         )
         assert module in threaded or not roots & {"threading", "concurrent"}, module
