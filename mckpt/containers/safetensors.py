@@ -19,7 +19,8 @@ from collections import defaultdict
 from typing import Annotated, Any, Literal
 
 from mckpt.containers.entries import Columns, Entries, Kind
-from mckpt.errors import SourceError, StorageError
+from mckpt.errors import SourceError
+from mckpt.storage.files import unreadable
 from mckpt.values import dtypes
 
 # what most headers begin with, and is no tensor
@@ -134,7 +135,7 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
             raw = bytearray(length)
             del raw[f.readinto(raw) :]  # the file may have become shorter
     except OSError as e:
-        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise unreadable(path, e) from e
     return _header(path, raw), 8 + length, size
 
 

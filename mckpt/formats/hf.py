@@ -18,14 +18,14 @@ from typing import Any, Literal
 from mckpt import mapping
 from mckpt.containers import safe_pickle, safetensors, torch_file
 from mckpt.containers.entries import Entries, Entry, Kind, entry_of
-from mckpt.errors import SourceError, StorageError, UsageError, counted
+from mckpt.errors import SourceError, UsageError, counted
 from mckpt.formats.base import Problems, dtype_of, packed, shapes_of, stored_of
 from mckpt.geometry.box import Layout, Piece, Scales, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile, Rule, Scope
-from mckpt.storage.files import TargetFile, read_file
+from mckpt.storage.files import TargetFile, read_file, unreadable
 from mckpt.values import dtypes, quantisation
 
 QUANTISED = "quantization_config"  # the key of config.json
@@ -456,7 +456,7 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as e:
-        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise unreadable(path, e) from e
     try:
         if os.pread(fd, len(safetensors.LFS_POINTER), 0) == safetensors.LFS_POINTER:
             raise safetensors.pointer(path)

@@ -46,7 +46,7 @@ def unfinished(root: Path) -> str | None:
 
 
 def sync(path: Path) -> None:
-    """fsync of a file or directory."""
+    """Syncs a file or directory to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -55,9 +55,9 @@ def sync(path: Path) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Whether the file could be locked.
+    """Tries to lock a file for one second; returns whether it did.
 
-    Those who look whether it is lock it themselves, for a moment.
+    It retries because `locked` in another process holds the lock for a moment.
     """
     for _ in range(20):
         with suppress(OSError):
@@ -68,7 +68,7 @@ def lock(fd: int) -> bool:
 
 
 def locked(path: Path) -> bool:
-    """Whether another process holds a lock of this file."""
+    """Whether another process holds a lock on this file."""
     if not path.exists():
         return False
     fd = os.open(path, os.O_RDONLY)

@@ -25,7 +25,7 @@ from typing import Any
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata, read_metadata
 from mckpt.containers.entries import Entry
-from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Problems, dtype_of, group, packed, shapes_of
 from mckpt.formats.megatron.save_directory import Common, has_tensors
 from mckpt.geometry.box import Box, Layout, Stored, whole_box
@@ -33,7 +33,7 @@ from mckpt.geometry.packing import PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, MappingFile, Scope
-from mckpt.storage.files import TargetFile, read_file
+from mckpt.storage.files import TargetFile, read_file, unreadable
 from mckpt.values.dtypes import itemsize
 
 METADATA, COMMON, MARKER = ".metadata", "common.pt", "metadata.json"
@@ -284,7 +284,7 @@ class Checkpoint:
         try:
             fd = os.open(path, os.O_RDONLY)
         except OSError as e:
-            raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+            raise unreadable(path, e) from e
         try:
             return torch_file.read(fd, path, base, length)
         finally:
@@ -306,7 +306,7 @@ class _Files:
             try:
                 self.fds[file] = os.open(self.root / file, os.O_RDONLY)
             except OSError as e:
-                raise StorageError(f"{self.root / file}: cannot be read: {e.strerror or e}") from e
+                raise unreadable(self.root / file, e) from e
         self.fds.move_to_end(file)
         return self.fds[file]
 
