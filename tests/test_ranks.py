@@ -34,9 +34,7 @@ def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str
     """Of one rank; a tiny model has many units there."""
     custom = tmp_path / "sitecustomize.py"
     if not custom.exists():  # a rank that starts must not find it half-written
-        custom.write_text(
-            "import mckpt.execute.units as u\nu.UNIT = 64 << 10\nu.SLAB = 16 << 10\n"
-        )
+        custom.write_text("import mckpt.execute.units as u\nu.UNIT = 64 << 10\nu.SLAB = 16 << 10\n")
     path = os.pathsep.join([str(tmp_path), str(door.ROOT)])
     return os.environ | {
         "MCKPT_RANK": str(rank),
