@@ -23,6 +23,7 @@ import pytest
 
 from mckpt.containers import dcp_metadata, torch_file
 from mckpt.containers import safe_pickle as sp
+from mckpt.containers.safe_pickle import scanning
 from mckpt.errors import MckptError, SourceError
 from tests.door import emit
 
@@ -446,7 +447,7 @@ def test_many_chunks_are_cheap():
     }
     theirs = pickle.dumps(kinds.Metadata({"a": described}, {"a": ("a",)}, stored))
     for data in (ours, theirs):
-        assert len(sp._OBJECT.findall(data)) > 59_000  # of 60,000 objects
+        assert len(scanning._OBJECT.findall(data)) > 59_000  # of 60,000 objects
         began = time.process_time()
         found = dcp_metadata.read_metadata(data)
         assert time.process_time() - began < 2

@@ -257,7 +257,7 @@ def _read(
     start, size = records["data.pkl"]
     if size > max_bytes:
         raise SourceError(
-            f"{where}: its data.pkl has {size} bytes; {max_bytes} is the most read here"
+            f"{where}: its data.pkl has {size} bytes; at most {max_bytes} are read here"
         )
     value, storages = load(_pread(fd, size, start, where), where, max_bytes)
     ranges = {name[5:]: at for name, at in records.items() if name.startswith("data/")}
