@@ -397,10 +397,10 @@ def test_all_that_is_wrong_is_listed():
     assert "complex64" in error({"a": ("complex64", (4,), [((0,), (4,))])}, [one])
     assert "1 of 1 chunks have no item" in error({"a": ("float32", (4,), [((0,), (4,))])}, [])
     both = error({"a": ("float32", (4,), [((0,), (3,))]), "b": None}, [("a", (0,), "../f", 0, 1)])
-    assert "no plain name" in both and "hold 3" in both and "object without an item" in both
+    assert "not a file name" in both and "hold 3" in both and "object without an item" in both
     assert "offset -1" in error({"b": None}, [("b", None, "f", -1, 1)])
     for name in ("/etc/passwd", "..", "a/b", "", "a\0b"):
-        assert "no plain name" in error({"b": None}, [("b", None, name, 0, 1)])
+        assert "not a file name" in error({"b": None}, [("b", None, name, 0, 1)])
 
 
 def test_uneven_chunks_tile():
