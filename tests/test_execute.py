@@ -21,7 +21,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mckpt.errors import SourceError, StorageError
-from mckpt.execute import engine as ex
 from mckpt.execute import files, units
 from mckpt.execute.engine import Overflow, execute
 from mckpt.geometry.join import COPY

@@ -508,7 +508,7 @@ def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
         straggler.line |= {"id": old.line["id"], "steps": 2}
         with Session(tmp_path, Ranks(0, 2)) as first:
             first.open()
-            straggler._say(straggler.line)
+            straggler._write(straggler.line)
             first._look(1)
             assert not first.lines
 

@@ -181,9 +181,9 @@ class Session:
         ):
             return
         known = isinstance(error, (errors.MckptError, KeyboardInterrupt))
-        said = str(error) if known else "".join(traceback.format_exception(error))
+        message = str(error) if known else "".join(traceback.format_exception(error))
         with suppress(OSError, StorageError):
-            self._say({**self.line, "error": [type(error).__name__, said]})
+            self._write({**self.line, "error": [type(error).__name__, message]})
 
     def open(self) -> None:
         """Begins the run as rank 0, which owns the staging directory.
@@ -218,15 +218,15 @@ class Session:
             waited = time.monotonic() - started
             with suppress(OSError, ValueError):
                 line = (self.folder / "0").read_text()
-                said = json.loads(line)
+                found = json.loads(line)
                 if first is None:
                     first = line
-                ours = said["run"] == self.ranks.name
+                ours = found["run"] == self.ranks.name
                 fresh = self.ranks.run or line != first  # else an earlier run may have written it
-                if ours and "error" in said and (fresh or waited > DEAD_S):
-                    raise _error_of(0, *said["error"])
-                if ours and "error" not in said and fresh:
-                    self.line["id"] = said["id"]
+                if ours and "error" in found and (fresh or waited > DEAD_S):
+                    raise _error_of(0, *found["error"])
+                if ours and "error" not in found and fresh:
+                    self.line["id"] = found["id"]
                     self._live()
                     return
             if not self.folder.exists() and finished(waited > DEAD_S):
@@ -300,9 +300,7 @@ class Session:
             self._look(0)
             if not self.folder.exists():
                 break
-        raise Gone(
-            f"{self.staging}: no longer exists, and no checkpoint of this run is in place"
-        )
+        raise Gone(f"{self.staging}: no longer exists, and no checkpoint of this run is in place")
 
     def lives(self, rank: int) -> bool:
         """Whether the rank's line has changed within DEAD_S.
@@ -333,7 +331,7 @@ class Session:
     def _reached(self, step: int) -> None:
         self.line["steps"] = step
         if self.ranks.size > 1:
-            self._say(self.line)
+            self._write(self.line)
 
     def _look(self, rank: int) -> None:
         now = time.monotonic()
@@ -343,8 +341,8 @@ class Session:
             line = (self.folder / str(rank)).read_text()
             if line == self.heard.get(rank):
                 return
-            said = json.loads(line)
-            if said["id"] != self.line["id"]:
+            found = json.loads(line)
+            if found["id"] != self.line["id"]:
                 if rank == 0:
                     raise StorageError(
                         f"{self.staging}: rank 0 has begun anew; start rank {self.ranks.rank}"
@@ -352,24 +350,24 @@ class Session:
                     )
                 return
             self.heard[rank], self.watched[rank] = line, (now, 0.0)
-            if "error" in said:
-                raise _error_of(rank, *said["error"])
-            self.lines[rank] = said
+            if "error" in found:
+                raise _error_of(rank, *found["error"])
+            self.lines[rank] = found
 
     def _live(self) -> None:
-        self._say(self.line)
+        self._write(self.line)
         threading.Thread(target=self._beats, name="ranks", daemon=True).start()
 
     def _beats(self) -> None:
         while not self.over.wait(BEAT_S):
             try:
-                self._say(self.line)
+                self._write(self.line)
             except Gone:
                 return
             except OSError:
                 continue  # such as a full disk: the threads that write will report it
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _write(self, what: dict[str, Any]) -> None:
         path = self.folder / str(self.ranks.rank)
         beside = path.with_name(f"{path.name}.{os.getpid()}.{id(self):x}.new")
         with self.writing:

@@ -22,7 +22,7 @@ class _Stopped(Exception):
 
 
 class Crew:
-    """`threads` workers with a buffer of `memory` bytes each, and as many that wait for the disk."""
+    """`threads` workers, each with `memory` bytes of buffer, and as many that wait for the disk."""
 
     def __init__(self, threads: int, memory: int) -> None:
         self.threads, self.memory = threads, memory
@@ -34,7 +34,7 @@ class Crew:
         except (OSError, OverflowError, MemoryError):
             raise UsageError(
                 f"{self.threads} buffers of {self.memory:,} bytes are more than this machine gives;"
-                " say less --max-memory"
+                " lower --max-memory"
             ) from None
 
     def each(

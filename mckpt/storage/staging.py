@@ -21,7 +21,7 @@ def unfinished(root: Path) -> str | None:
     """Returns a sentence on the runs of mckpt that work in a directory or were interrupted there;
     None if there are none.
     """
-    said = []
+    sentences = []
     for folder in sorted(
         p for p in root.glob(f"{STAGING}*") if p.is_dir() and not p.name.endswith(OVER)
     ):
@@ -36,13 +36,13 @@ def unfinished(root: Path) -> str | None:
         if (folder / "data" / MANIFEST).exists():
             share = f"all {size:,} bytes are written, and not yet in place"
         if locked(folder / LOCK):
-            said.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
+            sentences.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
         else:
-            said.append(
+            sentences.append(
                 f"A run of mckpt was interrupted here ({folder.name}): {share}. The same command"
                 " goes on where it stopped."
             )
-    return " ".join(said) or None
+    return " ".join(sentences) or None
 
 
 def sync(path: Path) -> None:
