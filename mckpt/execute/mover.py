@@ -68,19 +68,19 @@ class Mover:
     ) -> list[Range]:
         """Copies rows [row, end) of a cluster, and returns the ranges that it wrote."""
         copies = [Copy(*c) for c in records.tolist()]
-        hands = _Hands(self, memory, check)
+        slab = _SlabCopy(self, memory, check)
         sources = {c.src_file for c in copies} | {
             self.grid(c).file for c in copies if c.grid != UNSCALED
         }
         with (
-            self.sources.held(sources) as hands.src,
-            self.targets.held(c.dst_file for c in copies) as hands.dst,
+            self.sources.held(sources) as slab.src,
+            self.targets.held(c.dst_file for c in copies) as slab.dst,
         ):
             if is_ranges(records[:1]).all():
-                hands.pump(copies[0], row, end)
+                slab.copy_range(copies[0], row, end)
             else:
-                hands.stage(Cluster(copies), row, end)
-        return merged(hands.written)
+                slab.stage(Cluster(copies), row, end)
+        return merged(slab.written)
 
     def grid(self, c: Copy) -> Grid:
         """Returns the scales of a scaled copy's source."""
@@ -88,8 +88,8 @@ class Mover:
         return Grid(*self.grids[c.grid].tolist())
 
 
-class _Hands:
-    """One slab at work: a buffer, open files, and the ranges written so far."""
+class _SlabCopy:
+    """The copy of one slab: its buffer, its open files, and the ranges written so far."""
 
     def __init__(self, mover: Mover, memory: memoryview, check: Callable[[], None]) -> None:
         self.mover, self.memory, self.check = mover, memory, check
@@ -106,7 +106,7 @@ class _Hands:
     def _crc(self, view: memoryview, crc: int = 0) -> int:
         return isal_zlib.crc32(view, crc) if self.mover.summing else UNKNOWN
 
-    def pump(self, c: Copy, row: int, end: int) -> None:
+    def copy_range(self, c: Copy, row: int, end: int) -> None:
         """Copies rows [row, end) of a flat copy, through a buffer that stays in the cache."""
         length = c.run
         if c.src_pitch == c.dst_pitch == c.run:

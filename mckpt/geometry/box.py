@@ -281,18 +281,9 @@ def by_rows(move: Move, width: int) -> list[Move]:
 
 def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
     """Returns None if the boxes cover a tensor of this shape exactly once, else the problem."""
-    if any(
-        o < 0 or o + n > size
-        for b in boxes
-        for o, n, size in zip(b.offset, b.shape, shape, strict=True)
-    ):
-        bad = next(
-            b
-            for b in boxes
-            for o, n, size in zip(b.offset, b.shape, shape, strict=True)
-            if o < 0 or o + n > size
-        )
-        return f"the box {list(bad.shape)} at {list(bad.offset)} reaches outside {list(shape)}"
+    for b in boxes:
+        if any(o < 0 or o + n > size for o, n, size in zip(b.offset, b.shape, shape, strict=True)):
+            return f"the box {list(b.shape)} at {list(b.offset)} reaches outside {list(shape)}"
     volume = sum(math.prod(b.shape) for b in boxes)
     if len(boxes) > 1:
         low = np.array([b.offset for b in boxes], "i8")

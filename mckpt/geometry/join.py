@@ -61,20 +61,13 @@ def join(source: Layout, target: Layout) -> Joined:
     Raises CoverError with all problems: elements of the target that no piece or several pieces
     fill, elements of the source that no rule names, logical tensors that only one side has.
     """
-    layers, experts = (
-        1
-        + max(
-            (int(getattr(s, i).max()) for s in (*source.stored, *target.stored) if len(s)),
-            default=0,
-        )
-        for i in ("layer", "expert")
-    )
-    problems = [f"source: {p}" for p in _prove(source, layers, experts)] + [
-        f"target: {p}" for p in _prove(target, layers, experts)
-    ]
-    problems += _compare(
-        _present(source, layers, experts), _present(target, layers, experts), experts
-    )
+    held = [s for s in (*source.stored, *target.stored) if len(s)]
+    layers = 1 + max((int(s.layer.max()) for s in held), default=0)
+    experts = 1 + max((int(s.expert.max()) for s in held), default=0)
+    problems = [f"source: {p}" for p in _prove(source, layers, experts)]
+    problems += [f"target: {p}" for p in _prove(target, layers, experts)]
+    stored, placed = (_present(layout, layers, experts) for layout in (source, target))
+    problems += _compare(stored, placed, experts)
     if problems:
         raise CoverError.of(
             "the plan would not use each source element and write each target element once:",
