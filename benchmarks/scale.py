@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import models
 from mckpt import api
-from mckpt.execute import clusters
+from mckpt.execute import units
 from mckpt.execute.ranks import Ranks
 from mckpt.geometry.parallel import Parallel
 
@@ -48,7 +48,7 @@ def main() -> None:
     copies, casts = plan.joined.copies, plan.joined.casts
     num_sources, num_targets = len(plan.source.layout.files), len(plan.outputs)
     begun = time.perf_counter()
-    work_units = clusters.Work.of(
+    work_units = units.Work.of(
         with_states(copies, num_sources, num_targets), [*casts, ("float32", "float32")]
     )
     divided = time.perf_counter() - begun
@@ -101,7 +101,7 @@ def with_states(copies: np.ndarray, num_sources: int, num_targets: int) -> np.nd
     return np.concatenate(out)
 
 
-def unit_files(work: clusters.Work) -> np.ndarray:
+def unit_files(work: units.Work) -> np.ndarray:
     """[n, 2]: a unit, and a target file that it writes."""
     out = set()
     for slab in range(len(work.slabs)):

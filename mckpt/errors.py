@@ -1,26 +1,26 @@
-"""What can go wrong, one class per exit code.
+"""The errors of mckpt, one class per exit code.
 
-The message names the thing, the place, the numbers and the cure.
+A message names the thing, the place, the numbers and the cure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-# problems printed of one kind; the rest are counted: a wrong --tp would otherwise print one line
-# per tensor
+# Problems that one error prints; the rest are counted. A wrong --tp would otherwise print one line
+# per tensor.
 MAX_LISTED = 20
 
 
 class MckptError(Exception):
-    """Base of every error that is the user's to mend; `exit_code` is what `mckpt` exits with."""
+    """Base of all errors that the user can resolve; `mckpt` exits with `exit_code`."""
 
     exit_code = 70
-    problems: tuple[str, ...] = ()  # all of them, where the message lists some
+    problems: tuple[str, ...] = ()  # all problems, if the message lists some of them
 
     @classmethod
     def of(cls, headline: str, problems: Iterable[str], cure: str = "") -> MckptError:
-        """One error that lists all `problems` under a headline."""
+        """Makes one error that lists `problems` under a headline."""
         problems = list(problems)
         lines = [f"  - {p}" for p in problems[:MAX_LISTED]]
         if len(problems) > MAX_LISTED:
@@ -36,13 +36,13 @@ def counted(number: int, noun: str) -> str:
 
 
 class UsageError(MckptError):
-    """The request makes no sense or lacks something only the user can know."""
+    """The request contradicts itself, or lacks something that only the user can know."""
 
     exit_code = 2
 
 
 class SourceError(MckptError):
-    """The source is damaged, incomplete, or not what its own headers say."""
+    """The source is damaged or incomplete, or contradicts its own headers."""
 
     exit_code = 3
 

@@ -21,8 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mckpt.errors import SourceError, StorageError
-from mckpt.execute import clusters
-from mckpt.execute import engine as ex
+from mckpt.execute import files, units
 from mckpt.execute.engine import Overflow, execute
 from mckpt.geometry.join import COPY
 from mckpt.storage.files import TargetFile
@@ -429,7 +428,7 @@ def test_many_copies_are_cut_cheaply():
     )
     tracemalloc.start()
     began = time.process_time()
-    work = clusters.Work.of(plan, SAME)
+    work = units.Work.of(plan, SAME)
     took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(work.bounds) - 1 == num // 4 and int(work.slabs["bytes"].sum()) == num << 20
@@ -437,7 +436,7 @@ def test_many_copies_are_cut_cheaply():
     chain = np.random.default_rng(0).permutation(num).astype("i4")
     pairs = np.arange(0, num, 2), np.concatenate([[0], np.arange(1, num, 2)])
     began = time.process_time()
-    assert not clusters._components([(chain, starts) for starts in pairs], num).any()
+    assert not units._components([(chain, starts) for starts in pairs], num).any()
     assert time.process_time() - began < 2
 
 
@@ -466,8 +465,8 @@ def test_progress_ends_at_the_total(tmp_path):
 
 
 def small_units(monkeypatch, nbytes):
-    monkeypatch.setattr(clusters, "UNIT", nbytes)
-    monkeypatch.setattr(clusters, "SLAB", nbytes)
+    monkeypatch.setattr(units, "UNIT", nbytes)
+    monkeypatch.setattr(units, "SLAB", nbytes)
 
 
 def many(units=8, nbytes=1 << 20):
@@ -579,7 +578,7 @@ def test_too_large_for_the_filesystem(tmp_path):
 
 
 def test_more_files_than_descriptors(tmp_path, monkeypatch):
-    monkeypatch.setattr(ex.resource, "getrlimit", lambda what: (64, 64))
+    monkeypatch.setattr(files.resource, "getrlimit", lambda what: (64, 64))
     plan = copies(*(copy(1, 50, (k, 0, 0, 2), (k, 0, 0, 2)) for k in range(60)))
     check(tmp_path, plan, SAME, [random_bytes(100) for _ in range(60)], [100] * 60, threads=3)
 
@@ -590,7 +589,7 @@ CHILD = textwrap.dedent("""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from pathlib import Path
     import numpy as np
-    from mckpt.execute import clusters, engine as ex
+    from mckpt.execute import engine as ex, units
     from mckpt.geometry.join import COPY
 
     folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
@@ -603,7 +602,7 @@ CHILD = textwrap.dedent("""
     ]
     sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
     if delay:
-        clusters.UNIT = clusters.SLAB = 1 << 20
+        units.UNIT = units.SLAB = 1 << 20
         real = os.pwrite
         os.pwrite = lambda fd, view, at: (time.sleep(delay), real(fd, view, at))[1]
     outputs = [ex.TargetFile(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]

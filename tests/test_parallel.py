@@ -160,10 +160,10 @@ def test_layers_of_multi_token_prediction_are_in_one_stage() -> None:
         ("E(t*99999|)*99999L", "unrolls to more than 262,144 characters"),
         ("E(" + "t" * 4000 + ")*99999|L", "unrolls to more than 262,144 characters"),
         ("Et*99999999999999999999|L", "may hold E, t, m and L|unrolls"),
-        ("(" * 5000, "is no text of at most 4,096 characters"),
+        ("(" * 5000, "is not text of at most 4,096 characters"),
         ("(" * 4000, "may hold E, t, m and L|has 1 stages"),
-        (7, "is no text"),
-        (["Et", "tL"], "is no text"),
+        (7, "is not text"),
+        (["Et", "tL"], "is not text"),
     ],
 )
 def test_hostile_layouts_are_refused_at_once(layout: Any, message: str) -> None:
@@ -185,9 +185,9 @@ def test_hostile_layouts_are_refused_at_once(layout: Any, message: str) -> None:
         ({"pp": "2", "layout": "Et|tL"}, "pp is '2'"),
         ({"first_stage_layers": 0, "pp": 2}, "first_stage_layers is 0"),
         ({"vpp": 2}, "vpp 2 needs pp > 1"),
-        ({"pp": 2, "first_stage_layers": 1, "account_for_loss": True}, "say one of"),
-        ({"pp": 2, "layout": "Et|tL", "last_stage_layers": 1}, "say one of"),
-        ({"pp": 2, "layout": "Et|tL", "account_for_embedding": True}, "say one of"),
+        ({"pp": 2, "first_stage_layers": 1, "account_for_loss": True}, "choose one of"),
+        ({"pp": 2, "layout": "Et|tL", "last_stage_layers": 1}, "choose one of"),
+        ({"pp": 2, "layout": "Et|tL", "account_for_embedding": True}, "choose one of"),
         ({"tp": 10**9}, "from 1 to 65536"),
         ({"tp": 60000, "ep": 60000}, "more than 65536 ranks"),
         ({"pp": 60000, "vpp": 60000}, "more than 65536 ranks"),
@@ -346,7 +346,7 @@ def test_with() -> None:
     assert laid.with_(pp=4) == Parallel(tp=2, pp=4)
     assert laid.with_(pp=4, layout="Et|t|t|tL") == Parallel(tp=2, pp=4, layout="Et|t|t|tL")
     assert laid.with_(layout="Ett|ttL") == Parallel(tp=2, pp=2, layout="Ett|ttL")
-    with pytest.raises(UsageError, match="say one of"):
+    with pytest.raises(UsageError, match="choose one of"):
         even.with_(first_stage_layers=1, account_for_loss=True)
 
 

@@ -23,7 +23,6 @@ import mckpt as package
 from mckpt import errors
 from mckpt.conversion import publishing
 from mckpt.conversion import run as run_module
-from mckpt.conversion import run as run_module
 from tests.door import edit_json, good, hf, mckpt, refused, tree
 
 TRACKER = "latest_checkpointed_iteration.txt"

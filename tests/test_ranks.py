@@ -34,9 +34,7 @@ def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str
     """Of one rank; a tiny model has many units there."""
     custom = tmp_path / "sitecustomize.py"
     if not custom.exists():  # a rank that starts must not find it half-written
-        custom.write_text(
-            "import mckpt.execute.clusters as c\nc.UNIT = 64 << 10\nc.SLAB = 16 << 10\n"
-        )
+        custom.write_text("import mckpt.execute.units as u\nu.UNIT = 64 << 10\nu.SLAB = 16 << 10\n")
     path = os.pathsep.join([str(tmp_path), str(door.ROOT)])
     return os.environ | {
         "MCKPT_RANK": str(rank),
@@ -172,8 +170,8 @@ def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path:
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
     arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch", "--threads", "1"]
     dies = (
-        "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a);"
-        " os._exit(9)\ne._Journal.write = write"
+        "import os, mckpt.execute.journal as j; w = j.Journal.write\ndef write(*a): w(*a);"
+        " os._exit(9)\nj.Journal.write = write"
     )
     killed = subprocess.Popen(patched(dies, arguments), env=environment(1, 2, tmp_path, "x"))
     command = patched("import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0", arguments)
@@ -191,8 +189,8 @@ def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path:
     assert list((tmp_path / "three").glob(".mckpt-*/done/0*"))
     (kept,) = (tmp_path / "three").glob(".mckpt-*/done/0*")
     moved = (
-        "import mckpt.execute.engine as e; w = e._Journal.write\ndef write(j, u, r): print('moved',"
-        " u); w(j, u, r)\ne._Journal.write = write"
+        "import mckpt.execute.journal as j; w = j.Journal.write\ndef write(s, u, r): print('moved',"
+        " u); w(s, u, r)\nj.Journal.write = write"
     )
     starting = [
         subprocess.Popen(
@@ -312,7 +310,7 @@ def test_an_error_of_rank_0_before_the_others_came(source: Path, tmp_path: Path,
     """
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
     full = (
-        f"{SOON}\nimport os, types, mckpt.execute.engine as e\ne.os ="
+        f"{SOON}\nimport os, types, mckpt.execute.files as e\ne.os ="
         " types.SimpleNamespace(**vars(os))"
     )
     full += "\ne.os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=512)"
@@ -510,7 +508,7 @@ def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
         straggler.line |= {"id": old.line["id"], "steps": 2}
         with Session(tmp_path, Ranks(0, 2)) as first:
             first.open()
-            straggler._say(straggler.line)
+            straggler._write(straggler.line)
             first._look(1)
             assert not first.lines
 
@@ -521,8 +519,8 @@ def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) 
     """
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--format", "torch", "--threads", "1"]
     dies = (
-        "import os, mckpt.execute.engine as e; w = e._Journal.write\ndef write(*a): w(*a);"
-        " os._exit(9)\ne._Journal.write = write"
+        "import os, mckpt.execute.journal as j; w = j.Journal.write\ndef write(*a): w(*a);"
+        " os._exit(9)\nj.Journal.write = write"
     )
     environ = environment(0, 1, tmp_path)
     assert subprocess.run(patched(dies, arguments), env=environ, timeout=60).returncode == 9

@@ -64,8 +64,8 @@ def test_offsets_of_many_digits(tmp_path: Path) -> None:
         (2**62 - 1, "truncated"),
         (2**62, "sizes below"),
         (10**30, "sizes below"),
-        ("01", "no JSON"),
-        ("", "no JSON"),
+        ("01", "not JSON"),
+        ("", "not JSON"),
     ):
         text = f'{{"x":{{"dtype":"U8","shape":[{end}],"data_offsets":[0,{end}]}}}}'.encode()
         (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)

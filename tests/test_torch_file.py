@@ -23,6 +23,7 @@ import pytest
 
 from mckpt.containers import dcp_metadata, torch_file
 from mckpt.containers import safe_pickle as sp
+from mckpt.containers.safe_pickle import scanning
 from mckpt.errors import MckptError, SourceError
 from tests.door import emit
 
@@ -396,10 +397,10 @@ def test_all_that_is_wrong_is_listed():
     assert "complex64" in error({"a": ("complex64", (4,), [((0,), (4,))])}, [one])
     assert "1 of 1 chunks have no item" in error({"a": ("float32", (4,), [((0,), (4,))])}, [])
     both = error({"a": ("float32", (4,), [((0,), (3,))]), "b": None}, [("a", (0,), "../f", 0, 1)])
-    assert "no plain name" in both and "hold 3" in both and "object without an item" in both
+    assert "not a file name" in both and "hold 3" in both and "object without an item" in both
     assert "offset -1" in error({"b": None}, [("b", None, "f", -1, 1)])
     for name in ("/etc/passwd", "..", "a/b", "", "a\0b"):
-        assert "no plain name" in error({"b": None}, [("b", None, name, 0, 1)])
+        assert "not a file name" in error({"b": None}, [("b", None, name, 0, 1)])
 
 
 def test_uneven_chunks_tile():
@@ -446,7 +447,7 @@ def test_many_chunks_are_cheap():
     }
     theirs = pickle.dumps(kinds.Metadata({"a": described}, {"a": ("a",)}, stored))
     for data in (ours, theirs):
-        assert len(sp._OBJECT.findall(data)) > 59_000  # of 60,000 objects
+        assert len(scanning._OBJECT.findall(data)) > 59_000  # of 60,000 objects
         began = time.process_time()
         found = dcp_metadata.read_metadata(data)
         assert time.process_time() - began < 2

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from mckpt.errors import SourceError, StorageError, counted
+from mckpt.errors import SourceError, counted
 from mckpt.geometry.box import (
     Box,
     Layout,
@@ -23,6 +23,7 @@ from mckpt.geometry.box import (
     whole_box,
 )
 from mckpt.lazy import numpy as np
+from mckpt.storage.files import unreadable
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
 
@@ -305,7 +306,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             finally:
                 os.close(fd)
         except OSError as e:
-            raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+            raise unreadable(path, e) from e
         if got < nbytes:
             raise SourceError(
                 f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated"

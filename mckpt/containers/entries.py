@@ -1,4 +1,4 @@
-"""The buffers of a file or of many files, as their headers describe them."""
+"""The stored buffers of one or many files, as the headers of the files describe them."""
 
 from __future__ import annotations
 
@@ -16,40 +16,36 @@ from mckpt.values import dtypes
 
 
 class Entry(NamedTuple):
-    """One stored buffer: `shape` elements of `dtype` from byte `at` of file number `file`; strides
-    in elements, None if dense.
-    """
+    """One stored buffer."""
 
     dtype: str
     shape: tuple[int, ...]
-    file: int
-    at: int
-    strides: tuple[int, ...] | None = None
+    file: int  # number of its file
+    at: int  # offset of its first byte in the file
+    strides: tuple[int, ...] | None = None  # elements; None if it is dense
 
 
 class Kind(NamedTuple):
-    """What buffers may have in common: dtype, shape, and strides if they are not dense."""
+    """The dtype, shape and strides that many buffers share."""
 
     dtype: str
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None = None
+    strides: tuple[int, ...] | None = None  # elements; None if they are dense
 
 
 class Columns(NamedTuple):
-    """Of each buffer its kind (index into `Entries.kinds`, 4 bytes), file (4 bytes) and first byte
-    (8 bytes).
-    """
+    """The kinds, files and offsets of buffers, as three parallel arrays."""
 
-    kind: array[int]
-    file: array[int]
-    at: array[int]
+    kind: array[int]  # index into `Entries.kinds`, 4 bytes each
+    file: array[int]  # number of the file, 4 bytes each
+    at: array[int]  # offset of the first byte in the file, 8 bytes each
 
 
 class Entries(Mapping[str, Entry]):
-    """Buffers by key, in columns: there may be 10**5 of them, so that each must cost little.
+    """Buffers by key. They are stored in columns, since there may be 10**5 of them.
 
-    `kind`, `file` and `at` are `columns` as numpy arrays, made when they are asked for. Of a key
-    that is there twice, the last counts.
+    `kind`, `file` and `at` are the columns as numpy arrays, made on first use. If a key occurs
+    twice, the last one counts.
     """
 
     def __init__(self, names: list[str], kinds: list[Kind], columns: Columns) -> None:
@@ -73,7 +69,7 @@ class Entries(Mapping[str, Entry]):
 
     @classmethod
     def of(cls, entries: Iterable[tuple[str, Entry]]) -> Entries:
-        """Columns of (key, entry) pairs."""
+        """Makes the columns from (key, entry) pairs."""
         number: defaultdict[Kind, int] = defaultdict(itertools.count().__next__)
         rows = [
             (key, number[Kind(e.dtype, e.shape, e.strides)], e.file, e.at) for key, e in entries
@@ -84,12 +80,13 @@ class Entries(Mapping[str, Entry]):
         )
 
     def rows(self, keys: Iterable[str]) -> np.ndarray:
-        """The row of each key, [keys]; -1 if it is not there."""
+        """Returns the row of each key, [keys]; -1 for a key that is missing."""
         return np.fromiter(map(self._row.get, keys, itertools.repeat(-1)), "i8")
 
     def are(self, rows: np.ndarray, wanted: list[bool]) -> np.ndarray:
-        """Which of these rows are there, and of a kind that is `wanted`, which is parallel to
-        `kinds`.
+        """Returns a mask of the rows that are not -1 and whose kind is wanted.
+
+        `wanted` is parallel to `kinds`.
         """
         out: np.ndarray = rows >= 0
         out[out] = np.array(wanted, bool)[self.kind[rows[out]]]
@@ -99,7 +96,7 @@ class Entries(Mapping[str, Entry]):
         return self.entry(self._row[key])
 
     def entry(self, row: int) -> Entry:
-        """The buffer of a row."""
+        """Returns the buffer in a row."""
         kind, file, at = (column[row] for column in self.columns)
         dtype, shape, strides = self.kinds[kind]
         return Entry(dtype, shape, file, at, strides)
@@ -112,7 +109,10 @@ class Entries(Mapping[str, Entry]):
 
 
 def entry_of(view: safe_pickle.TensorView, data: dict[str, tuple[int, int]], file: int) -> Entry:
-    """A tensor of a torch.save file as an entry."""
+    """Returns the entry of a tensor in file number `file`, written by torch.save.
+
+    data: storage key -> (offset in the file, bytes).
+    """
     dense = view.strides == safe_pickle.contiguous(view.shape) or math.prod(view.shape) <= 1
     at = data[view.storage][0] + view.offset * dtypes.itemsize(view.dtype)
     return Entry(view.dtype, view.shape, file, at, None if dense else view.strides)

@@ -1,4 +1,4 @@
-"""What safetensors files hold, by their headers alone.
+"""Reads the headers of safetensors files: which tensors they hold, and at which bytes.
 
 A file is 8 bytes of header length, a JSON header (dtype, shape, data_offsets), then the data
 without holes (https://github.com/huggingface/safetensors#format).
@@ -19,28 +19,30 @@ from collections import defaultdict
 from typing import Annotated, Any, Literal
 
 from mckpt.containers.entries import Columns, Entries, Kind
-from mckpt.errors import SourceError, StorageError
+from mckpt.errors import SourceError
+from mckpt.storage.files import unreadable
 from mckpt.values import dtypes
 
-# what most headers begin with, and is no tensor
+# the entry with which most headers begin; it does not describe a tensor
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
-# what a clone without git-lfs holds in place of each large file
+# the beginning of the file that a clone without git-lfs holds in place of a large file
 LFS_POINTER = b"version https://git-lfs"
-TOO_LARGE = 1 << 62  # bytes: no file has as many
+TOO_LARGE = 1 << 62  # bytes; more than any file has
 
 
 def read(paths: list[str]) -> Entries:
-    """The tensors of these files, file by file in the order of the data.
+    """Returns the tensors of these files, file by file, in the order of their data.
 
-    SourceError says which bytes are wrong.
+    Raises StorageError if a file cannot be read, SourceError if a header is damaged or does not
+    describe each byte of its file once.
 
-    Without numpy: importing it takes 60 to 150 ms, as long as reading the headers of some 10**5
+    It uses no numpy, whose import takes 60 to 150 ms: as long as reading the headers of some 10**5
     tensors.
     """
     names: list[str] = []
     kind, file, at = array("i"), array("i"), array("q")
-    # of each (dtype, shape)
+    # (dtype, shape) -> index into `kinds`
     number: defaultdict[tuple[str, tuple[int, ...]], int] = defaultdict(itertools.count().__next__)
     kinds: list[Kind] = []
     sizes: list[int] = []  # bytes of a tensor of each kind
@@ -56,7 +58,7 @@ def read(paths: list[str]) -> Entries:
                     f" {', '.join(dtypes.OF_SAFETENSORS)}"
                 )
             kinds.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
-            # which no offsets fit
+            # no offsets match a size of TOO_LARGE
             sizes.append(min(TOO_LARGE, math.prod(shape) * dtypes.itemsize(kinds[-1].dtype)))
         ends = [0, *itertools.accumulate(map(sizes.__getitem__, numbers))]
         if not all(map(operator.eq, map(offsets_of, header.values()), itertools.pairwise(ends))):
@@ -84,9 +86,10 @@ def read(paths: list[str]) -> Entries:
 def _without_holes(
     path: str, keys: list[str], kinds: list[Kind], offsets: list[tuple[int, int]]
 ) -> None:
-    """Proves that the data of a file are its tensors, one behind the other.
+    """Proves that the data of a file consist of its tensors, without holes or overlaps.
 
-    SourceError names the first that does not fit.
+    The arguments are in the order of the data. Raises SourceError for the first tensor that does
+    not fit.
     """
     before = 0
     for key, (dtype, shape, _), (begin, end) in zip(keys, kinds, offsets, strict=True):
@@ -104,16 +107,14 @@ def _without_holes(
 
 
 def pointer(path: str) -> SourceError:
-    """What to say of a file that begins with LFS_POINTER."""
+    """Returns the error of a file that begins with LFS_POINTER."""
     return SourceError(
         f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there"
     )
 
 
 def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
-    """What a safetensors file says of its tensors, the byte where their data begin, and the bytes
-    of the file.
-    """
+    """Returns the tensors of a header by key, the offset of their data, and the file's size."""
     try:
         with open(path, "rb") as f:
             size = os.fstat(f.fileno()).st_size
@@ -128,20 +129,21 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
             length = int.from_bytes(first, "little")
             if not 2 <= length <= min(MAX_HEADER, size - 8):
                 raise SourceError(
-                    f"{path}: says that its header has {length:,} bytes, and the file has {size:,}:"
-                    " truncated, or no safetensors file"
+                    f"{path}: claims a header of {length:,} bytes, and the file has {size:,}:"
+                    " truncated, or not a safetensors file"
                 )
             raw = bytearray(length)
             del raw[f.readinto(raw) :]  # the file may have become shorter
     except OSError as e:
-        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise unreadable(path, e) from e
     return _header(path, raw), 8 + length, size
 
 
 @functools.cache
 def _tensor(dtype: Any) -> Any:
-    """What a header says of one tensor, as a type for msgspec, which decodes JSON into it three
-    times as fast as json into a dict.
+    """Returns the type of a tensor's description in a header.
+
+    msgspec decodes JSON into this type three times as fast as json decodes it into a dict.
     """
     import msgspec
 
@@ -158,27 +160,30 @@ def _tensor(dtype: Any) -> Any:
 def _decoder() -> Any:
     import msgspec
 
-    # one string for each, hashed once
+    # a Literal gives one string object per dtype, which is hashed once
     every: Any = types.GenericAlias(dict, (str, _tensor(Literal[tuple(dtypes.OF_SAFETENSORS)])))
     return msgspec.json.Decoder(every)
 
 
 def _header(path: str, raw: bytearray) -> dict[str, Any]:
-    """The tensors of a header by key, each a `_tensor`; SourceError names the one that is none."""
+    """Returns the tensors of a header by key, each of type `_tensor`.
+
+    Raises SourceError for a key that occurs twice or a description that is damaged.
+    """
     import msgspec
 
     begin = 0
-    # left out where it lies: copying what follows would take as long as reading it
+    # The metadata is cut off in place: copying the rest would take as long as reading it.
     if metadata := _METADATA.match(raw):
         begin = metadata.end() - 1
         raw[begin : begin + 1] = b"{"
     try:
         header: dict[str, Any] = _decoder().decode(memoryview(raw)[begin:])
-        if raw.count(b'"data_offsets"', begin) == len(header):  # else a name may stand twice
+        if raw.count(b'"data_offsets"', begin) == len(header):  # else a key may occur twice
             return header
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        pass  # what is wrong is found, and said, below
-    if metadata:  # which may not have ended where it seemed to
+        pass  # the slower way below finds the reason
+    if metadata:  # the pattern may have ended it too early
         raw[begin : begin + 1] = b","
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -193,16 +198,16 @@ def _header(path: str, raw: bytearray) -> dict[str, Any]:
     try:
         found = json.loads(raw, object_pairs_hook=unique)
     except (ValueError, RecursionError) as e:
-        raise SourceError(f"{path}: the header is no JSON: {e}") from None
+        raise SourceError(f"{path}: the header is not JSON: {e}") from None
     if not isinstance(found, dict):
-        raise SourceError(f"{path}: the header is no JSON object")
+        raise SourceError(f"{path}: the header is not a JSON object")
     found.pop("__metadata__", None)
     for key, t in found.items():
         try:
             found[key] = msgspec.convert(t, _tensor(str))
         except msgspec.ValidationError:
             raise SourceError(
-                f"{path}: {key}: its dtype, shape and data_offsets are no name and sizes below"
+                f"{path}: {key}: its dtype, shape and data_offsets must be a name and sizes below"
                 f" 2**62: {str(t)[:200]}"
             ) from None
     return found

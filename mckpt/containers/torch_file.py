@@ -1,15 +1,17 @@
-"""The zip container of torch.save: laid out from names and sizes alone, and found again in any file
-that torch wrote.
+"""The zip container of torch.save: laid out from names and sizes alone, and read from any file that
+torch wrote.
 
-    | header data.pkl | ... | header data/0 | bytes, 64-byte aligned | crc, size | header data/1 | ... | version | directory |
+    | header data.pkl | ... | header data/0 | bytes, 64-byte aligned | crc, size | header data/1 |
+    ... | version | directory |
 
-The same bytes as torch's own writer (2.13; caffe2/serialize/inline_container.cc over miniz): no
-compression, each record aligned by an 'FB' extra field, a data descriptor behind each record that
-has bytes, zip64 fields where a size or a header's offset reaches 2**32 - 1. So
-torch.load(mmap=True) and torch's offset arithmetic hold. Nothing here reads or writes tensor data.
+The bytes equal those of torch's own writer (2.13; caffe2/serialize/inline_container.cc over miniz):
+no compression, each record aligned by an 'FB' extra field, a data descriptor behind each record
+that has bytes, zip64 fields if a size or a header's offset reaches 2**32 - 1. So
+torch.load(mmap=True) works, and torch's offset arithmetic holds. Nothing here reads or writes
+tensor data.
 
-Sizes and offsets are bytes; offsets count from the file's start when reading, from the container's
-start when laying out.
+Sizes and offsets are in bytes. Offsets count from the start of the file when reading, from the
+start of the container when laying out.
 """
 
 from __future__ import annotations
@@ -27,15 +29,16 @@ from mckpt.containers.safe_pickle import MAX_BYTES, Storage, as_tensor, contiguo
 from mckpt.errors import SourceError
 from mckpt.values import dtypes
 
-_WIDE = 0xFFFFFFFF  # sizes and offsets from here on are in a zip64 field
+_WIDE = 0xFFFFFFFF  # a zip64 field stores sizes and offsets from this value on
 _LOCAL = struct.Struct("<IHHHHHIIIHH")
 _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR = struct.Struct("<IIQI")
-# pickles that a Reader keeps: files come stage by stage, and a value takes 10 times its pickle
+# pickles that a Reader keeps: files come stage by stage, and a value takes 10 times the memory of
+# its pickle
 _MAX_KNOWN = 2
-_SERIALIZATION_ID = b"0" * 40  # torch writes a hash of record names and crcs and only ever logs it
+_SERIALIZATION_ID = b"0" * 40  # torch writes a hash of record names and crcs, and only logs it
 
 Ranges = dict[str, tuple[int, int]]  # storage key -> (offset, bytes)
 
@@ -45,23 +48,24 @@ Ranges = dict[str, tuple[int, int]]  # storage key -> (offset, bytes)
 
 class _Entry(NamedTuple):
     name: bytes
-    at: int  # of its local header
-    start: int  # of its data
+    at: int  # offset of its local header
+    start: int  # offset of its data
     size: int
-    data: bytes | None  # None: tensor data, written by someone else
+    data: bytes | None  # None: tensor data, which the caller writes
 
     def zip64(self, compressed: int) -> bytes:
-        """The zip64 extra field; torch's writer says 0 for the compressed size in the
-        local header.
+        """Returns the zip64 extra field, b"" if it is not needed.
+
+        compressed: the compressed size; torch writes 0 in the local header.
         """
         body = struct.pack("<QQ", self.size, compressed) if self.size >= _WIDE else b""
         body += struct.pack("<Q", self.at) if self.at >= _WIDE else b""
         return struct.pack("<HH", 1, len(body)) + body if body else b""
 
     def local(self) -> bytes:
-        """The local header, padded so that the data is aligned.
+        """Returns the local header, padded so that the data is aligned.
 
-        Sizes and crc are 0 here: the descriptor says them.
+        Its sizes and crc are 0; the descriptor has them.
         """
         wide = self.zip64(0)
         pad = self.start - self.at - 30 - len(self.name) - len(wide) - 4
@@ -74,7 +78,7 @@ class _Entry(NamedTuple):
         )
 
     def descriptor(self, crc: int) -> bytes:
-        """What follows the data."""
+        """Returns the data descriptor, which follows the data; b"" if there is no data."""
         if not self.size:
             return b""
         return struct.pack(
@@ -82,7 +86,7 @@ class _Entry(NamedTuple):
         )
 
     def central(self, crc: int) -> bytes:
-        """Its line in the directory."""
+        """Returns the entry of the record in the directory."""
         wide, small, at = self.zip64(self.size), min(self.size, _WIDE), min(self.at, _WIDE)
         flags, n = 0x0808 if self.size else 0x0800, len(self.name)
         return (
@@ -95,7 +99,13 @@ class _Entry(NamedTuple):
 
 
 class TorchFile:
-    """A torch.save file of which everything but the tensor data is known."""
+    """The layout of a torch.save file, with all of its bytes but the tensor data.
+
+    stem: the name of the folder in the zip.
+    storages: key -> bytes.
+
+    `data` has the place of each storage, `size` is the size of the file.
+    """
 
     def __init__(self, stem: str, pickle: bytes, storages: dict[str, int]) -> None:
         self._entries: list[_Entry] = []
@@ -126,11 +136,10 @@ class TorchFile:
         return entry.start
 
     def fixed(self, crc_of: Callable[[int, int], int] | None = None) -> Iterator[tuple[int, bytes]]:
-        """(offset, bytes) of everything that is not tensor data, in order of offset, neighbours
-        joined.
+        """Yields (offset, bytes) of everything but the tensor data, in order, neighbours joined.
 
-        `crc_of(offset, nbytes)` gives the crc32 of a data range, asked for in order; None writes 0,
-        which torch does not look at but `unzip -t` does.
+        crc_of(offset, nbytes): the crc32 of a range of data; called in order of the offsets. None
+            writes 0 as crc, which torch ignores and `unzip -t` does not.
         """
         piece, begin, central = bytearray(), 0, bytearray()
         for e in self._entries:
@@ -156,8 +165,10 @@ class TorchFile:
 
 
 def lay_out(value: Any, stem: str = "archive") -> TorchFile:
-    """A torch.save file of `value`; `stem` is the folder in the zip: the file's name without its
-    suffix, `archive` in a .distcp.
+    """Lays out a torch.save file of `value`.
+
+    stem: the folder in the zip, which is the file's name without its suffix, or `archive` in a
+        .distcp.
 
     Raises PickleError for a value that has no place in a checkpoint.
     """
@@ -184,30 +195,32 @@ def _pread(fd: int, nbytes: int, at: int, where: str) -> bytes:
 def read(
     fd: int, where: str, base: int = 0, length: int | None = None, max_bytes: int = MAX_BYTES
 ) -> tuple[Any, Ranges]:
-    """A torch.save file, or an item of a .distcp at `base` of `length` bytes -> (value, {storage
-    key: (offset in the file, bytes)}).
+    """Reads a torch.save file, or an item of a .distcp; returns its value and {storage key: (offset
+    in the file, bytes)}.
 
-    No tensor data is read. Raises SourceError when the container is damaged or not one that torch
-    writes, PickleError when its pickle (or directory) is hostile, damaged, or longer than
-    `max_bytes`.
+    where: names the file in errors.
+    base, length: the range of the item in the file.
+    max_bytes: the largest pickle or directory that is read.
+
+    Reads no tensor data. Raises SourceError if the container is damaged or torch would not write
+    it, PickleError if its pickle is hostile or damaged.
     """
     return _read(fd, where, base, length, max_bytes, _loaded)
 
 
 class Reader:
-    """`read` for many files: one whose pickle is that of a file read shortly before is not parsed
-    again.
+    """Reads many files, and parses equal pickles of files that follow each other once.
 
     The ranks of one pipeline stage have equal pickles, unless their args name the rank. Pickles are
-    compared whole, not by a hash. Files with equal pickles get the same value: it is for reading
-    only.
+    compared whole, not by a hash. Files with equal pickles share one value, which must not be
+    changed.
     """
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, tuple[Any, list[Storage]]] = OrderedDict()
 
     def read(self, fd: int, where: str) -> tuple[Any, Ranges]:
-        """As the function `read`."""
+        """Reads one file, as the function `read` does."""
         return _read(fd, where, 0, None, MAX_BYTES, self._loaded)
 
     def _loaded(self, data: bytes, where: str, max_bytes: int) -> tuple[Any, list[Storage]]:
@@ -219,7 +232,7 @@ class Reader:
 
 
 def _loaded(data: bytes, where: str, max_bytes: int) -> tuple[Any, list[Storage]]:
-    """The value of a pickle and the storages that it names, each once."""
+    """Returns the value of a pickle and the storages that it names, each once."""
     storages: list[Storage] = []
     value = loads(data, where, max_bytes=max_bytes, storages=storages)
     return value, list({(storage.key, storage.nbytes): storage for storage in storages}.values())
@@ -237,7 +250,7 @@ def _read(
     length = room if length is None else length
     if base < 0 or length < 0 or length > room:
         raise SourceError(
-            f"{where}: {length} bytes at {base} are asked for, the file has {max(room, 0)} there:"
+            f"{where}: {length} bytes at {base} are needed, the file has {max(room, 0)} there:"
             " it is cut short"
         )
     records = _directory(fd, where, base, length, max_bytes)
@@ -257,7 +270,7 @@ def _read(
     start, size = records["data.pkl"]
     if size > max_bytes:
         raise SourceError(
-            f"{where}: its data.pkl has {size} bytes; {max_bytes} is the most read here"
+            f"{where}: its data.pkl has {size} bytes; at most {max_bytes} are read here"
         )
     value, storages = load(_pread(fd, size, start, where), where, max_bytes)
     ranges = {name[5:]: at for name, at in records.items() if name.startswith("data/")}
@@ -279,10 +292,12 @@ def _read(
 def _directory(
     fd: int, where: str, base: int, length: int, max_bytes: int
 ) -> dict[str, tuple[int, int]]:
-    """{record name without its stem: (offset in the file, bytes)} of a zip; proves that records lie
-    inside it and do not overlap.
+    """Reads the directory of a zip; returns {record name without its stem: (offset in the file,
+    bytes)}.
+
+    Proves that the records lie inside the zip and do not overlap.
     """
-    # torch writes no comment behind the end record
+    # torch writes no comment behind the end record, so it is at the end of the file
     tail = _pread(fd, min(length, 128), base + length - min(length, 128), where)
     at = len(tail) - _END.size
     if at < 0 or tail[at : at + 4] != b"PK\5\6":
@@ -317,7 +332,8 @@ def _directory(
     for _ in range(count):
         if at + 46 > size or raw[at : at + 4] != b"PK\1\2":
             raise SourceError(
-                f"{where}: directory entry {len(headers)} of {count} at byte {offset + at} is none"
+                f"{where}: directory entry {len(headers)} of {count} does not begin at byte"
+                f" {offset + at}"
             )
         _, _, _, flags, method, _, _, _, packed, nbytes, n, extra, note, _, _, _, start = (
             _CENTRAL.unpack_from(raw, at)
@@ -355,8 +371,9 @@ def _directory(
 def _zip64(
     extra: bytes, packed: int, nbytes: int, start: int, name: str, where: str
 ) -> tuple[int, int, int]:
-    """The true sizes and header offset of a directory entry: those that did not fit are in its
-    extra field 1, in this order.
+    """Returns the true (packed, nbytes, start) of a directory entry.
+
+    Those that do not fit in the entry are in its extra field 1, in the order nbytes, packed, start.
     """
     if _WIDE not in (packed, nbytes, start):
         return packed, nbytes, start
@@ -381,7 +398,7 @@ def _zip64(
 def _data_start(
     fd: int, base: int, start: int, nbytes: int, limit: int, name: str, where: str
 ) -> int:
-    """Where the bytes of a record begin, in the zip; `limit`: where the directory begins."""
+    """Returns the offset in the zip of a record's bytes; the directory begins at `limit`."""
     if start + 30 > limit:
         raise SourceError(
             f"{where}: record {name[:80]!r} begins at {start}, behind the records' end at {limit}"
@@ -401,7 +418,7 @@ def _data_start(
 
 
 def _no_zip(head: bytes, length: int) -> str:
-    """Why a file that does not end as a zip is not read."""
+    """Returns the reason why a file that does not end like a zip is refused."""
     cure = 'torch.save(torch.load(path, map_location="cpu", weights_only=True), path)'
     if head[:2] == b"PK":
         return (
@@ -430,13 +447,15 @@ _MAX_HEADS = 4096  # of 1 KB; a checkpoint has some hundred kinds of chunk
 def item_data_offset(
     fd: int, base: int, length: int, nbytes: int, where: str, dtype: str, shape: tuple[int, ...]
 ) -> int:
-    """Offset in the file of the `nbytes` of a tensor, row-major, that is the item of a .distcp at
-    `base` of `length` bytes.
+    """Returns the offset in the file of a tensor's data, given its item in a .distcp.
 
-    All that precedes the data of an item depends on its dtype, its shape and torch's version only.
-    So the first item of a kind is read whole (`read`); the others must begin with the same bytes
-    and have the same length, which takes one small read. Raises SourceError when the item is not
-    one row-major tensor of that dtype and shape.
+    base, length: the range of the item in the file.
+    nbytes, dtype, shape: those of the tensor, which must be row-major.
+
+    The bytes before the data of an item depend only on its dtype, its shape and torch's version. So
+    the first item of a kind is parsed (`read`). The others must begin with the same bytes and have
+    the same length, which takes one small read. Raises SourceError if the item is not one row-major
+    tensor of that dtype and shape.
     """
     head = _HEADS.get((dtype, shape, length))
     if (
@@ -458,7 +477,7 @@ def item_data_offset(
             f" {list(contiguous(shape))}"
         )
     at = ranges[view.storage][0] + view.offset * dtypes.itemsize(dtype)
-    # a longer head is none of torch's
+    # torch writes no longer head than 4 KiB
     if at - base <= 1 << 12 and nbytes == math.prod(shape) * dtypes.itemsize(dtype):
         if len(_HEADS) >= _MAX_HEADS:
             _HEADS.clear()

@@ -1,19 +1,19 @@
-"""One run in several processes, on one machine or on many: who does what, and how they wait for
+"""One run in several processes, on one machine or on many: how they share the work and wait for
 each other.
 
-All that passes between them are small files in the staging directory, so that a shared filesystem
-is enough: no port, no library.
+The processes exchange small files in the staging directory. A shared filesystem is enough: no port,
+no library.
 
-    ranks/{r}    a line that changes while rank r lives, with how far it is
-    done/        what was done, whoever did it (execute)
+    ranks/{r}    a line that changes while rank r lives; it tells how far the rank is
+    done/        the journal: the work that is done, by any rank
 
-A run has steps. Each rank does its share of one, says so in its line, and goes on when rank 0 says
-that all have: rank 0 reads a line of every rank, the others that of rank 0, and nobody lists what
-the others did, which on a shared filesystem is slow for many.
+A run has steps. Each rank does its share of a step, reports that in its line, and goes on when rank
+0 reports that all ranks are done. Rank 0 reads the line of every rank, and the others read that of
+rank 0. No rank lists the results of the others, which is slow on a shared filesystem.
 
-Whether a process lives is told by whether its line changes, so that no two clocks are compared.
-What a dead rank left is done by rank 0: should it be alive after all, both write the same bytes to
-the same place.
+A process is alive while its line changes, so that no two clocks are compared. Rank 0 does the rest
+of a dead rank's share. If that rank is alive after all, both write the same bytes to the same
+place.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ from typing import Any, NoReturn, TypeVar
 from mckpt import errors
 from mckpt.errors import StorageError, UsageError
 
-BEAT_S = 1.0  # between two changes of a rank's line
-POLL_S = 0.25  # at most, between two looks at what others have done
-DEAD_S = 60.0  # without a change: a stalled filesystem may take half a minute
-START_S = 600.0  # that ranks wait for rank 0 to come: it plans, and its node may start later
-# between two looks at whether rank 0 is refused; two that agree are believed, for one may fall amid
-# what another process does
+BEAT_S = 1.0  # seconds between two changes of a rank's line
+POLL_S = 0.25  # seconds; the longest pause between two looks at the others' progress
+# seconds without a change after which a rank counts as dead: a stalled filesystem may take half a
+# minute
+DEAD_S = 60.0
+# seconds that ranks wait for rank 0 to begin: it plans, and its node may start later
+START_S = 600.0
+# Seconds between two looks at whether rank 0 is refused. A refusal counts when two looks agree,
+# since one look may happen while another process is changing the files.
 LOOK_S = 3.0
 FOLDER = "ranks"
 
-# (rank, number of ranks, ranks on this machine, what tells this run from all others) in the
-# environment, by launcher: mckpt's own workers, torchrun, srun, mpirun
+# Environment variables of each launcher (mckpt's own workers, torchrun, srun, mpirun): the rank,
+# the number of ranks, the ranks on this machine, and those that identify the run.
 LAUNCHERS = (
     ("MCKPT_RANK", "MCKPT_NUM_RANKS", "MCKPT_LOCAL_RANKS", ("MCKPT_RUN",)),
     ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", ()),
@@ -67,10 +70,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that do one run.
+    """This process among the processes of one run.
 
-    `run` tells the run from earlier ones, "" where nothing does; `local` is how many of them share
-    this machine; `ended` whether a rank is known to have ended (False where that cannot be known).
+    run: identifies the run, "" if the launcher does not.
+    local: the number of ranks that share this machine.
+    ended: whether a rank is known to have ended; False if that cannot be known.
     """
 
     rank: int = 0
@@ -81,10 +85,13 @@ class Ranks:
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str] = os.environ) -> Ranks:
-        """What the launcher says; alone where there is none."""
+        """Reads the variables of the launcher; without a launcher the process is alone.
+
+        Raises UsageError if they are not numbers or contradict each other.
+        """
         for rank, size, local, run in LAUNCHERS:
             if rank in environ and size in environ:
-                # Slurm says 4(x16),2 of nodes: the first's number does for all
+                # Slurm writes 4(x16),2 for its nodes; the number of the first serves for all
                 here = re.match(r"[1-9]\d*", environ.get(local, ""))
                 try:
                     found = cls(
@@ -96,7 +103,7 @@ class Ranks:
                 except ValueError:
                     raise UsageError(
                         f"{rank}={environ[rank]!r} and {size}={environ[size]!r} in the environment"
-                        " are no numbers"
+                        " are not numbers"
                     ) from None
                 if not 0 <= found.rank < found.size:
                     raise UsageError(
@@ -107,53 +114,56 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Of this run, the same for all its ranks; that of another run differs, where anything
-        tells them apart.
+        """The name of the run, the same for all its ranks.
+
+        Another run has another name if the launcher identifies runs or starts another number of
+        ranks.
         """
         return f"{self.run}/{self.size}"
 
     @property
     def cores(self) -> int:
-        """That this process may use, its part where several share a machine that binds none of
-        them.
+        """The number of cores that this process may use.
+
+        Ranks that share a machine and are not bound to cores get equal parts.
         """
         return max(1, min(len(os.sched_getaffinity(0)), (os.cpu_count() or 1) // self.local))
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """The items of `count` that a rank does: neighbours, so that two ranks seldom write one
-        file.
+        """Returns the items, out of `count`, that a rank does (None: this rank).
+
+        They are neighbours, so that two ranks seldom write one file.
         """
         rank = self.rank if rank is None else rank
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
 
 class Gone(StorageError):
-    """The staging directory is not there any more: rank 0 has published, or was removed together
-    with it.
-    """
+    """The staging directory is gone: rank 0 has published it, or someone removed it."""
 
 
 class Session:
     """The ranks of one run at work in one staging directory.
 
-    Raises what another rank failed with; `tell` gets what people should know.
+    Methods raise the error of another rank that failed. `tell` gets sentences that people should
+    read.
 
-    From `open` or `join` to the end of the block a thread says that this rank lives, whatever the
-    rank is busy with.
+    From `open` or `join` to the end of the `with` block a thread reports that this rank lives,
+    whatever the rank is busy with.
     """
 
     def __init__(
         self, staging: Path, ranks: Ranks, tell: Callable[[str], None] = lambda text: None
     ) -> None:
         self.staging, self.folder, self.ranks, self.tell = staging, staging / FOLDER, ranks, tell
-        # `id` is rank 0's, new for each time that it begins: lines of another are of a run that is
-        # over, though its processes may live on
+        # Rank 0 makes a new `id` each time that it begins. Lines with another id belong to a run
+        # that is over, though its processes may live on.
         self.line: dict[str, Any] = {"run": ranks.name, "id": "", "beat": 0, "steps": 0, "done": []}
         self.next_look = 0.0
-        self.heard: dict[int, str] = {}  # rank: its last line
-        # rank: when it was last looked at, and for how long that has shown nothing new
+        self.heard: dict[int, str] = {}  # rank -> its last line
+        # rank -> the time of the last look, and the seconds for which its line has not changed
         self.watched: dict[int, tuple[float, float]] = {}
-        # rank: what its last line says; of those that were not given up
+        # rank -> its last line, parsed; without the ranks that were given up
         self.lines: dict[int, dict[str, Any]] = {}
         self.writing, self.over = threading.Lock(), threading.Event()
 
@@ -161,7 +171,7 @@ class Session:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Tells the others why this rank ends, if it fails."""
+        """Reports the error to the other ranks, if this rank fails."""
         self.over.set()
         if (
             error is None
@@ -171,14 +181,14 @@ class Session:
         ):
             return
         known = isinstance(error, (errors.MckptError, KeyboardInterrupt))
-        said = str(error) if known else "".join(traceback.format_exception(error))
+        message = str(error) if known else "".join(traceback.format_exception(error))
         with suppress(OSError, StorageError):
-            self._say({**self.line, "error": [type(error).__name__, said]})
+            self._write({**self.line, "error": [type(error).__name__, message]})
 
     def open(self) -> None:
-        """Rank 0, when the staging directory is its own.
+        """Begins the run as rank 0, which owns the staging directory.
 
-        What an earlier run left of its ranks is gone.
+        Removes the lines of an earlier run.
         """
         if self.ranks.size == 1:
             return
@@ -191,12 +201,16 @@ class Session:
     def join(
         self, finished: Callable[[bool], bool], refuse: Callable[[], None] = lambda: None
     ) -> None:
-        """The others: returns when rank 0 of this run has opened; a line that an earlier one left
-        does not change.
+        """Joins the run as another rank: waits until rank 0 of this run has opened.
 
-        Raises Gone if all is done: what `finished` says, which gets whether rank 0 has been waited
-        for as long as one that died. What rank 0 failed with before this rank came. What `refuse`
-        raises: rank 0 is refused alike, before it has a place to say so.
+        It recognises the line of an earlier run, which does not change.
+
+        finished: whether the run is done and published; its argument is whether rank 0 has been
+            silent as long as a dead rank.
+        refuse: raises the error with which rank 0 is refused before it has a place to report it.
+
+        Raises Gone if the run is finished, the error of rank 0 if it failed before this rank came,
+        the error of `refuse`, and StorageError if rank 0 does not begin within START_S.
         """
         started, first, next_look = time.monotonic(), None, LOOK_S
         refused: errors.MckptError | None = None
@@ -204,19 +218,19 @@ class Session:
             waited = time.monotonic() - started
             with suppress(OSError, ValueError):
                 line = (self.folder / "0").read_text()
-                said = json.loads(line)
+                found = json.loads(line)
                 if first is None:
                     first = line
-                ours = said["run"] == self.ranks.name
-                fresh = self.ranks.run or line != first  # else it may be of an earlier run
-                if ours and "error" in said and (fresh or waited > DEAD_S):
-                    raise _error_of(0, *said["error"])
-                if ours and "error" not in said and fresh:
-                    self.line["id"] = said["id"]
+                ours = found["run"] == self.ranks.name
+                fresh = self.ranks.run or line != first  # else an earlier run may have written it
+                if ours and "error" in found and (fresh or waited > DEAD_S):
+                    raise _error_of(0, *found["error"])
+                if ours and "error" not in found and fresh:
+                    self.line["id"] = found["id"]
                     self._live()
                     return
             if not self.folder.exists() and finished(waited > DEAD_S):
-                raise Gone(f"{self.staging}: is not there any more")
+                raise Gone(f"{self.staging}: no longer exists")
             if waited > next_look:
                 before, refused, next_look = refused, _refusal(refuse), waited + LOOK_S
                 if before and refused:
@@ -228,7 +242,7 @@ class Session:
                 )
 
     def begin(self, lay_out: Callable[[], None]) -> None:
-        """The first step is rank 0's alone: the others write into files that it has laid out."""
+        """Does the first step: rank 0 lays out the files, and the others wait for that."""
         if self.ranks.rank == 0:
             lay_out()
             self._reached(1)
@@ -237,8 +251,9 @@ class Session:
             self._reached(1)
 
     def beat(self, *done: int) -> None:
-        """Says how much this rank has done, and looks at the others; called often, does so once in
-        BEAT_S.
+        """Records the progress of this rank, and looks at the others at most once in BEAT_S.
+
+        Raises StorageError if rank 0 is dead.
         """
         now = time.monotonic()
         self.line["done"] = done or self.line["done"]
@@ -254,7 +269,7 @@ class Session:
             )
 
     def done(self) -> list[int]:
-        """Rank 0: what `beat` was told by all the others, added up."""
+        """Returns, on rank 0, the sum of the progress that all other ranks passed to `beat`."""
         return [
             sum(column)
             for column in zip(
@@ -263,12 +278,10 @@ class Session:
         ]
 
     def meet(self, do: Callable[[int], None]) -> None:
-        """Ends a step, of which this rank has done its share; returns when all is done.
+        """Ends a step: waits until every rank has done its share.
 
-        Rank 0 calls `do` for each rank that died before.
-
-        One that never came is waited for as long as one that is not heard of any more: it would
-        wait for a run that is over.
+        Rank 0 calls `do` for each rank that died before it was done. A rank that never came counts
+        as dead after the same time.
         """
         step = self.line["steps"] + 1
         if self.ranks.size == 1:
@@ -281,22 +294,18 @@ class Session:
             self._reached(step)
 
     def listen(self) -> NoReturn:
-        """The others, when they have done their share: until rank 0 is done, which ends in Gone, or
-        failed.
-        """
+        """Waits, as a rank that has done its share, until rank 0 is done (raises Gone) or fails."""
         for _ in patience():
             self.beat()
             self._look(0)
             if not self.folder.exists():
                 break
-        raise Gone(
-            f"{self.staging}: is not there any more, and no checkpoint of this run is in place"
-        )
+        raise Gone(f"{self.staging}: no longer exists, and no checkpoint of this run is in place")
 
     def lives(self, rank: int) -> bool:
-        """Whether the rank has been heard of lately.
+        """Whether the rank's line has changed within DEAD_S.
 
-        A time in which this process was stopped itself does not count.
+        Time during which this process itself was stopped does not count.
         """
         return not self.ranks.ended(rank) and self.watched.get(rank, (0, 0.0))[1] < DEAD_S
 
@@ -316,13 +325,13 @@ class Session:
                     do(rank)
             if not missing:
                 return
-            if not self.folder.exists():  # all is done, and rank 0's line came and went
-                raise Gone(f"{self.staging}: is not there any more")
+            if not self.folder.exists():  # all is done, and rank 0's line is already gone
+                raise Gone(f"{self.staging}: no longer exists")
 
     def _reached(self, step: int) -> None:
         self.line["steps"] = step
         if self.ranks.size > 1:
-            self._say(self.line)
+            self._write(self.line)
 
     def _look(self, rank: int) -> None:
         now = time.monotonic()
@@ -332,8 +341,8 @@ class Session:
             line = (self.folder / str(rank)).read_text()
             if line == self.heard.get(rank):
                 return
-            said = json.loads(line)
-            if said["id"] != self.line["id"]:
+            found = json.loads(line)
+            if found["id"] != self.line["id"]:
                 if rank == 0:
                     raise StorageError(
                         f"{self.staging}: rank 0 has begun anew; start rank {self.ranks.rank}"
@@ -341,24 +350,24 @@ class Session:
                     )
                 return
             self.heard[rank], self.watched[rank] = line, (now, 0.0)
-            if "error" in said:
-                raise _error_of(rank, *said["error"])
-            self.lines[rank] = said
+            if "error" in found:
+                raise _error_of(rank, *found["error"])
+            self.lines[rank] = found
 
     def _live(self) -> None:
-        self._say(self.line)
+        self._write(self.line)
         threading.Thread(target=self._beats, name="ranks", daemon=True).start()
 
     def _beats(self) -> None:
         while not self.over.wait(BEAT_S):
             try:
-                self._say(self.line)
+                self._write(self.line)
             except Gone:
                 return
             except OSError:
-                continue  # a full disk, say: who works there meets it
+                continue  # such as a full disk: the threads that write will report it
 
-    def _say(self, what: dict[str, Any]) -> None:
+    def _write(self, what: dict[str, Any]) -> None:
         path = self.folder / str(self.ranks.rank)
         beside = path.with_name(f"{path.name}.{os.getpid()}.{id(self):x}.new")
         with self.writing:
@@ -367,11 +376,11 @@ class Session:
                 beside.write_text(json.dumps({**what, "beat": self.line["beat"]}))
                 os.replace(beside, path)
             except FileNotFoundError:
-                raise Gone(f"{self.staging}: is not there any more") from None
+                raise Gone(f"{self.staging}: no longer exists") from None
 
 
 def _refusal(refuse: Callable[[], None]) -> errors.MckptError | None:
-    """What it raises."""
+    """Returns the error that `refuse` raises, None if it raises none."""
     try:
         refuse()
     except errors.MckptError as e:
@@ -391,8 +400,10 @@ def _error_of(rank: int, name: str, message: str) -> Exception:
 
 
 def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -> T:
-    """What `look` finds, which another rank has written: on a network filesystem it may take a
-    while to appear.
+    """Returns what `look` finds, as soon as it finds something.
+
+    Another rank has written it. On a network filesystem it may take a while to appear. Raises
+    StorageError after DEAD_S; `what` names the missing thing.
     """
     started = time.monotonic()
     for _ in patience():
@@ -408,9 +419,7 @@ def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -
 
 
 def patience() -> Iterator[None]:
-    """Turns of a wait that takes as long as it takes: soon after each other at first, POLL_S apart
-    in the end.
-    """
+    """Yields at once, then after pauses that grow from 2 ms to POLL_S, without end."""
     pause = 0.002
     while True:
         yield

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from mckpt.containers import safe_pickle, safetensors, torch_file
 from mckpt.containers.entries import Entries, Entry, entry_of
-from mckpt.errors import SourceError, StorageError
-from mckpt.storage.files import read_file
+from mckpt.errors import SourceError
+from mckpt.storage.files import read_file, unreadable
 
 INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
 SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
@@ -138,7 +138,7 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as e:
-        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise unreadable(path, e) from e
     try:
         if os.pread(fd, len(safetensors.LFS_POINTER), 0) == safetensors.LFS_POINTER:
             raise safetensors.pointer(path)

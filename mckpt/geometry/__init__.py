@@ -1,5 +1,4 @@
-"""Whole numbers only: boxes of tensors, how they are packed, parallel sizes, and the join of two
-layouts.
+"""Whole numbers only: boxes of tensors, packings, parallel sizes, and the join of two layouts.
 
-Reads no files.
+Nothing here reads files.
 """

@@ -1,11 +1,11 @@
-"""Integer geometry: boxes of logical tensors, and where they lie in stored buffers.
+"""Integer geometry: boxes of logical tensors, and their places in stored buffers.
 
-No torch, no I/O, no names but those it is given.
+No torch and no I/O. Names are opaque.
 
 A *piece* is a box of one logical tensor, placed in a flat buffer by an affine map:
 
-    logical k [16, 64]         box (8,0)+(4,64)     rows 8..12
-    stored linear_qkv          start 40*64          strides (64, 1)     rows 40..44 of a row-major [64, 64]
+    logical k [16, 64]     box (8,0)+(4,64)               rows 8..12
+    stored linear_qkv      start 40*64, strides (64, 1)   rows 40..44 of a row-major [64, 64]
 
 All numbers are elements. Two layouts of the same logical tensors are joined by intersecting their
 boxes.
@@ -23,25 +23,29 @@ from mckpt.lazy import numpy as np
 
 
 class Box(NamedTuple):
-    """A hyper-rectangle of a tensor: `shape` elements from `offset` on, along each axis."""
+    """A hyper-rectangle of a tensor: along each axis, `shape` elements from `offset` on."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
 
 class Piece(NamedTuple):
-    """One box of the logical tensor `tensor`; element `i` of the box is at `start + sum(i *
-    strides)` of the buffer.
+    """One box of a logical tensor and its place in a buffer.
+
+    Element `i` of the box is at `start + sum(i * strides)` of the buffer.
     """
 
-    tensor: str  # a logical name, with {layer} and {expert} where it has them
+    tensor: str  # a logical name, with {layer} and {expert} if it has them
     box: Box
     start: int
     strides: tuple[int, ...]
 
 
 class Move(NamedTuple):
-    """`rows` rows of `run` elements from one buffer into another; all in elements."""
+    """`rows` rows of `run` elements that move from one buffer into another.
+
+    All numbers are elements: a pitch is the distance of rows, a step that of neighbours in a row.
+    """
 
     rows: int
     run: int
@@ -54,22 +58,19 @@ class Move(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """How stored tensors keep values as `dtype` and a grid of scales.
-
-    `grids` has a row, a quantisation.Grid, for each stored tensor.
-    """
+    """The encoding of quantised tensors: elements of `dtype`, and grids of scales."""
 
     dtype: str
-    grids: np.ndarray
+    grids: np.ndarray  # one row, a quantisation.Grid, for each stored tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """Stored tensors of one geometry: one rule and shard, at many layers, experts and files.
+    """Stored tensors of one geometry: one shard of one rule, for many layers, experts and files.
 
-    `layer`, `expert`, `file` and `at` are parallel arrays, one entry for each stored tensor: the
-    indices that fill the pieces' names, the number of the file in `Layout.files`, and the byte
-    where the buffer starts.
+    `layer`, `expert`, `file` and `at` are parallel arrays, with one entry for each stored tensor:
+    the indices that fill the pieces' names, the number of the file in `Layout.files`, and the byte
+    at which the buffer starts.
     """
 
     key: str  # template of the stored key, for messages
@@ -80,12 +81,12 @@ class Stored:
     expert: np.ndarray
     file: np.ndarray
     at: np.ndarray
-    # a further copy of boxes that another stored tensor holds: written, but not read
+    # a further copy of boxes that another stored tensor holds: it is written, but not read
     replica: bool = False
     padding: bool = False  # elements that no piece covers are padding, and zero
-    # the buffer is all that a strided view reaches over; of its other elements nothing is said
+    # the buffer is the range that a strided view spans; its other elements are unknown
     view: bool = False
-    scales: Scales | None = None  # what the elements are to be multiplied with
+    scales: Scales | None = None  # the scales by which the elements are multiplied
 
     def __len__(self) -> int:
         return len(self.file)
@@ -102,18 +103,18 @@ class Stored:
 
 @dataclass(eq=False)
 class Layout:
-    """What is stored where: one checkpoint form."""
+    """The places of all stored tensors in the files of a checkpoint."""
 
     files: list[str]
     stored: list[Stored]
     shapes: dict[str, tuple[int, ...]]  # of each logical tensor, by template
-    ignored: dict[str, str] = field(default_factory=dict)  # stored key -> why nothing reads it
-    # those of `ignored` that are weights of the model
+    ignored: dict[str, str] = field(default_factory=dict)  # stored key -> reason to ignore it
+    # the entries of `ignored` that are weights of the model
     left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_tensors(self) -> int:
-        """Logical tensors that it holds."""
+        """The number of logical tensors in the layout."""
         places: dict[str, list[np.ndarray]] = {}
         experts = 1 + max((int(s.expert.max()) for s in self.stored if len(s)), default=0)
         for s in self.stored:
@@ -125,7 +126,7 @@ class Layout:
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides, in elements, of a dense tensor of this shape."""
+    """Returns the strides, in elements, of a dense tensor of this shape."""
     strides, step = [], 1
     for n in reversed(shape):
         strides.append(step)
@@ -134,12 +135,12 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def whole_box(shape: tuple[int, ...]) -> Box:
-    """All of a tensor of this shape."""
+    """Returns the box that covers a whole tensor of this shape."""
     return Box((0,) * len(shape), shape)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The box that both share, or None."""
+    """Returns the intersection of two boxes, None if it is empty."""
     low = tuple(map(max, a.offset, b.offset))
     shape = tuple(
         min(x + n, y + m) - z
@@ -149,8 +150,9 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piece | None:
-    """The piece in a buffer of the same shape that is not dense (a view); None where no affine map
-    can say it.
+    """Returns the piece as placed in a strided buffer of the same shape (a view).
+
+    Returns None if no affine map describes that place.
     """
     dense = row_major(shape)
 
@@ -177,9 +179,7 @@ def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piec
 
 
 def moves(source: Piece, target: Piece) -> list[Move]:
-    """What brings the part of `target`'s box that `source` holds into place: as few 2-D moves as
-    there are.
-    """
+    """Returns as few 2-D moves as possible that copy the intersection of both boxes."""
     box = overlap(source.box, target.box)
     if box is None:
         return []
@@ -189,7 +189,7 @@ def moves(source: Piece, target: Piece) -> list[Move]:
             (o - p) * s for o, p, s in zip(box.offset, piece.box.offset, piece.strides, strict=True)
         )
 
-    # (size, source stride, target stride), neighbours merged where both sides run on
+    # (size, source stride, target stride); axes are merged if they are contiguous on both sides
     axes: list[tuple[int, int, int]] = []
     for n, s, t in zip(box.shape, source.strides, target.strides, strict=True):
         if n == 1:
@@ -209,8 +209,10 @@ def moves(source: Piece, target: Piece) -> list[Move]:
 
 
 def coalesce(listed: Iterable[Move]) -> list[Move]:
-    """The same moves, fewer: single rows that follow each other on both sides become one row, and
-    rows a constant pitch apart one move.
+    """Returns fewer moves that copy the same elements.
+
+    Single rows that follow each other on both sides become one row. Rows at a constant pitch become
+    one move.
     """
     out: list[Move] = []
     for m in sorted(listed, key=lambda m: m.dst_start):
@@ -237,13 +239,13 @@ def coalesce(listed: Iterable[Move]) -> list[Move]:
 
 
 def by_rows(move: Move, width: int) -> list[Move]:
-    """The same elements in moves that go along the rows of a source [.., width] and down its
-    columns, one axis each.
+    """Returns moves of the same elements of which each axis goes along the rows of a source
+    [.., width] or down its columns.
 
     So the row of an element depends on one of its two indices, and its column on the other. Runs
-    that pass a row's end are cut there:
+    that pass the end of a row are cut there:
 
-        width 3, one row of 8 from 2 on     . . a | b c d | e f g | h . .     ->     a, [b c d][e f g], h
+        width 3, one row of 8 from 2 on    . . a | b c d | e f g | h . .   ->   a, [b c d][e f g], h
     """
     start, src, dst = move.src_start % width, move.src_step, move.dst_step
 
@@ -278,21 +280,10 @@ def by_rows(move: Move, width: int) -> list[Move]:
 
 
 def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
-    """None if the boxes cover a tensor of this shape exactly once; else what is wrong,
-    in numbers.
-    """
-    if any(
-        o < 0 or o + n > size
-        for b in boxes
-        for o, n, size in zip(b.offset, b.shape, shape, strict=True)
-    ):
-        bad = next(
-            b
-            for b in boxes
-            for o, n, size in zip(b.offset, b.shape, shape, strict=True)
-            if o < 0 or o + n > size
-        )
-        return f"the box {list(bad.shape)} at {list(bad.offset)} reaches outside {list(shape)}"
+    """Returns None if the boxes cover a tensor of this shape exactly once, else the problem."""
+    for b in boxes:
+        if any(o < 0 or o + n > size for o, n, size in zip(b.offset, b.shape, shape, strict=True)):
+            return f"the box {list(b.shape)} at {list(b.offset)} reaches outside {list(shape)}"
     volume = sum(math.prod(b.shape) for b in boxes)
     if len(boxes) > 1:
         low = np.array([b.offset for b in boxes], "i8")
@@ -310,13 +301,13 @@ def tiles(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
 
 
 def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
-    """[(start, length)] of the elements of a flat buffer that no piece covers; and what is wrong if
-    two pieces share one or one lies outside.
+    """Returns [(start, length)] of the elements of a flat buffer that no piece covers, and the
+    problem if two pieces overlap or one reaches outside.
     """
     starts, lengths = [], []
     for row in (m for p in pieces for m in moves(p, p)):
         flat = row.src_start + np.arange(row.rows, dtype="i8") * row.src_pitch
-        # element by element; a run of neighbours is one interval, however long
+        # strided elements are intervals of 1 each; a run of neighbours is one interval
         if row.src_step != 1:
             flat = (flat[:, None] + np.arange(row.run, dtype="i8") * row.src_step).ravel()
         starts.append(flat)

@@ -1,5 +1,5 @@
-"""Joins two layouts over logical boxes into a plan: which bytes go where, and the proof that each
-is written once.
+"""Joins two layouts over logical boxes into copies of bytes, and proves that each byte is written
+once.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from mckpt.geometry.box import Layout, Piece, Stored, by_rows, coalesce, gaps, m
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import Grid
 
-# One copy: `rows` rows of `run` elements, a pitch apart on either side; a step is the distance of
-# neighbouring elements in a row. 2-D and affine on both sides, so it covers shards of columns,
-# interleaving and transposes. 74 bytes.
+# One copy: `rows` rows of `run` elements. A pitch is the distance of rows, a step that of
+# neighbouring elements in a row. It is 2-D and affine on both sides, so it describes shards of
+# columns, interleaving and transposes. 74 bytes.
 COPY = np.dtype(
     [
-        # copies of one number move parts of one logical tensor, so one staging pass can serve them
-        # all
-        ("tensor", "i4"),
+        ("tensor", "i4"),  # number of the logical tensor; `Joined.name` has its name
         ("src_file", "i4"),
         ("dst_file", "i4"),
         ("cast", "u2"),  # index into Joined.casts: (source dtype, target dtype)
-        ("grid", "i4"),  # index into Joined.grids, by which the source is scaled; UNSCALED
+        ("grid", "i4"),  # index into Joined.grids, or UNSCALED
         ("rows", "i8"),
         ("run", "i8"),  # elements
-        ("src_at", "i8"),  # bytes from here on
+        ("src_at", "i8"),  # bytes, as are all further fields
         ("dst_at", "i8"),
         ("src_pitch", "i8"),
         ("dst_pitch", "i8"),
@@ -40,11 +38,9 @@ UNSCALED = -1
 
 @dataclass(frozen=True, eq=False)
 class Joined:
-    """The copies that fill one layout from another, in the order of reading, and what they are
-    called.
-    """
+    """The copies that fill one layout from another."""
 
-    copies: np.ndarray  # of COPY
+    copies: np.ndarray  # of COPY, in the order of reading
     casts: tuple[tuple[str, str], ...]  # (source dtype, target dtype)
     grids: np.ndarray  # a quantisation.Grid in each row
     names: tuple[str, ...]  # logical templates
@@ -52,7 +48,7 @@ class Joined:
     experts: int
 
     def name(self, tensor: int) -> str:
-        """The logical tensor that the `tensor` number of a copy stands for."""
+        """Returns the name of the logical tensor with the number `tensor`."""
         template, instance = divmod(tensor, self.layers * self.experts)
         return self.names[template].format(
             layer=instance // self.experts, expert=instance % self.experts
@@ -60,28 +56,23 @@ class Joined:
 
 
 def join(source: Layout, target: Layout) -> Joined:
-    """What to copy so that the target holds what the source holds, each byte once.
+    """Returns the copies that fill `target` from `source`, each byte once.
 
-    CoverError lists everything that makes this no exact cover: elements of the target that nothing
-    or two pieces fill, elements of the source that are in no rule, logical tensors that only one
-    side has.
+    Raises CoverError with all problems: elements of the target that no piece or several pieces
+    fill, elements of the source that no rule names, logical tensors that only one side has.
     """
-    layers, experts = (
-        1
-        + max(
-            (int(getattr(s, i).max()) for s in (*source.stored, *target.stored) if len(s)),
-            default=0,
-        )
-        for i in ("layer", "expert")
-    )
-    problems = [f"source: {p}" for p in _prove(source, layers, experts)] + [
-        f"target: {p}" for p in _prove(target, layers, experts)
-    ]
-    problems += _compare(
-        _present(source, layers, experts), _present(target, layers, experts), experts
-    )
+    held = [s for s in (*source.stored, *target.stored) if len(s)]
+    layers = 1 + max((int(s.layer.max()) for s in held), default=0)
+    experts = 1 + max((int(s.expert.max()) for s in held), default=0)
+    problems = [f"source: {p}" for p in _prove(source, layers, experts)]
+    problems += [f"target: {p}" for p in _prove(target, layers, experts)]
+    stored, placed = (_present(layout, layers, experts) for layout in (source, target))
+    problems += _compare(stored, placed, experts)
     if problems:
-        raise CoverError.of("the plan is no exact cover:", problems)
+        raise CoverError.of(
+            "the plan would not use each source element and write each target element once:",
+            problems,
+        )
 
     names = tuple(sorted(source.shapes))
     number = {name: i * layers * experts for i, name in enumerate(names)}
@@ -113,27 +104,17 @@ def join(source: Layout, target: Layout) -> Joined:
                 src, dst = itemsize(s.stored_as), itemsize(t.dtype)
                 for m in found if len(here) else ():
                     part = np.empty(len(here), COPY)
-                    part["tensor"], part["cast"], part["rows"], part["run"] = (
-                        number[name] + ids[here],
-                        cast,
-                        m.rows,
-                        m.run,
-                    )
+                    part["tensor"], part["cast"] = number[name] + ids[here], cast
+                    part["rows"], part["run"] = m.rows, m.run
                     part["grid"] = UNSCALED if first is None else first + rows
                     part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
-                    part["src_at"], part["dst_at"] = (
-                        s.at[rows] + m.src_start * src,
-                        t.at[here] + m.dst_start * dst,
-                    )
-                    part["src_pitch"], part["src_step"], part["dst_pitch"], part["dst_step"] = (
-                        m.src_pitch * src,
-                        m.src_step * src,
-                        m.dst_pitch * dst,
-                        m.dst_step * dst,
-                    )
+                    part["src_at"] = s.at[rows] + m.src_start * src
+                    part["dst_at"] = t.at[here] + m.dst_start * dst
+                    part["src_pitch"], part["src_step"] = m.src_pitch * src, m.src_step * src
+                    part["dst_pitch"], part["dst_step"] = m.dst_pitch * dst, m.dst_step * dst
                     parts.append(part)
     copies = np.concatenate(parts) if parts else np.empty(0, COPY)
-    parts.clear()  # which are as large
+    parts.clear()  # they take as much memory
     order = np.lexsort((copies["src_at"], copies["src_file"]))
     return Joined(copies[order], tuple(casts), np.concatenate(grids), names, layers, experts)
 
@@ -150,23 +131,24 @@ def _by_name(s: Stored) -> dict[str, list[Piece]]:
 
 
 def _columns(bits: np.ndarray) -> np.ndarray:
-    """[rows, n] of zeros and ones -> [n] numbers, equal where the columns are: sorting those takes
-    a tenth of sorting columns.
+    """Numbers the columns of an array of zeros and ones; equal columns get equal numbers.
+
+    Sorting these numbers takes a tenth of the time of sorting columns.
     """
     out = np.zeros(bits.shape[1], "i8")
     for i, row in enumerate(bits, 1):
         out = 2 * out + row
-        if i % 32 == 0:  # before they have more bits than a number
+        if i % 32 == 0:  # before the numbers overflow
             out = np.unique(out, return_inverse=True)[1]
     return out
 
 
 def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
-    """Problems of one layout: buffers that their pieces do not fill once, logical tensors that the
-    pieces do not cover once.
+    """Returns the problems of one layout: buffers that their pieces do not fill once, and logical
+    tensors that the pieces do not cover once.
 
-    Geometry is the same at every layer and expert that the same stored tensors hold, so each is
-    proved once.
+    All layers and experts that the same stored tensors hold have one geometry, which is checked
+    once.
     """
     problems = []
     holders: dict[str, list[tuple[Stored, list[Piece]]]] = {}
@@ -212,7 +194,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
 
 
 def _present(layout: Layout, layers: int, experts: int) -> dict[str, np.ndarray]:
-    """For each logical template: which (layer, expert) of it the layout holds."""
+    """Returns, for each logical template, a mask of the (layer, expert) that the layout holds."""
     out: dict[str, np.ndarray] = {}
     for s in layout.stored:
         for name in _by_name(s) if not s.replica else ():

@@ -1,12 +1,14 @@
-"""How logical tensors are laid in one stored tensor: each packing is written once, as which box
-goes where, in storage order.
+"""Packings: how several logical tensors are laid out in one stored tensor.
+
+Each packing is written once, as a list of boxes and their places, in storage order:
 
     one      [ a ]
-    concat   [ a | b | c ]                    along axis 0; tensor parallelism cuts the whole
-    gated    [ gate | up ]                    along axis 0; tensor parallelism cuts each part on its own
-    qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]    along axis 0, one query group after the other (Megatron-Core, attention.py)
+    concat   [ a | b | c ]                   along axis 0; tensor parallelism cuts the whole
+    gated    [ gate | up ]                   along axis 0; tensor parallelism cuts each part
+    qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]   along axis 0, one query group after the other
+                                             (Megatron-Core, attention.py)
 
-Everything is elements; layer and expert axes are not seen here.
+All numbers are elements. Tensors have no layer and expert axes here.
 """
 
 from __future__ import annotations
@@ -20,27 +22,23 @@ Shape = tuple[int, ...]
 
 
 class Placed(NamedTuple):
-    """A box of member number `member`, at an offset of the packed tensor."""
+    """A box of one logical tensor and its place in the packed tensor."""
 
-    member: int
+    member: int  # number of the logical tensor
     box: Box
-    at: tuple[int, ...]
+    at: tuple[int, ...]  # offset of the box in the packed tensor
 
 
 class Packed(NamedTuple):
-    """A whole stored tensor.
-
-    Boxes lie in storage order; `parts` are the rows of each part that tensor parallelism cuts on
-    its own.
-    """
+    """A whole stored tensor."""
 
     shape: Shape
-    placed: tuple[Placed, ...]
-    parts: tuple[int, ...]
+    placed: tuple[Placed, ...]  # in storage order
+    parts: tuple[int, ...]  # rows of each part that tensor parallelism cuts on its own
 
 
 class PackingError(ValueError):
-    """Shapes that do not fit the packing."""
+    """The shapes do not fit the packing."""
 
 
 def _stack(shapes: Sequence[Shape]) -> tuple[Placed, ...]:
@@ -99,15 +97,14 @@ TP_KINDS = ("column", "row", "vocab", "replicated")
 
 
 def padded(packed: Packed, rows: int) -> Packed:
-    """The same tensor with `rows` rows in all; those beyond its own are padding that no
-    box covers.
-    """
+    """Returns the packed tensor with `rows` rows; no box covers the rows that this adds."""
     return packed._replace(shape=(rows, *packed.shape[1:]), parts=(rows,))
 
 
 def shard(packed: Packed, kind: str, rank: int, size: int) -> list[Box]:
-    """The boxes of the packed tensor that one tensor-parallel rank holds, in the order in which its
-    shard stacks them along axis 0.
+    """Returns the boxes of the packed tensor that one tensor-parallel rank holds.
+
+    They are in the order in which its shard stacks them along axis 0.
     """
     shape = packed.shape
     zeros = (0,) * (len(shape) - 1)
@@ -133,8 +130,11 @@ def _divide(n: int, size: int, what: str) -> int:
 def buffer(
     packed: Packed, boxes: Sequence[Box], names: Sequence[str], transposed: bool = False
 ) -> tuple[Shape, tuple[Piece, ...]]:
-    """Shape and pieces of the buffer that stacks `boxes` of the packed tensor along axis 0 (or
-    stores the transpose of that).
+    """Returns the shape and the pieces of a buffer that stacks `boxes` of the packed tensor.
+
+    boxes: stacked along axis 0.
+    names: logical names of the members.
+    transposed: the buffer stores the transpose of the stack.
     """
     shape = (sum(b.shape[0] for b in boxes), *boxes[0].shape[1:])
     strides = row_major(shape[::-1])[::-1] if transposed else row_major(shape)

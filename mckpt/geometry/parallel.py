@@ -1,5 +1,5 @@
-"""Parallel sizes, and what they place where: layers on pipeline stages, experts and shards in the
-files of a `torch` checkpoint.
+"""Parallel sizes: which pipeline stage holds which layers, and which files of a `torch` checkpoint
+hold which shards and experts.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 from mckpt.errors import UsageError
 
-MAX_STAGES = 4096  # bounds what a layout string such as (t|)*1000000000 may unroll to
-# of any parallel size, and of their products: args can say any number, and ranks are listed
+MAX_STAGES = 4096  # most stages to which a layout string such as (t|)*1000000000 may unroll
+# Limit of each parallel size and of their products: the args of a checkpoint can have any number,
+# and ranks are listed.
 MAX_SIZE = 65536
 
 
@@ -20,11 +21,14 @@ MAX_SIZE = 65536
 class Parallel:
     """Megatron's parallel sizes.
 
-    `etp` is that of experts (None: as tp); `vpp` the virtual stages of each pipeline rank.
+    etp: tensor parallelism of experts; None means as tp.
+    vpp: virtual stages of each pipeline rank.
 
-    Uneven pipelines, as Megatron's flags say them: layers of the first and last stage, embedding
-    and loss counted as a layer, or a whole `layout` ("Ettt|(tt|)*6tL", see
+    The other fields describe uneven pipelines, as Megatron's flags do: the layers of the first and
+    last stage, embedding and loss counted as a layer, or a whole `layout` ("Ettt|(tt|)*6tL", see
     PipelineParallelLayerLayout of Megatron-Core).
+
+    Raises UsageError for sizes that are out of range or contradict each other.
     """
 
     tp: int = 1
@@ -63,8 +67,8 @@ class Parallel:
         accounted = self.account_for_embedding or self.account_for_loss
         if uneven + accounted + (self.layout is not None) > 1:
             raise UsageError(
-                "say one of: layers of the first and last stage, account-for-embedding/loss, or a"
-                " pipeline layout; Megatron refuses two"
+                "choose one of: layers of the first and last stage, account-for-embedding/loss, or"
+                " a pipeline layout; Megatron refuses two"
             )
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(
@@ -76,11 +80,11 @@ class Parallel:
         return self.tp if self.etp is None else self.etp
 
     def stages(self, num_layers: int, mtp_layers: int = 0) -> list[list[list[int]]]:
-        """[pipeline rank][virtual stage] -> global layers, as Megatron-Core places them
-        (transformer_block.py, get_num_layers_to_build).
+        """Returns the global layers of each [pipeline rank][virtual stage], as Megatron-Core places
+        them (transformer_block.py, get_num_layers_to_build).
 
-        Those of multi-token prediction are not among them: they are all in `mtp_stage`. UsageError
-        if the sizes do not fit.
+        The layers of multi-token prediction are not among them: all of them are in `mtp_stage`.
+        Raises UsageError if the sizes do not fit.
         """
         counts = self._counts(num_layers, mtp_layers)
         placed: list[list[list[int]]] = [[] for _ in range(self.pp)]
@@ -96,8 +100,8 @@ class Parallel:
 
     @property
     def mtp_stage(self) -> tuple[int, int]:
-        """(pipeline rank, virtual stage) of the layers of multi-token prediction: the last, but
-        where a layout says otherwise.
+        """The (pipeline rank, virtual stage) of the layers of multi-token prediction: the last one,
+        unless a layout names another.
         """
         stages = _parse_layout(self.layout) if self.layout is not None else []
         at = next((i for i, stage in enumerate(stages) if "m" in stage), self.pp * self.vpp - 1)
@@ -151,7 +155,7 @@ class Parallel:
         )
         if left < 0 or (left % ranks if ranks else left):
             raise UsageError(
-                f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); say another"
+                f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); choose another"
                 " --pp, or place them unevenly"
             )
         if given and ranks and not left:
@@ -162,7 +166,7 @@ class Parallel:
         if given and not ranks and self.vpp > 1:
             raise UsageError(
                 "layers of the first and last stage at pp 2 with virtual stages: Megatron divides"
-                " by zero; say --pipeline-model-parallel-layout"
+                " by zero; use --pipeline-model-parallel-layout"
             )
         per_rank = [given.get(p, left // ranks if ranks else 0) for p in range(self.pp)]
         if any(n % self.vpp for n in per_rank):
@@ -180,14 +184,18 @@ class Parallel:
         return counts
 
     def files(self, experts: bool, saved: bool = False) -> list[tuple[int, int]]:
-        """(tp rank, ep rank) of the files that the ranks of one pipeline stage read from a `torch`
-        checkpoint, in order.
+        """Returns, in order, the (tp rank, ep rank) of the files that the ranks of one pipeline
+        stage read from a `torch` checkpoint.
 
-        {(r % TP, (r // ETP) % EP)} over the ranks r of one stage: with ETP != TP these are not all
-        of TP x EP. `saved`: only those that Megatron-LM itself writes, by ranks that are first in a
-        data-parallel group, dense or of experts; where TP and ETP x EP do not divide each other
-        these are fewer than its ranks ask for (checkpointing.py get_checkpoint_name,
-        save_checkpoint; Megatron-Core, RankGenerator).
+        They are {(r % TP, (r // ETP) % EP)} over the ranks r of one stage; with ETP != TP that is
+        less than TP x EP.
+
+        saved: return only the files that Megatron-LM itself writes. The first rank of each
+            data-parallel group, dense or of experts, writes one. If TP and ETP x EP do not divide
+            each other, its ranks read more files than it writes (checkpointing.py
+            get_checkpoint_name, save_checkpoint; Megatron-Core, RankGenerator).
+
+        Raises UsageError if one file would hold two shards of an expert.
         """
         if not experts:
             return [(t, 0) for t in range(self.tp)]
@@ -201,14 +209,14 @@ class Parallel:
         return sorted({(r % self.tp, (r // etp) % self.ep) for r in range(ranks)})
 
     def check(self, num_experts: int) -> None:
-        """UsageError if the sizes do not fit a model with that many experts (0: dense)."""
+        """Raises UsageError if the sizes do not fit a model with that many experts (0: dense)."""
         if self.ep > 1 and num_experts == 0:
             raise UsageError(f"ep {self.ep} on a model without experts")
         if num_experts and num_experts % self.ep:
             raise UsageError(f"{num_experts} experts do not divide by ep {self.ep}")
 
     def directory(self, tp: int, pp: int, ep: int) -> str:
-        """The name of one rank's directory: mp_rank_TT[_PPP][_EEE]."""
+        """Returns the name of one rank's directory: mp_rank_TT[_PPP][_EEE]."""
         return (
             f"mp_rank_{tp:02d}"
             + (f"_{pp:03d}" if self.pp > 1 else "")
@@ -217,9 +225,9 @@ class Parallel:
 
     @classmethod
     def of_args(cls, args: dict[str, Any]) -> Parallel:
-        """The sizes that a checkpoint's args say."""
+        """Reads the sizes from a checkpoint's args."""
         layout = args.get("pipeline_model_parallel_layout")
-        if isinstance(layout, dict):  # Megatron keeps an object that remembers what it was made of
+        if isinstance(layout, dict):  # Megatron stores an object, which has the original string
             layout = layout.get("input_data")
         if isinstance(layout, (list, tuple)):
             short = {"embedding": "E", "decoder": "t", "loss": "L", "mtp": "m"}
@@ -246,7 +254,7 @@ class Parallel:
         )
 
     def args(self) -> dict[str, Any]:
-        """These sizes as Megatron's args."""
+        """Returns the sizes as Megatron's args."""
         return {
             "tensor_model_parallel_size": self.tp,
             "pipeline_model_parallel_size": self.pp,
@@ -261,9 +269,9 @@ class Parallel:
         }
 
     def with_(self, **sizes: Any) -> Parallel:
-        """The same with other sizes; None keeps what is here.
+        """Returns a copy with other sizes; None and False keep the present value.
 
-        Another pp or layout takes the uneven split of the old one away.
+        Another pp or layout removes the present uneven split.
         """
         given = {k: v for k, v in sizes.items() if v not in (None, False)}
         base = self
@@ -294,12 +302,13 @@ class Parallel:
 
 
 def _parse_layout(text: str) -> list[str]:
-    """The stages of a layout string, E embedding, t decoder layer, m MTP layer, L loss:
-    "Et*3|(tt|)*2L" -> ["Ettt", "tt", "tt", "L"].
+    """Returns the stages of a layout string: "Et*3|(tt|)*2L" -> ["Ettt", "tt", "tt", "L"].
+
+    E is the embedding, t a decoder layer, m an MTP layer, L the loss.
     """
     if not isinstance(text, str) or len(text) > MAX_STAGES:
         raise UsageError(
-            f"the layout {str(text)[:60]!r} is no text of at most {MAX_STAGES:,} characters"
+            f"the layout {str(text)[:60]!r} is not text of at most {MAX_STAGES:,} characters"
         )
     out, left = text.replace(",", ""), 64 * MAX_STAGES
 
@@ -312,7 +321,7 @@ def _parse_layout(text: str) -> list[str]:
             )
         return m[1] * int(m[2])
 
-    # as Megatron reads it: groups first, blanks are no part of it
+    # unroll groups first, as Megatron does
     for pattern in (r"\(([^)]+)\)\*(\d{1,5})", r"(.)\*(\d{1,5})"):
         out = re.sub(pattern, unrolled, out)
     stages = out.split("|")

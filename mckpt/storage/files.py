@@ -1,4 +1,4 @@
-"""Small files that are read whole, and files that are to be written."""
+"""Small files that are read whole, the error of a file that cannot be read, and target files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,16 @@ from mckpt.errors import SourceError, StorageError
 BLOCK = 1 << 20  # bytes of a copied file in memory at once
 
 
+def unreadable(path: str | Path, error: OSError) -> StorageError:
+    """Returns the error to raise when the operating system refuses to read a file."""
+    return StorageError(f"{path}: cannot be read: {error.strerror or error}")
+
+
 def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
-    """A small file's bytes; StorageError or SourceError (larger than `limit` bytes) names it."""
+    """Returns the bytes of a small file.
+
+    Raises StorageError if it cannot be read, SourceError if it has more than `limit` bytes.
+    """
     try:
         size = os.stat(path).st_size
         if size > limit:
@@ -25,11 +33,11 @@ def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
         with open(path, "rb") as f:
             return f.read()
     except OSError as e:
-        raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+        raise unreadable(path, e) from e
 
 
 class Made(Protocol):
-    """Bytes whose number is known before they are made."""
+    """Bytes that are made when they are written; their number is known before."""
 
     @property
     def nbytes(self) -> int: ...
@@ -38,31 +46,31 @@ class Made(Protocol):
 
 
 class TargetFile(NamedTuple):
-    """A file to be written: its path in the staging directory, its size in bytes, and what in it is
-    not tensor data.
+    """A file to be written.
 
-    `fixed` is called once, from a worker thread, after the data of this file is written: with
-    crc_of(offset, nbytes) -> crc32 of that range of the file's data (None unless the checksum is
-    crc32), it returns (offset, bytes) pairs. What neither a copy nor `fixed` writes is zeros.
+    A worker thread calls `fixed` once, after the tensor data of this file is written. It returns
+    the other bytes of the file as (offset, bytes) pairs. Its argument is crc_of(offset, nbytes),
+    the crc32 of a range of the file's data, or None unless the checksum is crc32. Bytes that
+    neither a copy nor `fixed` writes are zeros.
     """
 
-    path: str
-    size: int
+    path: str  # in the staging directory
+    size: int  # bytes
     fixed: Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]
 
     @classmethod
     def whole(cls, path: str, data: bytes) -> TargetFile:
-        """A small file whose every byte is known."""
+        """Describes a small file of which every byte is known."""
         return cls.headed(path, data, 0)
 
     @classmethod
     def headed(cls, path: str, head: bytes, nbytes: int) -> TargetFile:
-        """A file of `head` and after it `nbytes` of tensor data."""
+        """Describes a file of `head` and, after it, `nbytes` of tensor data."""
         return cls(path, len(head) + nbytes, lambda crc_of: [(0, head)])
 
     @classmethod
     def pieces(cls, path: str, pieces: Sequence[Made]) -> TargetFile:
-        """A file without tensor data, made when it is written, a piece at a time."""
+        """Describes a file without tensor data, which is made a piece at a time when written."""
         starts = [0, *itertools.accumulate(piece.nbytes for piece in pieces)]
         return cls(
             path,
@@ -74,9 +82,10 @@ class TargetFile(NamedTuple):
 
     @classmethod
     def copy(cls, path: str, source: Path) -> TargetFile:
-        """A file copied as it is, a block at a time.
+        """Describes a copy of a source file, made a block at a time when written.
 
-        SourceError, now or then, if it cannot be read or is of another size then.
+        Raises SourceError if the source cannot be read now. Writing raises StorageError if it
+        cannot be read then, SourceError if its size has changed.
         """
         size, _ = stamp(source)
 
@@ -89,7 +98,7 @@ class TargetFile(NamedTuple):
                         at += len(block)
                     now = os.fstat(f.fileno()).st_size
             except OSError as e:
-                raise StorageError(f"{source}: cannot be read: {e.strerror or e}") from e
+                raise unreadable(source, e) from e
             if block or at != size:
                 raise SourceError(
                     f"{source}: had {size:,} bytes when the plan was made, and has {now:,} now; run"
@@ -100,13 +109,13 @@ class TargetFile(NamedTuple):
 
 
 def stamp(path: Path) -> tuple[int, int]:
-    """Bytes and mtime, in ns, of a file that is to be copied whole.
+    """Returns the size in bytes and the mtime in ns of a file that is to be copied whole.
 
-    SourceError if it cannot be read.
+    Raises SourceError if it cannot be read or is not a regular file.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait
-            raise SourceError(f"{path}: is no file that could be copied; remove it")
+            raise SourceError(f"{path}: is not a regular file and cannot be copied; remove it")
         with open(path, "rb") as f:
             found = os.fstat(f.fileno())
     except OSError as e:
@@ -115,7 +124,5 @@ def stamp(path: Path) -> tuple[int, int]:
                 f"{path}: is a link to {os.readlink(path)}, which is not there; restore that file"
                 " or remove the link"
             ) from None
-        raise SourceError(
-            f"{path}: cannot be read: {e.strerror or e}; make it readable or remove it"
-        ) from e
+        raise SourceError(f"{unreadable(path, e)}; make it readable or remove it") from e
     return found.st_size, found.st_mtime_ns

@@ -25,7 +25,7 @@ def unfinished(root: Path) -> str | None:
     """Returns a sentence on the runs of mckpt that work in a directory or were interrupted there;
     None if there are none.
     """
-    said = []
+    sentences = []
     for folder in sorted(
         p for p in root.glob(f"{STAGING}*") if p.is_dir() and not p.name.endswith(OVER)
     ):
@@ -40,17 +40,17 @@ def unfinished(root: Path) -> str | None:
         if (folder / "data" / MANIFEST).exists():
             share = f"all {size:,} bytes are written, and not yet in place"
         if locked(folder / LOCK):
-            said.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
+            sentences.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
         else:
-            said.append(
+            sentences.append(
                 f"A run of mckpt was interrupted here ({folder.name}): {share}. The same command"
                 " goes on where it stopped."
             )
-    return " ".join(said) or None
+    return " ".join(sentences) or None
 
 
 def sync(path: Path) -> None:
-    """fsync of a file or directory."""
+    """Syncs a file or directory to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -59,9 +59,9 @@ def sync(path: Path) -> None:
 
 
 def lock(fd: int) -> bool:
-    """Whether the file could be locked.
+    """Tries to lock a file for one second; returns whether it did.
 
-    Those who look whether it is lock it themselves, for a moment.
+    It retries because `locked` in another process holds the lock for a moment.
     """
     for _ in range(20):
         with suppress(OSError):
@@ -72,7 +72,7 @@ def lock(fd: int) -> bool:
 
 
 def locked(path: Path) -> bool:
-    """Whether another process holds a lock of this file."""
+    """Whether another process holds a lock on this file."""
     if not path.exists():
         return False
     fd = os.open(path, os.O_RDONLY)

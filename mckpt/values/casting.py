@@ -1,6 +1,4 @@
-"""Casts between the dtypes of weights, as numpy has them, at the speed of memory also where 16 bits
-become or were float16.
-"""
+"""Casts between the dtypes of weights, with numpy's values; also float16 at the speed of memory."""
 
 from __future__ import annotations
 
@@ -9,18 +7,19 @@ from collections.abc import Iterator
 
 from mckpt.lazy import numpy as np
 
-PIECE = 32 << 10  # elements at a time: what they take beside the arguments stays in L2
+PIECE = 32 << 10  # elements at a time, so that the scratch memory stays in L2
 
 
 def scratch(elements: int) -> int:
-    """Bytes that `cast` and `has_infinity` take, beside their arguments, for so many elements."""
-    # an index of 8 bytes, and a value of up to 4 where `out` has strides
+    """Returns the bytes of scratch memory that `cast` and `has_infinity` need for `elements`."""
+    # an index of 8 bytes, and a value of up to 4 bytes if `out` has strides
     return 12 * min(elements, PIECE)
 
 
 def cast(src: np.ndarray, out: np.ndarray) -> None:
-    """Fills `out` [m, n] with the values of `src` [m, n], rounded to even; what is too large
-    becomes infinite.
+    """Fills `out` [m, n] with the values of `src` [m, n], rounded to even.
+
+    Values that are too large become infinite.
     """
     table = _table(src.dtype, out.dtype)
     if table is None:
@@ -29,22 +28,21 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
         return
     codes = src.view("u2")
     for part in pieces(*src.shape):
-        # no code is beyond the table, and this mode does not buffer `out`
+        # every code is in the table; mode="wrap" only avoids a buffer for `out`
         table.take(codes[part], out=out[part], mode="wrap")
 
 
 def has_infinity(values: np.ndarray) -> bool:
-    """Whether float16 `values`, PIECE at most, have any: a sixth of the time of numpy's isinf."""
+    """Whether any of at most PIECE float16 values is infinite, in a sixth of the time of isinf."""
     return bool(((values.view("u2") & 0x7FFF) == 0x7C00).any())
 
 
 @functools.cache
 def _table(src: np.dtype, dst: np.dtype) -> np.ndarray | None:
-    """What each of the 65,536 codes of `src` is as `dst`, in 256 KiB at most, which stay in L2;
-    None where numpy's cast needs no help.
+    """Returns each of the 65,536 codes of `src` as a `dst`; None if numpy's own cast is fast.
 
-    numpy's wheels for x86 cast float16 without F16C: bfloat16 to it takes 3 to 5 ns an element, by
-    the table 1.5 to 2.
+    The table takes at most 256 KiB, which stay in L2. numpy's wheels for x86 cast float16 without
+    F16C: bfloat16 to float16 takes 3 to 5 ns per element, and 1.5 to 2 ns with the table.
     """
     if src == dst or src.itemsize != 2 or dst.itemsize > 4 or "float16" not in (src.name, dst.name):
         return None
@@ -53,7 +51,7 @@ def _table(src: np.dtype, dst: np.dtype) -> np.ndarray | None:
 
 
 def pieces(m: int, n: int, most: int = PIECE) -> Iterator[tuple[slice, slice]]:
-    """Parts of an [m, n] of at most `most` elements each, row by row."""
+    """Yields the slices that cut an [m, n] array into parts of at most `most` elements."""
     rows = max(1, most // max(1, n))
     for row in range(0, m, rows):
         for column in range(0, n, most):

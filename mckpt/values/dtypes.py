@@ -14,7 +14,7 @@ class DType(NamedTuple):
     name: str  # torch's name, used everywhere in mckpt
     itemsize: int  # bytes
     safetensors: str
-    # class name of torch's typed storage; None: torch pickles these as _rebuild_tensor_v3
+    # class name of torch's typed storage; None if torch pickles the dtype with _rebuild_tensor_v3
     storage: str | None
 
 
@@ -41,7 +41,7 @@ ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def itemsize(name: str) -> int:
-    """Bytes of one element."""
+    """Returns the bytes of one element; raises SourceError for an unknown dtype."""
     try:
         return TABLE[name].itemsize
     except KeyError:
@@ -49,7 +49,10 @@ def itemsize(name: str) -> int:
 
 
 def parse(name: str) -> str:
-    """A dtype as a user says it (bf16, bfloat16, torch.bfloat16) -> mckpt's name."""
+    """Returns mckpt's name of a dtype that a user writes as bf16, bfloat16 or torch.bfloat16.
+
+    Raises UsageError for an unknown dtype.
+    """
     short = name.removeprefix("torch.")
     short = ALIASES.get(short, short)
     if short not in TABLE:
@@ -58,9 +61,9 @@ def parse(name: str) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype:
-    """The numpy dtype (ml_dtypes for those that numpy lacks)."""
+    """Returns the numpy dtype; ml_dtypes provides those that numpy lacks."""
     if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        import ml_dtypes  # costs 15 ms; most runs never cast
+        import ml_dtypes  # takes 15 ms, and most runs never cast
 
         return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.entries import Entry, entry_of
-from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import (
     Format,
     Names,
@@ -36,7 +36,7 @@ from mckpt.geometry.packing import Packed, PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, MappingFile, Scope
-from mckpt.storage.files import TargetFile
+from mckpt.storage.files import TargetFile, unreadable
 
 FILE = "model_optim_rng.pt"
 CHOICES = {"keys": ("local",)}  # of the dialects
@@ -286,7 +286,7 @@ class Torch:
         try:
             fd = os.open(path, os.O_RDONLY)
         except OSError as e:
-            raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+            raise unreadable(path, e) from e
         try:
             value, data = self._pickles.read(fd, path)
         finally:

@@ -25,7 +25,7 @@ from typing import Any
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.containers.entries import Entry
-from mckpt.errors import SourceError, StorageError
+from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
     Names,
@@ -48,7 +48,7 @@ from mckpt.geometry.box import Box, Layout, Stored
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
-from mckpt.storage.files import read_file
+from mckpt.storage.files import read_file, unreadable
 from mckpt.values.dtypes import itemsize
 
 CHOICES = {"keys": ("global",)}  # of the dialects
@@ -291,7 +291,7 @@ class TorchDist:
         try:
             fd = os.open(path, os.O_RDONLY)
         except OSError as e:
-            raise StorageError(f"{path}: cannot be read: {e.strerror or e}") from e
+            raise unreadable(path, e) from e
         try:
             return torch_file.read(fd, path, base, length)
         finally:
@@ -313,7 +313,7 @@ class _Files:
             try:
                 self.fds[file] = os.open(self.root / file, os.O_RDONLY)
             except OSError as e:
-                raise StorageError(f"{self.root / file}: cannot be read: {e.strerror or e}") from e
+                raise unreadable(self.root / file, e) from e
         self.fds.move_to_end(file)
         return self.fds[file]
 

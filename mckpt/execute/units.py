@@ -1,0 +1,276 @@
+"""Cuts the copies of a plan into the slabs that threads take, grouped in units.
+
+Geometry only: no file, no thread, no memory budget.
+
+    copies --_normal--> flat or staged --_clustered--> clusters --_slabs--> slabs, grouped in units
+
+A **flat** copy moves long runs of bytes that are neighbours on both sides: a plain byte range. All
+other copies are **staged**. Staged copies that share rows of a source or of a target form one
+**cluster** (`clusters`).
+
+A **slab** is some rows of one cluster. A **unit** is about 256 MiB of slabs. Both depend on the
+copies alone, so that a run can go on with other threads and another memory budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mckpt.execute.clusters import SAME, SECTOR
+from mckpt.geometry.join import COPY, UNSCALED
+from mckpt.values.dtypes import itemsize
+
+# bytes between two entries of the journal, which each thread may have to do again after a kill;
+# smaller units sync files more often
+UNIT = 256 << 20
+SLAB = 16 << 20  # bytes that a thread takes at a time: 5 ms of work, and 0.1 ms to hand it out
+# bytes; shorter runs of flat copies are staged, so that one system call moves several of them
+SHORT_RUN = 64 << 10
+# elements; longer 1-D casts and strided copies are cut into rows of this length, so that a buffer
+# can take any number of them
+FOLD = 8192
+
+_LENGTHS = ["rows", "run", "src_at", "dst_at", "src_pitch", "dst_pitch", "src_step", "dst_step"]
+# A COPY whose steps may be as large as pitches, and the bytes of an element; 86 bytes. There are
+# 10**5 to 10**6 copies, so these arrays are changed in place, column by column.
+_WORK = np.dtype(
+    [(name, "i4") for name in ("tensor", "src_file", "dst_file", "cast", "grid")]
+    + [(name, "i8") for name in _LENGTHS]
+    + [(name, "u1") for name in ("src_item", "dst_item")]
+)
+_SLABS = np.dtype(
+    [("cluster", "i4"), ("row", "i8"), ("end", "i8"), ("bytes", "i8"), ("unit", "i4")]
+)
+
+
+class Work(NamedTuple):
+    """A plan cut into slabs.
+
+    The copies of cluster i are `copies[bounds[i] : bounds[i + 1]]`.
+    """
+
+    copies: np.ndarray  # of _WORK
+    bounds: np.ndarray
+    # in order: (cluster, row, end, bytes, unit), which is rows [row, end) and the bytes written
+    slabs: np.ndarray
+
+    @classmethod
+    def of(cls, copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> Work:
+        """Cuts join.COPY records, which may come in any order."""
+        w, starts = _clustered(_normal(copies, casts))
+        return cls(w, np.append(starts, np.int32(len(w))), _slabs(w, starts))
+
+    def is_flat(self) -> bool:
+        """Whether all copies move as ranges of bytes, none through staging."""
+        return bool(is_ranges(self.copies).all())
+
+    def cluster(self, slab: int) -> np.ndarray:
+        """Returns the copies of a slab's cluster."""
+        cluster = self.slabs["cluster"][slab]
+        return self.copies[self.bounds[cluster] : self.bounds[cluster + 1]]
+
+
+def _is_flat(w: np.ndarray) -> np.ndarray:
+    """Returns a mask of the copies that move runs of neighbouring bytes unchanged."""
+    return (w["cast"] == SAME) & (w["src_step"] == w["src_item"]) & (w["dst_step"] == w["dst_item"])
+
+
+def is_ranges(w: np.ndarray) -> np.ndarray:
+    """Returns a mask of the copies that need no staging: flat, with rows long enough for one system
+    call each.
+    """
+    return _is_flat(w) & ((w["rows"] == 1) | (w["run"] * w["src_item"] >= SHORT_RUN))
+
+
+def _normal(copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> np.ndarray:
+    """Returns the same copies as _WORK, in source order and in one normal form.
+
+    A row is the axis along which target elements are closer together. Adjacent rows are joined and
+    long ones cut. Flat copies count in bytes (item 1), so that neighbours of any dtypes join.
+    """
+    w = np.zeros(len(copies), _WORK)
+    for name in COPY.names or ():
+        w[name] = copies[name]
+    w = _kept(w, (w["rows"] > 0) & (w["run"] > 0))
+    pairs = np.array([(itemsize(a), itemsize(b), a == b) for a, b in casts], "u1").reshape(-1, 3)
+    w["src_item"], w["dst_item"] = pairs[w["cast"], 0], pairs[w["cast"], 1]
+    w["cast"][pairs[w["cast"], 2] == 1] = SAME
+    turn = (w["run"] == 1) | ((w["rows"] > 1) & (w["dst_step"] > w["dst_pitch"]))
+    for one, other in (("rows", "run"), ("src_pitch", "src_step"), ("dst_pitch", "dst_step")):
+        w[one], w[other] = np.where(turn, w[other], w[one]), np.where(turn, w[one], w[other])
+    even = (w["src_pitch"] == w["run"] * w["src_step"]) & (
+        w["dst_pitch"] == w["run"] * w["dst_step"]
+    )
+    even &= w["grid"] == UNSCALED  # a scaled copy needs its rows and columns
+    w["run"] = np.where(even, w["run"] * w["rows"], w["run"])
+    w["rows"] = np.where(even, 1, w["rows"])
+    for side in ("src", "dst"):
+        w[f"{side}_step"] = np.where(w["run"] == 1, w[f"{side}_item"], w[f"{side}_step"])
+    flat = _is_flat(w)
+    w["run"] = np.where(flat, w["run"] * w["src_item"], w["run"])
+    for name in ("src_item", "dst_item", "src_step", "dst_step"):
+        w[name] = np.where(flat, 1, w[name])
+    return _folded(_joined(_in_source_order(_unrolled(w))))
+
+
+def _kept(w: np.ndarray, which: np.ndarray) -> np.ndarray:
+    """Returns `w[which]`, or `w` itself if that is all of it."""
+    return w if which.all() else w[which]
+
+
+def _ordered(w: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Sorts `w` in place, and returns it."""
+    if (order[1:] < order[:-1]).any():
+        for name in _WORK.names or ():
+            w[name] = w[name][order]
+    return w
+
+
+def _in_source_order(w: np.ndarray) -> np.ndarray:
+    return _ordered(w, np.lexsort((w["dst_at"], w["dst_file"], w["src_at"], w["src_file"])))
+
+
+def _unrolled(w: np.ndarray) -> np.ndarray:
+    """Makes rows of a slab or more copies of their own, so that no thread gets much more than a
+    slab.
+    """
+    times = np.where(
+        (w["run"] * w["src_item"] >= SLAB) & (w["src_step"] <= w["src_pitch"]), w["rows"], 1
+    )
+    if (times == 1).all():
+        return w
+    row = np.arange(times.sum()) - np.repeat(np.cumsum(times) - times, times)
+    w = np.repeat(w, times)
+    alone = np.repeat(times, times) > 1
+    w["rows"][alone] = 1
+    for side in ("src", "dst"):
+        w[f"{side}_at"] += row * w[f"{side}_pitch"]
+        w[f"{side}_pitch"] = np.where(
+            w["rows"] == 1, w["run"] * w[f"{side}_step"], w[f"{side}_pitch"]
+        )
+    return w
+
+
+def _joined(w: np.ndarray) -> np.ndarray:
+    """Joins flat copies that follow each other in source and target."""
+    if not len(w):
+        return w
+    row = _is_flat(w) & (w["rows"] == 1)
+    a, b = w[:-1], w[1:]
+    joins = row[:-1] & row[1:]
+    for side in ("src", "dst"):
+        joins &= (a[f"{side}_file"] == b[f"{side}_file"]) & (
+            a[f"{side}_at"] + a["run"] == b[f"{side}_at"]
+        )
+    if not joins.any():
+        return w
+    starts = np.flatnonzero(np.concatenate([[True], ~joins]))
+    run = np.add.reduceat(w["run"], starts)
+    w = w[starts]
+    w["run"] = run
+    return w
+
+
+def _folded(w: np.ndarray) -> np.ndarray:
+    """Cuts long single rows into many rows and a rest: 100 -> 3 rows of 32, 1 row of 4."""
+    width = np.where(_is_flat(w), SLAB, FOLD)
+    rows = np.where(
+        (w["rows"] == 1) & (w["run"] >= 2 * width) & (w["grid"] == UNSCALED), w["run"] // width, 0
+    )
+    many = w[rows > 0]
+    many["rows"], many["run"] = rows[rows > 0], width[rows > 0]
+    # `w` becomes the rests in place: there may be 10**6 copies, of which few were long
+    w["run"] -= rows * width
+    for side in ("src", "dst"):
+        w[f"{side}_at"] += rows * width * w[f"{side}_step"]
+        many[f"{side}_pitch"] = many["run"] * many[f"{side}_step"]
+        np.copyto(w[f"{side}_pitch"], w["run"] * w[f"{side}_step"], where=w["rows"] == 1)
+    return _in_source_order(np.concatenate([many, _kept(w, w["run"] > 0)])) if len(many) else w
+
+
+def _clustered(w: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the copies with those of each cluster side by side, and the start of each cluster.
+
+    Clusters are in source order. Staged copies with equally many rows form one cluster if their
+    rows interleave in a source or in a target: `[a0 b0 a1 b1]`, or the column shards of one matrix.
+    """
+    first = np.arange(len(w), dtype="i4")
+    staged = np.flatnonzero(~is_ranges(w)).astype("i4")
+    if len(staged):
+        first[staged] = staged[
+            _components([_neighbours(w, staged, side) for side in ("src", "dst")], len(staged))
+        ]
+    order = np.argsort(first, kind="stable")
+    first = first[order]
+    starts = np.flatnonzero(
+        np.concatenate([first[:1] == first[:1], first[1:] != first[:-1]])
+    ).astype("i4")
+    return _ordered(w, order), starts
+
+
+def _neighbours(w: np.ndarray, staged: np.ndarray, side: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns an order of the staged copies, and the places in it where a copy interleaves with
+    none before it.
+    """
+    at, file, rows = w[f"{side}_at"][staged], w[f"{side}_file"][staged], w["rows"][staged]
+    pitch = np.maximum(w[f"{side}_pitch"][staged], w[f"{side}_step"][staged])
+    order = np.lexsort((at, rows, pitch, file)).astype("i4")
+    apart = np.ones(len(staged), bool)
+    at, pitch = at[order], pitch[order]
+    apart[1:] = (at[1:] - at[:-1] >= pitch[1:]) | (pitch[1:] != pitch[:-1])
+    for other in (file[order], rows[order]):
+        apart[1:] |= other[1:] != other[:-1]
+    return order, np.flatnonzero(apart)
+
+
+def _components(groupings: list[tuple[np.ndarray, np.ndarray]], num: int) -> np.ndarray:
+    """Returns for each of `num` elements the first element that it is connected with.
+
+    A grouping is an order of the elements and the places in it where groups start. In each round,
+    every element takes the least number in its groups, and passes it on to the element that it
+    pointed at before. A few rounds are enough, even for chains.
+    """
+    least = np.arange(num, dtype="i4")
+    while True:
+        before = least.copy()
+        for order, starts in groupings:
+            low = np.minimum.reduceat(least[order], starts)
+            least[order] = np.repeat(low, np.diff(starts, append=num))
+        np.minimum.at(least, before, least.copy())
+        least = least[least]
+        if (least == before).all():
+            return least
+
+
+def _slabs(w: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Returns the slabs of all clusters, in order: (cluster, row, end row, bytes written, unit)."""
+    if not len(w):
+        return np.zeros(0, _SLABS)
+    width = np.add.reduceat(w["run"] * w["dst_item"], starts)
+    most = np.where(
+        (w["src_step"] > w["src_pitch"]) & (w["rows"] > 1),
+        SECTOR // np.maximum(w["src_pitch"], 1),
+        1,
+    )
+    most = np.maximum(np.maximum.reduceat(most, starts), np.maximum(1, SLAB // width)).astype("i4")
+    count = -(-w["rows"][starts] // most)
+    out = np.zeros(count.sum(), _SLABS)
+    cluster = out["cluster"] = np.repeat(np.arange(len(starts), dtype="i4"), count)
+    out["row"] = np.arange(len(out))
+    out["row"] -= np.repeat(np.cumsum(count) - count, count)
+    del count
+    out["row"] *= most[cluster]
+    out["end"] = most[cluster]
+    out["end"] += out["row"]
+    np.minimum(out["end"], w["rows"][starts[cluster]], out=out["end"])
+    out["bytes"] = width[cluster]
+    out["bytes"] *= out["end"] - out["row"]
+    del most, width
+    unit = np.cumsum(out["bytes"])
+    unit -= out["bytes"]
+    unit //= UNIT
+    out["unit"] = unit
+    return out
