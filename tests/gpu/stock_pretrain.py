@@ -78,10 +78,14 @@ MOE = ("mixtral", "deepseek-v3")
 FORMATS = ("torch_dist", "torch")
 # Flags of the run. They leave every weight as it is: no step, no decay, and the bias of a router's
 # experts stays too. Apex is not needed.
-RUN = """--micro-batch-size 1 --global-batch-size 2 --seq-length 128 --train-iters 2 --lr 0 --min-lr 0 --lr-decay-style constant --weight-decay 0
-    --clip-grad 1.0 --moe-router-bias-update-rate 0 --use-distributed-optimizer --no-gradient-accumulation-fusion --mock-data --split 99,1,0
-    --eval-iters 1 --eval-interval 1000 --log-interval 1 --save-interval 2 --no-load-optim --no-load-rng --no-save-optim --no-save-rng
-    --distributed-timeout-minutes 3"""
+RUN = """
+    --micro-batch-size 1 --global-batch-size 2 --seq-length 128 --train-iters 2
+    --lr 0 --min-lr 0 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0
+    --moe-router-bias-update-rate 0 --use-distributed-optimizer --no-gradient-accumulation-fusion
+    --mock-data --split 99,1,0 --eval-iters 1 --eval-interval 1000 --log-interval 1
+    --save-interval 2 --no-load-optim --no-load-rng --no-save-optim --no-save-rng
+    --distributed-timeout-minutes 3
+"""
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron asks for it with tensor parallelism
     # shared hosts: no NVLink multicast
