@@ -317,7 +317,7 @@ def training_tables(found: Found) -> Iterator[str]:
 # --------------------------------------------------------------------------------------- left out
 
 NOT_COVERED = (
-    "more than one host, and parallel sizes that need more GPUs than the table above names",
+    "more than one host, and parallel sizes that need more GPUs than the machine above has",
     "published weights: all weights are random, and those of Training were trained for a few steps",
     "the logits of multi-token prediction, which `mckpt verify` does not compare",
     "context parallelism with the local layer spec and in models of fp32: it belongs to"
