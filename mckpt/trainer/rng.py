@@ -1,5 +1,5 @@
-"""The states of this rank's random generators, as Megatron-LM's get_rng_state saves and
-load_checkpoint restores them.
+"""Saves and restores the states of this rank's random generators, as Megatron-LM's get_rng_state
+and load_checkpoint do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 
 
 def collect(format: str) -> Any:
-    """A list of one dict; in `torch_dist` as a ShardedObject over (pp, tp), or (pp, tp, dp) where
-    experts are spread over dp.
+    """Returns the states as a list of one dict; for `torch_dist` as a ShardedObject over (pp, tp),
+    or (pp, tp, dp) where experts are spread over dp.
     """
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -40,7 +40,7 @@ def collect(format: str) -> Any:
 
 
 def restore(states: list[dict[str, Any]]) -> None:
-    """Sets the generators to what `collect` gave."""
+    """Sets the generators to the states that `collect` returned."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     state = states[0]

@@ -55,11 +55,13 @@ COLUMNS = (
     " positions.",
     "*noise* is the difference of transformers from itself on the same tokens, with its sums in"
     " another order.",
-    "*tolerance* is ten times that noise, and at most 1% of the logits' spread.",
+    "*tolerance* is ten times that noise, or ten times two units in the last place of the largest"
+    " logit if that is more, and at most 1% of the logits' spread.",
     "*margin* behind it is the tolerance divided by *max*.",
     "*rms* is the root mean square difference of Megatron-Core in the checkpoint's own dtype from"
-    " transformers in fp32; *rms (hf)* is that of transformers in the same dtype. The second"
-    " *margin* belongs to these two.",
+    " transformers in fp32; *rms (hf)* is that of transformers in the same dtype. The tolerance of"
+    " *rms* is four times *rms (hf)*, at most half of the spread, and the second *margin* is this"
+    " tolerance divided by *rms*.",
     "*layers*: TE is Transformer Engine's layer spec, local is Megatron-Core's own.",
     "*format*: a `torch` checkpoint was converted at the sizes at which it ran, a `torch_dist`"
     " checkpoint at tp1.",
