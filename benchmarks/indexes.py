@@ -49,7 +49,7 @@ def by_torch(directory: Path) -> None:
     written: dict[tuple[int, int], list[Any]] = {}
     for name, (rows, columns), parts, axis in EXPERT_TENSORS:
         key = f"decoder.layers.mlp.experts.experts.{name}.weight"
-        each, chunks = [1, 1, rows, columns], []
+        each, chunks = [1, 1, rows, columns], list[Any]()
         each[axis] //= parts * TP
         nbytes = 2 * size(each).numel() + 1200
         for layer in range(LAYERS):

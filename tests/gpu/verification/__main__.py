@@ -31,7 +31,7 @@ def work_option(command: Callable[..., None]) -> Callable[..., None]:
 
 def common(per_gpu: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options of the commands that run cases."""
-    options = [
+    options: list[Callable[..., Any]] = [
         work_option,
         click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda"),
         click.option("--gpus", type=int, help="GPUs to use, all by default; on a CPU 2 ranks."),

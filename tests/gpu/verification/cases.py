@@ -87,7 +87,8 @@ class Running:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, path_of_python))
         if device == "cuda":
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpus))
-        command = [sys.executable, "-m", "tests.gpu.verification", "one-case", case.kind, path]
+        command = [sys.executable, "-m", "tests.gpu.verification", "one-case"]
+        command += [case.kind, str(path)]
         with (self.directory / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 command,
@@ -143,12 +144,14 @@ def run(part: str, cases: list[Case], work: Path, machine: Machine) -> None:
                 if "result" in found:
                     shutil.rmtree(one.directory, ignore_errors=True)
             waiting = start(waiting, running, known, work, machine)
+            if not running:
+                break
             time.sleep(0.2)
     finally:
         for one in running:
             one.end()
     if waiting or running:
-        print(f"time is up: {len(waiting) + len(running)} cases left; run the command again")
+        print(f"{len(waiting) + len(running)} cases are left; run the command again")
 
 
 def start(
