@@ -1,6 +1,6 @@
-"""Models to measure with: real shapes, made-up weights.
+"""Models to measure with: real shapes and made-up weights.
 
-Written by all cores at once, or as files that are holes but for their headers.
+All cores write the weights, or the weights are holes and only the headers are written.
 """
 
 from __future__ import annotations
@@ -37,29 +37,25 @@ class Tensor(NamedTuple):
 
 
 def config(name: str) -> Config:
-    """A published config.json of fixtures/configs."""
+    """Reads a published config.json of fixtures/configs."""
     found: Config = json.loads((ROOT / "fixtures" / "configs" / f"{name}.json").read_text())
     return found
 
 
 def mixture(num_layers: int, num_experts: int, **sizes: int) -> Config:
-    """A mixture of experts of any geometry, as a family that mckpt knows."""
-    return {
-        **config("qwen3-30b-a3b"),
-        "num_hidden_layers": num_layers,
-        "num_experts": num_experts,
-        **sizes,
-    }
+    """Returns the config of a mixture of experts of any geometry, of a family that mckpt knows."""
+    counts = {"num_hidden_layers": num_layers, "num_experts": num_experts}
+    return config("qwen3-30b-a3b") | counts | sizes
 
 
 def tensors(c: Config) -> dict[str, Tensor]:
-    """Every tensor as published: in bf16, or where the config says so, matrices of the layers as
-    fp8 with a scale for each block of them.
+    """Returns every tensor as published: in bf16, or if the config has fp8 blocks, the matrices of
+    the layers in fp8 with a scale for each block.
     """
     from tests import tiny
 
     block = (c.get("quantization_config") or {}).get("weight_block_size")
-    # of either kind: DeepSeek-V3's keeps these in bf16
+    # DeepSeek-V3's fp8 form keeps these in bf16
     whole = ("embed_tokens.weight", "head.weight", "mlp.gate.weight", "eh_proj.weight")
     out: dict[str, Tensor] = {}
     for name, shape in tiny.shapes(c).items():
@@ -68,22 +64,21 @@ def tensors(c: Config) -> dict[str, Tensor]:
         elif block is None or len(shape) == 1 or name.endswith(whole):
             out[name] = Tensor("BF16", shape, 2)
         else:
+            scales = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
             out[name] = Tensor("F8_E4M3", shape, 1)
-            out[f"{name}_scale_inv"] = Tensor(
-                "F32", tuple(-(-n // b) for n, b in zip(shape, block, strict=True)), 4
-            )
+            out[f"{name}_scale_inv"] = Tensor("F32", scales, 4)
     return out
 
 
 def num_bytes(c: Config) -> int:
-    """Of all weights."""
+    """Returns the bytes of all weights."""
     return sum(t.nbytes for t in tensors(c).values())
 
 
 def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = SHARD_BYTES) -> Path:
-    """A Hugging Face directory in files of `shard_bytes`.
+    """Writes a Hugging Face directory in files of at most `shard_bytes`.
 
-    `sparse`: weights are holes, which read as zeros and take no room.
+    With `sparse` weights are holes, which read as zeros and take no room.
     """
     directory.mkdir(parents=True)
     files: list[dict[str, Tensor]] = [{}]
@@ -103,17 +98,15 @@ def write(c: Config, directory: Path, sparse: bool = False, shard_bytes: int = S
     if not sparse:
         with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
             pool.starmap(_fill, work, chunksize=8)
-    (directory / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": num_bytes(c)}, "weight_map": weight_map}, indent=2)
-        + "\n"
-    )
+    index = {"metadata": {"total_size": num_bytes(c)}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     (directory / "config.json").write_text(json.dumps({**c, "torch_dtype": "bfloat16"}))
     return directory
 
 
 def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
-    """Writes a header in the form and the order of the safetensors library, and data that are a
-    hole; where they begin and end.
+    """Writes a header in the form and order of the safetensors library, and a hole for the data.
+    Returns where the data begin and end.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
@@ -133,7 +126,7 @@ def _header(path: Path, held: Mapping[str, Tensor]) -> tuple[int, int]:
 
 
 def _fill(path: Path, start: int, end: int) -> None:
-    """Random bits with the exponents of weights: values of 0.008 to 0.03."""
+    """Writes random bits with the exponents of weights: values of 0.008 to 0.03."""
     rng = np.random.default_rng([start, len(path.name), int(path.name[6:11])])
     bits = rng.integers(0, 1 << 16, (end - start) // 2, dtype="u2")
     bits &= 0x80FF

@@ -1,5 +1,5 @@
-"""Compares mckpt with Megatron-Bridge: Hugging Face -> torch_dist and back, each conversion in a
-process of its own, in turns.
+"""Compares mckpt with Megatron-Bridge: Hugging Face -> torch_dist and back. Each conversion is a
+process of its own, and the two converters take turns.
 
     python -m benchmarks.peers HF [DIRECTORY] --peer-python PEER/bin/python [--rounds 3]
 
@@ -7,13 +7,14 @@ HF is a model directory with a tokenizer, which Megatron-Bridge requires. DIRECT
 default, holds two copies of the model at a time. This process runs in an environment of mckpt. The
 peer has one of its own, of Python 3.12:
 
-    python3.12 -m venv PEER PEER/bin/pip install torch==2.13.0 megatron-core==0.19.2
-    transformers==5.12.1 accelerate omegaconf hydra-core einops peft regex PEER/bin/pip install
-    datasets sentencepiece tiktoken six pillow torchvision tensorboard psutil PyYAML PEER/bin/pip
-    install --no-deps megatron-bridge==0.6.2
+    python3.12 -m venv PEER
+    PEER/bin/pip install torch==2.13.0 megatron-core==0.19.2 transformers==5.12.1 accelerate \
+        omegaconf hydra-core einops peft regex datasets sentencepiece tiktoken six pillow \
+        torchvision tensorboard psutil PyYAML
+    PEER/bin/pip install --no-deps megatron-bridge==0.6.2
 
-`--no-deps`, because Megatron-Bridge also requires packages that only training uses; `StandIns`
-answers their imports. On a machine without a GPU it runs with gloo, with tests/fake_te instead of
+`--no-deps` leaves out packages that Megatron-Bridge requires and only training uses; `StandIns`
+replaces them. On a machine without a GPU it runs with gloo, with tests/fake_te instead of
 Transformer Engine, and with the changes in `without_gpu`.
 
 mbridge is not compared: its newest release, 0.15.1, does not build a model with megatron-core 0.19
@@ -39,8 +40,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
-MIB = 1 << 20
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.processes import MCKPT, MIB, ROOT, environment, filesystem, output
+
 ALLOW = ["--allow-inexact", "rope_factor"]
 PEER = "megatron-bridge"
 PACKAGES = ("mckpt", "megatron-bridge", "megatron-core", "torch", "transformers", "safetensors")
@@ -61,14 +64,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(f"Linux {platform.release().partition('-')[0]}, {len(os.sched_getaffinity(0))} cores")
     for python in dict.fromkeys((sys.executable, arguments.peer_python)):
-        said = subprocess.run(
-            [python, __file__, "versions"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=environment(),
-        )
-        print(f"{'python' if python == sys.executable else 'PEER_PYTHON'}: {said.stdout.strip()}")
+        said = output(python, __file__, "versions")
+        print(f"{'python' if python == sys.executable else 'PEER_PYTHON'}: {said}")
     work = arguments.directory / "mckpt-peers"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -103,15 +100,11 @@ def compare(hf: Path, work: Path, python: str, rounds: int) -> None:
                 strict=True,
             ):
                 if number == 0:
-                    print(
-                        f"{name}, {direction}:"
-                        f" {' '.join(shown.get(word, word) for word in command)}",
-                        flush=True,
-                    )
+                    words = (shown.get(word, word) for word in command)
+                    print(f"{name}, {direction}: {' '.join(words)}", flush=True)
                 rows.setdefault((direction, name), []).append(run(command))
-                sizes[direction, name] = bytes_in(
-                    back if direction == "torch_dist -> hf" else there
-                )
+                written = back if direction == "torch_dist -> hf" else there
+                sizes[direction, name] = bytes_in(written)
             if number == 0:
                 for what, command in (
                     ("HF -> Megatron -> HF", ["diff", str(hf), str(back)]),
@@ -120,10 +113,8 @@ def compare(hf: Path, work: Path, python: str, rounds: int) -> None:
                     ("its files", ["inspect", str(there)]),
                 ):
                     line = " ".join(shown.get(word, word) for word in command)
-                    checks.append(
-                        f"- {name}, {what}: `mckpt {line}`:"
-                        f" {check(command).replace(str(there), 'MEGATRON')}"
-                    )
+                    found = check(command).replace(str(there), "MEGATRON")
+                    checks.append(f"- {name}, {what}: `mckpt {line}`: {found}")
             shutil.rmtree(there)
             shutil.rmtree(back)
         loads.append(os.getloadavg()[0])
@@ -146,14 +137,13 @@ def compare(hf: Path, work: Path, python: str, rounds: int) -> None:
 
 
 def commands(name: str, python: str, hf: Path, there: Path, back: Path) -> list[list[str]]:
-    """What converts `hf` to `there`, and what converts `there` to `back`; the peer needs the
-    original's config, and its tokenizer.
+    """Returns the commands that convert `hf` to `there` and `there` to `back`. The peer needs the
+    original's config and tokenizer for both.
     """
     if name == "mckpt":
-        mckpt = [sys.executable, "-m", "mckpt"]
         return [
-            [*mckpt, "hf-to-megatron", str(hf), str(there), *ALLOW],
-            [*mckpt, "megatron-to-hf", str(there), str(back), "--tokenizer", str(hf)],
+            [*MCKPT, "hf-to-megatron", str(hf), str(there), *ALLOW],
+            [*MCKPT, "megatron-to-hf", str(there), str(back), "--tokenizer", str(hf)],
         ]
     peer = [python, __file__, "convert"]
     return [
@@ -163,20 +153,11 @@ def commands(name: str, python: str, hf: Path, there: Path, back: Path) -> list[
 
 
 def check(command: list[str]) -> str:
-    """Exit status of one mckpt command, and what it says in short."""
-    done = subprocess.run(
-        [sys.executable, "-m", "mckpt", *command],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        check=False,
-    )
+    """Returns the exit status of one mckpt command and its output in short."""
+    done = subprocess.run([*MCKPT, *command], capture_output=True, text=True, env=environment())
     lines = (done.stdout + done.stderr).strip().splitlines()
-    short = [
-        line
-        for line in lines
-        if line.partition(":")[0] in ("format", "files", "num_tensors", "bytes")
-    ]
+    kept = ("format", "files", "num_tensors", "bytes")
+    short = [line for line in lines if line.partition(":")[0] in kept]
     return f"exit {done.returncode}: {'; '.join(short) or lines[0]}"
 
 
@@ -195,28 +176,15 @@ def bytes_in(directory: Path) -> int:
     return sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())
 
 
-def filesystem(path: Path) -> str:
-    return subprocess.run(
-        ["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=True
-    ).stdout.strip()
-
-
 # -------------------------------------------------------------------------------------- one process
 
 
-def environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-    }
-
-
 def run(command: list[str]) -> tuple[float, float, float, float]:
-    """(wall seconds, CPU seconds, peak RSS in MiB of the largest process, and of all of its tree at
-    a time, looked at every 50 ms).
+    """Runs a command. Returns its wall seconds, CPU seconds, and peak RSS in MiB: of its largest
+    process, and of all its processes together, sampled every 50 ms.
 
-    Pages that forked processes share count once for each of them in the last; files that are mapped
-    count wherever RSS is said.
+    RSS includes mapped files. In the last figure, pages that forked processes share count once for
+    each of them.
     """
     begun = time.perf_counter()
     process = subprocess.Popen(
@@ -245,17 +213,14 @@ def run(command: list[str]) -> tuple[float, float, float, float]:
 
 
 def rss_of_tree(root: int) -> int:
-    """Bytes that a process and its descendants have resident now."""
+    """Returns the resident bytes of a process and its descendants now."""
     page, total, pending = os.sysconf("SC_PAGE_SIZE"), 0, [root]
     while pending:
-        pid = pending.pop()
+        process = Path(f"/proc/{pending.pop()}")
         try:
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
-            pending += [
-                int(c)
-                for task in Path(f"/proc/{pid}/task").iterdir()
-                for c in (task / "children").read_text().split()
-            ]
+            total += int((process / "statm").read_text().split()[1]) * page
+            for task in (process / "task").iterdir():
+                pending += map(int, (task / "children").read_text().split())
         except OSError:
             continue
     return total
@@ -265,7 +230,7 @@ def rss_of_tree(root: int) -> int:
 
 
 def convert(direction: str, hf: str, megatron: str, out: str = "") -> None:
-    """Does one conversion by Megatron-Bridge, in this process."""
+    """Does one conversion with Megatron-Bridge in this process."""
     import torch
 
     sys.meta_path.append(StandIns())
@@ -278,8 +243,8 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Imports an empty module in place of a missing package that Megatron-Bridge imports and no
     conversion uses.
 
-    Its attributes are classes where they begin with a capital letter, because it derives from some
-    of them, and mocks elsewhere.
+    Attributes that begin with a capital letter are classes, because Megatron-Bridge derives from
+    some of them. Others are mocks.
     """
 
     packages = ("modelopt", "wandb", "mlflow", "comet_ml", "nvidia_resiliency_ext", "nemo_run")
@@ -298,27 +263,25 @@ class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class StandIn(types.ModuleType):
-    __version__ = "0.44.0"  # that of modelopt is compared
+    __version__ = "0.44.0"  # Megatron-Bridge compares that of modelopt
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return (
-            type(name, (), {"__init__": lambda *_, **__: None})
-            if name[0].isupper()
-            else mock.MagicMock(name=name)
-        )
+        if name[0].isupper():
+            return type(name, (), {"__init__": lambda *_, **__: None})
+        return mock.MagicMock(name=name)
 
 
 def without_gpu() -> None:
     """Makes the changes that Megatron-Bridge needs on a machine without a GPU."""
     import torch
 
-    # it builds Megatron-Core's Transformer Engine layers
+    # Megatron-Bridge builds Megatron-Core's Transformer Engine layers
     sys.path.insert(0, str(ROOT / "tests" / "fake_te"))
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: torch.device("cpu")  # it and Megatron-Core allocate there
-    cuda.set_device = lambda *_: None  # each its own function: torch._dynamo takes none twice
+    cuda.current_device = lambda: torch.device("cpu")  # both allocate there
+    cuda.set_device = lambda *_: None  # a lambda for each name: torch._dynamo refuses one twice
     cuda.synchronize = lambda *_: None
     cuda.current_stream = lambda *_: mock.MagicMock()
     cuda.Stream = cuda.Event = mock.MagicMock
@@ -327,11 +290,11 @@ def without_gpu() -> None:
         name="none", major=9, minor=0, total_memory=1 << 36
     )
     cuda.get_device_capability = lambda *_: (9, 0)
-    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # asked for even where no state is saved
+    cuda.get_rng_state = lambda *_: torch.get_rng_state()  # called even if no state is saved
     torch.nn.Module.cuda = lambda self, *_: self  # type: ignore[method-assign]
 
     class OnCpu(torch.overrides.TorchFunctionMode):
-        """Allocates on the CPU whatever asks for device="cuda"."""
+        """Allocates tensors for device="cuda" on the CPU."""
 
         def __torch_function__(
             self, function: Any, kinds: Any, args: Any = (), named: Any = None
@@ -345,18 +308,18 @@ def without_gpu() -> None:
     from megatron.core.tensor_parallel import layers
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
-    # no CUDA generators; models are built under it
+    # There are no CUDA generators to fork, and models are built in this context.
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
-    # Megatron-Bridge turns it on; only training calls it
+    # Megatron-Bridge turns it on, and only training calls it.
     layers._grad_accum_fusion_available = True
     from megatron.core.models.common.embeddings import rope_utils
 
-    # Megatron-Bridge's Llama asks that it exists; nothing here calls it
+    # Megatron-Bridge's Llama requires that it exists, and nothing here calls it.
     rope_utils.fused_apply_rotary_pos_emb = NotImplemented
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # a mixture of experts asks that these exist
+    # A mixture of experts requires that these exist.
     for module in (transformer_engine, moe_utils, token_dispatcher):
         for name in dir(module):
             if name.startswith("fused_") and getattr(module, name) is None:
@@ -364,7 +327,9 @@ def without_gpu() -> None:
 
 
 def megatron_bridge(direction: str, hf: str, megatron: str, out: str) -> None:
-    """Its own two commands, in its own one-process context, which the export opens by itself."""
+    """Calls import_ckpt in Megatron-Bridge's context of one process, or export_ckpt, which opens
+    that context by itself.
+    """
     import torch
     from megatron.bridge import AutoBridge
     from megatron.bridge.training.model_load_save import temporary_distributed_context

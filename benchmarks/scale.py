@@ -1,11 +1,10 @@
-"""How the work of a model past any machine at hand is divided among ranks: from headers alone,
-nothing is written.
+"""Computes how the work of a very large model is divided among ranks, from headers alone.
 
     python -m benchmarks.scale [--ranks 8,64,512]
 
-Kimi-K2 (1T parameters) with Adam state: bf16 weights, and fp32 master, first and second moment of
-each, 14 bytes a parameter. The plan is that of its weights (tp8 pp16 ep32, as in `benchmarks/run`);
-the three fp32 copies are the same boxes at twice the bytes, in files of their own.
+The model is Kimi-K2 (1T parameters) with Adam state: bf16 weights, and fp32 master, first and
+second moment of each, 14 bytes a parameter. The plan is that of its weights (tp8 pp16 ep32, as in
+`benchmarks/run`). The three fp32 copies are the same boxes at twice the bytes, in their own files.
 """
 
 from __future__ import annotations
@@ -37,13 +36,8 @@ def main() -> None:
         in_bf16 = {**models.config("kimi-k2"), "quantization_config": None}
         hf = models.write(in_bf16, Path(work) / "hf", sparse=True, shard_bytes=5_000_000_000)
         begun = time.perf_counter()
-        plan = api.plan(
-            hf,
-            Path(work) / "out",
-            format="torch_dist",
-            parallel=SIZES,
-            allow_inexact=["rope_beta_fast"],
-        )
+        allow, out = ["rope_beta_fast"], Path(work) / "out"
+        plan = api.plan(hf, out, format="torch_dist", parallel=SIZES, allow_inexact=allow)
         planned = time.perf_counter() - begun
     copies, casts = plan.joined.copies, plan.joined.casts
     num_sources, num_targets = len(plan.source.layout.files), len(plan.outputs)
@@ -78,7 +72,7 @@ def main() -> None:
         touched = np.unique(np.stack([owner[pairs[:, 0]], pairs[:, 1]]), axis=1)
         files = np.bincount(touched[0], minlength=size)
         writers = np.bincount(touched[1])
-        # a read and a write for each MiB of a flat copy
+        # a flat copy reads and writes 1 MiB at a time
         requests = 2 * total / (1 << 20) / (total / 1e9)
         print(
             f"{size:6} {held.mean() / 1e9:8.1f} {held.max() / held.mean() - 1:10.2%}"
@@ -88,7 +82,7 @@ def main() -> None:
 
 
 def with_states(copies: np.ndarray, num_sources: int, num_targets: int) -> np.ndarray:
-    """The copies of the weights, and of STATES fp32 tensors beside each."""
+    """Returns the copies of the weights and of STATES fp32 tensors beside each."""
     out = [copies]
     for state in range(1, 1 + STATES):
         more = copies.copy()
@@ -102,7 +96,7 @@ def with_states(copies: np.ndarray, num_sources: int, num_targets: int) -> np.nd
 
 
 def unit_files(work: units.Work) -> np.ndarray:
-    """[n, 2]: a unit, and a target file that it writes."""
+    """Returns the pairs [n, 2] of a unit and a target file that it writes."""
     out = set()
     for slab in range(len(work.slabs)):
         unit = int(work.slabs["unit"][slab])
@@ -111,7 +105,7 @@ def unit_files(work: units.Work) -> np.ndarray:
 
 
 def index_bytes(plan: api.Plan) -> int:
-    """Bytes of `.metadata`."""
+    """Returns the bytes of `.metadata`."""
     return next(o.size for o in plan.outputs if o.path == ".metadata")
 
 

@@ -175,7 +175,7 @@ def smallest_world(case: dict[str, Any]) -> int:
 def forward_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
-    found = load.format_of(case["checkpoint"])
+    found = load.format_of(case["checkpoint"]).name
     if case.get("format", found) != found:
         raise ValueError(f"{case['checkpoint']} is {found}, not {case['format']}")
     stored = load.read_common(case["checkpoint"]).get("args")

@@ -89,7 +89,7 @@ MAY: dict[str, set[str]] = {
         "values",
         "verification",
     },
-    "trainer": {"errors", "launching"},
+    "trainer": {"errors", "formats", "geometry", "launching"},
 }
 FAR: dict[str, set[str]] = {  # never, not even through others
     "geometry": {"api", "checkpoint", "containers", "execute", "formats", "mapping"},

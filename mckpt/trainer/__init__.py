@@ -6,8 +6,8 @@
     load.load(chunks, args, checkpoint)         # torch_dist or torch, strictly
     logits = forward.logits(chunks, args, tokens)
 
-`train` trains it; `reference` (transformers) and `worker` (this model) are the two sides of a
-verdict, each a process of its own, compared at the places that `points` names. Nothing else of
-mckpt imports this package; it needs torch and megatron-core. It runs under NCCL on GPUs and, with
-the shims of cpu.py, under gloo without one.
+`train` trains the model. `reference` (transformers) and `worker` (this model) are the two sides of
+a verdict. Each is a process of its own, and they are compared at the places in `points`. No other
+module of mckpt imports this package, which requires torch and megatron-core. It runs under NCCL on
+GPUs and, with the patches of `cpu`, under gloo without a GPU.
 """

@@ -1,9 +1,8 @@
-"""AdamW that keeps its state as Transformer Engine's FusedAdam does, for machines without it: the
-count of steps is the group's.
+"""AdamW that keeps its state as Transformer Engine's FusedAdam does, for machines without it.
 
-megatron-core would fall back on torch's AdamW, which counts per parameter. It then saves other keys
-than a run on GPUs, and megatron-core 0.16 cannot load them again: it looks for a state before the
-first step, and gives all parameters one counter that each of them adds to.
+FusedAdam counts the steps of a group. Without it megatron-core uses torch's AdamW, which counts the
+steps of each parameter: it saves other keys than a run on GPUs, and megatron-core 0.16 cannot load
+them again, because it looks for a state before the first step and gives all parameters one counter.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ import torch
 
 
 class Adam(torch.optim.Optimizer):
-    """Decoupled weight decay; exp_avg and exp_avg_sq per parameter, `step` (updates so far) per
-    group.
+    """Adam with decoupled weight decay. Each parameter has exp_avg and exp_avg_sq, each group has
+    `step`, the number of updates so far.
     """
 
     def __init__(
@@ -29,21 +28,13 @@ class Adam(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         assert adam_w_mode, "weight decay as a part of the gradient is not built"
-        # megatron-core passes it from 0.17 on
+        # megatron-core passes `capturable` from 0.17 on
         assert not capturable, "an optimizer step in a CUDA graph is not built"
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "bias_correction": True,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": weight_decay,
-            },
-        )
+        defaults = {"lr": lr, "bias_correction": True, "betas": betas, "eps": eps}
+        super().__init__(params, defaults | {"weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # None: there is no closure, so no loss
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -54,8 +45,8 @@ class Adam(torch.optim.Optimizer):
 
 
 def update(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> None:
-    """Adam (Kingma and Ba 2015, algorithm 1) with the weight decay of Loshchilov and Hutter 2019,
-    in place.
+    """Updates a parameter in place: Adam (Kingma and Ba 2015, algorithm 1) with the weight decay of
+    Loshchilov and Hutter 2019.
     """
     if not state:
         state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
@@ -70,9 +61,8 @@ def update(parameter: torch.Tensor, state: dict[str, torch.Tensor], group: dict[
 
 
 def install() -> None:
-    """Gives megatron-core this Adam where it found neither Transformer Engine's nor Apex's.
-
-    Idempotent.
+    """Gives megatron-core this Adam where it found neither Transformer Engine's nor Apex's. May be
+    called again.
     """
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer

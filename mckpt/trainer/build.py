@@ -1,7 +1,8 @@
-"""From a checkpoint's args to the model: args -> TransformerConfig -> GPTModel chunks, as
-pretrain_gpt of Megatron-LM does it.
+"""Builds the model of a checkpoint's args as pretrain_gpt of Megatron-LM does:
 
-Source of the rules: core_transformer_config_from_args (megatron/training/arguments.py),
+    args -> TransformerConfig -> GPTModel chunks
+
+The rules are those of core_transformer_config_from_args (megatron/training/arguments.py),
 gpt_builders.py and get_model (megatron/training/training.py) of Megatron-LM core_r0.16.0.
 """
 
@@ -23,8 +24,8 @@ import torch.distributed as dist
 from mckpt.errors import MissingExtra, UsageError
 from mckpt.trainer import cpu
 
-# Args that bear on the logits and that every run of pretrain_gpt has in its Namespace. None is
-# guessed.
+# Args that change the logits and that every run of pretrain_gpt has in its Namespace. An absent one
+# is an error, because a default would be a guess.
 REQUIRED = (
     "num_layers",
     "hidden_size",
@@ -55,7 +56,7 @@ REQUIRED_MOE = (
     "moe_layer_freq",
 )
 
-# Models that this trainer does not build: (arg, the value that means "not used").
+# Args of models that this trainer does not build, and the value that means "not used".
 UNSUPPORTED = (
     ("spec", None),
     ("heterogeneous_layers_config_path", None),
@@ -65,10 +66,10 @@ UNSUPPORTED = (
     ("is_hybrid_model", False),
 )
 
-# Fields that make a run faster or smaller and change no result: their kernels are absent on a CPU,
-# and logits are compared across machines, so they are off everywhere. Values of the run that made
-# the checkpoint are not used for these. (The two that turn gelu into its tanh form,
-# bias_activation_fusion and use_te_activation_func, are made up for by `fuses_gelu`.)
+# Fields that make a run faster or smaller and do not change its result. Their kernels are absent on
+# a CPU, and logits are compared across machines, so all of them are off everywhere, whatever the
+# args of the checkpoint. Two of them, bias_activation_fusion and use_te_activation_func, replace
+# gelu by its tanh form; `fuses_gelu` does that instead.
 PLAIN = {
     "apply_rope_fusion": False,
     "bias_activation_fusion": False,
@@ -112,13 +113,12 @@ PLAIN = {
     "config_logger_dir": "",
     "cp_comm_type": None,
     "hierarchical_context_parallel_sizes": None,
-    # products with the tp and etp of the run that saved; None: of these sizes
+    # These depend on the tp and etp of the run that saved; None computes them for the sizes here.
     "tensor_parallel_num_weight_shards": None,
     "expert_tensor_parallel_num_weight_shards": None,
 }
 
-# How the layers are spread over the stages; only meaningful together with the pipeline sizes they
-# were written for.
+# Args that place the layers on stages. They fit the pipeline sizes they were written for alone.
 PIPELINE_SPLIT = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
@@ -131,9 +131,7 @@ PIPELINE_SPLIT = {
 
 
 def namespace(args: Namespace | Mapping[str, Any]) -> Namespace:
-    """A copy of args as a Namespace; a dtype given as "torch.bfloat16" or "bfloat16" (JSON) becomes
-    the dtype.
-    """
+    """Copies args to a Namespace. Text such as "torch.bfloat16" or "bfloat16" becomes the dtype."""
     out = Namespace(**copy.copy(dict(args) if isinstance(args, Mapping) else vars(args)))
     if isinstance(getattr(out, "params_dtype", None), str):
         out.params_dtype = getattr(torch, out.params_dtype.removeprefix("torch."))
@@ -150,17 +148,16 @@ def at_sizes(
     cp: int = 1,
     **others: Any,
 ) -> Namespace:
-    """A copy of args at other parallel sizes; `others` replaces any other arg.
+    """Copies args with other parallel sizes; `others` replaces any other arg.
 
-    A pipeline split that args bring along is kept only at the pp and vpp it was written for; one in
-    `others` is for these sizes. `etp` None is tp, as in Megatron. transformer_impl "auto" is what
-    `choose_impl` says of this machine.
+    A pipeline split in `args` is kept only at the pp and vpp it was written for; one in `others` is
+    for the sizes given here. `etp` None is tp, as in Megatron. transformer_impl "auto" becomes the
+    result of `choose_impl`.
     """
     out = namespace(args)
-    same = getattr(out, "pipeline_model_parallel_size", 1) == pp and (
-        getattr(out, "virtual_pipeline_model_parallel_size", None) or 1
-    ) == (vpp or 1)
-    if not same:
+    old_pp = getattr(out, "pipeline_model_parallel_size", 1)
+    old_vpp = getattr(out, "virtual_pipeline_model_parallel_size", None) or 1
+    if (old_pp, old_vpp) != (pp, vpp or 1):
         vars(out).update(PIPELINE_SPLIT)
     vars(out).update(others)
     vars(out).update(
@@ -177,23 +174,23 @@ def at_sizes(
 
 
 def choose_impl(args: Namespace) -> str:
-    """`transformer_engine` where it is installed beside a GPU that can run it, else `local`; the
-    one layer spec for all layers.
+    """Returns the layer spec of all layers: `transformer_engine` where it is installed beside a GPU
+    that can run it, else `local`.
 
-    Both compute the same function from the same checkpoint: args.transformer_impl of the run that
-    wrote it decides nothing.
+    Both compute the same function from the same checkpoint, so args.transformer_impl of the run
+    that wrote the checkpoint is not used.
     """
     if not torch.cuda.is_available() or importlib.util.find_spec("transformer_engine") is None:
         return "local"
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    # False: installed, but of another CUDA or torch
+    # HAVE_TE is False if it was installed for another CUDA or torch
     return "transformer_engine" if HAVE_TE else "local"
 
 
 def check(args: Namespace) -> None:
-    """Raises UsageError naming every arg that is absent, contradictory or of a model this trainer
-    does not build.
+    """Raises UsageError with every arg that is absent, contradicts another, or belongs to a model
+    that this trainer does not build.
     """
     needed = list(REQUIRED)
     if getattr(args, "position_embedding_type", None) == "rope":
@@ -233,14 +230,11 @@ def check(args: Namespace) -> None:
 
 
 def epsilon(args: Namespace) -> float | None:
-    """The norms' epsilon. --norm-epsilon is stored as `norm_epsilon` up to 0.15, as
-    `layernorm_epsilon` since.
+    """Returns the norms' epsilon: --norm-epsilon is stored as `norm_epsilon` up to megatron-core
+    0.15, and as `layernorm_epsilon` since. Raises UsageError if both are there and differ.
     """
-    values = {
-        getattr(args, name)
-        for name in ("layernorm_epsilon", "norm_epsilon")
-        if getattr(args, name, None) is not None
-    }
+    both = (getattr(args, name, None) for name in ("layernorm_epsilon", "norm_epsilon"))
+    values = {value for value in both if value is not None}
     if len(values) > 1:
         raise UsageError(
             f"layernorm_epsilon {args.layernorm_epsilon} and norm_epsilon {args.norm_epsilon}"
@@ -250,21 +244,19 @@ def epsilon(args: Namespace) -> float | None:
 
 
 def join(timeout_s: float = 1800) -> None:
-    """The default process group of torchrun's ranks: NCCL with a GPU for each, else gloo."""
+    """Makes the default process group of torchrun's ranks: NCCL with a GPU for each, else gloo."""
     cpu.install()
+    backend = "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        timeout=datetime.timedelta(seconds=timeout_s),
-    )
+        backend = "nccl"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
 
 
 def initialize(args: Namespace, timeout_s: float = 1800, gloo_groups: bool = False) -> None:
-    """megatron-core's process groups for these sizes, over all ranks of the default group.
+    """Makes megatron-core's process groups for these sizes, over all ranks of the default group.
 
-    `gloo_groups` makes those on the host too, through which the optimizer state of the `torch`
-    format goes.
+    `gloo_groups` adds those on the host, through which the optimizer state of `torch` files moves.
     """
     cpu.install()
     from megatron.core import parallel_state
@@ -276,7 +268,7 @@ def initialize(args: Namespace, timeout_s: float = 1800, gloo_groups: bool = Fal
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         context_parallel_size=getattr(args, "context_parallel_size", None) or 1,
-        distributed_timeout_minutes=timeout_s / 60,  # goes to timedelta(minutes=)
+        distributed_timeout_minutes=timeout_s / 60,
         create_gloo_process_groups=gloo_groups,
     )
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -287,33 +279,27 @@ def initialize(args: Namespace, timeout_s: float = 1800, gloo_groups: bool = Fal
 def transformer_config(
     args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False
 ) -> Any:
-    """The TransformerConfig of these args, computing in `dtype`."""
+    """Returns the TransformerConfig of these args for a model that computes in `dtype`."""
     import torch.nn.functional as F
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     check(args)
-    config_class = (
-        MLATransformerConfig
-        if getattr(args, "multi_latent_attention", False)
-        else TransformerConfig
-    )
+    latent = getattr(args, "multi_latent_attention", False)
+    config_class = MLATransformerConfig if latent else TransformerConfig
     fields = {f.name for f in dataclasses.fields(config_class)}
-    # most args have the name of their field
+    # Most args have the name of their field.
     config = {name: value for name, value in vars(args).items() if name in fields}
 
-    # args whose name or meaning differs from the field's
+    # The name or the meaning of these args differs from that of the field.
     config["num_moe_experts"] = args.num_experts or None
     config["num_query_groups"] = args.num_query_groups if args.group_query_attention else None
-    config["num_layers_in_first_pipeline_stage"] = getattr(
-        args, "decoder_first_pipeline_num_layers", None
-    )
-    config["num_layers_in_last_pipeline_stage"] = getattr(
-        args, "decoder_last_pipeline_num_layers", None
-    )
+    for end in ("first", "last"):
+        layers = getattr(args, f"decoder_{end}_pipeline_num_layers", None)
+        config[f"num_layers_in_{end}_pipeline_stage"] = layers
     config["layernorm_epsilon"] = epsilon(args)
-    if hasattr(args, "apply_layernorm_1p"):  # its name up to 0.15
+    if hasattr(args, "apply_layernorm_1p"):  # the name up to megatron-core 0.15
         config["layernorm_zero_centered_gamma"] = args.apply_layernorm_1p
     if args.swiglu:
         config.update(activation_func=F.silu, gated_linear_unit=True)
@@ -328,17 +314,14 @@ def transformer_config(
     balancing = getattr(args, "moe_router_load_balancing_type", None)
     if isinstance(balancing, list) and len(balancing) == 1:
         config["moe_router_load_balancing_type"] = balancing[0]
-    if not args.num_experts:  # unused, and None in the args of a dense run
+    if not args.num_experts:  # a dense run stores these as None
         config = {name: value for name, value in config.items() if not name.startswith("moe_")}
 
-    uses_te = args.transformer_impl == "transformer_engine"
-    if not uses_te:
-        config["moe_grouped_gemm"] = (
-            # the local spec's grouped experts need a CUDA extension; sequential ones load the same
-            # torch_dist
-            False
-        )
-    # A MoE at tp > 1 demands sequence parallelism, but only to train
+    if args.transformer_impl != "transformer_engine":
+        # The grouped experts of the local spec need a CUDA extension. Sequential experts load the
+        # same `torch_dist`.
+        config["moe_grouped_gemm"] = False
+    # A mixture of experts at tp > 1 requires sequence parallelism, but only to train.
     wanted = bool(getattr(args, "sequence_parallel", False) or args.num_experts)
     config["sequence_parallel"] = training and wanted and args.tensor_model_parallel_size > 1
 
@@ -346,13 +329,13 @@ def transformer_config(
     if not args.num_experts:
         config.pop("moe_token_dispatcher_type", None)
     if training:
-        # the interleaved schedule sends both ways at once: over two stages these would be one batch
-        # to one peer, matched wrongly
+        # The interleaved schedule sends both ways at once. With two stages both would be one batch
+        # of messages to one peer, which would match them wrongly.
         interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
         config.update(overlap_p2p_comm=interleaved, batch_p2p_comm=not interleaved)
-        # all micro batches have the same number of tokens, so either is the mean over tokens; but
-        # with True megatron-core 0.16 divides the gradient of a MoE's auxiliary loss by tp once
-        # more under sequence parallelism
+        # Both values give the mean over tokens here, where all micro batches have the same number
+        # of them. But with True megatron-core 0.16 divides the gradient of the auxiliary loss of a
+        # mixture of experts by tp once more under sequence parallelism.
         config["calculate_per_token_loss"] = False
     config.update(
         params_dtype=dtype,
@@ -360,34 +343,30 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         autocast_dtype=dtype,
-        # rotary tables of the same digits on every device
+        # rotary tables then have the same digits on every device
         use_cpu_initialization=not training or not torch.cuda.is_available(),
-        # it also marks which parameters are cut over TP, by which the gradient's norm is summed
+        # also marks the parameters that are cut over tp, which the gradient's norm needs
         perform_initialization=training,
-        deallocate_pipeline_outputs=torch.cuda.is_available(),  # gloo may still be sending one
+        deallocate_pipeline_outputs=torch.cuda.is_available(),  # gloo may still send an output
     )
     return config_class(**config)
 
 
 def fuses_gelu(args: Namespace) -> bool:
-    """Whether Megatron-LM runs a model that is neither gated nor of squared ReLUs with its fused
-    bias and gelu, which is the tanh form of gelu.
+    """Returns whether Megatron-LM computes gelu in its tanh form, for a model that is neither gated
+    nor of squared ReLUs.
 
-    It does by default (--no-bias-gelu-fusion is the flag against it) where the linears have biases
-    (validate_args in arguments.py, MLP.forward in mlp.py, fused_bias_gelu.py); the experts of a MoE
-    have no such kernel. Transformer Engine's own activation is the tanh form as well.
+    Its fused kernel of bias and gelu does. It is used by default (--no-bias-gelu-fusion turns it
+    off) where the linears have biases and are no experts: validate_args in arguments.py,
+    MLP.forward in mlp.py, fused_bias_gelu.py. Transformer Engine's activation does too.
     """
     by_te = bool(getattr(args, "use_te_activation_func", False))
-    fused = (
-        getattr(args, "bias_gelu_fusion", True) is not False
-        and bool(args.add_bias_linear)
-        and not args.num_experts
-    )
-    return by_te or fused
+    wanted = getattr(args, "bias_gelu_fusion", True) is not False
+    return by_te or (wanted and bool(args.add_bias_linear) and not args.num_experts)
 
 
 def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """The modules of this virtual stage's layers, as gpt_builder chooses them."""
+    """Returns the modules of this virtual stage's layers, as gpt_builder chooses them."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
     uses_te = args.transformer_impl == "transformer_engine"
@@ -412,8 +391,8 @@ def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
 
 
 def mtp_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """The modules of the layers of multi-token prediction, where this virtual stage has them: each
-    is like the decoder's last layer.
+    """Returns the modules of the layers of multi-token prediction if this virtual stage has them.
+    Each is built like the decoder's last layer.
     """
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
@@ -430,21 +409,18 @@ def mtp_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
 
 
 def _with_own_modules(spec: Any) -> Any:
-    # it imports megatron-core, which `initialize` makes ready first
+    # imported late, because it imports megatron-core, which `initialize` has to patch first
     from mckpt.trainer.local_spec import with_own_modules
 
     return with_own_modules(spec)
 
 
 def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> list[Any]:
-    """This rank's GPTModel chunks, one per virtual stage, in eval mode and with parameters not yet
-    set.
+    """Builds this rank's GPTModel chunks, one for each virtual stage, in eval mode. Their
+    parameters are not set yet. Requires `initialize`.
 
-    Needs `initialize`.
-
-    Parameters are in `dtype` whatever the checkpoint's: fp32 for comparing logits,
-    args.params_dtype for training. `training` says that the chunks will be trained: sequence
-    parallelism is then on where args or megatron-core want it.
+    Parameters are in `dtype` whatever the checkpoint's: fp32 to compare logits, args.params_dtype
+    to train. With `training` sequence parallelism is on where args or megatron-core require it.
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -470,8 +446,8 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
             rotary_percent=args.rotary_percent if rope else 1.0,
             rotary_base=args.rotary_base if rope else 10000,
             rope_scaling=args.use_rope_scaling if rope else False,
-            # Megatron-LM parses --rope-scaling-factor but does not pass it on: its models always
-            # scale by 8 (so to main of 2026-08)
+            # Megatron-LM parses --rope-scaling-factor and does not pass it on, so its own models
+            # always scale by 8 (at least to main of 2026-08).
             rope_scaling_factor=args.rope_scaling_factor if rope and args.use_rope_scaling else 8.0,
             seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
             vp_stage=vp_stage,
@@ -483,8 +459,8 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
 
 
 def cast(chunk: Any, dtype: torch.dtype) -> Any:
-    """The chunk with its parameters in `dtype`; a router's expert_bias stays fp32, as Float16Module
-    and the router keep it.
+    """Casts the chunk's parameters to `dtype`. A router's expert_bias stays in fp32, as
+    Float16Module and the router keep it.
     """
     chunk.to(dtype)
     for module in chunk.modules():
@@ -494,12 +470,10 @@ def cast(chunk: Any, dtype: torch.dtype) -> Any:
 
 
 def rank_names() -> str:
-    """This process in words, for errors: "rank 3 (tp 1, pp 1, ep 0)"."""
+    """Returns the name of this process for errors: "rank 3 (tp 1, pp 1, ep 0)"."""
     from megatron.core import parallel_state as ps
 
-    tp, pp, ep = (
-        ps.get_tensor_model_parallel_rank(),
-        ps.get_pipeline_model_parallel_rank(),
-        ps.get_expert_model_parallel_rank(),
-    )
+    tp = ps.get_tensor_model_parallel_rank()
+    pp = ps.get_pipeline_model_parallel_rank()
+    ep = ps.get_expert_model_parallel_rank()
     return f"rank {dist.get_rank()} (tp {tp}, pp {pp}, ep {ep})"

@@ -1,9 +1,8 @@
-"""What megatron-core asks of CUDA on its build, load, forward, train and save paths, answered on a
-machine without a GPU.
+"""Lets megatron-core build, load, run, train and save on a machine without a GPU.
 
-`install()` for all of it; where CUDA is available it mends only what lacks Transformer Engine.
-Within `as_cuda()` the schedules and optimizers run as well, which name the device "cuda"
-themselves. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
+`install()` patches torch.cuda and megatron-core; where CUDA is available it patches only what fails
+without Transformer Engine. Schedules and optimizers name the device "cuda" themselves, so they run
+within `as_cuda()`. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _Stream:
-    """A CUDA stream or event that has always finished: CPU work is done when the call returns."""
+    """A stream or event that has always finished, because CPU work is done when a call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -38,33 +37,29 @@ def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 
 class _AsCuda(TorchFunctionMode):
-    """Allocates on the host what is asked for on "cuda", and calls a tensor's type by its name on a
-    GPU.
-    """
+    """Allocates tensors for "cuda" on the host, and reports a tensor's type as on a GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs = kwargs | {"device": "cpu"}
-        # the optimizers ask whether it is "torch.cuda.FloatTensor"
+        # The optimizers compare the type with "torch.cuda.FloatTensor".
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
 
 def as_cuda() -> contextlib.AbstractContextManager[Any]:
-    """In it, megatron-core's schedules and optimizers work without a GPU; nothing where there is
-    one.
-    """
+    """Lets megatron-core's schedules and optimizers run without a GPU. Does nothing with one."""
     return contextlib.nullcontext() if torch.cuda.is_available() else _AsCuda()
 
 
-_seed = [0]  # of the CUDA generator that is not there
+_seed = [0]  # of the CUDA generator, which does not exist here
 
 
 def _get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """The state of a CUDA generator of this seed that has drawn nothing: seed and offset, int64
-    each, as bytes.
+    """Returns the state of a CUDA generator that has drawn nothing: the bytes of seed and offset,
+    int64 each.
     """
     return torch.tensor([_seed[0], 0], dtype=torch.int64).view(torch.uint8)
 
@@ -78,8 +73,8 @@ def _manual_seed(seed: int) -> None:
 
 
 def _all_gather(even: Callable[..., Any]) -> Callable[..., Any]:
-    """all_gather whose pieces may differ in their first dimension: every rank sends its
-    own to all.
+    """Returns an all_gather whose pieces may differ in their first dimension: every rank sends its
+    own piece to all.
     """
 
     def gather(
@@ -104,8 +99,8 @@ def _all_gather(even: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_scatter(even: Callable[..., Any]) -> Callable[..., Any]:
-    """reduce_scatter (a sum) whose pieces may differ in their first dimension: every rank gets its
-    piece of all, and adds.
+    """Returns a reduce_scatter (a sum) whose pieces may differ in their first dimension: every rank
+    receives its piece from all, and adds.
     """
 
     def scatter(
@@ -129,47 +124,44 @@ def _reduce_scatter(even: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def install() -> None:
-    """Patches torch.cuda and megatron-core in this process. Idempotent."""
+    """Patches torch.cuda and megatron-core in this process. May be called again."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.transformer import multi_latent_attention
     from megatron.core.transformer.moe import moe_utils
 
-    # 0.16.1 has these names without Transformer Engine too, mocked, and takes that they import for its being there
+    # 0.16.1 mocks these names without Transformer Engine, and then believes that it is installed.
     multi_latent_attention.HAVE_TE = transformer_engine.HAVE_TE
 
-    if not hasattr(moe_utils, "te_general_gemm") or (
-        moe_utils.te_general_gemm is not None and not torch.cuda.is_available()
-    ):
-        # 0.16.1 reads it in every router, but binds it only if Transformer Engine imports; None is its own word for "use torch.mm"
+    # Every router of 0.16.1 reads this name, which is set only where Transformer Engine is
+    # installed. None means torch.mm.
+    if not hasattr(moe_utils, "te_general_gemm") or not torch.cuda.is_available():
         moe_utils.te_general_gemm = None
     if torch.cuda.is_available():
         return
     stream = _Stream()
     shims: dict[str, Any] = {
-        # the device of nearly every buffer that megatron-core allocates: rotary tables, the router,
-        # gathered activations
+        # megatron-core allocates nearly every buffer on this device
         "current_device": lambda: torch.device("cpu"),
-        # dist_checkpointing waits for copies to the host before it writes
+        # dist_checkpointing calls it before it writes
         "synchronize": lambda *args, **kwargs: None,
-        # the alltoall dispatcher of MoE moves its split sizes to the host on a side stream
+        # the alltoall dispatcher of experts moves its split sizes to the host on a side stream
         "Stream": _Stream,
         "Event": _Stream,
         "current_stream": lambda *args, **kwargs: stream,
         "stream": lambda *args, **kwargs: contextlib.nullcontext(),
-        # the seeds of megatron-core's generators are kept, for a checkpoint saved here is to be
-        # resumed on a GPU
+        # The seeds of megatron-core's generators are kept, so that a GPU can resume a checkpoint
+        # that was saved here.
         "get_rng_state": _get_rng_state,
         "set_rng_state": _set_rng_state,
         "manual_seed": _manual_seed,
     }
     for name, shim in shims.items():
         setattr(torch.cuda, name, shim)
-    # tied embeddings: LanguageModule moves the shared weight to the GPU before it all-reduces it
-    # over the embedding group
+    # LanguageModule moves a tied embedding to the GPU before it all-reduces it.
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
 
-    # gloo cannot cut unevenly, as the tokens of experts at etp > 1 are
+    # gloo has no uneven collectives, and the tokens of experts at etp > 1 are uneven.
     if dist.all_gather.__module__ != __name__:
         dist.all_gather = _all_gather(dist.all_gather)
         dist.reduce_scatter = _reduce_scatter(dist.reduce_scatter)
@@ -178,12 +170,12 @@ def install() -> None:
     from megatron.core.transformer import utils
     from megatron.core.transformer.moe import token_dispatcher
 
-    # there are no CUDA generators to fork; dropout's random stream is then torch's own
+    # There are no CUDA generators to fork. Dropout then draws from torch's own generator.
     random.CudaRNGStatesTracker.fork = lambda self, *args, **kwargs: contextlib.nullcontext()
     random._get_cuda_rng_state = lambda *args, **kwargs: _get_rng_state()
     random._set_cuda_rng_state = _set_rng_state
-    # written with device="cuda"; only reached if no mask is given
+    # It allocates on "cuda", and is called only if no mask is given.
     utils.get_default_causal_mask = lambda sq: torch.ones(sq, sq, dtype=torch.bool).triu(1)
-    # all_to_all_single wants its split sizes on the host; 0.16.1 takes them out of the tensor only
-    # if that is on a GPU
+    # all_to_all_single requires split sizes as numbers; 0.16.1 converts them from a tensor only if
+    # that is on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host

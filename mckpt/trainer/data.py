@@ -1,9 +1,9 @@
-"""Token sequences to train on, the same for the same seed whatever the parallel sizes: Megatron's
-.bin/.idx, JSONL, or made up.
+"""Token sequences to train on, from Megatron's .bin/.idx, from JSONL, or made up.
 
-A source gives sequence i as seq_length + 1 tokens: the last seq_length are the labels of the first.
-Documents are put in a seeded order, laid end to end, and cut; the last token of a sequence is the
-first of the next, so every token but one is a label once an epoch.
+They depend on the seed and not on the parallel sizes. A source returns sequence i as seq_length + 1
+tokens, of which the last seq_length are the labels of the first. Documents are put in a seeded
+order, laid end to end, and cut. The last token of a sequence is the first of the next one, so every
+token but one is a label once in each epoch.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from mckpt.errors import UsageError
 
 Source = Callable[[int], np.ndarray]  # number of a sequence -> its tokens [seq_length + 1], int64
 
-BRANCHES = 4  # of the chain that `mock` walks: its loss falls from log(vocab) to log(4) = 1.39
+BRANCHES = 4  # of each token in `mock`, so that the loss falls from log(vocab) to log(4) = 1.39
 
 
 def open_source(
     path: str | None, args: Namespace, seq_length: int, seed: int, tokenizer: str | None = None
 ) -> Source:
-    """`path`: a .jsonl file, the prefix of a .bin and .idx (or either of these), or None or "mock"
-    for made-up text.
+    """Opens `path`: a .jsonl file, the prefix of a .bin and .idx (or either of these), or None or
+    "mock" for made-up text. Raises UsageError if there is no data or not one whole sequence.
     """
     vocab = getattr(args, "vocab_size", None) or args.padded_vocab_size
     if path in (None, "mock"):
@@ -57,8 +57,8 @@ def open_source(
 
 
 def read_jsonl(path: Path, tokenizer: str | None) -> list[np.ndarray]:
-    """Documents of a JSONL file: "tokens" or "input_ids" as they are, "text" by the tokenizer, with
-    its end of text behind it.
+    """Reads the documents of a JSONL file: "tokens" or "input_ids" as they are, or "text" as the
+    tokenizer encodes it, followed by the tokenizer's end of text.
     """
     encode: Any = None
     documents = []
@@ -88,6 +88,7 @@ def read_jsonl(path: Path, tokenizer: str | None) -> list[np.ndarray]:
 
 
 def text_encoder(tokenizer: str | None, path: Path) -> Callable[[str], list[int]]:
+    """Returns a function from text to tokens. Raises UsageError without a tokenizer."""
     if tokenizer is None:
         raise UsageError(f"{path} holds text: name the directory of its tokenizer")
     from transformers import AutoTokenizer
@@ -100,17 +101,14 @@ def text_encoder(tokenizer: str | None, path: Path) -> Callable[[str], list[int]
 def pack(
     documents: Sequence[np.ndarray], lengths: np.ndarray, seq_length: int, seed: int
 ) -> Source:
-    """Sequences of documents laid end to end; each epoch has orders of its own of both.
-
-    Documents are read when a sequence needs them.
+    """Returns a source of documents laid end to end. Each epoch has its own order of documents and
+    of sequences. Documents are read when a sequence needs them.
     """
     per_epoch = (int(lengths.sum()) - 1) // seq_length
     epochs: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
 
     def orders(epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Documents in order, the end of each in tokens, and the order of the sequences cut from
-        them.
-        """
+        """Returns the documents in order, where each ends in tokens, and the order of sequences."""
         if epoch not in epochs:
             epochs.clear()
             random = np.random.RandomState([seed, epoch])
@@ -132,6 +130,8 @@ def pack(
 
 
 def bounded(source: Source, vocab: int, path: str) -> Source:
+    """Returns the source with a check: UsageError for a token outside the vocabulary."""
+
     def sequence(number: int) -> np.ndarray:
         tokens = source(number)
         if tokens.min() < 0 or tokens.max() >= vocab:
@@ -144,8 +144,8 @@ def bounded(source: Source, vocab: int, path: str) -> Source:
 
 
 def mock(vocab: int, seq_length: int, seed: int) -> Source:
-    """A random walk over the vocabulary: each token is followed by one of BRANCHES others, fixed by
-    the seed, so there is much to learn.
+    """Returns a random walk over the vocabulary. One of BRANCHES tokens follows each token, and the
+    seed fixes which, so a model can learn them.
     """
     following = np.random.RandomState([seed, 0]).randint(0, vocab, (vocab, BRANCHES))
 

@@ -1,9 +1,9 @@
-"""The logits of every position, through tensor, pipeline, virtual pipeline, expert and context
-parallelism, and the hidden states on the way.
+"""Computes the logits of every position and the hidden states on the way, under tensor, pipeline,
+virtual pipeline, expert and context parallelism.
 
-megatron-core's pipeline schedules keep only the loss; here activations are handed on by dist.send,
-chunk by chunk, in the order in which the layers run: virtual stage 0 on every pipeline rank, then
-virtual stage 1, and so on.
+megatron-core's pipeline schedules keep only the loss. Here dist.send moves activations from chunk
+to chunk in the order in which the layers run: virtual stage 0 on every pipeline rank, then virtual
+stage 1, and so on.
 """
 
 from __future__ import annotations
@@ -21,51 +21,41 @@ from mckpt.trainer.points import Recorder
 
 @torch.no_grad()
 def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Tensor | None:
-    """fp32 logits [batch, seq, vocab] of `tokens` [batch, seq] on pipeline rank 0, None on the
-    others; vocabulary padding is cut off.
+    """Returns the fp32 logits [batch, seq, vocab] of `tokens` [batch, seq] on pipeline rank 0, and
+    None on the others.
 
-    Every rank passes the same tokens. `vocab` is args.vocab_size, or the padded size where args
-    does not tell.
+    Every rank passes the same tokens. `vocab` is args.vocab_size, or the padded size if args have
+    none; other padding is cut off.
     """
     from megatron.core import parallel_state as ps
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
     config = chunks[0].config
-    device = (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     tokens = tokens.to(device)
     batch, seq = tokens.shape
     cp = config.context_parallel_size
-    # the sequence is cut into this many parts
+    # Sequence parallelism cuts the sequence into `rows` parts.
     rows = args.tensor_model_parallel_size if config.sequence_parallel else 1
     multiple = rows * (2 * cp if cp > 1 else 1)
-    # on the right: a causal model does not look there
+    # The padding is on the right, where a causal model does not look.
     tokens = torch.nn.functional.pad(tokens, (0, -seq % multiple))
     length = tokens.shape[1]
     mine = of_this_rank(length, cp).to(device)
     tokens, positions = tokens[:, mine], mine.expand(batch, -1)
-    # True: may not look
-    mask = torch.ones(length // cp, length // cp, dtype=torch.bool, device=device).triu(1)[
-        None, None
-    ]
+    part = length // cp
+    # True hides a position.
+    mask = torch.ones(1, 1, part, part, dtype=torch.bool, device=device).triu(1)
 
-    first, last = (
-        ps.is_pipeline_first_stage(ignore_virtual=True),
-        ps.is_pipeline_last_stage(ignore_virtual=True),
-    )
+    first = ps.is_pipeline_first_stage(ignore_virtual=True)
+    last = ps.is_pipeline_last_stage(ignore_virtual=True)
     hidden: Any = None
     for stage, chunk in enumerate(chunks):
         if not (first and stage == 0):
-            hidden = torch.empty(
-                length // cp // rows,
-                batch,
-                config.hidden_size,
-                dtype=config.params_dtype,
-                device=device,
-            )
+            shape = part // rows, batch, config.hidden_size
+            hidden = torch.empty(shape, dtype=config.params_dtype, device=device)
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(hidden)
         with without_mtp(chunk):
@@ -87,8 +77,8 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
 
 @contextmanager
 def without_mtp(chunk: Any) -> Iterator[None]:
-    """In it the chunk leaves its layers of multi-token prediction out: they have a loss and no
-    logits, and without labels fail.
+    """Makes the chunk leave out its layers of multi-token prediction in the block. They have a loss
+    and no logits, and fail without labels.
     """
     kept = chunk.mtp_process, chunk.config.mtp_num_layers
     chunk.mtp_process, chunk.config.mtp_num_layers = False, None
@@ -99,8 +89,8 @@ def without_mtp(chunk: Any) -> Iterator[None]:
 
 
 def of_this_rank(length: int, cp: int) -> torch.Tensor:
-    """The positions that this context-parallel rank holds: parts r and 2 cp - 1 - r of 2 cp, so
-    that all ranks have as much to attend to.
+    """Returns the positions of this context-parallel rank: parts r and 2 cp - 1 - r of 2 cp parts,
+    so that all ranks attend to equally many positions.
     """
     from megatron.core import parallel_state as ps
 
@@ -112,7 +102,7 @@ def of_this_rank(length: int, cp: int) -> torch.Tensor:
 
 
 def in_order(part: torch.Tensor, cp: int, axis: int) -> torch.Tensor:
-    """The parts of all context-parallel ranks along `axis`, put into the order of the sequence."""
+    """Gathers the parts of all context-parallel ranks along `axis`, in the sequence's order."""
     from megatron.core import parallel_state as ps
 
     if cp == 1:
@@ -124,12 +114,14 @@ def in_order(part: torch.Tensor, cp: int, axis: int) -> torch.Tensor:
 
 
 def watch(chunks: list[Any], recorder: Recorder) -> None:
-    """Hooks at every point of `points` that this pipeline rank holds; each rank of a stage records
-    the whole sequence, of a batch of one.
+    """Puts hooks on all places of `points` that this pipeline rank has.
+
+    Each rank of a stage records the whole sequence, of a batch of one.
     """
     config = chunks[0].config
 
-    def whole(hidden: torch.Tensor) -> torch.Tensor:  # [seq of this rank, 1, width] -> [seq, width]
+    def whole(hidden: torch.Tensor) -> torch.Tensor:
+        """Returns [seq, width] from this rank's [part of seq, 1, width]."""
         from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
         if config.sequence_parallel:
@@ -140,7 +132,7 @@ def watch(chunks: list[Any], recorder: Recorder) -> None:
         def keep(value: Any) -> None:
             hidden, *more = value if isinstance(value, tuple) else (value,)
             if name.endswith((".attn", ".mlp")) and more and more[0] is not None:
-                # a bias that megatron-core adds together with the residual
+                # megatron-core adds this bias later, together with the residual
                 hidden = hidden + more[0]
             recorder.state(name, whole(hidden))
 

@@ -1,10 +1,10 @@
-"""Loads a checkpoint into the chunks, strictly: `torch_dist` through dist_checkpointing, `torch`
-from this rank's own file.
+"""Loads a checkpoint into the chunks, strictly.
 
-Strict means more here than Megatron-LM's own loader asks (it retries with strict=False and drops
-what does not fit): every key that the model wants, save _extra_state, must be in the checkpoint;
-every parameter is NaN before the load and none after. A checkpoint of a Transformer Engine model
-loads into a local one, and the other way round: they name the same tensors differently.
+`torch_dist` is loaded by dist_checkpointing, `torch` from this rank's own file. The load is
+stricter than that of Megatron-LM, which retries with strict=False and drops what does not fit: the
+checkpoint must have every key of the model but _extra_state, and every parameter is NaN before the
+load and none after it. A checkpoint of a Transformer Engine model loads into a local one and the
+other way round, although they name the same tensors differently.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from typing import Any
 
 import torch
 
+from mckpt import formats
 from mckpt.errors import SourceError
+from mckpt.formats.base import Format
+from mckpt.formats.megatron import save_directory
+from mckpt.geometry.parallel import Parallel
 from mckpt.trainer import rng
 from mckpt.trainer.build import rank_names
 
-TRACKER = "latest_checkpointed_iteration.txt"
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 COMMON_FILE = "common.pt"  # of torch_dist
-# the first megatron-core that stores the content of COMMON_FILE as an object of the checkpoint
-# instead
+# From this megatron-core on, the content of COMMON_FILE is an object of the checkpoint.
 COMMON_OBJECT_SINCE = [0, 19]
-# What a checkpoint holds beside the model's weights; unread by a load of weights alone.
+# Keys beside the model's weights, which a load of weights alone does not read.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
 
-# One tensor under its two names: in a Transformer Engine layer, where the norm is part of the
-# linear behind it and experts are grouped, and in a local one; the last pair is up to megatron-core
-# 0.16, and from 0.17 on. `torch` has them all; `torch_dist`, in whose keys megatron-core renames
-# some itself, the norm before a MoE. As regular expressions of the one side and replacements that
-# give it on the other.
+# One tensor has two names: one in a Transformer Engine layer, where the norm is part of the linear
+# behind it and experts are grouped, and one in a local layer. The last pair are the names up to
+# megatron-core 0.16 and from 0.17 on. `torch` files contain all of these; in the keys of
+# `torch_dist` megatron-core renames some itself, and the norm before a MoE is left. Each side is a
+# regular expression and the replacement that gives the other name.
 TWO_NAMES = (
     (
         (r"self_attention\.linear_qkv\.layer_norm_(\w+)$", r"input_layernorm.\1"),
@@ -64,37 +66,28 @@ TWO_NAMES = (
     ),
 )
 
-# Whole on every rank in a Transformer Engine layer; in a local one cut in rows over the
-# tensor-parallel ranks. `torch_dist` knows no ranks.
+# These are whole on every rank in a Transformer Engine layer, and in a local one cut in rows over
+# the tensor-parallel ranks. In `torch_dist` both are stored alike.
 TWO_CUTS = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight$")
 
 
 def unit_directory(checkpoint: str | Path) -> Path:
-    """The iteration directory: `checkpoint` itself, or the one that its tracker file names."""
-    checkpoint = Path(checkpoint)
-    tracker = checkpoint / TRACKER
-    if not tracker.exists():
-        return checkpoint
-    name = tracker.read_text().strip()
-    return checkpoint / (name if name == "release" else f"iter_{int(name):07d}")
+    """Returns `checkpoint`, or the iteration of it if it is a save directory."""
+    return save_directory.find(Path(checkpoint)).path
 
 
-def format_of(checkpoint: str | Path) -> str:
-    """`torch_dist` or `torch`, decided as Megatron-LM's _get_checkpoint_format does."""
+def format_of(checkpoint: str | Path) -> Format:
+    """Returns the format of a Megatron checkpoint. Raises SourceError if there is none."""
     unit = unit_directory(checkpoint)
-    if (unit / "metadata.json").exists():
-        return "torch_dist"
-    if unit.is_dir() and any(p.name.startswith("mp_rank_0") for p in unit.iterdir()):
-        return "torch"
-    raise SourceError(
-        f"{unit} is no Megatron checkpoint: neither metadata.json nor mp_rank_* is there"
-    )
+    if (found := formats.detect(unit, megatron=True)) is None:
+        raise SourceError(f"{unit} is not a Megatron checkpoint of a known format")
+    return found
 
 
 def read_common(checkpoint: str | Path) -> dict[str, Any]:
-    """Everything but the weights: args, iteration, checkpoint_version, content_metadata ..."""
+    """Reads all but the weights: args, iteration, checkpoint_version, content_metadata ..."""
     unit = unit_directory(checkpoint)
-    if format_of(checkpoint) == "torch_dist":
+    if format_of(checkpoint).global_keys:
         from megatron.core import __version__, dist_checkpointing
 
         if (
@@ -110,7 +103,7 @@ def read_common(checkpoint: str | Path) -> dict[str, Any]:
             )
         with safe_pickles():
             return dist_checkpointing.load_common_state_dict(str(unit))
-    # of rank 0: no PP or EP, one of them, both
+    # the directory of rank 0 without PP and EP, with one of them, and with both
     names = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
     for name in names:
         if (unit / name / MODEL_FILE).exists():
@@ -122,14 +115,14 @@ def read_common(checkpoint: str | Path) -> dict[str, Any]:
 
 
 def read_args(checkpoint: str | Path) -> Namespace:
-    """The args of the run that wrote the checkpoint."""
+    """Reads the args of the run that wrote the checkpoint."""
     args = read_common(checkpoint).get("args")
     if args is None:
         raise SourceError(f"{unit_directory(checkpoint)} holds no args: give those of the model")
     return args
 
 
-# element size in bytes: bits of a NaN that no arithmetic gives
+# Element size in bytes -> bits of a NaN that no arithmetic gives.
 MARKS = {2: (torch.int16, 0x7FD3), 4: (torch.int32, 0x7FD3_4B1D)}
 
 
@@ -144,16 +137,16 @@ def load(
 ) -> dict[str, Any]:
     """Loads the weights in place. Returns the common state with two lists of names:
 
-    unread    model keys of the checkpoint that this rank's model never asked for
+    unread    model keys of the checkpoint that this rank's model does not have
     forgiven  _extra_state of this rank's model that the checkpoint lacks
 
-    `strict` is dist_checkpointing's StrictHandling or its value; it bears on torch_dist only. With
-    `optimizer` its state is loaded too, the `scheduler`'s as well, and the random generators' if
-    the parallel sizes are those of the checkpoint. Raises SourceError on this rank alone when
-    something is missing; the caller makes sure that the others hear of it.
+    `strict` is dist_checkpointing's StrictHandling or its value, and concerns torch_dist only. With
+    `optimizer` and `scheduler` their states are loaded too, and those of the random generators if
+    the checkpoint has the same parallel sizes. Raises SourceError on this rank alone when something
+    is missing; the caller must tell the other ranks.
     """
     mark(chunks)
-    read = load_torch_dist if format_of(checkpoint) == "torch_dist" else load_torch
+    read = load_torch_dist if format_of(checkpoint).global_keys else load_torch
     state = read(chunks, args, checkpoint, strict, optimizer)
     if left := marked(chunks):
         raise SourceError.of(
@@ -176,9 +169,7 @@ def load(
 def load_torch_dist(
     chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any, optimizer: Any = None
 ) -> dict[str, Any]:
-    """dist_checkpointing.load into sharded_state_dict(), as load_checkpoint of Megatron-LM calls
-    it.
-    """
+    """Loads into sharded_state_dict(), as load_checkpoint of Megatron-LM does."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import parse_strict_flag
@@ -202,7 +193,7 @@ def load_torch_dist(
             state, is_loading=True, metadata=with_group(metadata)
         )
         if "rng_state" in stored and same_sizes(common.get("args"), args):
-            state["rng_state"] = rng.collect("torch_dist")
+            state["rng_state"] = rng.collect(sharded=True)
     with safe_pickles():
         loaded = dist_checkpointing.load(state, unit, strict=parse_strict_flag(strict))
     if isinstance(loaded, tuple):  # return_unexpected, return_all
@@ -227,7 +218,7 @@ def load_torch(
     strict: Any = None,
     optimizer: Any = None,
 ) -> dict[str, Any]:
-    """torch.load of this rank's mp_rank file and load_state_dict."""
+    """Reads this rank's mp_rank file with torch.load, and calls load_state_dict."""
     path = unit_directory(checkpoint) / rank_directory(args) / MODEL_FILE
     if not path.exists():
         raise SourceError(f"{rank_names()} needs {path}, which does not exist")
@@ -267,8 +258,8 @@ def load_torch(
 
 
 def other_name(name: str, there: Collection[str]) -> str:
-    """Returns the name under which the tensor `name` is in `there`, by any of TWO_NAMES and several
-    of them together; else `name` itself.
+    """Returns the name of the tensor `name` in `there`, by one or several of TWO_NAMES; if none of
+    them is there, `name` itself.
     """
     names = [name]
     for sides in TWO_NAMES:
@@ -282,29 +273,24 @@ def other_name(name: str, there: Collection[str]) -> str:
 def other_cut(
     name: str, value: torch.Tensor, wanted: torch.Tensor, path: Path, key: str
 ) -> torch.Tensor:
-    """This rank's rows of a tensor that is whole in its file; or the whole of one of which the file
-    of each tensor-parallel rank has some.
+    """Returns this rank's rows of a tensor that is whole in its file, or the whole of a tensor that
+    is cut over the files of the tensor-parallel ranks.
     """
     from megatron.core import parallel_state as ps
 
     rank, ranks = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
     if len(value) == ranks * len(wanted):
         return value.chunk(ranks)[rank]
-    stage = (
-        f"_{ps.get_pipeline_model_parallel_rank():03d}"
-        if ps.get_pipeline_model_parallel_world_size() > 1
-        else ""
-    )
-    # of any expert rank
-    files = [
-        min(path.parent.parent.glob(f"mp_rank_{other:02d}{stage}*/{MODEL_FILE}"))
-        for other in range(ranks)
-    ]
+    sizes = Parallel(pp=ps.get_pipeline_model_parallel_world_size())
+    stage, unit = ps.get_pipeline_model_parallel_rank(), path.parent.parent
+    names = [sizes.directory(other, stage, 0) for other in range(ranks)]
+    # all expert ranks of a name have the same rows
+    files = [min(unit.glob(f"{name}*/{MODEL_FILE}")) for name in names]
     return torch.cat([read_rank_file(file)[key][name] for file in files])
 
 
 def stored_names(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
-    """The sharded state with the keys that the checkpoint has, in place."""
+    """Replaces keys of the sharded state by the checkpoint's names of them, in place."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
 
     for value in nested_values(state):
@@ -314,25 +300,19 @@ def stored_names(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
 
 
 def drop_extra_state(state: dict[str, Any], stored: set[str]) -> dict[str, Any]:
-    """The sharded state without the _extra_state that the checkpoint lacks: load_into
-    tells of it.
-    """
+    """Removes the _extra_state that the checkpoint lacks, which load_into then reports."""
     for model in state.values():
-        for name in [
-            name
-            for name, value in model.items()
-            if name.endswith("_extra_state") and value.key not in stored
-        ]:
-            del model[name]
+        for name, value in list(model.items()):
+            if name.endswith("_extra_state") and value.key not in stored:
+                del model[name]
     return state
 
 
 def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
-    """The loaded state of a fully_reshardable optimizer for a chain of another length: experts have
-    one of their own only at ep > 1.
+    """Converts the loaded state of a fully_reshardable optimizer to a chain of another length.
 
-    The tensors are requested by this chain already; its parameter groups are those of the stored
-    chain's first.
+    Experts have an optimizer of their own only at ep > 1. The loaded tensors fit this chain
+    already, and it gets the parameter groups of the first optimizer of the stored chain.
     """
     links = optimizer.chained_optimizers
     stored = [
@@ -346,10 +326,9 @@ def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     parts = {}
     for index, link in enumerate(links):
         of_experts = any(group["is_expert_parallel"] for group in link.optimizer.param_groups)
+        mine = [group | {"is_expert_parallel": of_experts} for group in groups]
         parts[index] = {
-            "optimizer": {
-                "param_groups": [group | {"is_expert_parallel": of_experts} for group in groups]
-            },
+            "optimizer": {"param_groups": mine},
             "param_state": (state[index] if len(links) > 1 else state)["param_state"],
             "param_state_sharding_type": "fully_reshardable",
         }
@@ -359,8 +338,8 @@ def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
 def check_optimizer(
     common: dict[str, Any], args: Namespace, metadata: dict[str, Any], unit: str
 ) -> None:
-    """Raises SourceError if the checkpoint has no optimizer state, or has it in a form for other
-    parallel sizes only.
+    """Raises SourceError if the checkpoint has no optimizer state, or one that fits other parallel
+    sizes only.
     """
     kind = metadata.get("distrib_optim_sharding_type")
     if "optimizer" not in common or kind is None:
@@ -376,21 +355,21 @@ def check_optimizer(
 
 
 def same_sizes(a: Any, b: Any) -> bool:
-    """Whether two args have the same model-parallel sizes."""
+    """Returns whether two args have the same model-parallel sizes."""
     names = ("tensor", "pipeline", "virtual_pipeline", "expert")
     keys = [*(f"{name}_model_parallel_size" for name in names), "expert_tensor_parallel_size"]
     return all((getattr(a, key, None) or 1) == (getattr(b, key, None) or 1) for key in keys)
 
 
 def load_into(chunk: Any, state: dict[str, Any], source: str) -> list[str]:
-    """load_state_dict that forgives nothing but _extra_state; returns what it forgave
-    (Megatron-LM's strict=True would have refused).
+    """Calls load_state_dict and raises SourceError for every wrong key but _extra_state.
+
+    Returns the missing or unknown _extra_state, which Megatron-LM's strict=True would refuse.
     """
-    # so that all wrong keys are listed at once, below
+    # strict=False, because the error below lists all wrong keys at once
     result = chunk.load_state_dict(state, strict=False)
-    wrong = [f"missing {key}" for key in result.missing_keys] + [
-        f"unknown {key}" for key in result.unexpected_keys
-    ]
+    wrong = [f"missing {key}" for key in result.missing_keys]
+    wrong += [f"unknown {key}" for key in result.unexpected_keys]
     problems = [key for key in wrong if not key.endswith("_extra_state")]
     if problems:
         raise SourceError.of(f"{source} does not fit the model of {rank_names()}:", problems)
@@ -398,32 +377,28 @@ def load_into(chunk: Any, state: dict[str, Any], source: str) -> list[str]:
 
 
 def rank_directory(args: Namespace) -> str:
-    """mp_rank_TT[_PPP][_EEE] of this process; get_checkpoint_name of Megatron-LM."""
+    """Returns the name of this rank's directory in a `torch` checkpoint."""
     from megatron.core import parallel_state as ps
 
-    name = f"mp_rank_{ps.get_tensor_model_parallel_rank():02d}"
-    if args.pipeline_model_parallel_size > 1:
-        name += f"_{ps.get_pipeline_model_parallel_rank():03d}"
-    if args.expert_model_parallel_size > 1:
-        name += f"_{ps.get_expert_model_parallel_rank():03d}"
-    return name
+    sizes = Parallel(pp=args.pipeline_model_parallel_size, ep=args.expert_model_parallel_size)
+    return sizes.directory(
+        tp=ps.get_tensor_model_parallel_rank(),
+        pp=ps.get_pipeline_model_parallel_rank(),
+        ep=ps.get_expert_model_parallel_rank(),
+    )
 
 
 def read_rank_file(path: Path) -> dict[str, Any]:
-    """One model_optim_rng.pt, unpickled with torch's weights_only rules and Megatron's list of safe
-    classes.
-    """
+    """Reads one model_optim_rng.pt, by torch's weights_only rules and Megatron's safe classes."""
+    # A mapped file is in memory once. Files of torch before 1.6 are no zip, and cannot be mapped.
+    mapped = zipfile.is_zipfile(path)
     with safe_pickles():
-        # mapped, so that the weights are in memory once; files of torch before 1.6 are no zip and
-        # cannot be
-        return torch.load(
-            path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
-        )
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
 
 
 @contextlib.contextmanager
 def safe_pickles() -> Iterator[None]:
-    """torch.load accepts the classes that Megatron-LM allows, and no others."""
+    """Lets torch.load accept the classes that Megatron-LM allows, and no others."""
     from megatron.core.safe_globals import SAFE_GLOBALS
 
     with torch.serialization.safe_globals(SAFE_GLOBALS):
@@ -431,12 +406,12 @@ def safe_pickles() -> Iterator[None]:
 
 
 def model_keys(chunks: list[Any]) -> list[str]:
-    """`model`, or `model0`, `model1` ... with virtual stages."""
+    """Returns `model`, or with virtual stages `model0`, `model1` ..."""
     return ["model"] if len(chunks) == 1 else [f"model{i}" for i in range(len(chunks))]
 
 
 def sharded_state(chunks: list[Any], metadata: dict[str, Any]) -> dict[str, Any]:
-    """The chunks' sharded_state_dict()s under `model` or `model0` ..., in the form that `metadata`
+    """Returns the chunks' sharded_state_dict()s by `model_keys`, in the form that `metadata`
     (content_metadata) names.
     """
     metadata = with_group(metadata)
@@ -447,16 +422,14 @@ def sharded_state(chunks: list[Any], metadata: dict[str, Any]) -> dict[str, Any]
 
 
 def with_group(metadata: dict[str, Any]) -> dict[str, Any]:
-    """content_metadata with the process group that sharded_state_dict() wants in it."""
-    from megatron.core import parallel_state
+    """Adds the process group that sharded_state_dict() requires to content_metadata."""
+    from megatron.core import parallel_state as ps
 
-    return metadata | {
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)
-    }
+    return metadata | {"dp_cp_group": ps.get_data_parallel_group(with_context_parallel=True)}
 
 
 def sharded_values(state: dict[str, Any]) -> list[Any]:
-    """Every ShardedTensor and ShardedObject of a sharded state, factories applied (in place)."""
+    """Returns every ShardedTensor and ShardedObject of a state, after applying its factories."""
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedBase, apply_factories
 
@@ -465,22 +438,19 @@ def sharded_values(state: dict[str, Any]) -> list[Any]:
 
 
 def weights(chunks: list[Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of every parameter and floating buffer that a checkpoint stores (rotary
-    tables are not stored).
+    """Yields name and tensor of every parameter and floating buffer that a checkpoint stores.
+    Rotary tables are not stored.
     """
     for key, chunk in zip(model_keys(chunks), chunks, strict=True):
         for name, value in chunk.state_dict().items():
-            if (
-                isinstance(value, torch.Tensor)
-                and value.is_floating_point()
-                and not name.endswith("_extra_state")
-            ):
+            is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if is_float and not name.endswith("_extra_state"):
                 yield f"{key}.{name}", value
 
 
 def mark(chunks: list[Any]) -> None:
-    """Fills all with one certain NaN, so that a tensor that no load reaches shows, and one that
-    holds NaN is told from it.
+    """Fills all weights with one certain NaN. A tensor that no load reaches then shows, and a
+    loaded tensor that contains NaN is not mistaken for it.
     """
     for _, value in weights(chunks):
         kind, bits = MARKS[value.element_size()]
@@ -488,7 +458,7 @@ def mark(chunks: list[Any]) -> None:
 
 
 def marked(chunks: list[Any]) -> list[str]:
-    """Names of those that are still so, in part or whole."""
+    """Returns the names of the weights that still contain that NaN."""
     out = []
     for name, value in weights(chunks):
         kind, bits = MARKS[value.element_size()]

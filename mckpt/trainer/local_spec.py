@@ -1,5 +1,5 @@
-"""What the local layer spec needs beside megatron-core's own modules, so that it runs and trains
-what Transformer Engine does.
+"""Modules for the local layer spec where megatron-core's own cannot run or train all models that
+Transformer Engine's can.
 """
 
 from __future__ import annotations
@@ -16,43 +16,39 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 
 class Norm(torch.nn.Module):
-    """RMSNorm or LayerNorm over the last dimension, computed in fp32 whatever the input's dtype,
-    which the output has again.
+    """RMSNorm or LayerNorm over the last dimension, computed in fp32. The output has the input's
+    dtype.
 
-    Like Transformer Engine's, and unlike torch's, which megatron-core gives the local spec, it
-    trains under sequence parallelism: every rank then has the gradient of its own tokens only, and
-    finalize_model_grads adds up those of the parameters that say so.
+    It trains under sequence parallelism, like Transformer Engine's norm and unlike torch's, which
+    megatron-core uses in the local spec: every rank has the gradient of its own tokens only, and
+    finalize_model_grads adds the gradients of parameters marked as sequence_parallel.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
         self.eps, self.hidden_size = eps, hidden_size
-        # the weight is then stored less 1
+        # a zero-centered weight is stored less 1
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
-        self.bias = (
-            torch.nn.Parameter(torch.zeros(hidden_size))
-            if config.normalization == "LayerNorm"
-            else None
-        )
-        parameter: Any  # with a mark that finalize_model_grads looks for
+        has_bias = config.normalization == "LayerNorm"
+        self.bias = torch.nn.Parameter(torch.zeros(hidden_size)) if has_bias else None
+        parameter: Any  # gets the mark for finalize_model_grads
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight = self.weight.float() + self.offset
+        weight, shape = self.weight.float() + self.offset, (self.hidden_size,)
         if self.bias is None:
-            return torch.nn.functional.rms_norm(
-                x.float(), (self.hidden_size,), weight, self.eps
-            ).type_as(x)
-        return torch.nn.functional.layer_norm(
-            x.float(), (self.hidden_size,), weight, self.bias.float(), self.eps
-        ).type_as(x)
+            out = torch.nn.functional.rms_norm(x.float(), shape, weight, self.eps)
+        else:
+            bias = self.bias.float()
+            out = torch.nn.functional.layer_norm(x.float(), shape, weight, bias, self.eps)
+        return out.type_as(x)
 
 
 class Attention(DotProductAttention):
-    """Attention whose heads of q and k may be wider than those of v, as multi-latent attention's
-    are; megatron-core 0.16 names the widths and refuses them.
+    """Attention whose heads of q and k may be wider than those of v, as in multi-latent attention.
+    megatron-core 0.16 passes the widths and refuses them.
     """
 
     def __init__(
@@ -68,11 +64,12 @@ class Attention(DotProductAttention):
 
 
 class LatentAttention(MLASelfAttention):
-    """Multi-latent attention of the modules that the spec names.
+    """Multi-latent attention with the modules of the spec.
 
-    megatron-core 0.19 chooses norms and up projections anew, and refuses a model without a latent
-    of the queries in the local spec: it builds the norms of the latents as a part of Transformer
-    Engine's linears only. Up to 0.18 the method does not exist, and the spec is obeyed.
+    megatron-core 0.19 replaces the norms and up projections of the spec, and refuses a model
+    without a latent of the queries in the local spec, because it builds the norms of the latents
+    only as a part of Transformer Engine's linears. Up to 0.18 the method below does not exist, and
+    megatron-core uses the modules of the spec.
     """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
@@ -87,10 +84,8 @@ class LatentAttention(MLASelfAttention):
 
 
 def with_own_modules(spec: Any) -> Any:
-    """Puts `Norm`, `Attention` and `LatentAttention` into a local spec, in place of
-    megatron-core's.
-
-    Changes the spec, and returns it.
+    """Replaces megatron-core's modules in a local spec by `Norm`, `Attention` and
+    `LatentAttention`. Changes the spec, and returns it.
     """
     if spec is WrappedTorchNorm or spec is gpt_layer_specs.LNImpl:
         return Norm

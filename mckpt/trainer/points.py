@@ -1,14 +1,14 @@
-"""The places at which two models are compared, by the same names on both sides.
+"""The places at which two models are compared. Both sides use the same names.
 
-    embed                what the embedding gives
+    embed                output of the embedding
     layers.{l}.attn      what the attention of layer l adds to the residual stream
     layers.{l}.mlp       what its mlp or experts add
     layers.{l}           the residual stream behind layer l (0 is the first)
-    final_norm           what the output layer is given
+    final_norm           input of the output layer
 
-A hidden state of any width is kept as its product with one fixed random matrix, 32 numbers for a
-position: differences keep their length (Johnson and Lindenstrauss; here within some 12 percent),
-two states that differ at all differ there, and a comparison of 94 layers takes megabytes.
+A hidden state of any width is kept as its product with one fixed random matrix, which has 32
+numbers for a position. Differences keep their length (Johnson and Lindenstrauss; here within some
+12 percent), states that differ have products that differ, and 94 layers take megabytes.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ WIDTH = 32  # numbers kept of a hidden state
 
 
 class Recorder:
-    """Collects hidden states, and the experts that routers choose, of one sequence at a time, from
-    hooks that it puts on modules.
+    """Collects hidden states, and the experts that routers choose, from hooks on modules. It holds
+    those of one sequence at a time.
     """
 
     def __init__(self) -> None:
         self.states: dict[str, np.ndarray] = {}  # point -> [seq, WIDTH] fp32
         self.experts: dict[int, np.ndarray] = {}  # layer -> [seq, experts] bool
-        # layer -> [seq, experts] fp32; only where the side can tell
-        self.router_logits: dict[int, np.ndarray] = {}
-        # layer -> [seq] how much less the best expert not chosen scores than the last that is;
-        # likewise
+        # The reference alone fills these two.
+        self.router_logits: dict[int, np.ndarray] = {}  # layer -> [seq, experts] fp32
+        # layer -> [seq]: the score of the last chosen expert less that of the best other one
         self.margins: dict[int, np.ndarray] = {}
         self._hooks: list[Any] = []
 
@@ -53,10 +52,9 @@ class Recorder:
         self.states[name] = sketch(hidden).cpu().numpy()
 
     def output(self, module: torch.nn.Module, keep: Callable[[Any], None]) -> None:
-        """Calls `keep` with what the module gives, each time it runs."""
-        self._hooks.append(
-            module.register_forward_hook(lambda _module, _args, output: keep(output))
-        )
+        """Calls `keep` with the module's output each time it runs."""
+        hook = module.register_forward_hook(lambda _module, _args, output: keep(output))
+        self._hooks.append(hook)
 
     def input(self, module: torch.nn.Module, keep: Callable[[Any], None]) -> None:
         """Calls `keep` with the module's first argument, each time it runs."""
@@ -69,22 +67,22 @@ class Recorder:
 
 
 def sketch(hidden: torch.Tensor) -> torch.Tensor:
-    """[..., hidden size] -> [..., WIDTH], fp32. Lengths stay what they were, on average."""
+    """Projects [..., hidden size] to [..., WIDTH] in fp32. Lengths are kept on average."""
     return hidden.float() @ projection(hidden.shape[-1], hidden.device)
 
 
 @functools.lru_cache
 def projection(size: int, device: torch.device) -> torch.Tensor:
-    """The same matrix [size, WIDTH] in every process: drawn on the CPU from a fixed seed."""
+    """Returns the matrix [size, WIDTH], which is the same in every process: it is drawn on the CPU
+    from a fixed seed.
+    """
     generator = torch.Generator().manual_seed(size)
     return (torch.randn(size, WIDTH, generator=generator) / WIDTH**0.5).to(device)
 
 
 @torch.no_grad()
 def cast(model: torch.nn.Module, dtypes: list[str], left_out: Collection[str] = ()) -> None:
-    """Gives the weights the values that they have after these casts; the model computes in the
-    dtype that it has.
-    """
+    """Replaces the weights by their values after these casts. The model keeps its dtype."""
     for name, parameter in model.named_parameters() if dtypes else ():
         if parameter.is_meta:
             raise SourceError(
@@ -102,15 +100,16 @@ def cast(model: torch.nn.Module, dtypes: list[str], left_out: Collection[str] = 
 def compare(
     reference: torch.Tensor, other: torch.Tensor, tokens: torch.Tensor
 ) -> dict[str, np.ndarray]:
-    """How `other`'s logits [seq, vocab] differ from `reference`'s, for each position: arrays [seq].
+    """Returns how `other`'s logits [seq, vocab] differ from `reference`'s, as arrays [seq].
 
-    max_abs and mean_square over the vocabulary; kl of the distributions, in nats; top1: whether
-    both choose the same token; loss of the next token under each (NaN at the last position);
-    spread: standard deviation of the reference over the vocabulary.
+    max_abs and mean_square are taken over the vocabulary. kl is the divergence of the
+    distributions, in nats. top1 is 1 where both choose the same token. loss and loss_reference are
+    those of the next token (NaN at the last position). spread is the standard deviation of the
+    reference over the vocabulary.
     """
     out: dict[str, list[np.ndarray]] = {}
     following = torch.cat([tokens[1:], tokens[:1]]).to(other.device)
-    for at in range(0, len(reference), 64):  # of 150,000 words, 64 positions in fp64 are 77 MB
+    for at in range(0, len(reference), 64):  # 64 positions of 150,000 words are 77 MB in fp64
         a, b = reference[at : at + 64].to(other.device).double(), other[at : at + 64].double()
         apart = (a - b).abs()
         log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
@@ -136,10 +135,10 @@ def compare(
 
 @contextmanager
 def reporting(path: str) -> Iterator[dict[str, Any]]:
-    """The job of a file.
+    """Reads the job of a file.
 
-    If the block fails, error.rank{r}.json beside it says why: an error of ours by its class, else
-    the traceback.
+    If the block fails, error.rank{r}.json beside the job gets the reason: the class and the message
+    of one of mckpt's errors, else the traceback.
     """
     try:
         yield json.loads(Path(path).read_text())
@@ -151,7 +150,6 @@ def reporting(path: str) -> Iterator[dict[str, Any]]:
             "class": type(e).__name__ if ours else None,
             "message": str(e) if ours else traceback.format_exc(),
         }
-        (Path(path).parent / f"error.rank{os.environ.get('RANK', '0')}.json").write_text(
-            json.dumps(said)
-        )
+        file = f"error.rank{os.environ.get('RANK', '0')}.json"
+        (Path(path).parent / file).write_text(json.dumps(said))
         raise SystemExit(1) from None

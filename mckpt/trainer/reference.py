@@ -1,16 +1,16 @@
-"""The transformers side of a verdict: one model, run on every sequence, with the noise of its own
-arithmetic.
+"""The transformers side of a verdict: runs one model on every sequence, and measures the noise of
+its arithmetic.
 
     python -m mckpt.trainer.reference job.json
 
 job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens),
-casts (dtypes that the checkpoint's weights were cast to, one after the other) and uncast (the names
-of those that were not), and vocab_size and length for the further sequences that are tried while
-some expert was not reached.
+casts (dtypes that the checkpoint's weights were cast to, one after the other), uncast (the names of
+weights that were not cast), and vocab_size and length of the further sequences that are tried while
+some expert is not reached.
 
-OUT/reference.json tells the sequences, the probe and the versions; OUT/reference.{i}.npz holds per
-position what `points` names; OUT/logits.{i}.npy the fp32 logits [seq, vocab] of sequence i. The
-model is loaded once in fp32 and once in its own dtype, one after the other.
+It writes OUT/reference.json (the sequences, the probe and the versions), OUT/reference.{i}.npz (for
+each position of sequence i the states of `points`), and OUT/logits.{i}.npy (fp32 logits [seq,
+vocab]). The model is loaded once in fp32, and then once in its own dtype.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from mckpt.errors import SourceError
 from mckpt.trainer import points
 
 TRIES = 64  # further sequences that are run to reach every expert
-# of the largest logit; on CPU the noise of the 13 models of tests/tiny.py is 2**-19.7 to 2**-17.4
-# of it
+# A noise above this share of the largest logit is measured again. On a CPU the noise of the 13
+# models of tests/tiny.py is 2**-19.7 to 2**-17.4 of it.
 SUSPICIOUS = 2.0**-14
-LESS = 10.0  # times; a second measurement of a suspicious noise counts if it is this much smaller
+LESS = 10.0  # the second measurement counts if it is this many times smaller
 
 
 def main(job: dict[str, Any]) -> None:
@@ -62,15 +62,12 @@ def main(job: dict[str, Any]) -> None:
     gc.collect()
     if job["dtype"] != "float32":
         model = load(job["hf"], job["dtype"] if len(job["casts"]) < 2 else "float32", device)
-        # the last cast makes the dtype, and those before it change values too
+        # The last cast gives the dtype, and the casts before it change values too.
         if len(job["casts"]) > 1:
             points.cast(model, job["casts"], set(job["uncast"]))
             for name, parameter in model.named_parameters():
-                parameter.data = (
-                    parameter.data
-                    if name in job["uncast"]
-                    else parameter.data.to(getattr(torch, job["dtype"]))
-                )
+                if name not in job["uncast"]:
+                    parameter.data = parameter.data.to(getattr(torch, job["dtype"]))
         for index, tokens in enumerate(sequences):
             found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
             keep(out, index, {f"low_{key}": value for key, value in found.items()})
@@ -90,11 +87,11 @@ def main(job: dict[str, Any]) -> None:
 
 
 def load(directory: str, dtype: str, device: torch.device) -> Any:
-    """The model as transformers loads it, eager; SourceError if a tensor is missing, left over or
-    of another shape.
+    """Loads the model with transformers, with eager attention. Raises SourceError if a tensor is
+    missing, left over or of another shape.
 
-    With accelerate installed a model larger than the GPU is spread over all of them and the host,
-    and one larger than memory over the disk.
+    If accelerate is installed, a model larger than the GPU is spread over all GPUs and the host,
+    and one larger than memory over the disk too.
     """
     import importlib.util
 
@@ -106,14 +103,11 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     placed: dict[str, Any] = {}
     files = [*Path(directory).glob("*.safetensors"), *Path(directory).glob("pytorch_model*.bin")]
     nbytes = sum(path.stat().st_size for path in files) * (2 if dtype == "float32" else 1)
-    if (
-        device.type == "cuda"
-        and importlib.util.find_spec("accelerate")
-        and nbytes > torch.cuda.mem_get_info()[0] / 2
-    ):
+    spreads = device.type == "cuda" and importlib.util.find_spec("accelerate")
+    if spreads and nbytes > torch.cuda.mem_get_info()[0] / 2:
         placed = {"device_map": "auto"}
-    # eager experts and attention run at any sizes; grouped_mm refuses widths that are no multiple
-    # of 16 bytes
+    # Eager experts and attention run at any sizes. grouped_mm refuses widths that are not a
+    # multiple of 16 bytes.
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=getattr(torch, dtype),
@@ -133,8 +127,8 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
 
 
 def _behind(key: str, num_layers: int) -> bool:
-    """Whether a key is of a layer behind the decoder's: of multi-token prediction, for which
-    transformers' model has no place.
+    """Returns whether a key belongs to a layer behind the decoder's. Such layers are for
+    multi-token prediction, and transformers' model does not have them.
     """
     found = re.search(r"\blayers\.(\d+)\.", key)
     return found is not None and int(found[1]) >= num_layers
@@ -142,28 +136,26 @@ def _behind(key: str, num_layers: int) -> bool:
 
 @torch.no_grad()
 def logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    """fp32 logits [seq, vocab]."""
+    """Returns the fp32 logits [seq, vocab]."""
     rows = torch.tensor([tokens], device=model.get_input_embeddings().weight.device)
     found: torch.Tensor = model(rows, use_cache=False).logits[0].float()
     return found
 
 
 def decoder_layers(model: Any) -> list[Any]:
-    """The decoder's layers: the list of modules that is as long as the config says."""
+    """Returns the decoder's layers: the list of modules that has num_hidden_layers items."""
+    num_layers = model.config.get_text_config().num_hidden_layers
     for _, module in model.named_modules():
-        if (
-            isinstance(module, torch.nn.ModuleList)
-            and len(module) == model.config.get_text_config().num_hidden_layers
-        ):
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return list(module)
     raise SourceError(f"{type(model).__name__} has no list of num_hidden_layers modules")
 
 
 def watch(model: Any, recorder: points.Recorder) -> None:
-    """Hooks at every point.
+    """Puts hooks on all places of `points`.
 
-    A layer's children that are no norms are its attention and its mlp, in this order, in every
-    family.
+    The children of a layer that are not norms are its attention and its mlp, in this order, in
+    every family.
     """
 
     def first(value: Any) -> Any:
@@ -175,11 +167,10 @@ def watch(model: Any, recorder: points.Recorder) -> None:
     def routed(layer: int, router: torch.nn.Module) -> Any:
         def keep(value: Any) -> None:
             scores, chosen = value[0].float(), value[-1]
+            experts = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
             recorder.router_logits[layer] = scores.cpu().numpy()
             recorder.margins[layer] = margin(router, scores, chosen.shape[1]).cpu().numpy()
-            recorder.experts[layer] = (
-                torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True).cpu().numpy()
-            )
+            recorder.experts[layer] = experts.cpu().numpy()
 
         return keep
 
@@ -190,24 +181,23 @@ def watch(model: Any, recorder: points.Recorder) -> None:
         recorder.output(attention, state(f"layers.{index}.attn"))
         recorder.output(mlp, state(f"layers.{index}.mlp"))
         for module in mlp.modules():
-            # gives logits [tokens, experts], weights, chosen experts [tokens, k]
+            # it returns logits [tokens, experts], weights, chosen experts [tokens, k]
             if type(module).__name__.endswith("Router"):
                 recorder.output(module, routed(index, module))
     recorder.input(model.get_output_embeddings(), state("final_norm"))
 
 
 def margin(router: Any, logits: torch.Tensor, chosen: int) -> torch.Tensor:
-    """How close the choice of `chosen` experts was, for each of [tokens, experts] logits; of the
-    groups of experts too where there are any.
+    """Returns for each token how close the router's choice of `chosen` experts, and of groups if it
+    has any, was: the least difference of a chosen score from one that was not. `logits` are
+    [tokens, experts].
 
     DeepSeek's router chooses by sigmoids with a bias, and first among groups by the sum of their
     two best.
     """
-    scores = (
-        logits
-        if getattr(router, "e_score_correction_bias", None) is None
-        else logits.sigmoid() + router.e_score_correction_bias
-    )
+    scores = logits
+    if getattr(router, "e_score_correction_bias", None) is not None:
+        scores = logits.sigmoid() + router.e_score_correction_bias
     closest = torch.full(scores.shape[:1], torch.inf, device=scores.device)
     groups, best = getattr(router, "num_group", 1), getattr(router, "topk_group", 1)
     if groups > best:
@@ -215,9 +205,8 @@ def margin(router: Any, logits: torch.Tensor, chosen: int) -> torch.Tensor:
         of_group = parts.topk(2, -1)[0].sum(-1)
         ranked = of_group.sort(-1, descending=True)[0]
         closest = ranked[:, best - 1] - ranked[:, best]
-        scores = parts.masked_fill(
-            (of_group < ranked[:, best - 1, None])[..., None], -torch.inf
-        ).flatten(1)
+        beaten = (of_group < ranked[:, best - 1, None])[..., None]
+        scores = parts.masked_fill(beaten, -torch.inf).flatten(1)
     if chosen < scores.shape[1]:
         ranked = scores.sort(-1, descending=True)[0]
         closest = torch.minimum(closest, ranked[:, chosen - 1] - ranked[:, chosen])
@@ -228,7 +217,7 @@ def margin(router: Any, logits: torch.Tensor, chosen: int) -> torch.Tensor:
 
 
 def base(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int) -> float:
-    """Runs one sequence and keeps all of it; returns the largest magnitude of its logits."""
+    """Runs one sequence and saves its states; returns the largest magnitude of its logits."""
     recorder.clear()
     found = logits(model, tokens)
     np.save(out / f"logits.{index}.npy", found.cpu().numpy())
@@ -243,11 +232,11 @@ def base(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, in
 def measured_noise(
     model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int
 ) -> list[float] | None:
-    """Measures the noise of one sequence, and measures it again if it is far above what is usual.
+    """Measures the noise of one sequence, and measures it again if it is unusually large.
 
-    A noise like that was seen when the machine was short of memory, and not in the next run. The
-    second measurement repeats both runs. It counts if its noise is LESS times smaller. Returns both
-    values if there were two.
+    Such a noise was seen when the machine was short of memory, and not in the next run. The second
+    measurement repeats both runs, and counts if its noise is LESS times smaller. Returns both
+    values if there are two.
     """
     first = noise(model, recorder, tokens, out, index)
     if first <= SUSPICIOUS * float(saved(out, index).abs().max()):
@@ -267,8 +256,8 @@ def measured_noise(
 
 
 def noise(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, index: int) -> float:
-    """Runs one sequence again, its sums in another order, and keeps how far it is from the first
-    time; returns the largest distance of a logit.
+    """Runs one sequence again with its sums in another order, and saves the differences from the
+    first run; returns the largest difference of a logit.
     """
     first = dict(np.load(out / f"reference.{index}.npz"))
     recorder.clear()
@@ -304,7 +293,7 @@ def reach(
     job: dict[str, Any],
     out: Path,
 ) -> None:
-    """Adds sequences until every expert of every layer was chosen once, or TRIES were in vain."""
+    """Adds sequences until every expert of every layer was chosen once, or TRIES were tried."""
     union: dict[int, np.ndarray] = {}
     for index in range(len(sequences)):
         with np.load(out / f"reference.{index}.npz") as kept:
@@ -319,14 +308,12 @@ def reach(
         if any((value.any(0) & ~union[layer]).any() for layer, value in recorder.experts.items()):
             sequences.append(tokens)
             base(model, recorder, tokens, out, len(sequences) - 1)
-            union = {
-                layer: union[layer] | value.any(0) for layer, value in recorder.experts.items()
-            }
+            union = {k: union[k] | value.any(0) for k, value in recorder.experts.items()}
 
 
 def candidate(seed: int, vocab_size: int, length: int) -> list[int]:
-    """Random tokens; every other time each is said 8 times over: experts that a mixture never
-    chooses often take a lone word.
+    """Returns random tokens. For odd seeds each token is repeated 8 times: experts that random
+    tokens never reach often take a token that is repeated.
     """
     draw = np.random.RandomState(1_000 + seed)
     if seed % 2 == 0:
@@ -335,8 +322,8 @@ def candidate(seed: int, vocab_size: int, length: int) -> list[int]:
 
 
 def probe(model: Any, tokens: list[int], out: Path) -> float:
-    """How far logits move when the first weight of the last layer's attention is shifted by one
-    head: a fault that the tolerance must show.
+    """Shifts the first weight of the last layer's attention by one head, and returns how far the
+    logits move. The tolerance must show such a fault.
     """
     layer = decoder_layers(model)[-1]
     attention = next(child for name, child in layer.named_children() if "norm" not in name)
@@ -352,8 +339,8 @@ def probe(model: Any, tokens: list[int], out: Path) -> float:
 
 
 class _SplitSums(TorchFunctionMode):
-    """Every linear layer's sums in four parts: the rounding is then that of other kernels and of
-    tensor parallelism.
+    """Computes the sums of every linear layer in four parts. Rounding then differs as it does with
+    other kernels and with tensor parallelism.
     """
 
     def __torch_function__(
@@ -369,8 +356,8 @@ class _SplitSums(TorchFunctionMode):
 
 @contextmanager
 def reordered(model: Any) -> Iterator[None]:
-    """The same function, its sums in another order: another attention kernel, and
-    linears in parts.
+    """In the block, the model computes its sums in another order: by another attention kernel, and
+    in linear layers in parts.
     """
     model.set_attn_implementation("sdpa")
     with _SplitSums():

@@ -1,5 +1,5 @@
-"""The states of this rank's random generators, as Megatron-LM's get_rng_state saves and
-load_checkpoint restores them.
+"""Saves and restores the states of this rank's random generators, as Megatron-LM's get_rng_state
+and load_checkpoint do.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 
-def collect(format: str) -> Any:
-    """A list of one dict; in `torch_dist` as a ShardedObject over (pp, tp), or (pp, tp, dp) where
-    experts are spread over dp.
+def collect(sharded: bool) -> Any:
+    """Returns the states as a list of one dict; for `torch_dist` as a ShardedObject over (pp, tp),
+    or (pp, tp, dp) where experts are spread over dp.
     """
     from megatron.core import parallel_state as ps
     from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -28,7 +28,7 @@ def collect(format: str) -> Any:
             "rng_tracker_states": get_cuda_rng_tracker().get_states(),
         }
     ]
-    if format == "torch":
+    if not sharded:
         return states
     shape = (ps.get_pipeline_model_parallel_world_size(), ps.get_tensor_model_parallel_world_size())
     offset = (ps.get_pipeline_model_parallel_rank(), ps.get_tensor_model_parallel_rank())
@@ -40,7 +40,7 @@ def collect(format: str) -> Any:
 
 
 def restore(states: list[dict[str, Any]]) -> None:
-    """Sets the generators to what `collect` gave."""
+    """Sets the generators to the states that `collect` returned."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     state = states[0]

@@ -1,8 +1,7 @@
-"""Saves the chunks as Megatron-LM's save_checkpoint does: `torch_dist` by dist_checkpointing,
-`torch` one file per model-parallel rank.
+"""Saves the chunks as Megatron-LM's save_checkpoint does.
 
-The order matters in both: weights, then a barrier, then the tracker file, so that a save that dies
-is not found by a loader.
+`torch_dist` is written by dist_checkpointing, `torch` as one file per model-parallel rank. In both
+the tracker file is written last, behind a barrier, so that no loader finds a save that died.
 """
 
 from __future__ import annotations
@@ -14,18 +13,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mckpt import formats
+from mckpt.formats.megatron.save_directory import RELEASE, TRACKER, unit_name
 from mckpt.trainer import rng
 from mckpt.trainer.load import (
     MODEL_FILE,
     OPTIMIZER_FILE,
-    TRACKER,
     model_keys,
     rank_directory,
     sharded_state,
     with_group,
 )
 
-# Megatron-LM's, without an optimizer
+# as Megatron-LM saves it without an optimizer
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 
 
@@ -40,14 +40,13 @@ def save(
     scheduler: Any = None,
     optimizer_format: str = "fully_reshardable",
 ) -> Path:
-    """Writes DIRECTORY/iter_XXXXXXX (or DIRECTORY/release for iteration None) and the tracker;
-    returns the former.
+    """Writes the directory of the iteration (None: a release) and the tracker; returns the former.
 
-    `with_args` False leaves args out, as Megatron-Bridge does. With `optimizer` its state, the
-    scheduler's and the random generators' are saved too; `optimizer_format` is the
+    `with_args` False leaves args out, as Megatron-Bridge does. With `optimizer` its state and those
+    of the scheduler and of the random generators are saved too. `optimizer_format` is the
     distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable.
     """
-    unit = Path(directory) / ("release" if iteration is None else f"iter_{iteration:07d}")
+    unit, sharded = Path(directory) / unit_name(iteration), formats.get(format).global_keys
     state: dict[str, Any] = {"args": args} if with_args else {}
     state |= {
         "checkpoint_version": 3.0,
@@ -57,14 +56,14 @@ def save(
     if scheduler is not None:
         state["opt_param_scheduler"] = scheduler.state_dict()
     if optimizer is not None:
-        state["rng_state"] = rng.collect(format)
-    if format == "torch_dist":
+        state["rng_state"] = rng.collect(sharded)
+    if sharded:
         save_torch_dist(chunks, unit, state, optimizer, optimizer_format)
     else:
         save_torch(chunks, args, unit, state, optimizer)
     dist.barrier()
     if dist.get_rank() == 0:
-        (Path(directory) / TRACKER).write_text("release" if iteration is None else str(iteration))
+        (Path(directory) / TRACKER).write_text(RELEASE if iteration is None else str(iteration))
     dist.barrier()
     return unit
 
@@ -102,17 +101,17 @@ def save_torch(
         if optimizer is not None:
             state["optimizer"] = optimizer.state_dict()
         torch.save(state, path)
-    # gathered over the data-parallel ranks, so every one of them takes part
+    # Every data-parallel rank takes part, because the state is gathered over them.
     if optimizer is not None:
         optimizer.save_parameter_state(str(path.with_name(OPTIMIZER_FILE)))
 
 
 def writes_torch_file() -> bool:
-    """Whether this rank writes its mp_rank file.
+    """Returns whether this rank writes its mp_rank file.
 
-    Every (tp, pp, ep) has to be written once. Neither group alone sees to that when dense and
-    expert ranks are laid out differently (tp > etp * ep); the union does. Megatron-LM core_r0.16.0
-    asks for the second only and leaves files out.
+    Every (tp, pp, ep) must be written. Where dense and expert ranks are laid out differently (tp >
+    etp * ep) the first ranks of neither group cover all of them, and those of both do. Megatron-LM
+    core_r0.16.0 takes those of the second group only, and leaves files out.
     """
     from megatron.core import parallel_state as ps
 

@@ -1,18 +1,16 @@
 """Trains a checkpoint on real megatron-core, as pretrain_gpt does: DDP, distributed optimizer, 1F1B
 or interleaved pipeline, sequence, expert and context parallelism.
 
-Read it from the top to the bottom.
-
     torchrun --nproc-per-node 8 -m mckpt.trainer.train job.json
 
-The loss of a step is the mean over all tokens of its global batch, which holds the same sequences
-in the same order whatever the parallel sizes: curves of one checkpoint at other sizes differ by
-rounding alone.
+The loss of a step is the mean over all tokens of its global batch. That batch has the same
+sequences in the same order whatever the parallel sizes, so that the loss curves of one checkpoint
+at several sizes differ by rounding alone.
 
 job.json is one object: `checkpoint`, the fields of Options, the parallel sizes (tp, pp, vpp, ep,
-etp, cp), `transformer_impl` (auto, transformer_engine, local), `args` (replace or add to the
-checkpoint's), `losses`, the file that gets one line of JSON a step, and `json` (print such lines
-too).
+etp, cp), `transformer_impl` (auto, transformer_engine, local), `args` (which replace or add to the
+checkpoint's), `losses` (a file that gets one line of JSON for each step), and `json` (print these
+lines too).
 """
 
 from __future__ import annotations
@@ -32,6 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mckpt import formats
 from mckpt.errors import UsageError
 from mckpt.trainer import adam, build, cpu, data, load, points, save
 
@@ -40,26 +39,25 @@ SIZES = ("tp", "pp", "vpp", "ep", "etp", "cp")
 
 @dataclass(frozen=True)
 class Options:
-    """What a run does beside what the checkpoint's args say of the model."""
+    """The options of a run; the checkpoint's args describe the model."""
 
-    steps: int = 10  # in all, those before a resume included
-    decay_steps: int | None = None  # over which the learning rate falls; None: steps
+    steps: int = 10  # in all, including those before a resume
+    decay_steps: int | None = None  # in which the learning rate falls; None: steps
     lr: float = 1e-4
     min_lr: float = 0.0
     warmup: int = 0  # steps of linear warmup, then a cosine
     weight_decay: float = 0.01
-    clip_grad: float = 1.0  # of the gradient's norm; 0: not clipped
+    clip_grad: float = 1.0  # largest norm of the gradient; 0: not clipped
     global_batch_size: int = 8  # sequences
     micro_batch_size: int = 1  # sequences that one rank computes at once
     seq_length: int | None = None  # tokens; None: args.seq_length
     seed: int = 1234  # of the data's order
-    data: str | None = None  # data.open_source; None: made up
+    data: str | None = None  # see data.open_source; None: made up
     tokenizer: str | None = None  # directory of the tokenizer, for JSONL with text
-    dtype: str = "bfloat16"  # float32: for comparing curves to many digits
+    dtype: str = "bfloat16"  # float32 compares curves to many digits
     save: str | None = None  # save directory
-    format: str = "torch_dist"
-    # or dp_reshardable: how torch_dist holds the optimizer
-    optimizer_format: str = "fully_reshardable"
+    format: str = formats.MEGATRON
+    optimizer_format: str = "fully_reshardable"  # of torch_dist; or dp_reshardable
     save_interval: int | None = None  # steps; None: only after the last one
     resume: bool = False  # with the checkpoint's optimizer, scheduler and iteration
 
@@ -68,16 +66,9 @@ Step = dict[str, float]  # step (from 1), loss, grad_norm, lr, seconds, tokens_p
 
 
 def main(job: dict[str, Any]) -> None:
-    """One rank of `torchrun ... -m mckpt.trainer.train job.json`."""
-    known = {
-        "checkpoint",
-        "losses",
-        "json",
-        "args",
-        "transformer_impl",
-        *SIZES,
-        *(field.name for field in fields(Options)),
-    }
+    """Runs a job as one rank of torchrun. Raises UsageError for entries that are not known."""
+    known = {"checkpoint", "losses", "json", "args", "transformer_impl", *SIZES}
+    known |= {field.name for field in fields(Options)}
     if unknown := sorted(set(job) - known):
         raise UsageError.of(
             "the job has entries that mean nothing here:",
@@ -86,37 +77,27 @@ def main(job: dict[str, Any]) -> None:
         )
     build.join()
     run(job)
-    # not after a failure: the others are still waiting, and end when this process does
+    # Not in a `finally`: after a failure the other ranks wait here, and end when this process ends.
     dist.destroy_process_group()
 
 
 def run(job: dict[str, Any], timeout_s: float = 1800) -> list[Step]:
-    """A job on the ranks of the default group; the losses go to the file `losses`, if any, as they
-    come.
-    """
-    options = Options(
-        **{field.name: job[field.name] for field in fields(Options) if field.name in job}
-    )
+    """Runs a job on the ranks of the default group. Each loss is written as soon as it is known."""
+    given = {field.name: job[field.name] for field in fields(Options) if field.name in job}
+    options = Options(**given)
     sizes = {name: job[name] for name in SIZES if job.get(name)}
     others = {"transformer_impl": job.get("transformer_impl", "auto")} | job.get("args", {})
     args = build.at_sizes(load.read_common(job["checkpoint"]).get("args") or {}, **sizes, **others)
     build.initialize(args, timeout_s, gloo_groups=True)
-    return train(
-        args, job["checkpoint"], options, partial(tell, job.get("losses"), bool(job.get("json")))
-    )
+    on_step = partial(tell, job.get("losses"), bool(job.get("json")))
+    return train(args, job["checkpoint"], options, on_step)
 
 
 def tell(losses: str | None, as_json: bool, step: Step) -> None:
-    """Prints a step, and adds it to the file."""
+    """Prints a step, and adds it to the file `losses`."""
     if dist.get_rank() == 0:
-        print(
-            (
-                json.dumps(step)
-                if as_json
-                else " ".join(f"{name} {value:.6g}" for name, value in step.items())
-            ),
-            flush=True,
-        )
+        text = " ".join(f"{name} {value:.6g}" for name, value in step.items())
+        print(json.dumps(step) if as_json else text, flush=True)
         if losses:
             with Path(losses).open("a") as file:
                 file.write(json.dumps(step) + "\n")
@@ -130,7 +111,7 @@ def train(
 ) -> list[Step]:
     """Trains for options.steps steps and returns every step, the same on every rank.
 
-    Needs build.initialize with the same args, and gloo_groups.
+    Requires build.initialize with the same args and gloo_groups.
     """
     args = run_args(args, options)
     with cpu.as_cuda():
@@ -141,7 +122,7 @@ def train(
             done = int(state["iteration"])
         else:
             load.load(models, args, checkpoint)
-            optimizer.reload_model_params()  # the fp32 masters, made before the weights came
+            optimizer.reload_model_params()  # the fp32 masters are older than the loaded weights
             done = 0
         source = data.open_source(
             options.data, args, args.seq_length, options.seed, options.tokenizer
@@ -150,10 +131,8 @@ def train(
         for step in range(done + 1, options.steps + 1):
             steps.append(train_step(step, chunks, optimizer, scheduler, args, source))
             on_step(steps[-1])
-            if options.save and (
-                step == options.steps
-                or (options.save_interval and step % options.save_interval == 0)
-            ):
+            interval = options.save_interval
+            if options.save and (step == options.steps or (interval and step % interval == 0)):
                 args.iteration, args.consumed_train_samples = step, step * args.global_batch_size
                 save.save(
                     models,
@@ -169,26 +148,25 @@ def train(
 
 
 def run_args(args: Namespace, options: Options) -> Namespace:
-    """args of this run, as pretrain_gpt would have them: they are saved, and a later run reads
-    them.
+    """Returns the args of this run as pretrain_gpt would save them, because a later run reads them.
+    Raises UsageError if batch or sequence cannot be cut as the sizes require.
     """
     from megatron.core import parallel_state as ps
 
     out = build.namespace(args)
     num_ranks = ps.get_data_parallel_world_size()
-    seq_length = (
-        options.seq_length or getattr(args, "seq_length", None) or args.max_position_embeddings
-    )
+    of_args = getattr(args, "seq_length", None) or args.max_position_embeddings
+    seq_length = options.seq_length or of_args
     if options.global_batch_size % (options.micro_batch_size * num_ranks):
         raise UsageError(
             f"a global batch of {options.global_batch_size} sequences cannot be dealt to"
             f" {num_ranks} data-parallel ranks in micro batches of {options.micro_batch_size}"
         )
     parts = 2 * args.context_parallel_size if args.context_parallel_size > 1 else 1
-    if seq_length % (parts * args.tensor_model_parallel_size):
+    parts *= args.tensor_model_parallel_size
+    if seq_length % parts:
         raise UsageError(
-            f"seq_length {seq_length} cannot be cut into {parts * args.tensor_model_parallel_size}"
-            " equal parts (of cp and tp)"
+            f"seq_length {seq_length} cannot be cut into {parts} equal parts (of cp and tp)"
         )
     vars(out).update(
         seq_length=seq_length,
@@ -215,15 +193,15 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         no_save_optim=False,
         no_save_rng=False,
         ckpt_format=options.format,
-        use_dist_ckpt=options.format != "torch",
+        use_dist_ckpt=formats.get(options.format).global_keys,
         dist_ckpt_optim_fully_reshardable=options.optimizer_format == "fully_reshardable",
     )
     return out
 
 
 def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
-    """Chunks within DistributedDataParallel, the distributed optimizer, and the scheduler of the
-    learning rate.
+    """Returns the chunks in DistributedDataParallel, the distributed optimizer, and the scheduler
+    of the learning rate.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -266,7 +244,7 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
         end_wd=options.weight_decay,
         wd_incr_steps=options.steps * per_step,
         wd_incr_style="constant",
-        # a resumed run takes the count from the checkpoint, the rest from its own options
+        # A resumed run takes the count of steps from the checkpoint, and all else from its options.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
@@ -277,7 +255,7 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
 
 
 def no_decay() -> Any:
-    """Biases and norms are not decayed."""
+    """Returns megatron-core's rule that biases and norms are not decayed."""
     from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
 
     return get_standard_config_overrides(OptimizerConfig())
@@ -291,7 +269,7 @@ def train_step(
     args: Namespace,
     source: data.Source,
 ) -> Step:
-    """Forward and backward over the global batch, one update; what it gave, on every rank."""
+    """Runs forward and backward over the global batch, and one update; returns the step."""
     from megatron.core import parallel_state as ps
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -309,24 +287,21 @@ def train_step(
         micro_batch_size=args.micro_batch_size,
         forward_only=False,
     )
-    lr = optimizer.param_groups[0]["lr"]  # of this update: the scheduler moves on after it
+    lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it for the next update
     updated, grad_norm, _ = optimizer.step()
     if not updated:
         raise FloatingPointError(f"step {step}: the gradient is not finite")
     scheduler.step(increment=args.global_batch_size)
 
-    # only the last stage has any
-    total = (
-        torch.stack(reports).sum(0)
-        if reports
-        else torch.zeros(2, device=torch.cuda.current_device())
-    )
+    total = torch.zeros(2, device=torch.cuda.current_device())
+    if reports:  # the last pipeline stage alone has reports
+        total = torch.stack(reports).sum(0)
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
-    dist.broadcast(
-        total,
+    last, stages = (
         ps.get_pipeline_model_parallel_last_rank(),
-        group=ps.get_pipeline_model_parallel_group(),
+        ps.get_pipeline_model_parallel_group(),
     )
+    dist.broadcast(total, last, group=stages)
     loss, num_tokens = total.tolist()
     seconds = time.perf_counter() - started
     return {
@@ -340,25 +315,23 @@ def train_step(
 
 
 def batches(step: int, args: Namespace, source: data.Source) -> Iterator[dict[str, torch.Tensor]]:
-    """This rank's micro batches of a step: tokens, labels, positions, each [micro batch, its part
-    of the sequence].
+    """Yields this rank's micro batches of a step: tokens, labels, positions, each [micro batch,
+    part of the sequence].
 
-    Micro batch m of the global batch is sequences m * micro_batch_size on; data-parallel rank r of
-    n computes m = r, r + n, r + 2n ...
+    Micro batch m of the global batch begins with sequence m * micro_batch_size. Data-parallel rank
+    r of n computes m = r, r + n, r + 2n ...
     """
     from megatron.core import parallel_state as ps
     from megatron.core.utils import get_batch_on_this_cp_rank
 
-    # After 0.16 a call without cp_group cuts the sequence over all ranks of the run, and
-    # is_hybrid_cp, which 0.16 does not know, is required
+    # After 0.16 a call without cp_group cuts the sequence over all ranks of the run, and requires
+    # is_hybrid_cp, which 0.16 does not have.
     cut: dict[str, Any] = {"cp_group": ps.get_context_parallel_group()}
     if "is_hybrid_cp" in inspect.signature(get_batch_on_this_cp_rank).parameters:
         cut["is_hybrid_cp"] = False
     size = args.micro_batch_size
-    first = (step - 1) * args.global_batch_size
-    for micro in range(
-        ps.get_data_parallel_rank(), args.global_batch_size // size, args.data_parallel_size
-    ):
+    first, num = (step - 1) * args.global_batch_size, args.global_batch_size // size
+    for micro in range(ps.get_data_parallel_rank(), num, args.data_parallel_size):
         rows = np.stack([source(first + micro * size + row) for row in range(size)])
         both = torch.from_numpy(rows).to(torch.cuda.current_device())
         positions = torch.arange(args.seq_length, device=both.device).expand(size, -1)
@@ -373,24 +346,23 @@ def batches(step: int, args: Namespace, source: data.Source) -> Iterator[dict[st
 def forward_step(
     iterator: Iterator[dict[str, torch.Tensor]], chunk: Any
 ) -> tuple[torch.Tensor, Any]:
-    """What the schedule calls for every chunk and micro batch: the chunk's output, and the loss of
-    it.
+    """Returns a chunk's output and the function of its loss. The schedule calls it for every chunk
+    and micro batch.
     """
     batch = next(iterator)
     mask = None
-    # Transformer Engine, which alone knows CP, masks by itself
+    # Only Transformer Engine has context parallelism, and it makes its own mask.
     if chunk.module.config.context_parallel_size == 1:
-        length = batch["tokens"].shape[1]
-        # True: may not look
-        mask = torch.ones(length, length, dtype=torch.bool, device=batch["tokens"].device).triu(1)[
-            None, None
-        ]
+        tokens = batch["tokens"]
+        length = tokens.shape[1]
+        # True hides a position.
+        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).triu(1)
     return chunk(batch["tokens"], batch["positions"], mask, labels=batch["labels"]), sum_loss
 
 
 def sum_loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum of the losses of a micro batch [batch, seq], the number of its tokens, and both for the
-    report.
+    """Returns the sum of the losses of a micro batch [batch, seq], the number of its tokens, and
+    both as one tensor for the report.
     """
     total = losses.float().sum()
     num_tokens = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)

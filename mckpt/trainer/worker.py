@@ -1,16 +1,16 @@
-"""The Megatron-Core side of a verdict, one rank of it: the model that a checkpoint's args describe,
-run on the reference's sequences.
+"""One rank of the Megatron-Core side of a verdict: builds the model of a checkpoint's args and runs
+it on the reference's sequences.
 
     torchrun --nproc-per-node N -m mckpt.trainer.worker job.json
 
-job.json: out (where the reference left its files), timeout_s, and checkpoints, a list of {name,
+job.json: out (the folder with the reference's files), timeout_s, and checkpoints, a list of {name,
 path, args (instead of the checkpoint's own) or null, sizes {tp, pp, vpp, ep, etp, cp}, impl, casts
-(dtypes that the other side was cast to)}. All have the same sizes, so that one set of process
-groups serves.
+(the dtypes that the other side was cast to)}. All have the same sizes, so that they can share one
+set of process groups.
 
-OUT/NAME.json: {"error": ...} or what was loaded; OUT/NAME.rank{r}.{i}.npz the states of sequence i
-that rank r holds; OUT/NAME.{i}.npz, by rank 0, how the logits differ, in fp32 and, prefixed `low_`,
-in the checkpoint's dtype, beside the fp32 states and the experts chosen.
+It writes OUT/NAME.json: {"error": ...} or facts about the load. OUT/NAME.rank{r}.{i}.npz has the
+states and the chosen experts of sequence i on rank r. OUT/NAME.{i}.npz, written by rank 0, has the
+differences of the logits in fp32 and, prefixed `low_`, in the checkpoint's dtype.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(job: dict[str, Any]) -> None:
                 started = True
             said = run(args, checkpoint, sequences, out)
         except MckptError as e:
-            if dist.get_world_size() > 1:  # the others wait for this rank
+            if dist.get_world_size() > 1:  # the other ranks wait for this one
                 raise
             said = {"error": {"class": type(e).__name__, "message": str(e)}}
         if dist.get_rank() == 0:
@@ -61,11 +61,12 @@ def main(job: dict[str, Any]) -> None:
 def run(
     args: Namespace, checkpoint: dict[str, Any], sequences: list[list[int]], out: Path
 ) -> dict[str, Any]:
-    """One checkpoint in fp32, with its states, and in the dtype of its args."""
+    """Runs one checkpoint in fp32, recording its states, and in the dtype of its args."""
     own = getattr(args, "params_dtype", torch.float32)
     said: dict[str, Any] = {}
-    # attention over several context-parallel ranks has no fp32 kernel
-    for dtype in (own,) if args.context_parallel_size > 1 else dict.fromkeys((torch.float32, own)):
+    # Attention over several context-parallel ranks has no fp32 kernel.
+    dtypes = [own] if args.context_parallel_size > 1 else [torch.float32, own]
+    for dtype in dict.fromkeys(dtypes):
         with fitting(checkpoint["path"]):
             chunks = build.build(args, dtype)
             state = load.load(chunks, args, checkpoint["path"])
@@ -80,14 +81,10 @@ def run(
             recorder.clear()
             found = forward.logits(chunks, args, torch.tensor([tokens]))
             if recorder.states:
-                kept: dict[str, Any] = {
-                    f"state_{name}": value[: len(tokens)] for name, value in recorder.states.items()
-                }
-                kept |= {
-                    f"experts_{layer}": value[: len(tokens)]
-                    for layer, value in recorder.experts.items()
-                }
-                np.savez(out / f"{checkpoint['name']}.rank{dist.get_rank()}.{index}.npz", **kept)
+                n, file = len(tokens), f"{checkpoint['name']}.rank{dist.get_rank()}.{index}.npz"
+                kept: dict[str, Any] = {f"state_{k}": v[:n] for k, v in recorder.states.items()}
+                kept |= {f"experts_{k}": v[:n] for k, v in recorder.experts.items()}
+                np.savez(out / file, **kept)
             if dist.get_rank() == 0:
                 assert found is not None
                 compare(found[0], tokens, out, checkpoint["name"], index, low)
@@ -110,8 +107,8 @@ def run(
 
 @contextmanager
 def fitting(path: str) -> Iterator[None]:
-    """What megatron-core and torch say of args and tensors that do not fit each other, as a
-    SourceError.
+    """Turns errors of megatron-core and torch into SourceError, because they mean that args and
+    tensors of the checkpoint do not fit each other.
     """
     try:
         yield
@@ -125,7 +122,7 @@ def fitting(path: str) -> Iterator[None]:
 
 
 def on_all_ranks(names: list[str]) -> list[str]:
-    """The names that every rank gives: a key of another pipeline stage is not unread."""
+    """Returns the names that all ranks have: a key may belong to another pipeline stage."""
     given: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(given, names)
     return sorted(set.intersection(*map(set, given)))
@@ -134,8 +131,8 @@ def on_all_ranks(names: list[str]) -> list[str]:
 def compare(
     found: torch.Tensor, tokens: list[int], out: Path, name: str, index: int, low: bool
 ) -> None:
-    """Rank 0: keeps how these logits [seq, vocab] differ from the reference's, and some pairs of
-    both.
+    """Saves the differences of these logits [seq, vocab] from the reference's, and some pairs of
+    both. Called by rank 0.
     """
     reference = torch.from_numpy(np.load(out / f"logits.{index}.npy", mmap_mode="r")[:])
     kept: dict[str, Any] = points.compare(reference, found, torch.tensor(tokens))

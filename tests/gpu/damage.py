@@ -1,15 +1,14 @@
-"""Damages a converted model of 8B parameters and shows that `mckpt verify` fails and names the
-damage; run by hand on a GPU.
+"""Damages a converted model of 8 billion parameters: `mckpt verify` must fail and name the damage.
 
-    python tests/gpu/damage.py WORK make                          Llama-3.1-8B's shape with random weights, converted to torch_dist
-    python tests/gpu/damage.py WORK clean                         passes, with its stored values compared and without: the wall time of both
-    python tests/gpu/damage.py WORK lowest-bit k-and-v ...        each fails, and its damage is named
+    python tests/gpu/damage.py WORK make             makes the model and converts it to torch_dist
+    python tests/gpu/damage.py WORK clean            must pass; timed with and without values
+    python tests/gpu/damage.py WORK lowest-bit ...   must fail, and the damage must be named
 
-The faults: the lowest bit of one weight, the highest bit of its exponent, k and v exchanged in one
-layer, a wrong rope base in the args. Damaged copies share all files with the clean one but those
-that differ, so that WORK needs about 36 GB. A run of `clean` or of faults takes about two minutes
-on one H100; several can run side by side, each with a GPU of its own. Prints a line of JSON for
-each verdict.
+The model has Llama-3.1-8B's shape and random weights. The faults are `lowest-bit` (of one weight),
+`exponent-bit` (the highest one of the same weight), `k-and-v` (exchanged in one layer) and
+`rope-base` (a wrong one in the args). A damaged copy shares all unchanged files with the clean one,
+so WORK needs about 36 GB. `clean` takes four minutes on one H100, and two faults take three. Runs
+on several GPUs can go on side by side. Each verdict is printed as one line of JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import mckpt
-from benchmarks.gpu_verification import make_model
 from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.verification import levels as verification
 from mckpt.verification.verdict import Values
+from tests.gpu.verification.model import make_model, shrunk
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DOWN, ATTENTION = "mlp.linear_fc2.weight", "self_attention.linear_qkv.weight"
@@ -47,7 +46,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="+", choices=["make", "clean", *FAULTS])
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument(
-        "--shrink", type=int, default=1, help="divide every width by this, to rehearse on a CPU"
+        "--shrink", type=int, default=1, help="divide the widths by this, to rehearse on a CPU"
     )
     parser.add_argument("--device", default="cuda")
     options = parser.parse_args()
@@ -57,10 +56,8 @@ def main() -> int:
     right = True
     if "clean" in options.parts:
         right &= judge(work, ["clean"], "with values", options.device) == ["pass"]
-        compare, verification.compare_values = (
-            verification.compare_values,
-            lambda *a: Values(comparison.Difference()),
-        )
+        compare = verification.compare_values
+        verification.compare_values = lambda *_: Values(comparison.Difference())
         right &= judge(work, ["clean"], "without values", options.device) == ["pass"]
         verification.compare_values = compare
         started = time.perf_counter()
@@ -76,13 +73,10 @@ def main() -> int:
 
 
 def make(work: Path, layers: int, shrink: int) -> None:
-    """The source and its clean conversion."""
+    """Writes the source and its clean conversion."""
     shutil.rmtree(work, ignore_errors=True)
-    config = json.loads((ROOT / "fixtures/configs/llama-3.1-8b.json").read_text()) | {
-        "num_hidden_layers": layers
-    }
-    for width in ("hidden_size", "intermediate_size", "vocab_size"):
-        config[width] //= shrink
+    config = json.loads((ROOT / "fixtures/configs/llama-3.1-8b.json").read_text())
+    config = shrunk(config, shrink) | {"num_hidden_layers": layers}
     parameters, nbytes = make_model(config, work / "hf")
     started = time.perf_counter()
     mckpt.plan(work / "hf", work / "clean").run(checksum="none")
@@ -90,22 +84,21 @@ def make(work: Path, layers: int, shrink: int) -> None:
 
 
 def judge(work: Path, names: list[str], how: str, device: str) -> list[str]:
-    """The verdicts on checkpoints of WORK; the Hugging Face side runs once for all of them."""
+    """Returns the verdicts on checkpoints of WORK. The Hugging Face side runs once for all."""
     started = time.perf_counter()
-    found = verification.verify_all(
-        work / "hf", [work / name for name in names], verification.Options(device=device)
-    )
+    checkpoints = [work / name for name in names]
+    options = verification.Options(device=device)
+    found = verification.verify_all(work / "hf", checkpoints, options)
     seconds = round(time.perf_counter() - started, 1)
     for name, one in zip(names, found, strict=True):
         logits = one.facts.get("logits", {}).get("float32", {})
-        margin, max_abs = logits.get("below"), logits.get("max_abs")
         say(
             checkpoint=name,
             how=how,
             verdict=one.verdict,
             seconds=seconds,
-            margin=margin,
-            max_abs=max_abs,
+            margin=logits.get("below"),
+            max_abs=logits.get("max_abs"),
             reasons=one.reasons[:2],
         )
     return [one.verdict for one in found]
@@ -116,7 +109,7 @@ def say(**row: Any) -> None:
 
 
 def share(clean: Path, to: Path) -> None:
-    """A copy of a save directory whose files are links to those of the clean one."""
+    """Copies a save directory as links to the files of the clean one."""
     for path in sorted(clean.rglob("*")):
         there = to / path.relative_to(clean)
         if path.is_dir():
@@ -127,7 +120,7 @@ def share(clean: Path, to: Path) -> None:
 
 
 def own(path: Path) -> Path:
-    """The file as one of its own in place of a link."""
+    """Replaces a link by a copy of its file; returns the path."""
     target = path.resolve()
     if path.is_symlink():
         path.unlink()
@@ -136,7 +129,9 @@ def own(path: Path) -> Path:
 
 
 def change(directory: Path, key: str, damage: Callable[[np.ndarray, dict[str, Any]], None]) -> None:
-    """Changes the bits, as uint16 [rows, columns], of a middle layer's stored tensor in place."""
+    """Calls `damage` with the dims and the bits, uint16 [rows, columns], of a middle layer's stored
+    tensor, and keeps what it changes in place.
+    """
     ckpt = Checkpoint(directory, Known(like=directory.parent / "hf"))
     layer = ckpt.dims["num_layers"] // 2
     stored = next(
@@ -157,7 +152,7 @@ def flip(bit: int) -> Callable[[np.ndarray, dict[str, Any]], None]:
 
 
 def exchange(rows: np.ndarray, dims: dict[str, Any]) -> None:
-    """k and v of every query group."""
+    """Exchanges k and v in every query group: [q0 q1 k v | q2 q3 k v]."""
     heads, groups = dims["num_heads"], dims["num_query_groups"]
     parts = rows.reshape(groups, heads // groups + 2, -1, rows.shape[1])
     parts[:, [-2, -1]] = parts[:, [-1, -2]]

@@ -1,23 +1,23 @@
-"""pretrain_gpt.py of Megatron-LM trains what mckpt converted, on GPUs with real Transformer Engine,
-and mckpt converts it back.
+"""Trains checkpoints that mckpt wrote with pretrain_gpt.py of Megatron-LM, on GPUs with the real
+Transformer Engine, and converts them back.
 
     python tests/gpu/stock_pretrain.py --megatron-lm DIR [--work DIR] [--gpus 2] [--only qwen3]
-    [--limit-s 300]
+        [--limit-s 300]
 
-For each family, format and size: mckpt writes a Megatron checkpoint in bf16; pretrain_gpt.py runs
-under torchrun with the megatron_args.sh of that checkpoint and RUN below, two iterations at a
-learning rate of 0 with the distributed optimizer on made-up data, and saves; mckpt converts what it
-saved to Hugging Face, and every tensor must be that of the source, bit for bit. The log must not
-say that the loader tried again without strictness (`load_return`).
+For each family, format and size mckpt writes a Megatron checkpoint in bf16. torchrun starts
+pretrain_gpt.py with the megatron_args.sh of that checkpoint and the flags in RUN, for two
+iterations at a learning rate of 0, with the distributed optimizer, on made-up data, and a save.
+mckpt converts the saved checkpoint to Hugging Face, and every tensor must equal the source's, bit
+for bit. The log must not report that the loader tried again without strictness (`load_return`).
 
-DIR is a checkout of Megatron-LM, or any folder that holds pretrain_gpt.py. Where DIR has no
-megatron/training, that of the installed wheel is used, which with --wheel is so in any case. DIR is
-not written to: scripts and packages are copied.
+DIR is a checkout of Megatron-LM, or any folder that contains pretrain_gpt.py. If DIR has no
+megatron/training, or with --wheel, that of the installed wheel is used. Scripts and packages are
+copied, and DIR is not written to.
 
-WORK/results.json has a record for each case, also for those of earlier runs with another --only;
+WORK/results.json has a record for each case, and keeps those of earlier runs with another --only.
 WORK/CASE/log.txt has the output of the trainer. stdout gets a table with a row for each case. A
-case that fails, or takes longer than --limit-s, does not end the others. Exit status: 0 if every
-case passed, else 1.
+case that fails, or takes longer than --limit-s, does not end the others. The exit status is 0 if
+every case passed, else 1.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 SCRIPT = "pretrain_gpt.py"
 VOCAB = 4200  # not a multiple of 128, so that the vocabulary is padded
-SIZES: dict[str, Any] = {  # what Transformer Engine's kernels like: multiples of 16 and 32
+SIZES: dict[str, Any] = {  # multiples of 16 and 32, for Transformer Engine's kernels
     "hidden_size": 128,
     "intermediate_size": 256,
     "num_attention_heads": 4,
@@ -76,12 +76,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 MOE = ("mixtral", "deepseek-v3")
 FORMATS = ("torch_dist", "torch")
-# Flags of the run. They leave every weight as it is: no step, no decay, and the bias of a router's
-# experts stays too. Apex is not needed.
-RUN = """--micro-batch-size 1 --global-batch-size 2 --seq-length 128 --train-iters 2 --lr 0 --min-lr 0 --lr-decay-style constant --weight-decay 0
-    --clip-grad 1.0 --moe-router-bias-update-rate 0 --use-distributed-optimizer --no-gradient-accumulation-fusion --mock-data --split 99,1,0
-    --eval-iters 1 --eval-interval 1000 --log-interval 1 --save-interval 2 --no-load-optim --no-load-rng --no-save-optim --no-save-rng
-    --distributed-timeout-minutes 3"""
+# Flags of the run. They change no weight: no step, no decay, and no update of the bias of a router.
+# Apex is not needed.
+RUN = """
+    --micro-batch-size 1 --global-batch-size 2 --seq-length 128 --train-iters 2
+    --lr 0 --min-lr 0 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0
+    --moe-router-bias-update-rate 0 --use-distributed-optimizer --no-gradient-accumulation-fusion
+    --mock-data --split 99,1,0 --eval-iters 1 --eval-interval 1000 --log-interval 1
+    --save-interval 2 --no-load-optim --no-load-rng --no-save-optim --no-save-rng
+    --distributed-timeout-minutes 3
+"""
 ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # megatron asks for it with tensor parallelism
     # shared hosts: no NVLink multicast
@@ -109,7 +113,7 @@ def main() -> int:
     work.mkdir(parents=True, exist_ok=True)
     gpus = num_gpus() if options.gpus is None else options.gpus
     if gpus < 1:
-        raise SystemExit("no GPU is here; say --gpus N to start N ranks all the same")
+        raise SystemExit("no GPU is here; --gpus N starts N ranks all the same")
     program = copy_program(options.megatron_lm.absolute(), work / "megatron-lm", options.wheel)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     results = work / "results.json"
@@ -126,9 +130,8 @@ def main() -> int:
             family, form, size, program, directory, options.limit_s, shlex.split(options.extra)
         )
         records.append({"name": name} | record)
-        kept = [
-            other for other in before if other["name"] not in {done["name"] for done in records}
-        ]
+        done = {record["name"] for record in records}
+        kept = [other for other in before if other["name"] not in done]
         results.write_text(json.dumps([*kept, *records], indent=2) + "\n")
         print("| " + " | ".join(str(record[column]) for column in COLUMNS) + " |", flush=True)
     failed = [record["name"] for record in records if record["result"] != "pass"]
@@ -141,27 +144,15 @@ def main() -> int:
 
 def parser() -> argparse.ArgumentParser:
     out = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    work, files = Path("stock-pretrain"), "folder for checkpoints, logs and results.json"
+    only = "run the cases whose name contains this, such as qwen3-torch_dist"
+    wheel = "use megatron of the installed wheel, and only the scripts of the folder"
     out.add_argument("--megatron-lm", type=Path, required=True, help=f"folder with {SCRIPT}")
-    out.add_argument(
-        "--work",
-        type=Path,
-        default=Path("stock-pretrain"),
-        help="folder for checkpoints, logs and results.json",
-    )
+    out.add_argument("--work", type=Path, default=work, help=files)
     out.add_argument("--gpus", type=int, help="ranks that may be started; all GPUs by default")
-    out.add_argument(
-        "--only",
-        default="",
-        help="run the cases whose name contains this, such as qwen3-torch_dist",
-    )
-    out.add_argument(
-        "--limit-s", type=float, default=300, help="seconds for the trainer of one case"
-    )
-    out.add_argument(
-        "--wheel",
-        action="store_true",
-        help="use megatron of the installed wheel, and only the scripts of the folder",
-    )
+    out.add_argument("--only", default="", help=only)
+    out.add_argument("--limit-s", type=float, default=300, help="seconds for a case's trainer")
+    out.add_argument("--wheel", action="store_true", help=wheel)
     out.add_argument("--extra", default="", help="further flags for the trainer, as one text")
     return out
 
@@ -173,7 +164,9 @@ def num_gpus() -> int:
 
 
 def cases(gpus: int) -> list[tuple[str, str, dict[str, int]]]:
-    """(family, format, parallel sizes): one GPU; on two also tensor and expert parallelism."""
+    """Returns (family, format, parallel sizes): for one GPU, and on two also tensor and expert
+    parallelism.
+    """
     out: list[tuple[str, str, dict[str, int]]] = []
     for family in FAMILIES:
         sizes: list[dict[str, int]] = [{}]
@@ -188,10 +181,10 @@ def said(size: dict[str, int]) -> str:
 
 
 def copy_program(source: Path, target: Path, wheel: bool) -> Path:
-    """Copies pretrain_gpt.py and what lies beside it; returns the path of the copy.
+    """Copies pretrain_gpt.py and the scripts beside it; returns the path of the copy.
 
-    With the whole of Megatron-LM, the compiled helpers of the data sets are taken from the
-    installed wheel, so that no compiler is needed.
+    A whole Megatron-LM gets the compiled helpers of the data sets from the installed wheel, so that
+    no compiler is needed.
     """
     script = source if source.is_file() else source / SCRIPT
     if not script.is_file():
@@ -224,10 +217,7 @@ def run_case(
     limit_s: float,
     extra: list[str],
 ) -> Json:
-    """Converts, trains and converts back; returns the record.
-
-    What goes wrong is in it, as `error`.
-    """
+    """Converts, trains and converts back; returns the record, in which `error` is what failed."""
     record: Json = dict.fromkeys(COLUMNS, "") | {
         "family": family,
         "format": form,
@@ -272,35 +262,16 @@ def convert(family: str, form: str, size: dict[str, int], directory: Path) -> di
 
 
 def train(program: Path, directory: Path, ranks: int, limit_s: float, extra: list[str]) -> str:
-    """Runs pretrain_gpt.py under torchrun, the launch line through bash as a user would; returns
-    the log.
+    """Runs pretrain_gpt.py under torchrun, with a launch line for bash as users write it; returns
+    the log. Raises TimeoutError, or RuntimeError if the trainer fails.
     """
     from mckpt import launching
 
-    run = [
-        *RUN.split(),
-        *extra,
-        "--load",
-        str(directory / "megatron"),
-        "--save",
-        str(directory / "trained"),
-        "--data-cache-path",
-        str(directory / "cache"),
-    ]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(ranks),
-        "--master-addr",
-        "127.0.0.1",
-        "--master-port",
-        str(launching.free_port()),
-        str(Path(__file__).resolve()),
-        "--as-rank",
-        str(program),
-    ]
+    run = [*RUN.split(), *extra, "--load", str(directory / "megatron")]
+    run += ["--save", str(directory / "trained"), "--data-cache-path", str(directory / "cache")]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    torchrun += ["--master-addr", "127.0.0.1", "--master-port", str(launching.free_port())]
+    torchrun += [str(Path(__file__).resolve()), "--as-rank", str(program)]
     script = f". {shlex.quote(str(directory / 'megatron/release/megatron_args.sh'))}\n"
     script += f'exec {shlex.join(torchrun)} "${{MEGATRON_ARGS[@]}}" {shlex.join(run)}\n'
     (directory / "command.sh").write_text(script)
@@ -334,9 +305,7 @@ def train(program: Path, directory: Path, ranks: int, limit_s: float, extra: lis
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends torchrun and its ranks: it passes SIGTERM on to them, and they are sessions of their
-    own.
-    """
+    """Ends torchrun, which passes SIGTERM on to its ranks. They are sessions of their own."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -357,25 +326,22 @@ def reason(log: str) -> str:
 
 
 def problems_of(log: str, losses: list[str]) -> list[str]:
-    """What a log says that a run with exit code 0 must not say, or does not say."""
+    """Returns what is wrong in the log of a run with exit code 0."""
     out = []
     if "load_return" in log:
-        out.append(
-            "the loader tried again with strict=False: "
-            + next(line for line in log.splitlines() if "load_return" in line)[:300]
-        )
+        line = next(line for line in log.splitlines() if "load_return" in line)
+        out.append(f"the loader tried again with strict=False: {line[:300]}")
     if "successfully loaded checkpoint" not in log:
         out.append("the log does not say that a checkpoint was loaded")
     train_losses = [float(value) for value in losses]
     if len(train_losses) < 2 or not all(map(math.isfinite, train_losses)):
-        out.append(f"two finite losses are wanted, the log has {losses}")
+        out.append(f"the log must have two finite losses, and has {losses}")
     return out
 
 
 def back(source: dict[str, Any], directory: Path) -> int:
-    """Converts what was trained to Hugging Face and compares; returns the number of tensors.
-
-    ValueError if one differs.
+    """Converts the trained checkpoint to Hugging Face and compares it with the source; returns the
+    number of tensors. Raises ValueError if one differs.
     """
     import ml_dtypes  # noqa: F401  safetensors gives bfloat16 as this
 
@@ -397,7 +363,7 @@ def back(source: dict[str, Any], directory: Path) -> int:
 
 
 def stored(directory: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
-    """Name -> (shape, bytes) of every tensor in a directory of safetensors, read without mckpt."""
+    """Reads a directory of safetensors without mckpt: name -> (shape, bytes) of every tensor."""
     out = {}
     for path in directory.glob("*.safetensors"):
         raw = path.read_bytes()
@@ -410,11 +376,10 @@ def stored(directory: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
 
 
 def as_rank(script: str, flags: list[str]) -> None:
-    """One rank: pretrain_gpt.py as it is.
+    """Runs pretrain_gpt.py unchanged, as one rank.
 
-    Helpers of the data sets that are compiled already are not compiled again.
-
-    A wheel holds them compiled and has no makefile, and the trainer would stop at that.
+    The helpers of the data sets are not compiled again if they are there. A wheel has them compiled
+    and has no makefile, without which the trainer would stop.
     """
     sys.argv, sys.path[0] = [script, *flags], str(Path(script).parent)
     from megatron.core.datasets import utils
