@@ -43,14 +43,11 @@ class Flat:
     block = None
 
     def __init__(self, root: Path) -> None:
+        self.format = FORMAT
         self.root = root
         index = json.loads((root / INDEX).read_text())
         self.tensors: dict[str, dict[str, Any]] = index["tensors"]
         self.common = Common({"args": safe_pickle.namespace(**index["args"])}, INDEX)
-
-    @property
-    def format(self) -> Format:
-        return FORMAT
 
     def keys(self) -> list[str]:
         return list(self.tensors)

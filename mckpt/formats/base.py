@@ -66,9 +66,7 @@ class Opened(Protocol):
     """A checkpoint of which the headers are read and nothing is understood yet."""
 
     root: Path
-
-    @property
-    def format(self) -> Format: ...
+    format: Format
 
     @property
     def common(self) -> Common | None:

@@ -53,6 +53,7 @@ class HuggingFace:
     common = None  # Megatron's args and the like
 
     def __init__(self, path: str | Path) -> None:
+        self.format = FORMAT
         self.root = Path(path)
         self.files, self.entries, self.problems = weight_files(self.root)
 
@@ -81,10 +82,6 @@ class HuggingFace:
     def parallel(self) -> Parallel:
         """One of everything: nothing is sharded."""
         return Parallel()
-
-    @property
-    def format(self) -> Format:
-        return FORMAT
 
     def keys(self) -> list[str]:
         """Those of all tensors."""

@@ -67,6 +67,7 @@ class Torch:
     block = None  # nothing is quantised
 
     def __init__(self, path: Path) -> None:
+        self.format = FORMAT
         self.root = path
         self.directories = sorted(
             p.name for p in path.iterdir() if p.is_dir() and _RANK.fullmatch(p.name)
@@ -105,10 +106,6 @@ class Torch:
             if len(sizes) == 1
             else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
         )
-
-    @property
-    def format(self) -> Format:
-        return FORMAT
 
     def keys(self) -> list[str]:
         """Those of the first rank."""

@@ -69,6 +69,7 @@ class TorchDist:
     block = None  # nothing is quantised
 
     def __init__(self, path: Path) -> None:
+        self.format = FORMAT
         self.root = path
         if not (path / MARKER).exists():
             raise SourceError(
@@ -116,10 +117,6 @@ class TorchDist:
     def parallel(self) -> Parallel:
         """The sizes of the run that saved it, as its args say; they do not matter for reading."""
         return self.common.parallel()
-
-    @property
-    def format(self) -> Format:
-        return FORMAT
 
     def keys(self) -> list[str]:
         """Those of all tensors."""
