@@ -14,7 +14,7 @@ from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.target import Progress, Target
 from mckpt.conversion.to_hf import plan_hf
-from mckpt.conversion.to_megatron import dialect_of, padded_rows, plan_megatron
+from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
@@ -120,7 +120,7 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
     """The flags of pretrain_gpt.py for any checkpoint: from its dims, and from its own args where
     it has them.
     """
-    dialect = dialect_of(source, Target())
+    dialect = dialect_to_write(source, Target())
     own = {k: v for k, v in (source.args or {}).items() if v is not None}
     try:
         rows = source.opened.padded_vocab(dialect, source.parallel)

@@ -545,7 +545,7 @@ def test_side_files_are_looked_at_before_anything_is_written(tmp_path, trained):
     )
     (source / "tokenizer.json").unlink()
     os.mkfifo(source / "tokenizer.json")
-    refused(3, "tokenizer.json", "no file", args=args, untouched=tmp_path)
+    refused(3, "tokenizer.json", "not a regular file", args=args, untouched=tmp_path)
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.json").write_text("{}")
     good(*args)

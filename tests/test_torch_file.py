@@ -226,7 +226,7 @@ def test_equal_pickles_are_parsed_once(tmp_path, monkeypatch):
         torch_file, "loads", lambda *a, **k: parsed.append(a[1]) or original(*a, **k)
     )
     values = [{"args": stage, "w": sp.tensor("bfloat16", (2, 3), "0")} for stage in range(3)]
-    reader = torch_file.Reader()
+    reader = torch_file.TorchFileReader()
     for stage in (0, 0, 1, 1, 1, 0, 2, 2, 1):  # 1 was dropped for 2
         laid = torch_file.lay_out(values[stage], "m")
         path = tmp_path / "m.pt"

@@ -93,7 +93,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def is_megatron(self) -> bool:
-        """Whether it is a Megatron checkpoint of any format; else it is a Hugging Face directory."""
+        """Whether it is a Megatron checkpoint, and not a Hugging Face directory."""
         return self.opened.format.megatron
 
     @property

@@ -35,7 +35,7 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR = struct.Struct("<IIQI")
-# pickles that a Reader keeps: files come stage by stage, and a value takes 10 times the memory of
+# pickles that a TorchFileReader keeps: files come stage by stage, and a value takes 10 times the memory of
 # its pickle
 _MAX_KNOWN = 2
 _SERIALIZATION_ID = b"0" * 40  # torch writes a hash of record names and crcs, and only logs it
@@ -208,7 +208,7 @@ def read(
     return _read(fd, where, base, length, max_bytes, _loaded)
 
 
-class Reader:
+class TorchFileReader:
     """Reads many files, and parses equal pickles of files that follow each other once.
 
     The ranks of one pipeline stage have equal pickles, unless their args name the rank. Pickles are

@@ -42,8 +42,9 @@ def args_of(
     dtype: str,
     padded: int,
 ) -> Args:
-    """The args and common state of the target. Those of a Megatron source are kept, but for what the
-    conversion changes.
+    """The args and common state of the target.
+
+    Those of a Megatron source are kept, but for what the conversion changes.
 
     moved: the source with its padded vocabulary. dtype: of most of the weights. padded: rows of the
     vocabulary.

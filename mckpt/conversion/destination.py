@@ -210,7 +210,7 @@ class Destination:
             shutil.rmtree(folder.with_name(f"{folder.name}{OVER}"), ignore_errors=True)
 
     def tracker_note(self) -> str | None:
-        """What to say when the tracker will go on naming another checkpoint; None if it will not."""
+        """What to say if the tracker will go on naming another checkpoint; None if not."""
         return None if self.unit is None else self.tracker.note(self.unit)
 
     def left_over(self) -> list[tuple[Path, int]]:

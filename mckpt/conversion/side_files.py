@@ -53,8 +53,8 @@ class SideFiles:
                 )
         if (self.path / MAPPING).is_file() and MAPPING not in self.files:
             raise DestinationError(
-                f"{self.path / MAPPING}: is the family file of other checkpoints here, and this one has"
-                " none. Write to another directory"
+                f"{self.path / MAPPING}: is the family file of other checkpoints here, and this one"
+                " has none. Write to another directory"
             )
 
     def publish(self, staging: Path) -> None:

@@ -13,8 +13,8 @@ from mckpt.checkpoint.description import family_for
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     facts_of,
-    kept_mapping,
     kinds_of,
+    mapping_to_keep,
     naming,
     refuse_inexact,
     refuse_misfit,
@@ -46,7 +46,7 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     names = Names(family, source.dims, {}, Parallel())
     refuse_misfit(source, names, family.path.name)
     layout, outputs = destination.format.lay_out(Wanted(names, kinds, target.max_shard_size))
-    kept = kept_mapping(source)
+    kept = mapping_to_keep(source)
     if kept is not None:
         outputs.append(TargetFile.whole(MAPPING, kept[1]))
     roots = [Path(root) for root in (target.tokenizer, source.described_by) if root is not None]

@@ -16,8 +16,8 @@ from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     dequantised,
     facts_of,
-    kept_mapping,
     kinds_of,
+    mapping_to_keep,
     naming,
     refuse_inexact,
     refuse_misfit,
@@ -38,7 +38,7 @@ from mckpt.storage.files import TargetFile
 
 def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
     """The plan of a Megatron checkpoint of any format."""
-    dialect = dialect_of(source, target)
+    dialect = dialect_to_write(source, target)
     # what is moved: from Megatron to Megatron, the vocabulary's padding too
     moved, padded = _vocabulary(source, dialect, target)
     # what is damaged is said before what does not fit, and before dims of any size are computed
@@ -89,7 +89,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
 
 
-def dialect_of(source: Checkpoint, target: Target) -> MappingFile:
+def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
     """The dialect to write: the one asked for, else that of the source or of its family."""
     if source.is_megatron and target.dialect is None:
         return source.mapping
@@ -226,6 +226,6 @@ def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     if source.overruled:
         config = source.mapping.restate(read_config(root), source.dims, source.overruled)
         side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
-    if (kept := kept_mapping(source)) is not None:
+    if (kept := mapping_to_keep(source)) is not None:
         side[MAPPING] = kept[1]
     return side

@@ -89,7 +89,7 @@ class Opened(Protocol):
         """What it holds that is no weight, such as optimizer state."""
 
     def choices(self, names: Names) -> Mapping[str, Any]:
-        """How the mapping's choices were made here; `names.choices` is what its args say of them."""
+        """How the mapping's choices were made here; `names.choices` is what the args say."""
 
     def layout(self, names: Names) -> Layout:
         """What is stored where, in logical boxes.

@@ -1,5 +1,5 @@
-"""The weight files of a Hugging Face directory: safetensors or pytorch_model*.bin, one file or several
-with an index.
+"""The weight files of a Hugging Face directory: one file, or several with an index, of safetensors
+or of pytorch_model*.bin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 
 
 def weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
-    """The weight files of a directory, the tensors in their headers, and what does not fit together."""
+    """The weight files, the tensors in their headers, and what does not fit together."""
     kind = next(
         (k for k in INDEX if (root / INDEX[k]).exists() or (root / SINGLE[k]).exists()),
         None,

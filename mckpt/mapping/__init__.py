@@ -9,7 +9,6 @@ from mckpt.mapping.reading import (
     dialect_of,
     family_with,
     folder,
-    key_pattern,
     load,
     misfits,
     names,
@@ -17,6 +16,7 @@ from mckpt.mapping.reading import (
     to_keep,
 )
 from mckpt.mapping.rule import Bound, Rule
+from mckpt.mapping.rule_reading import key_pattern
 
 __all__ = [
     "KINDS",

@@ -23,7 +23,7 @@ _TYPES: dict[str, Any] = {
 }
 
 
-class LogicalDim(NamedTuple):
+class DimSpec(NamedTuple):
     type: str
     optional: bool
     neutral: Expression | None
@@ -32,7 +32,7 @@ class LogicalDim(NamedTuple):
     high: float
 
 
-class LogicalTensor(NamedTuple):
+class TensorSpec(NamedTuple):
     shape: tuple[Expression, ...]
     about: str
 
@@ -40,8 +40,8 @@ class LogicalTensor(NamedTuple):
 class Hub(NamedTuple):
     """logical.yaml: every dim and every logical tensor."""
 
-    dims: dict[str, LogicalDim]
-    tensors: dict[str, LogicalTensor]
+    dims: dict[str, DimSpec]
+    tensors: dict[str, TensorSpec]
     digest: str
 
     def shape(self, name: str, dims: Mapping[str, Any]) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Hub(NamedTuple):
 def hub() -> Hub:
     node, digest = parse(FOLDER / "logical.yaml")
     dims = {
-        k: LogicalDim(
+        k: DimSpec(
             v["type"],
             v.get("optional", False),
             Expression(v["neutral"]) if "neutral" in v else None,
@@ -78,7 +78,7 @@ def hub() -> Hub:
         for k, v in node["dims"].items()
     }
     tensors = {
-        k: LogicalTensor(tuple(Expression(e) for e in v["shape"]), v["about"])
+        k: TensorSpec(tuple(Expression(e) for e in v["shape"]), v["about"])
         for k, v in node["tensors"].items()
     }
     return Hub(dims, tensors, digest)

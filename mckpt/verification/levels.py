@@ -1,10 +1,11 @@
 """The verdict: do a Hugging Face and a Megatron checkpoint hold one model?
 
-    bytes     Every logical tensor is the same to the last bit, or the exact cast that the manifest names, and the
-              dims are the same. Works for any two formats and needs no torch.
-    forward   All of `bytes`; and transformers and Megatron-Core compute the same logits, at every position of
-              several sequences.
-    train     All of `forward`; and a few training steps at two parallel layouts give the same losses.
+    bytes     Every logical tensor is the same to the last bit, or the exact cast that the manifest
+              names, and the dims are the same. Works for any two formats and needs no torch.
+    forward   All of `bytes`; and transformers and Megatron-Core compute the same logits, at every
+              position of several sequences.
+    train     All of `forward`; and a few training steps at two parallel layouts give the same
+              losses.
 
 This module starts the processes that a level needs; `verdict` judges their results.
 """

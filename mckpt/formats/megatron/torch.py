@@ -1,6 +1,7 @@
 """Megatron's `torch` format: one model_optim_rng.pt for each tensor, pipeline and expert rank.
 
-    iter_0000123/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt     {args, checkpoint_version, iteration, model | model0..N: {key: shard}}
+    iter_0000123/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt
+        {args, checkpoint_version, iteration, model | model0..N: {key: shard}}
 
 Layer and expert numbers in keys are local to the file (and to its virtual stage); shards of tensor
 parallelism are whole tensors.
@@ -76,7 +77,9 @@ class Torch:
             raise SourceError(f"{path}: has no mp_rank_* directories")
         self.files: list[str] = []
         self._ranks: dict[str, Rank] = {}
-        self._pickles = torch_file.Reader()  # ranks of one stage mostly have the same pickle
+        self._pickles = (
+            torch_file.TorchFileReader()
+        )  # ranks of one stage mostly have the same pickle
         first = self.directories[0]
         fields = self._read(first)
         self.common = Common({k: fields[k] for k in self._ranks[first].beside}, self.files[0])

@@ -1,0 +1,180 @@
+"""The rules of a mapping file: blocks and braces expanded, every word checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from mckpt.geometry.packing import PACKINGS, TP_KINDS
+from mckpt.mapping.expression import Expression
+from mckpt.mapping.hub import hub
+from mckpt.mapping.nodes import Node
+from mckpt.mapping.rule import Rule
+from mckpt.values.dtypes import TABLE
+
+_INDEX = re.compile(r"\{(\w+)\}")
+_BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
+_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert")
+
+
+def read_rules(
+    root: Node,
+    section: str,
+    expression: Callable[[Any, str], Expression | None],
+    problems: list[str],
+) -> Iterator[Rule]:
+    """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
+
+    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction:
+    `mtp` is their prefix, or the prefix as `key` with an `instead` of its own.
+    """
+    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [
+        (root.get(section) or Node(), "", "", None, False)
+    ]
+    for prefix, block in (root.get("blocks") or Node()).items():
+        block = block or Node()
+        mtp = block.get("mtp")
+        if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
+            problems.append(
+                f"{root['blocks'].lines[prefix]}: `mtp` of {prefix} needs a prefix, or `key` with"
+                " the prefix"
+            )
+            mtp = None
+        mtp = {"key": mtp} if isinstance(mtp, str) else mtp
+        for start, other, again in [
+            (prefix, block.get("instead"), False),
+            *([(mtp["key"], mtp.get("instead"), True)] if mtp else []),
+        ]:
+            where = root["blocks"].lines[prefix]
+            if other is not None and (
+                not isinstance(other, dict) or {"key", "when"} - other.keys()
+            ):
+                problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
+                other = None
+            instead = (other["key"], expression(other["when"], where)) if other else None
+            scopes.append(
+                (block.get(section) or Node(), start, block.get("is", ""), instead, again)
+            )
+    for node, prefix, logical, instead, again in scopes:
+        for key, value in node.items():
+            where = node.lines[key]
+            for spec in value if isinstance(value, list) else [value]:
+                try:
+                    expanded = list(_expand(key, spec))
+                except ValueError as e:
+                    problems.append(f"{where}: {prefix + key}: {e}")
+                    continue
+                for stored, one in expanded:
+                    if again and one.get("mtp"):
+                        continue
+                    if again or "{mtp}" in prefix:
+                        one = {**one, "mtp": True}
+                    try:
+                        rule = _rule(prefix + stored, one, logical, where, expression)
+                    except (ValueError, TypeError) as e:
+                        problems.append(f"{where}: {prefix + stored}: {e}")
+                        continue
+                    if instead is None:
+                        yield rule
+                        continue
+                    other_prefix, condition = instead
+                    if condition is None:  # it is among the problems
+                        continue
+                    both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
+                    neither = f"not ({condition.text})" + (
+                        f" and ({rule.when.text})" if rule.when else ""
+                    )
+                    yield rule._replace(when=Expression(neither))
+                    yield rule._replace(key=other_prefix + stored, when=Expression(both))
+
+
+def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """`{q,k,v}` in the key, in `of` and in `when`: one rule for each."""
+    spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
+    if not isinstance(spec, dict):
+        raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
+    of = spec.get("of", [])
+    of = [of] if isinstance(of, str) else of
+    if not isinstance(of, list) or not all(isinstance(o, str) for o in of):
+        raise ValueError(f"`of` names tensors, not {of!r}")
+    found = _BRACES.search(key)
+    words = found[1].split(",") if found else []
+    for inside in _BRACES.findall(" ".join([*of, str(spec.get("when", ""))])):
+        if len(inside.split(",")) != len(words):
+            raise ValueError(
+                f"{{{inside}}} has {len(inside.split(','))} words, and the key has {len(words)}"
+            )
+    if not found:
+        yield key, {**spec, "of": of}
+        return
+    for i, word in enumerate(words):
+
+        def pick(text: str, i: int = i) -> str:
+            return _BRACES.sub(lambda m: m[1].split(",")[i], text)
+
+        when = {"when": pick(str(spec["when"]))} if "when" in spec else {}
+        yield (
+            key[: found.start()] + word + key[found.end() :],
+            {**spec, "of": [pick(o) for o in of], **when},
+        )
+
+
+def _rule(
+    key: str,
+    spec: Mapping[str, Any],
+    prefix: str,
+    where: str,
+    expression: Callable[[Any, str], Expression | None],
+) -> Rule:
+    if spec.keys() - set(_RULE):
+        raise ValueError(
+            f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}"
+        )
+    # /embed.weight is none of the block's
+    of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])
+    for name in of:
+        if name not in hub().tensors:
+            raise ValueError(f"logical.yaml has no tensor {name!r}")
+    mtp, alias = bool(spec.get("mtp")), spec.get("alias", False)
+    if alias not in (False, True, "read"):
+        raise ValueError(f"alias is true, or `read` for one that is not written, not {alias!r}")
+    asked = {"layer": mtp or (not of and "{layer}" in prefix), "expert": bool(spec.get("expert"))}
+    indices = tuple(
+        i for i in ("layer", "expert") if asked[i] or any(f"{{{i}}}" in n for n in of or (key,))
+    )
+    for index in _INDEX.findall(key):
+        if index not in (*indices, *(["mtp"] if mtp else [])):
+            raise ValueError(f"{{{index}}} is not an index of {', '.join(of) or 'an object'}")
+    if any(set(_INDEX.findall(n)) != set(_INDEX.findall(of[0])) for n in of):
+        raise ValueError("its tensors do not have the same indices")
+    pack = spec.get("pack", "one")
+    if pack not in PACKINGS:
+        raise ValueError(f"no packing {pack!r}; known: {', '.join(PACKINGS)}")
+    if pack == "one" and len(of) > 1:
+        raise ValueError("several tensors need a `pack`")
+    tp = spec.get("tp", "replicated")
+    if tp not in TP_KINDS:
+        raise ValueError(f"no tp kind {tp!r}; known: {', '.join(TP_KINDS)}")
+    when, dtype = expression(spec.get("when"), where), spec.get("dtype")
+    if dtype not in (None, *TABLE):
+        raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
+    return Rule(
+        key,
+        of,
+        pack,
+        tp,
+        spec.get("stage"),
+        when,
+        bool(alias),
+        alias != "read",
+        dtype,
+        mtp,
+        indices,
+        where,
+    )
+
+
+def key_pattern(key: str) -> re.Pattern[str]:
+    """What a key template can look like once its indices are filled."""
+    return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))
