@@ -542,3 +542,22 @@ def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path:
         source = tiny.tiny_random(case, tmp_path / case)
         said = mckpt.plan(source, tmp_path / f"{case}-out", megatron_version="0.18").facts["args"]
         assert said.get("--no-rope-fusion") is off
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        ({"format": "torch", "layer_keys": "stacked"}, "--layer-keys: torch has a key for each"),
+        ({"format": "torch", "common_as_object": True}, "--common-state object: torch keeps it in"),
+        (
+            {"common_as_object": True, "megatron_version": "0.18"},
+            r"megatron-core reads it from 0\.19 on, and --megatron-version is 0\.18",
+        ),
+    ],
+)
+def test_an_option_that_the_target_has_no_use_for_is_refused(
+    wanted: dict[str, Any], why: str, sources: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(mckpt.errors.UsageError, match=why):
+        mckpt.plan(sources / "llama", tmp_path / "out", **wanted)
+    assert not (tmp_path / "out").exists()

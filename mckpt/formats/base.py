@@ -115,6 +115,8 @@ class Format:
     parts: tuple[str, ...]
     global_keys: bool = False  # keys are those of the whole model, not of each rank's modules
     fixed_sizes: bool = False  # a trainer loads it only at the sizes that it was saved with
+    layer_keys: bool = False  # it can have one key for all layers, or one for each
+    common_object: bool = False  # it can keep the common state as an object, as from 0.19 on
     last: str = ""  # the file without which no loader takes it for a checkpoint
 
     def __str__(self) -> str:

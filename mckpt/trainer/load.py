@@ -23,6 +23,7 @@ from mckpt import formats
 from mckpt.errors import SourceError
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import save_directory
+from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.geometry.parallel import Parallel
 from mckpt.trainer import rng
 from mckpt.trainer.build import rank_names
@@ -31,7 +32,6 @@ MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 COMMON_FILE = "common.pt"  # of torch_dist
 # From this megatron-core on, the content of COMMON_FILE is an object of the checkpoint.
-COMMON_OBJECT_SINCE = [0, 19]
 # Keys beside the model's weights, which a load of weights alone does not read.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
 

@@ -9,6 +9,10 @@ from mckpt.errors import PickleError, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 
 
+# the first megatron-core that reads a common state kept as an object of the checkpoint
+COMMON_OBJECT_SINCE = [0, 19]
+
+
 class Common:
     """What a Megatron checkpoint has beside tensors: args, iteration, version, and keys that mckpt
     does not interpret.

@@ -339,5 +339,7 @@ FORMAT = Format(
     lay_out=lay_out,
     parts=(METADATA, MARKER, COMMON, "*.distcp", "run_config.yaml", "train_state.pt"),
     global_keys=True,
+    layer_keys=True,
+    common_object=True,
     last=MARKER,
 )
