@@ -353,6 +353,37 @@ def test_a_cast_passes_only_where_it_is_exact(tmp_path: Path) -> None:
     )
 
 
+def test_logits_agree_when_the_hugging_face_side_was_cast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Megatron checkpoint in fp32 was exported in bfloat16: Megatron-Core runs with its weights
+    cast, and without that cast the logits differ.
+    """
+    source, megatron, exported = (tmp_path / name for name in ("hf", "megatron", "exported"))
+    mckpt.plan(tiny.tiny_random("deepseek-v3", source, "float32"), megatron).run()
+    mckpt.plan(megatron, exported, format="hf", dtype="bf16").run()
+    launch = launching.launch
+
+    def without_the_second_cast(module: str, job: dict[str, Any], *others: Any) -> None:
+        if module == "mckpt.trainer.worker":
+            assert [one["casts"] for one in job["checkpoints"]] == [["bfloat16"]] * 2
+            job["checkpoints"][1]["casts"] = []
+        launch(module, job, *others)
+
+    monkeypatch.setattr(launching, "launch", without_the_second_cast)
+    options = Options(device="cpu", sequences=1, length=64)
+    cast, uncast = verify_all(exported, [megatron, megatron], options)
+    assert (cast.verdict, cast.reasons) == ("pass", [])
+    note = "Megatron-Core runs with its weights cast to bfloat16, as mckpt.json says"
+    assert note in cast.facts["notes"]
+    biases = sum(name.endswith("score_correction.bias") for name in Checkpoint(megatron))
+    values = cast.facts["values"]
+    assert biases > 0, "the mapping keeps these in fp32"
+    assert values["equal_after_cast"] == values["tensors_equal"] - biases
+    logits = uncast.facts["logits"]["float32"]
+    assert uncast.verdict == "fail" and logits["max_abs"] > FAULT * logits["tolerance"]
+
+
 def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
     """Multi-token prediction keeps copies of the embedding and of the output layer, which no
     forward pass of transformers uses.
@@ -733,22 +764,31 @@ def test_every_fault_through_the_command(directory: Path, index: int) -> None:
     expect(json.loads(done.stdout), FAULTS[index][1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_train_level(tmp_path: Path, form: str) -> None:
-    """`torch` files run at other sizes than they were saved with: through a copy in
-    another format.
-    """
-    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf")
-    mckpt.plan(
-        source,
-        tmp_path / "megatron",
-        format=form,
-        parallel=mckpt.Parallel(tp=2),
-        transformer_impl="local",
-    ).run()
-    found = mckpt.verify(source, tmp_path / "megatron", level="train", tp=1, pp=2, device="cpu")
-    assert (found.verdict, found.reasons) == ("pass", [])
-    training = found.facts["training"]
-    assert training["max_abs"] <= training["tolerance"] / CLEAN
+QUICK = {"pp": 1, "sequences": 1, "length": 64, "steps": 2}
+WHOLE = {"pp": 2}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("case", "form", "options"),
+    [
+        pytest.param("llama", "torch", QUICK, id="llama, torch"),
+        pytest.param("qwen3-moe", "torch", WHOLE, id="qwen3-moe, torch", marks=SLOW),
+        pytest.param("qwen3-moe", "torch_dist", WHOLE, id="qwen3-moe, torch_dist", marks=SLOW),
+    ],
+)
+def test_training_at_two_sizes_gives_the_same_losses(
+    tmp_path: Path, case: str, form: str, options: dict[str, int]
+) -> None:
+    """`torch` files run at other sizes than those they were saved with, from a temporary copy."""
+    source, megatron = tiny.tiny_random(case, tmp_path / "hf"), tmp_path / "megatron"
+    tp2 = mckpt.Parallel(tp=2)
+    mckpt.plan(source, megatron, format=form, parallel=tp2, transformer_impl="local").run()
+    found = mckpt.verify(source, megatron, level="train", tp=1, device="cpu", **options)
+    assert (found.verdict, found.reasons, found.facts["level"]) == ("pass", [], "train")
     assert ("resharded" in found.facts) == (form == "torch")
+    training = found.facts["training"]
+    first, second = ((sizes["tp"], sizes["pp"]) for sizes in training["sizes"])
+    assert first == (1, options["pp"]) != second
+    assert [len(losses) for losses in training["losses"]] == [options.get("steps", 4)] * 2
+    assert training["moved"] > 0 and training["max_abs"] <= training["tolerance"] / CLEAN
