@@ -1,12 +1,81 @@
-"""The order of the test files."""
+"""The order of the test files, and the checkpoints that several of them read."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
 import pytest
+
+from tests import tiny
+from tests.door import good
+from tests.tiny import TinyModel
+
+# hypothesis gives an example 200 ms by default, which a busy machine exceeds
+hypothesis.settings.register_profile("without a deadline", deadline=None)
+hypothesis.settings.load_profile("without a deadline")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests/test_ranks.py first: it takes longest and mostly waits, so that the other process
-    has the cores meanwhile.
-    """
+    """Puts tests/test_ranks.py first: its tests wait, so the other process has the cores then."""
     items.sort(key=lambda item: item.path.name != "test_ranks.py")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """A folder for all tests of one file."""
+    return tmp_path_factory.mktemp(request.module.__name__.rpartition("test_")[2])
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModel]:
+    """A function (case, dtype) -> the Hugging Face directory of a tiny model.
+
+    Each is written once. A test that changes one must copy it, which is checked at the end.
+    """
+    root = tmp_path_factory.mktemp("tiny")
+    stamped: dict[Path, dict[Path, int]] = {}
+
+    @functools.cache
+    def written(case: str, dtype: str = "bfloat16") -> Path:
+        directory = tiny.tiny_random(case, root / dtype / case, dtype)
+        stamped[directory] = stamps(directory)
+        return directory
+
+    yield written
+    changed = [path for path, before in stamped.items() if stamps(path) != before]
+    assert not changed, f"a test changed {changed}, which others read: it must change a copy"
+
+
+def stamps(root: Path) -> dict[Path, int]:
+    """When each file and folder below a directory was last changed."""
+    return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+
+
+@pytest.fixture(scope="session")
+def sources(tiny_model: TinyModel) -> dict[str, Path]:
+    """Every case of fixtures/tiny in fp32, for judges that compare logits."""
+    return {case: tiny_model(case, "float32") for case in tiny.CASES}
+
+
+@pytest.fixture(scope="session")
+def src(tiny_model: TinyModel) -> Path:
+    return tiny_model("qwen3")
+
+
+@pytest.fixture(scope="session")
+def torch_dir(tmp_path_factory: pytest.TempPathFactory, src: Path) -> Path:
+    """`src` as `torch` at tp 2, pp 2. Tests only read it."""
+    root = tmp_path_factory.mktemp("torch") / "ckpt"
+    good("hf-to-megatron", src, root, "--format", "torch", "--tp", 2, "--pp", 2)
+    return root
+
+
+@pytest.fixture(scope="session")
+def dist_dir(tmp_path_factory: pytest.TempPathFactory, src: Path) -> Path:
+    """`src` as `torch_dist`. Tests only read it."""
+    root = tmp_path_factory.mktemp("dist") / "ckpt"
+    good("hf-to-megatron", src, root)
+    return root

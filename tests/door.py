@@ -8,7 +8,9 @@ import contextlib
 import io
 import json
 import os
+import subprocess
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +23,8 @@ from mckpt.containers import dcp_metadata, safe_pickle, torch_file
 from tests.tiny import tiny_random
 
 ROOT = Path(__file__).parent.parent
+PT = "model_optim_rng.pt"  # the file of one rank in the format `torch`
+TRACKER = "latest_checkpointed_iteration.txt"
 Arrays = dict[str, Any]
 
 
@@ -76,6 +80,34 @@ def refused(code: int, *words: str, args: tuple[Any, ...], untouched: Path | Non
     if untouched is not None:
         assert tree(untouched) == before, f"{untouched} was changed"
     return said.err
+
+
+def command_line(*args: Any, before: str = "") -> list[str]:
+    """The command line that runs `mckpt` with these arguments in a process of its own.
+
+    `before` is Python that runs first, such as one that changes a part of mckpt.
+    """
+    argv = ["mckpt", *map(str, args)]
+    if not before:
+        return [sys.executable, "-m", *argv]
+    return [
+        sys.executable,
+        "-c",
+        f"import sys\n{before}\nfrom mckpt import cli\nsys.argv = {argv}\ncli.main()",
+    ]
+
+
+def run(arguments: list[Any], code: int = 0, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Runs a command in the repository, at most 100 s; it must end with this exit code."""
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 100, **how}
+    done = subprocess.run([str(one) for one in arguments], **how)
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def python(code: str, *args: Any) -> str:
+    """Runs Python code in a process of its own, which must end well; returns what it printed."""
+    return run([sys.executable, "-c", textwrap.dedent(code), *args]).stdout
 
 
 def tree(path: Path) -> dict[str, bytes | None]:

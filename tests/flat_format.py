@@ -1,4 +1,4 @@
-"""A throwaway format, to show what a new one needs: this file, and a line in `mckpt.formats.FORMATS`.
+"""A throwaway format: this file and a line in `mckpt.formats.FORMATS` are all that a new one needs.
 
 flat.bin     all tensors one behind the other, with the keys and shapes of the whole model
 flat.json    {"args": {...}, "tensors": {key: {dtype, shape, at}}}

@@ -1,31 +1,44 @@
-"""The judge that is not ours: runs many cases on the real megatron-core in one launch, on CPU
-(gloo) or GPU (NCCL).
+"""Runs many cases on the real megatron-core in one launch, on CPU (gloo) or GPU (NCCL).
 
-    torchrun --nproc-per-node W tests/judge.py cases.json out_dir        or, on one machine, with WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
-    python tests/judge.py cases.json out_dir                             whose ranks are forks of it
+    torchrun --nproc-per-node W tests/judge.py cases.json out_dir
+    python tests/judge.py cases.json out_dir
 
-cases.json is a list. Every case is a dict with `kind`, optionally `name` (default case000 ...), and
-by kind:
+The second form runs on one machine: the ranks are forks of the process, and the environment must
+have WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    forward  checkpoint, tokens [[...]]; args: replaces entries of the checkpoint's own; format: must be so; strict; impl: replaces
-             args.transformer_impl; training: build as for training (sequence parallelism)
-             -> NAME.npy: fp32 logits [batch, seq, vocab]; unread: model keys of the checkpoint that no rank asked for;
-             forgiven: _extra_state that it lacks
-    save     args, destination, format; seed, with_args, iteration (null: release), tokens
-             -> a randomly filled model saved by megatron-core in args.params_dtype, the same for every parallel size; NAME.npy
-    keys     args -> torch_dist: {key: [global shape, dtype]} ([] and "object" for objects);
-             torch: {mp_rank directory: [one {key: shape, null for an object} per virtual stage]};
-             any size: no processes needed
-    train    checkpoint and the other entries of a job of mckpt.trainer.train -> steps: what train() returns
-    grid     cp -> files, reads: {mp_rank directory: [[rank, tp, pp, ep, etp] of every writer, of every reader]}; any size
+cases.json is a list of dicts. Each has `kind`, may have `name` (default case000, case001 ...), and
+has further entries by kind. The entries are listed first, and the results behind the arrow:
 
-Sizes, in all kinds: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the
-fewest ranks). A case runs on the first `world` of the W ranks in process groups of its own, so one
-that fails cannot harm the next. timeout: seconds for one collective (60); a case that takes 3 times
-as long is stuck and ends the launch, with the stacks of its ranks on stderr.
+    forward  checkpoint
+             tokens: [[...]]
+             args: entries that replace those of the checkpoint's own args
+             format: the format that the checkpoint must have
+             strict
+             impl: replaces args.transformer_impl
+             training: true builds the model as for training (sequence parallelism)
+             -> NAME.npy: fp32 logits [batch, seq, vocab]
+             -> unread: model keys of the checkpoint that no rank asked for
+             -> forgiven: the _extra_state that it lacks
+    save     args, destination, format, seed, with_args, iteration (null: release), tokens
+             -> a model with random weights, the same for every parallel size, which megatron-core
+                saved in args.params_dtype
+             -> NAME.npy, as above
+    keys     args; runs at any size without the processes
+             -> torch_dist: {key: [global shape, dtype]}, with [] and "object" for an object
+             -> torch: {mp_rank directory: [{key: shape, or null for an object}]}, with one dict
+                for each virtual stage
+    train    checkpoint and the other entries of a job of mckpt.trainer.train
+             -> steps: what train() returns
+    grid     cp; runs at any size without the processes
+             -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of each rank that writes it]}
+             -> reads: the same of each rank that reads it
 
-out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first), and what the kind
-gives.
+All kinds take sizes: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the
+fewest ranks). A case runs on the first `world` of the W ranks in process groups of its own, so that
+a case that fails cannot harm the next one. `timeout` is seconds for one collective (60). A case
+that takes 3 times as long is stuck: it ends the launch and prints the stacks of its ranks.
+
+out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first), and the results.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """Makes docs/judges.md, the table of what Megatron-Core has judged, from the results of test runs.
 
-JUDGED=$PWD/judged.jsonl python -m pytest -m judge tests/test_megatron.py tests/test_stock.py      once with each megatron-core
-python tests/matrix.py judged.jsonl > docs/judges.md
+    JUDGED=$PWD/judged.jsonl .ci/run        # all tests, with both versions of megatron-core
+    python -m tests.matrix judged.jsonl > docs/judges.md
+
+Each judge adds its results to the file that JUDGED names, so that file must not exist before.
 """
 
 from __future__ import annotations
@@ -12,53 +14,84 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+Row = dict[str, Any]  # what tests.judging.record writes
+
 # From the strongest to the weakest; what each one proves stands in HEAD.
 JUDGES = ("stock trainer", "forward", "saved by megatron-core")
 HEAD = """# What Megatron-Core has judged
 
-Each checkpoint is a tiny model with random weights of transformers' own class, in fp32, on CPU. The number is the largest difference of a
-logit from transformers' logits over all positions, divided by the largest logit, and the worst of all sizes. The judges:
+A judge is a program that is not part of mckpt. Each of them gets checkpoints of tiny models with
+random weights (`fixtures/tiny`), in fp32, on CPU, and its logits are compared with those of
+transformers:
 
-- *stock trainer*: Megatron-LM's own argument parser took the launch line that mckpt wrote; its model builder, loader and forward pass gave
-  the logits; its saver wrote the model, and mckpt brought it back to Hugging Face bit for bit.
-- *forward*: Megatron-Core's model, built from the checkpoint's args, loaded the checkpoint strictly and computed the logits.
-- *saved by megatron-core*: transformers loaded what mckpt exported from a checkpoint that Megatron-Core had initialised and saved.
+- *stock trainer*: Megatron-LM's own argument parser read the launch line that mckpt wrote. Its
+  model builder, its loader and its forward pass computed the logits. Its saver wrote the model
+  again, and mckpt converted that back to Hugging Face bit for bit.
+- *forward*: Megatron-Core built the model from the checkpoint's args, loaded the checkpoint
+  strictly, and computed the logits.
+- *saved by megatron-core*: Megatron-Core initialised a model, computed the logits and saved it.
+  mckpt converted it to Hugging Face, and transformers loaded the result.
 
-This page is written by `tests/matrix.py` from the results of the tests.
+## The largest difference of a logit
+
+Each number is the largest difference of one logit from transformers, over all positions and all
+parallel sizes, divided by the largest logit. fp32 resolves 1.2e-07. A field is empty where the
+judge cannot run. The wheels of megatron-core have the stock trainer from 0.17 on. From 0.19 on it
+cannot load latent attention without a latent of the queries (`deepseek-v3-plain`).
+"""
+SIZES = """
+## The parallel sizes
+
+The names in parentheses are those of the layers: of Transformer Engine, or Megatron-Core's own
+(local).
+"""
+END = """
+`tests/matrix.py` wrote this page from the results of the tests. CONTRIBUTING.md has the command.
 """
 
 
-def main() -> None:
-    rows = [
-        json.loads(line) for path in sys.argv[1:] for line in Path(path).read_text().splitlines()
-    ]
-    versions = sorted(
-        {row["megatron_core"] for row in rows}, key=lambda v: [int(n) for n in v.split(".")]
-    )
-    held: dict[tuple[str, str, str, str], list[dict[str, Any]]] = defaultdict(list)
+def page(rows: list[Row]) -> str:
+    """Returns the text of docs/judges.md."""
+    worst: dict[tuple[str, ...], float] = defaultdict(float)
+    sizes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
     for row in rows:
-        held[row["case"], row["format"], row["judge"], row["megatron_core"]].append(row)
-    print(HEAD)
-    print(
-        "| model | format | judge | "
-        + " | ".join(f"megatron-core {v}" for v in versions)
-        + " | sizes |"
+        case, form, judge, version = (row[k] for k in ("case", "format", "judge", "megatron_core"))
+        apart = row["difference"] / row["largest"]
+        worst[case, form, judge, version] = max(worst[case, form, judge, version], apart)
+        sizes[judge, form, case][row["sizes"]] = None
+    versions = sorted({key[3] for key in worst}, key=lambda v: [int(n) for n in v.split(".")])
+    ran = {key[2:] for key in worst}
+    columns = [(judge, v) for judge in JUDGES for v in versions if (judge, v) in ran]
+    models = [
+        [case, f"`{form}`", *(number(worst.get((case, form, *column))) for column in columns)]
+        for case, form in sorted({key[:2] for key in worst})
+    ]
+    # models of one kind are judged at the same sizes
+    alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    for judge, form, case in sorted(sizes, key=lambda key: (JUDGES.index(key[0]), *key[1:])):
+        alike[judge, f"`{form}`", "; ".join(sizes[judge, form, case])].append(case)
+    heads = [f"{judge}, {version}" for judge, version in columns]
+    return (
+        HEAD
+        + table(["model", "format", *heads], models)
+        + SIZES
+        + table(
+            ["judge", "format", "sizes", "models"],
+            [[*key, ", ".join(cases)] for key, cases in alike.items()],
+        )
+        + END
     )
-    print("|---" * (4 + len(versions)) + "|")
-    for case, form in sorted({(row["case"], row["format"]) for row in rows}):
-        for judge in JUDGES:
-            found = {
-                v: held[case, form, judge, v] for v in versions if (case, form, judge, v) in held
-            }
-            if not found:
-                continue
-            worst = [
-                f"{max(r['difference'] / r['largest'] for r in found[v]):.1e}" if v in found else ""
-                for v in versions
-            ]
-            sizes = dict.fromkeys(row["sizes"] for v in versions for row in found.get(v, ()))
-            print(f"| {case} | `{form}` | {judge} | {' | '.join(worst)} | {'; '.join(sizes)} |")
+
+
+def number(apart: float | None) -> str:
+    return "" if apart is None else f"{apart:.1e}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 if __name__ == "__main__":
-    main()
+    LINES = [line for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]
+    sys.stdout.write(page([json.loads(line) for line in LINES]))

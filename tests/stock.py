@@ -7,8 +7,9 @@ cases.json is a list. Every case is a dict:
 
     name        of the case
     world       number of ranks
-    flags       list of texts: the launch line of the checkpoint, and whatever flags the case appends
-    checkpoint  directory for --load; null: one rank of them checks the flags and makes the model's config, and no more is done
+    flags       list of texts: the launch line of the checkpoint, and flags that the case appends
+    checkpoint  directory for --load; null: one rank checks the flags and makes the model's config,
+                and nothing else is done
     tokens      optional; [[...]] -> NAME.npy: fp32 logits [batch, seq, vocab]
     save        optional; directory for --save
 
@@ -41,7 +42,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import megatron.core.tokenizers.text  # noqa: F401  it imports transformers: 2 s, which every rank would need
+# the first one imports transformers, which would take 2 s on every rank
+import megatron.core.tokenizers.text  # noqa: F401
 import numpy as np
 import psutil
 import torch
@@ -59,9 +61,11 @@ from tests.judge import die_with
 TIMEOUT_S = 120  # of one collective; a case that takes twice as long is ended
 # Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr
 # and --save-interval are demanded.
-RUN = """--no-load-optim --no-load-rng --no-save-optim --no-save-rng --save-interval 1 --train-iters 1 --lr 1e-4 --micro-batch-size 1
-    --global-batch-size 4 --use-cpu-initialization --distributed-backend gloo --no-bias-swiglu-fusion --no-bias-dropout-fusion
-    --no-masked-softmax-fusion""".split()  # noqa: SIM905
+RUN = """--no-load-optim --no-load-rng --no-save-optim --no-save-rng --save-interval 1
+    --train-iters 1 --lr 1e-4 --micro-batch-size 1 --global-batch-size 4
+    --use-cpu-initialization --distributed-backend gloo
+    --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion
+    """.split()  # noqa: SIM905
 # args that a test looks at
 SHOWN = ("seq_length", "max_position_embeddings", "apply_rope_fusion", "padded_vocab_size")
 

@@ -1,5 +1,6 @@
-"""The shape of the code: imports point one way, nothing heavy is imported to convert, and no model
-is named in Python.
+"""The structure of the code.
+
+Imports point in one direction, converting imports nothing heavy, and no Python names a model.
 """
 
 from __future__ import annotations
@@ -8,15 +9,14 @@ import ast
 import functools
 import json
 import re
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests.door import python, run
+from tests.tiny import TinyModel
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "mckpt"
@@ -28,75 +28,43 @@ MODULES = {
 }
 HEAVY = ("torch", "transformers", "megatron", "safetensors", "transformer_engine", "accelerate")
 
+
+def words(table: dict[str, str]) -> dict[str, set[str]]:
+    return {name: set(text.split()) for name, text in table.items()}
+
+
+CORE = "errors geometry mapping storage values"
+UPPER = "api checkpoint conversion errors formats geometry launching mapping storage"
 # What the modules of a package, or a module outside of all packages, may import of mckpt. Arrows
 # point down only.
-MAY: dict[str, set[str]] = {
-    "errors": set(),
-    "storage": {"errors"},
-    "values": {"errors"},
-    "geometry": {"errors", "values"},
-    "containers": {"errors", "storage", "values"},
-    "mapping": {"errors", "geometry", "values"},
-    "formats": {"containers", "errors", "geometry", "mapping", "storage", "values"},
-    "checkpoint": {"errors", "formats", "geometry", "mapping", "storage", "values"},
-    "execute": {"errors", "geometry", "storage", "values"},
-    "conversion": {
-        "checkpoint",
-        "containers",
-        "errors",
-        "execute",
-        "formats",
-        "geometry",
-        "mapping",
-        "storage",
-        "values",
-    },
-    "api": {
-        "checkpoint",
-        "containers",
-        "conversion",
-        "errors",
-        "execute",
-        "formats",
-        "geometry",
-        "mapping",
-        "storage",
-        "values",
-    },
-    "launching": {"errors", "execute"},
-    "verification": {
-        "api",
-        "checkpoint",
-        "conversion",
-        "errors",
-        "formats",
-        "geometry",
-        "launching",
-        "mapping",
-        "storage",
-    },
-    "cli": {
-        "api",
-        "checkpoint",
-        "conversion",
-        "errors",
-        "execute",
-        "formats",
-        "geometry",
-        "launching",
-        "mapping",
-        "storage",
-        "values",
-        "verification",
-    },
-    "trainer": {"errors", "formats", "geometry", "launching"},
-}
-FAR: dict[str, set[str]] = {  # never, not even through others
-    "geometry": {"api", "checkpoint", "containers", "execute", "formats", "mapping"},
-    "execute": {"api", "checkpoint", "containers", "conversion", "formats", "mapping"},
-    "formats": {"api", "checkpoint", "cli", "conversion", "execute"},
-    "mapping": {"api", "checkpoint", "execute", "formats"},
-}
+MAY = words(
+    {
+        "errors": "",
+        "storage": "errors",
+        "values": "errors",
+        "geometry": "errors values",
+        "containers": "errors storage values",
+        "mapping": "errors geometry values",
+        "formats": f"{CORE} containers",
+        "checkpoint": f"{CORE} formats",
+        "execute": "errors geometry storage values",
+        "conversion": f"{CORE} checkpoint containers execute formats",
+        "api": f"{CORE} checkpoint containers conversion execute formats",
+        "launching": "errors execute",
+        "verification": UPPER,
+        "cli": f"{UPPER} execute values verification",
+        "trainer": "errors formats geometry launching",
+    }
+)
+# and what they may not import even through others
+FAR = words(
+    {
+        "geometry": "api checkpoint containers execute formats mapping",
+        "execute": "api checkpoint containers conversion formats mapping",
+        "formats": "api checkpoint cli conversion execute",
+        "mapping": "api checkpoint execute formats",
+    }
+)
 DOORS = ("cli", "mapping")  # packages whose __init__ only hands on what their modules define
 
 
@@ -165,7 +133,7 @@ def reach(module: str) -> set[str]:
 
 
 def test_the_imports_are_seen() -> None:
-    """The test can fail."""
+    """The functions that find imports do find them, so the tests below can fail."""
     assert {"geometry.box", "errors", "formats.base", "mapping", "geometry.packing"} <= ours(
         "formats.megatron.torch"
     )
@@ -192,7 +160,7 @@ def test_every_package_is_named() -> None:
 
 
 def test_nothing_imports_the_trainer() -> None:
-    """But for the commands that run it, when they run it."""
+    """Only the commands that run the trainer import it, when they run it."""
     for module in MODULES:
         if not module.startswith("trainer"):
             assert not any("trainer" in name for name in imported(module, top=True)), module
@@ -242,7 +210,7 @@ def test_who_prints_and_who_has_threads() -> None:
 
 
 def test_no_pickle_is_loaded_by_pickle() -> None:
-    """`safe_pickle` alone unpickles, over inert classes."""
+    """Only `safe_pickle` unpickles, with inert classes."""
     for module in MODULES:
         roots = {name.split(".")[0] for name in imported(module)}
         assert module.startswith("containers.safe_pickle.") or not roots & {
@@ -344,47 +312,25 @@ def test_messages_may_name_models(code: str) -> None:
 # ------------------------------------------------------------------------ imports that are paid for
 
 
-def python(code: str, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_import_mckpt_imports_little() -> None:
     loaded = set(
-        json.loads(
-            python(
-                "import sys, json, mckpt; print(json.dumps(sorted({n.split('.')[0] for n in"
-                " sys.modules})))"
-            )
-        )
+        python("import sys, mckpt; print(*{name.split('.')[0] for name in sys.modules})").split()
     )
     assert not loaded & {*HEAVY, "numpy", "yaml", "click", "rich"}
     assert "mckpt" in loaded
 
 
 def test_help_imports_little() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mckpt", "--help"],
-        cwd=ROOT,
-        text=True,
-        capture_output=True,
-        check=True,
-    )
+    done = run([sys.executable, "-X", "importtime", "-m", "mckpt", "--help"])
     loaded = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "hf-to-megatron" in done.stdout
     assert "click" in loaded
     assert not loaded & {*HEAVY, "numpy"}
 
 
-def test_inspecting_a_model_imports_no_numpy(tmp_path: Path) -> None:
-    """Which takes longer than reading the headers of most models."""
-    source = str(tiny.tiny_random("llama", tmp_path / "hf"))
+def test_inspecting_a_model_imports_no_numpy(tiny_model: TinyModel) -> None:
+    """Importing numpy takes longer than reading the headers of most models."""
+    source = str(tiny_model("llama"))
     python(
         """
         import sys, mckpt.cli
@@ -413,11 +359,9 @@ for line in json.loads(sys.argv[1]):
 """
 
 
-def test_conversions_import_nothing_heavy(tmp_path: Path) -> None:
-    """Every command that moves or looks at tensors, one after the other in one process that has
-    never seen torch.
-    """
-    source = str(tiny.tiny_random("qwen3-moe", tmp_path / "hf"))
+def test_conversions_import_nothing_heavy(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Runs every command that moves or reads tensors, in one process that never imported torch."""
+    source = str(tiny_model("qwen3-moe"))
     a, b, c, back = (str(tmp_path / x) for x in ("a", "b", "c", "back"))
     lines = [
         ["inspect", source],
@@ -437,12 +381,13 @@ def test_conversions_import_nothing_heavy(tmp_path: Path) -> None:
     python(COMMANDS.format(heavy=HEAVY), json.dumps(lines))
 
 
-def test_the_api_imports_nothing_heavy(tmp_path: Path) -> None:
-    source = str(tiny.tiny_random("llama", tmp_path / "hf"))
+def test_the_api_imports_nothing_heavy(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = str(tiny_model("llama"))
     python(
         f"""
         import sys, mckpt
-        mckpt.convert(sys.argv[1], sys.argv[2] + "/a", format="torch", parallel=mckpt.Parallel(tp=2))
+        tp2 = mckpt.Parallel(tp=2)
+        mckpt.convert(sys.argv[1], sys.argv[2] + "/a", format="torch", parallel=tp2)
         mckpt.plan(sys.argv[2] + "/a", sys.argv[2] + "/b", format="hf").run()
         assert not mckpt.diff(sys.argv[1], sys.argv[2] + "/b")
         assert mckpt.open(sys.argv[2] + "/a")["layers.3.attn.q.weight"][:8].numpy().shape == (8, 64)

@@ -1,6 +1,4 @@
-"""Megatron's args: what a checkpoint says of itself, what is kept of it, and the launch line that
-comes of it.
-"""
+"""Megatron's args: reading them, keeping them, and the launch line made of them."""
 
 from __future__ import annotations
 
@@ -19,17 +17,8 @@ from mckpt.containers import safe_pickle
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from tests import tiny
-from tests.door import Pt
-
-FILE = "model_optim_rng.pt"
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("args")
-    for case in ("llama", "llama-rope-scaled", "qwen3", "qwen3-moe", "mistral"):
-        tiny.tiny_random(case, root / case)
-    return root
+from tests.door import PT, Pt
+from tests.tiny import TinyModel
 
 
 def trained(
@@ -42,7 +31,7 @@ def trained(
     beside it.
     """
     mckpt.plan(source, out, format="torch", **wanted).run()
-    for path in (out / "release").glob(f"mp_rank_*/{FILE}"):
+    for path in (out / "release").glob(f"mp_rank_*/{PT}"):
         file = Pt(path)
         args = dict(safe_pickle.fields(file.value["args"]))
         change(args)
@@ -60,9 +49,11 @@ def args_of(path: Path) -> dict[str, Any]:
     return args
 
 
-def test_padding_keeps_its_values_from_megatron_to_megatron(sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "qwen3", tmp_path / "run", parallel=Parallel(tp=2))
-    last = Pt(run / "release" / "mp_rank_01" / FILE)
+def test_padding_keeps_its_values_from_megatron_to_megatron(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = trained(tiny_model("qwen3"), tmp_path / "run", parallel=Parallel(tp=2))
+    last = Pt(run / "release" / "mp_rank_01" / PT)
     storage = safe_pickle.as_tensor(last.value["model"]["output_layer.weight"])
     assert storage is not None
     last.data[storage.storage] = bytes(np.full(128 * 48, 0x3F80, "<u2"))  # ones, in the padding too
@@ -79,10 +70,10 @@ def test_padding_keeps_its_values_from_megatron_to_megatron(sources: Path, tmp_p
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
 def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(
-    impl: str, sources: Path, tmp_path: Path
+    impl: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     mckpt.plan(
-        sources / "qwen3-moe", tmp_path / "a", transformer_impl=impl, grouped_experts=False
+        tiny_model("qwen3-moe"), tmp_path / "a", transformer_impl=impl, grouped_experts=False
     ).run()
     mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
     kept = args_of(tmp_path / "b")
@@ -92,9 +83,11 @@ def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(
     assert ("decoder.layers.0.input_layernorm.weight" in keys) == (impl == "local")
 
 
-def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: Path) -> None:
+def test_a_list_of_moe_layers_asks_for_per_layer_keys(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     run = trained(
-        sources / "qwen3-moe",
+        tiny_model("qwen3-moe"),
         tmp_path / "run",
         lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]),
     )
@@ -103,7 +96,7 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: P
         "decoder.layers.3.mlp.router.weight"
         in mckpt.open(tmp_path / "dist").opened.metadata.tensors
     )
-    assert not mckpt.diff(sources / "qwen3-moe", tmp_path / "dist")
+    assert not mckpt.diff(tiny_model("qwen3-moe"), tmp_path / "dist")
 
 
 @pytest.mark.parametrize(
@@ -128,19 +121,19 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(sources: Path, tmp_path: P
     ],
 )
 def test_args_that_change_the_model_are_not_overlooked(
-    name: str, value: Any, sources: Path, tmp_path: Path
+    name: str, value: Any, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    run = trained(sources / "qwen3", tmp_path / "run", lambda args: args.update({name: value}))
+    run = trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
 @pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])
 def test_auxiliary_losses_do_not_change_the_model(
-    value: Any, sources: Path, tmp_path: Path
+    value: Any, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     run = trained(
-        sources / "qwen3-moe",
+        tiny_model("qwen3-moe"),
         tmp_path / "run",
         lambda args: args.update(moe_router_load_balancing_type=value),
     )
@@ -156,9 +149,11 @@ def test_auxiliary_losses_do_not_change_the_model(
     ],
 )
 def test_a_router_that_no_family_with_these_tensors_has_is_refused(
-    name: str, value: Any, dim: str, sources: Path, tmp_path: Path
+    name: str, value: Any, dim: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    run = trained(sources / "qwen3-moe", tmp_path / "run", lambda args: args.update({name: value}))
+    run = trained(
+        tiny_model("qwen3-moe"), tmp_path / "run", lambda args: args.update({name: value})
+    )
     with pytest.raises(
         MappingError,
         match=(
@@ -169,7 +164,7 @@ def test_a_router_that_no_family_with_these_tensors_has_is_refused(
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
-def test_sizes_that_the_trainer_derives_are_read(sources: Path, tmp_path: Path) -> None:
+def test_sizes_that_the_trainer_derives_are_read(tiny_model: TinyModel, tmp_path: Path) -> None:
     """megatron-core 0.19 stores tp times gtp_weight_remat_size in every run."""
     for remat, shards in ((1, 2), (2, 4)):
         derived = {
@@ -178,7 +173,7 @@ def test_sizes_that_the_trainer_derives_are_read(sources: Path, tmp_path: Path) 
             "expert_tensor_parallel_num_weight_shards": 2,
         }
         run = trained(
-            sources / "qwen3",
+            tiny_model("qwen3"),
             tmp_path / f"run{remat}",
             lambda args, new=derived: args.update(new),
             parallel=Parallel(tp=2),
@@ -190,11 +185,9 @@ def test_sizes_that_the_trainer_derives_are_read(sources: Path, tmp_path: Path) 
                 mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
-def test_a_window_is_read_and_refused_where_it_cannot_be_said(
-    sources: Path, tmp_path: Path
-) -> None:
+def test_a_window_in_the_args_is_read_and_written(tiny_model: TinyModel, tmp_path: Path) -> None:
     run = trained(
-        sources / "llama", tmp_path / "run", lambda args: args.update(window_size=(31, 0))
+        tiny_model("llama"), tmp_path / "run", lambda args: args.update(window_size=(31, 0))
     )
     out = tmp_path / "hf"
     planned = mckpt.plan(run, out, format="hf")
@@ -205,21 +198,23 @@ def test_a_window_is_read_and_refused_where_it_cannot_be_said(
     assert "--window-size 31,0" in (tmp_path / "dist" / "release" / "megatron_args.sh").read_text()
 
 
-def test_the_launch_line_says_what_older_args_call_otherwise(sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "llama", tmp_path / "run", lambda args: args.pop("layernorm_epsilon"))
+def test_the_launch_line_has_args_that_older_checkpoints_name_differently(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = trained(tiny_model("llama"), tmp_path / "run", lambda args: args.pop("layernorm_epsilon"))
     mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
     assert (
         "--norm-epsilon 0.003" in (tmp_path / "dist" / "release" / "megatron_args.sh").read_text()
     )
 
 
-def test_every_dim_of_a_model_is_in_its_launch_line(sources: Path, tmp_path: Path) -> None:
+def test_every_dim_of_a_model_is_in_its_launch_line(tiny_model: TinyModel, tmp_path: Path) -> None:
     dialect = mapping.load("megatron", "mcore")
     for case in ("llama", "qwen3", "qwen3-moe", "llama-rope-scaled"):
-        said = mckpt.plan(sources / case, tmp_path / case, allow_inexact=["rope_factor"]).facts[
+        said = mckpt.plan(tiny_model(case), tmp_path / case, allow_inexact=["rope_factor"]).facts[
             "args"
         ]
-        ckpt = mckpt.open(sources / case)
+        ckpt = mckpt.open(tiny_model(case))
         for name, spec in dialect.dims.items():
             if spec.keys and (spec.when is None or spec.when(ckpt.dims)):
                 flag = {**dialect.flags, **dialect.run_flags}.get(spec.keys[0], "none")
@@ -239,11 +234,11 @@ def test_the_launch_line_has_a_sequence_length_that_a_run_can_hold(tmp_path: Pat
 
 
 def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(
-    sources: Path, tmp_path: Path
+    tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     dialect = mapping.load("megatron", "mcore")
     assert not dialect.flags.keys() & dialect.run_flags.keys()
-    mckpt.plan(sources / "qwen3", tmp_path / "a", parallel=Parallel(tp=2)).run()
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", parallel=Parallel(tp=2)).run()
     lines = (tmp_path / "a" / "release" / "megatron_args.sh").read_text().splitlines()
     facts = next(i for i, line in enumerate(lines) if "# Facts of the model" in line)
     settings = next(i for i, line in enumerate(lines) if "# Settings of the run" in line)
@@ -262,8 +257,10 @@ def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(
     assert [line.split()[0] for line in lines if line.startswith("    --")] == list(flags)
 
 
-def test_settings_follow_the_layer_spec_and_the_sizes(sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "qwen3-moe", tmp_path / "run")
+def test_settings_follow_the_layer_spec_and_the_sizes(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = trained(tiny_model("qwen3-moe"), tmp_path / "run")
     follows = {"--no-persist-layer-norm", "--no-rope-fusion", "--no-gradient-accumulation-fusion"}
     local = mckpt.plan(run, tmp_path / "a", format="torch_dist", transformer_impl="local").facts[
         "args"
@@ -276,32 +273,36 @@ def test_settings_follow_the_layer_spec_and_the_sizes(sources: Path, tmp_path: P
     assert "--sequence-parallel" in wider  # megatron-core trains experts at tp > 1 with it only
 
 
-def test_a_layout_and_virtual_stages_are_not_both_said(sources: Path, tmp_path: Path) -> None:
+def test_the_launch_line_has_a_layout_or_virtual_stages_but_not_both(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     said = mckpt.plan(
-        sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, layout="Et|t|t|tL")
+        tiny_model("llama"), tmp_path / "a", parallel=Parallel(pp=2, layout="Et|t|t|tL")
     ).facts["args"]
     assert said["--pipeline-model-parallel-layout"] == "Et|t|t|tL"
     assert "--num-virtual-stages-per-pipeline-rank" not in said
-    said = mckpt.plan(sources / "llama", tmp_path / "a", parallel=Parallel(pp=2, vpp=2)).facts[
+    said = mckpt.plan(tiny_model("llama"), tmp_path / "a", parallel=Parallel(pp=2, vpp=2)).facts[
         "args"
     ]
     assert said["--num-virtual-stages-per-pipeline-rank"] == 2
 
 
-def test_what_is_asked_for_one_plan_does_not_answer_the_next(sources: Path, tmp_path: Path) -> None:
-    run = trained(sources / "llama", tmp_path / "run", lambda args: args.update(vocab_size=None))
+def test_settings_of_one_plan_do_not_apply_to_the_next(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = trained(tiny_model("llama"), tmp_path / "run", lambda args: args.update(vocab_size=None))
     ckpt = mckpt.open(run)
     mckpt.plan(ckpt, tmp_path / "a", format="torch_dist")
     with pytest.raises(UsageError, match="--vocab-size"):
         mckpt.plan(ckpt, tmp_path / "b", format="hf")
     mckpt.plan(run, tmp_path / "c", format="hf", known=mckpt.Known(vocab_size=131)).run()
-    assert not mckpt.diff(sources / "llama", tmp_path / "c")
+    assert not mckpt.diff(tiny_model("llama"), tmp_path / "c")
 
 
 def test_a_rope_factor_that_the_trainer_ignores_is_asked_about(
-    sources: Path, tmp_path: Path
+    tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    run = trained(sources / "llama-rope-scaled", tmp_path / "run", allow_inexact=["rope_factor"])
+    run = trained(tiny_model("llama-rope-scaled"), tmp_path / "run", allow_inexact=["rope_factor"])
     with pytest.raises(MappingError, match="rope_factor"):
         mckpt.plan(run, tmp_path / "a", format="hf")
     mckpt.plan(
@@ -310,9 +311,9 @@ def test_a_rope_factor_that_the_trainer_ignores_is_asked_about(
     assert json.loads((tmp_path / "b" / "config.json").read_text())["rope_scaling"]["factor"] == 8.0
 
 
-def test_a_setting_wins_over_the_args(sources: Path, tmp_path: Path) -> None:
+def test_a_setting_wins_over_the_args(tiny_model: TinyModel, tmp_path: Path) -> None:
     run = trained(
-        sources / "llama", tmp_path / "run", lambda args: args.update(max_position_embeddings=32)
+        tiny_model("llama"), tmp_path / "run", lambda args: args.update(max_position_embeddings=32)
     )
     mckpt.plan(
         run, tmp_path / "a", format="hf", known=mckpt.Known(settings={"max_positions": 112})
@@ -322,21 +323,21 @@ def test_a_setting_wins_over_the_args(sources: Path, tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_first_stage_reads_back(sources: Path, tmp_path: Path) -> None:
+def test_an_empty_first_stage_reads_back(tiny_model: TinyModel, tmp_path: Path) -> None:
     for case, impl in (("llama", "local"), ("qwen3-moe", "local")):
         out = tmp_path / case
         mckpt.plan(
-            sources / case,
+            tiny_model(case),
             out,
             format="torch",
             parallel=Parallel(pp=3, layout="E|tt|ttL"),
             transformer_impl=impl,
         ).run()
-        assert not mckpt.diff(sources / case, out)
+        assert not mckpt.diff(tiny_model(case), out)
 
 
-def test_a_renamed_checkpoint_keeps_its_iteration(sources: Path, tmp_path: Path) -> None:
-    mckpt.plan(sources / "llama", tmp_path / "run", iteration=500).run()
+def test_a_renamed_checkpoint_keeps_its_iteration(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mckpt.plan(tiny_model("llama"), tmp_path / "run", iteration=500).run()
     (tmp_path / "run" / "iter_0000500").rename(tmp_path / "best")
     planned = mckpt.plan(
         tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2)
@@ -344,9 +345,10 @@ def test_a_renamed_checkpoint_keeps_its_iteration(sources: Path, tmp_path: Path)
     assert planned.destination.unit == "iter_0000500"
 
 
-def test_files_that_no_rank_saved_are_not_asked_for(sources: Path, tmp_path: Path) -> None:
-    """tp 3 and ep 2: Megatron-LM writes three files of the six that its ranks ask for, and all
-    weights are in them.
+def test_files_that_no_rank_saved_are_not_asked_for(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """At tp 3 and ep 2 Megatron-LM writes only three of the six files that its ranks ask for.
+
+    Those three hold all weights.
     """
     root = tmp_path / "moe"
     config = {
@@ -363,13 +365,13 @@ def test_files_that_no_rank_saved_are_not_asked_for(sources: Path, tmp_path: Pat
     kept = {sizes.directory(t, 0, e) for t, e in sizes.files(True, saved=True)}
     for directory in (tmp_path / "run" / "release").glob("mp_rank_*"):
         if directory.name not in kept:
-            (directory / FILE).unlink()
+            (directory / PT).unlink()
             directory.rmdir()
     assert len(kept) == 3
     assert not mckpt.diff(root, tmp_path / "run")
 
 
-def test_eight_bit_floats_are_no_weights(tmp_path: Path) -> None:
+def test_eight_bit_floats_without_scales_are_refused(tmp_path: Path) -> None:
     root = tiny.tiny_random("llama", tmp_path / "hf")
     path = root / "model.safetensors"
     raw = path.read_bytes()
@@ -388,8 +390,8 @@ def test_eight_bit_floats_are_no_weights(tmp_path: Path) -> None:
         mckpt.plan(root, tmp_path / "out")
 
 
-def test_per_layer_keys_stay_so_until_asked(sources: Path, tmp_path: Path) -> None:
-    mckpt.plan(sources / "qwen3", tmp_path / "a", layer_keys="per_layer").run()
+def test_per_layer_keys_stay_so_until_asked(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", layer_keys="per_layer").run()
     mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
     mckpt.plan(tmp_path / "b", tmp_path / "c", format="torch_dist").run()
     mckpt.plan(tmp_path / "c", tmp_path / "d", format="torch_dist", layer_keys="stacked").run()
@@ -400,10 +402,10 @@ def test_per_layer_keys_stay_so_until_asked(sources: Path, tmp_path: Path) -> No
         False,
     ]
     assert [fields(tmp_path / d)["non_homogeneous_layers"] for d in "acd"] == [True, True, False]
-    assert not mckpt.diff(sources / "qwen3", tmp_path / "d")
-    mckpt.plan(sources / "qwen3-moe", tmp_path / "e").run()
+    assert not mckpt.diff(tiny_model("qwen3"), tmp_path / "d")
+    mckpt.plan(tiny_model("qwen3-moe"), tmp_path / "e").run()
     run = trained(
-        sources / "qwen3-moe",
+        tiny_model("qwen3-moe"),
         tmp_path / "run",
         lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]),
     )
@@ -425,7 +427,7 @@ OLD, NEW = "mtp.layers.0.transformer_layer.", "mtp.layers.0.mtp_model_layer."
 
 def mtp_prefixes(path: Path) -> set[str]:
     """The prefixes OLD and NEW that occur in the keys of any rank of a `torch` checkpoint."""
-    files = (path / "release").glob(f"mp_rank_*/{FILE}")
+    files = (path / "release").glob(f"mp_rank_*/{PT}")
     return {
         prefix
         for file in files
@@ -446,9 +448,9 @@ def mtp_prefixes(path: Path) -> set[str]:
     ],
 )
 def test_mtp_layers_are_named_for_the_megatron_version_that_will_load_them(
-    version: str | None, prefix: str, recorded: str, tmp_path: Path
+    tiny_model: TinyModel, version: str | None, prefix: str, recorded: str, tmp_path: Path
 ) -> None:
-    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
+    source = tiny_model("deepseek-v3")
     wanted: dict[str, Any] = {
         "parallel": Parallel(tp=2, pp=2),
         "transformer_impl": "local",
@@ -465,9 +467,10 @@ def test_mtp_layers_are_named_for_the_megatron_version_that_will_load_them(
 
 
 def test_reshard_names_mtp_layers_for_the_newest_megatron_version_unless_told(
+    tiny_model: TinyModel,
     tmp_path: Path,
 ) -> None:
-    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
+    source = tiny_model("deepseek-v3")
     mckpt.plan(
         source, tmp_path / "old", format="torch", transformer_impl="local", megatron_version="0.16"
     ).run()
@@ -479,12 +482,12 @@ def test_reshard_names_mtp_layers_for_the_newest_megatron_version_unless_told(
 
 
 def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(
-    sources: Path, tmp_path: Path
+    tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     for form in ("torch", "torch_dist"):
         plans = [
             mckpt.plan(
-                sources / "qwen3-moe",
+                tiny_model("qwen3-moe"),
                 tmp_path / f"{form}-{version}",
                 format=form,
                 megatron_version=version,
@@ -498,19 +501,20 @@ def test_a_model_without_mtp_has_the_same_bytes_for_every_megatron_version(
 
 @pytest.mark.parametrize("version", ["0.11", "0.20", "1.0", "core_v0.16", "16", ""])
 def test_a_megatron_version_that_no_mapping_covers_is_refused(
-    version: str, sources: Path, tmp_path: Path
+    version: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError, match=r"--megatron-version .*0\.19"):
-        mckpt.plan(sources / "llama", tmp_path / "out", megatron_version=version)
+        mckpt.plan(tiny_model("llama"), tmp_path / "out", megatron_version=version)
 
 
 def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version(
+    tiny_model: TinyModel,
     tmp_path: Path,
 ) -> None:
     """Latent attention without a latent of the queries, with Transformer Engine: exact up to
     megatron-core 0.18, not loadable from 0.19 on.
     """
-    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    source = tiny_model("deepseek-v3-plain")
     said = r"q_lora_rank is None \(written for megatron-core 0\.19\): .*--megatron-version 0\.18"
     for wanted in ({}, {"megatron_version": "0.19.2"}, {"allow_inexact": ["q_lora_rank"]}):
         with pytest.raises(MappingError, match=said) as caught:
@@ -527,10 +531,11 @@ def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version
     assert not mckpt.diff(source, tmp_path / "resharded")
 
 
-def test_what_is_inexact_in_one_megatron_version_only_is_not_said_of_a_trained_checkpoint(
+def test_a_trained_checkpoint_is_not_called_inexact_for_another_megatron_version(
+    tiny_model: TinyModel,
     tmp_path: Path,
 ) -> None:
-    source = tiny.tiny_random("deepseek-v3-plain", tmp_path / "hf")
+    source = tiny_model("deepseek-v3-plain")
     run = trained(source, tmp_path / "run", megatron_version="0.18")
     manifest = mckpt.plan(run, tmp_path / "back", format="hf").run()
     assert manifest["inexact"] == {}

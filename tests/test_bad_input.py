@@ -1,5 +1,6 @@
-"""Damaged, hostile and mistaken input: one error that names the place, the stable exit code, and
-nothing written.
+"""Damaged, hostile and mistaken input.
+
+Each gives one error that names the place, a stable exit code, and writes nothing.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import torch_dist, torch_dist_writing
 from tests import tiny
 from tests.door import (
+    PT,
+    TRACKER,
     Pt,
     edit_json,
     emit,
@@ -35,25 +38,20 @@ from tests.door import (
 
 ONE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 NORM, DOWN = "model.norm.weight", "model.layers.1.mlp.down_proj.weight"
-TRACKER, PT = "latest_checkpointed_iteration.txt", "model_optim_rng.pt"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
 DIST_FC2 = "decoder.layers.mlp.linear_fc2.weight"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def made(tmp_path_factory, src, torch_dir, dist_dir):
     """One checkpoint of each format, to be copied and damaged."""
-    root = tmp_path_factory.mktemp("made")
-    hf(root / "one")
-    hf(root / "many", max_shard_size=120_000)
-    good("hf-to-megatron", root / "one", root / "torch", "--format", "torch", "--tp", 2, "--pp", 2)
-    good("hf-to-megatron", root / "one", root / "dist")
-    return root
+    many = hf(tmp_path_factory.mktemp("many") / "hf", max_shard_size=120_000)
+    return {"one": src, "many": many, "torch": torch_dir, "dist": dist_dir}
 
 
 def refuse_copy(
-    made: Path,
+    made: dict[str, Path],
     tmp_path: Path,
     kind: str,
     damage: Any,
@@ -61,9 +59,9 @@ def refuse_copy(
     words: tuple[str, ...],
     *more: Any,
 ) -> None:
-    """Copy a checkpoint, damage the copy, and convert it: refused, before anything is written."""
+    """Damages a copy of a checkpoint and converts it, which must fail and write nothing."""
     src, dst = tmp_path / "src", tmp_path / "dst"
-    shutil.copytree(made / kind, src)
+    shutil.copytree(made[kind], src)
     damage(src)
     command = "hf-to-megatron" if kind in ("one", "many") else "megatron-to-hf"
     refused(code, *words, args=(command, src, dst, *more), untouched=tmp_path)
@@ -97,7 +95,8 @@ def set_entry(**fields: Any) -> Any:
     return lambda head: head[NORM].update(fields)
 
 
-TWICE = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+A = b'"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+TWICE = b"{" + A + b"," + A + b"}"
 
 SAFETENSORS = {
     "truncated": (raw(lambda b: b[:-100]), (ONE, "559,148", "559,248", "truncated")),
@@ -191,7 +190,7 @@ def test_shards_and_their_index(made, tmp_path, case):
 
 
 def test_a_lost_shard_is_one_problem_not_one_for_each_tensor(made, tmp_path):
-    shutil.copytree(made / "many", tmp_path / "src")
+    shutil.copytree(made["many"], tmp_path / "src")
     shard_name(tmp_path / "src", 1).unlink()
     assert (
         "is missing; it should be"
@@ -239,10 +238,10 @@ def test_tensors_against_config(made, tmp_path, case):
 
 
 def test_mixed_dtypes_can_be_cast(made, tmp_path):
-    shutil.copytree(made / "one", tmp_path / "src")
+    shutil.copytree(made["one"], tmp_path / "src")
     arrays(lambda a: a.update({DOWN: a[DOWN].astype("f4")}))(tmp_path / "src")
     good("hf-to-megatron", tmp_path / "src", tmp_path / "dst", "--dtype", "bf16")
-    assert mckpt("diff", made / "one", tmp_path / "dst").code == 0
+    assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
 # ---- config.json
@@ -342,14 +341,14 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_sizes_that_do_not_fit(tmp_path, case):
+def test_sizes_that_do_not_fit(tiny_model, tmp_path, case):
     model, options, words = SIZES[case]
-    src = hf(tmp_path / "src", model)
+    src = tiny_model(model)
     refused(2, *words, args=("hf-to-megatron", src, tmp_path / "dst", *options), untouched=tmp_path)
 
 
 def test_a_setting_or_family_that_the_config_denies(made, tmp_path):
-    src = made / "one"
+    src = made["one"]
     refused(
         4,
         "num_layers",
@@ -421,8 +420,8 @@ def inside(key: str, array: Any) -> Any:
 def test_bin_dense_and_strided(made, tmp_path, view):
     src = write_bin(tmp_path / "src", tiny.tensors(tiny.config("qwen3")), view)
     good("hf-to-megatron", src, tmp_path / "dst", "--format", "torch", "--tp", 2)
-    assert mckpt("diff", made / "one", src).code == 0
-    assert mckpt("diff", made / "one", tmp_path / "dst").code == 0
+    assert mckpt("diff", made["one"], src).code == 0
+    assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
 def test_bin_with_an_index(made, tmp_path):
@@ -437,7 +436,7 @@ def test_bin_with_an_index(made, tmp_path):
         src / "pytorch_model.bin.index.json",
         {"weight_map": {k: names[i >= 20] for i, (k, _) in enumerate(found)}},
     )
-    assert mckpt("diff", made / "one", src).code == 0
+    assert mckpt("diff", made["one"], src).code == 0
     (src / names[1]).unlink()
     refused(
         3, names[1], "not there", args=("hf-to-megatron", src, tmp_path / "d"), untouched=tmp_path
@@ -483,7 +482,7 @@ def args_of(**fields: Any) -> Any:
 
 
 def alone(damage: Any) -> Any:
-    """Without the Hugging Face files and the manifest that tell the same as the args."""
+    """Applies the damage, and removes the files that repeat what the args say."""
     return lambda src: (
         damage(src),
         shutil.rmtree(src / "hf"),
@@ -611,14 +610,14 @@ def test_hostile_rank(made, tmp_path, rank):
 
 
 def test_args_missing_but_described(made, tmp_path):
-    shutil.copytree(made / "torch", tmp_path / "src")
+    shutil.copytree(made["torch"], tmp_path / "src")
     alone(ranks(lambda pt: pt.value.pop("args")))(tmp_path / "src")
-    good("megatron-to-hf", tmp_path / "src", tmp_path / "dst", "--like", made / "one")
-    assert mckpt("diff", made / "one", tmp_path / "dst").code == 0
+    good("megatron-to-hf", tmp_path / "src", tmp_path / "dst", "--like", made["one"])
+    assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
 def test_vocab_size_and_iteration_that_are_not_there(made, tmp_path):
-    src, dst = made / "torch", tmp_path / "d"
+    src, dst = made["torch"], tmp_path / "d"
     refused(
         3,
         "256",
@@ -646,7 +645,7 @@ def test_vocab_size_and_iteration_that_are_not_there(made, tmp_path):
 
 def test_a_replica_that_differs(made, tmp_path):
     src = tmp_path / "src"
-    shutil.copytree(made / "torch", src)
+    shutil.copytree(made["torch"], src)
     key = "decoder.layers.0.self_attention.q_layernorm.weight"
     ranks(
         lambda pt: pt.value["model"].update({key: pt.put("bfloat16", (24,), bytes(48))}), "01_000"
@@ -657,12 +656,12 @@ def test_a_replica_that_differs(made, tmp_path):
     assert said.code == 3 and all(w in said.err for w in refused_words), said.err
     assert not (tmp_path / "dst").exists()
     good(*args)  # the first rank's is read
-    assert mckpt("diff", made / "one", tmp_path / "dst").code == 0
+    assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
 def test_optimizer_is_left_behind_only_when_asked(made, tmp_path):
     src = tmp_path / "src"
-    shutil.copytree(made / "torch", src)
+    shutil.copytree(made["torch"], src)
 
     def more(pt: Pt) -> None:
         pt.value["optimizer"] = {"state": pt.put("float32", (2,), bytes(8))}
@@ -691,7 +690,7 @@ def test_optimizer_is_left_behind_only_when_asked(made, tmp_path):
 
 def test_optimizer_of_torch_dist(made, tmp_path):
     src = tmp_path / "src"
-    shutil.copytree(made / "dist", src)
+    shutil.copytree(made["dist"], src)
 
     def more(tensors: dict[str, Any], items: dict[Any, Any]) -> None:
         tensors[f"optimizer.state.exp_avg.{DIST_FC2}"] = tensors[DIST_FC2]
@@ -712,7 +711,7 @@ def test_optimizer_of_torch_dist(made, tmp_path):
 
 
 def metadata(change: Any) -> Any:
-    """change(tensors, items) on what .metadata says."""
+    """Returns a damage that calls change(tensors, items) on the content of .metadata."""
 
     def damage(src: Path) -> None:
         path = src / "release" / ".metadata"
@@ -764,7 +763,7 @@ WORDS = "embedding.word_embeddings.weight"
 
 def test_more_files_than_may_be_open(made, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_dist_writing, "FILE_BYTES", 1000)
-    good("hf-to-megatron", made / "one", tmp_path / "dst")
+    good("hf-to-megatron", made["one"], tmp_path / "dst")
     assert len(list(tmp_path.glob("dst/release/*.distcp"))) > 35
     checkpoint = package.open(tmp_path / "dst")
     assert checkpoint.names.choices
@@ -776,7 +775,7 @@ def test_more_files_than_may_be_open(made, tmp_path, monkeypatch):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, was)
     assert len(os.listdir("/proc/self/fd")) == before
-    assert mckpt("diff", made / "one", tmp_path / "dst").code == 0
+    assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
 DIST = {
@@ -893,7 +892,7 @@ def test_tied_weights_must_be_one(tmp_path):
 
 def test_fp16_overflow_names_the_tensor_and_leaves_nothing_loadable(made, tmp_path):
     src, dst = tmp_path / "src", tmp_path / "dst"
-    shutil.copytree(made / "one", src)
+    shutil.copytree(made["one"], src)
     name = "model.layers.2.mlp.up_proj.weight"
     arrays(lambda a: a[name].__setitem__((5, 5), 1e6))(src)
     said = mckpt("hf-to-megatron", src, dst, "--dtype", "fp16")
@@ -911,7 +910,7 @@ def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
     from mckpt.conversion import run as execute
 
     src = tmp_path / "src"
-    shutil.copytree(made / "one", src)
+    shutil.copytree(made["one"], src)
     planned = package.plan(src, tmp_path / "dst")
     real = execute.execute
 
@@ -951,6 +950,6 @@ def test_an_unreadable_file(made, tmp_path, monkeypatch):
         7,
         ONE,
         "Permission denied",
-        args=("hf-to-megatron", made / "one", tmp_path / "d"),
+        args=("hf-to-megatron", made["one"], tmp_path / "d"),
         untouched=tmp_path,
     )

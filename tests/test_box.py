@@ -1,6 +1,4 @@
-"""Geometry: literals that can be checked by eye, and laws that hold for any boxes, against plain
-numpy.
-"""
+"""Geometry: literals that can be checked by eye, and laws for any boxes, against plain numpy."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ def test_coalesce() -> None:
     assert coalesce(stepped) == stepped
 
 
-def test_tiles_says_what_is_wrong() -> None:
+def test_tiles_reports_faults() -> None:
     left, right = Box((0, 0), (4, 3)), Box((0, 3), (4, 3))
     assert tiles([left, right], (4, 6)) is None
     assert tiles([left], (4, 6)) == "12 of 24 elements are covered"
@@ -103,7 +101,7 @@ def test_tiles_says_what_is_wrong() -> None:
 
 
 def test_empty_boxes_hide_no_overlap() -> None:
-    """The two that overlap leave a hole of the same volume, so the sum of the volumes is right."""
+    """Two boxes overlap and leave a hole of the same volume, so the sum of the volumes is right."""
     empty = Box((0,), (0,))
     assert (
         tiles([Box((0,), (2,)), Box((1,), (2,)), empty, empty], (4,))
@@ -111,7 +109,7 @@ def test_empty_boxes_hide_no_overlap() -> None:
     )
 
 
-def test_gaps_says_what_is_wrong() -> None:
+def test_gaps_reports_faults() -> None:
     first, last = Piece("a", Box((0,), (3,)), 0, (1,)), Piece("b", Box((0,), (4,)), 6, (1,))
     free, wrong = gaps([first, last], 12)
     assert wrong is None
@@ -216,12 +214,10 @@ def test_overlap_commutes(data: st.DataObject, shape: tuple[int, ...]) -> None:
         assert overlap(both, a) == overlap(both, b) == both
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), SHAPES)
 def test_moves_are_numpy_slices(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    """Any box in any order of axes into any other: gaps, steps and transposes included; coalesced
-    or not.
-    """
+    """Any box moves into any other, with gaps, steps and transposes, coalesced or not."""
     a, b = data.draw(boxes(shape)), data.draw(boxes(shape))
     (source, size), (target, room) = data.draw(held(a)), data.draw(held(b))
     flat = np.arange(1, size + 1)
@@ -244,7 +240,6 @@ def test_moves_are_numpy_slices(data: st.DataObject, shape: tuple[int, ...]) -> 
     assert sum(m.rows * m.run for m in listed) == (math.prod(both.shape) if both else 0)
 
 
-@settings(deadline=None)
 @given(st.data())
 def test_coalesce_moves_the_same_elements(data: st.DataObject) -> None:
     """Cut a copy of rows at any places, on a grid that makes neighbours likely, and shuffle: the
@@ -265,13 +260,12 @@ def test_coalesce_moves_the_same_elements(data: st.DataObject) -> None:
 
 
 def test_coalesce_makes_one_move_of_many() -> None:
-    """A q head taken out of every query group: 64 moves of one pitch are one."""
+    """A q head of every query group is 64 moves of one pitch, which become one move."""
     listed = [Move(1, 128, g * 640, 0, 1, g * 128, 0, 1) for g in range(64)]
     assert len(coalesce(listed)) == 1
     assert elements(coalesce(listed)) == elements(listed)
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
 def test_a_restrided_piece_is_the_same_piece_of_a_view(
     data: st.DataObject, shape: tuple[int, ...]
@@ -331,7 +325,6 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
     return draw(st.permutations(out))
 
 
-@settings(deadline=None)
 @given(st.data(), st.lists(st.integers(1, 6), min_size=1, max_size=3).map(tuple))
 def test_a_partition_tiles_and_a_faulty_one_does_not(
     data: st.DataObject, shape: tuple[int, ...]
@@ -349,9 +342,8 @@ def test_a_partition_tiles_and_a_faulty_one_does_not(
         assert tiles([*rest, other], shape) is not None
 
 
-@settings(deadline=None)
 @given(st.data())
-def test_gaps_are_what_numpy_does_not_mark(data: st.DataObject) -> None:
+def test_gaps_are_the_elements_that_numpy_does_not_mark(data: st.DataObject) -> None:
     room = data.draw(st.integers(1, 60))
     pieces, taken, clash, outside = [], np.zeros(200, int), False, False
     for _ in range(data.draw(st.integers(0, 4))):
@@ -379,7 +371,6 @@ def test_gaps_are_what_numpy_does_not_mark(data: st.DataObject) -> None:
     assert (marked == (taken[:room] == 0)).all()
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from(["column", "row", "replicated"]),
     st.integers(1, 4),

@@ -1,6 +1,4 @@
-"""The door: every command, its options, what it prints and how it ends; and the same
-from Python.
-"""
+"""The command line: every command, its options, its output and exit codes; and the Python API."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ import pickle
 import re
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,32 +21,11 @@ import mckpt as package
 from mckpt import cli
 from mckpt.containers import safe_pickle
 from tests import tiny
-from tests.door import Pt, edit_json, good, hf, mckpt, refused, tree
-
-PT = "model_optim_rng.pt"
-
-
-@pytest.fixture(scope="module")
-def src(tmp_path_factory):
-    return hf(tmp_path_factory.mktemp("src") / "qwen3")
-
-
-@pytest.fixture(scope="module")
-def torch_dir(tmp_path_factory, src):
-    root = tmp_path_factory.mktemp("torch") / "ckpt"
-    good("hf-to-megatron", src, root, "--format", "torch", "--tp", 2, "--pp", 2)
-    return root
-
-
-@pytest.fixture(scope="module")
-def dist_dir(tmp_path_factory, src):
-    root = tmp_path_factory.mktemp("dist") / "ckpt"
-    good("hf-to-megatron", src, root)
-    return root
+from tests.door import PT, Pt, command_line, edit_json, good, hf, mckpt, refused, run, tree
 
 
 def alone(root: Path, to: Path) -> Path:
-    """A copy without the Hugging Face files and the manifest: args are all it has."""
+    """Copies a checkpoint without its Hugging Face files and manifest, so that it has only args."""
     shutil.copytree(root, to)
     shutil.rmtree(to / "hf")
     (to / "release" / "mckpt.json").unlink()
@@ -91,7 +67,6 @@ def test_help_explains_every_option_in_80_columns(command, monkeypatch):
 
 
 def test_a_shell_completes_commands_and_options():
-    program = [sys.executable, "-m", "mckpt"]
     words = {"mckpt hf": "hf-to-megatron", "mckpt plan --allow": "--allow-inexact"}
     for line, wanted in words.items():
         environ = os.environ | {
@@ -99,8 +74,8 @@ def test_a_shell_completes_commands_and_options():
             "COMP_WORDS": line,
             "COMP_CWORD": str(len(line.split()) - 1),
         }
-        done = subprocess.run(program, env=environ, capture_output=True, text=True)
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"plain,{wanted}\n", "")
+        done = run(command_line(), env=environ)
+        assert (done.stdout, done.stderr) == (f"plain,{wanted}\n", "")
 
 
 def test_usage_errors(src, tmp_path):
@@ -130,12 +105,12 @@ def test_wrong_direction(src, torch_dir, tmp_path):
     refused(2, "--iteration", args=("inspect", src, "--iteration", 3), untouched=tmp_path)
 
 
-def test_a_closed_pipe_is_no_difference(src):
-    """`mckpt inspect | head` must not end with the 1 that means different."""
+def test_a_closed_pipe_does_not_end_with_the_exit_code_of_a_difference(src):
+    """`mckpt inspect | head` must not end with exit code 1, which means different."""
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
-        [sys.executable, "-m", "mckpt", "inspect", str(src), "--json"],
+        command_line("inspect", src, "--json"),
         stdout=write,
         stderr=subprocess.PIPE,
         check=False,
@@ -182,12 +157,7 @@ def test_inspect_megatron_args(src, torch_dir, dist_dir, tmp_path):
     ) == (4, 48, 2)
     text = good("inspect", torch_dir, "--megatron-args").out
     assert text == (torch_dir / "release" / "megatron_args.sh").read_text()
-    process = subprocess.run(
-        ["bash", "-c", text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    process = run(["bash", "-c", text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'])
     assert "--num-layers\n4\n" in process.stdout
     same = ("--num-layers", "--ffn-hidden-size", "--rotary-base", "--norm-epsilon")
     assert [good("inspect", src, "--megatron-args", "--json").json[f] for f in same] == [
@@ -369,7 +339,7 @@ def test_help_shows_the_default_sizes():
         assert said.count(f"[default: {default}; x>=1]") >= 4, command  # tp, pp, vpp, ep
 
 
-def test_inspect_speaks_plain_words(torch_dir, dist_dir, src):
+def test_inspect_uses_plain_words(torch_dir, dist_dir, src):
     for path in (torch_dir, dist_dir, src):
         assert "{'" not in good("inspect", path).out
     assert (
@@ -490,11 +460,11 @@ def test_diff_counts_bits_unless_told_otherwise(src, tmp_path):
     )
 
 
-def test_diff_of_other_models_and_dtypes(src, tmp_path):
-    deeper = hf(tmp_path / "tied", "qwen3-tied")
+def test_diff_of_other_models_and_dtypes(tiny_model, src):
+    deeper = tiny_model("qwen3-tied")
     said = mckpt("diff", src, deeper)
     assert said.code == 1 and "only in" in said.out
-    wide = hf(tmp_path / "wide", dtype="float32")
+    wide = tiny_model("qwen3", "float32")
     said = mckpt("diff", src, wide)
     assert said.code == 1 and "dtype bfloat16 against float32" in said.out
     assert mckpt("diff", src, wide, "--atol", 0.01).code == 0

@@ -20,8 +20,8 @@ from mckpt.formats.megatron import torch as torch_format
 from mckpt.formats.megatron import torch_dist
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims
-from tests import tiny
 from tests.judging import explain, judge
+from tests.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
 
@@ -50,12 +50,9 @@ MODELS: dict[str, tuple[str, Dims, Parallel]] = {
 CASES = [(name, impl) for name in MODELS for impl in ("local", "transformer_engine")]
 
 
-def dims_of(name: str, work: Path) -> Dims:
+def dims_of(name: str, tiny_model: TinyModel) -> Dims:
     case, changes, _ = MODELS[name]
-    source = work / case
-    if not source.exists():
-        tiny.tiny_random(case, source)
-    return {**mckpt.open(source).dims, **changes}
+    return {**mckpt.open(tiny_model(case)).dims, **changes}
 
 
 def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
@@ -70,16 +67,11 @@ def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("dialect")
-
-
-@pytest.fixture(scope="module")
-def real(work: Path) -> dict[str, dict[str, Any]]:
+def real(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
     """Names and shapes of the models that megatron-core builds for these dims."""
     cases = []
     for name, impl in CASES:
-        dims, parallel = dims_of(name, work), MODELS[name][2]
+        dims, parallel = dims_of(name, tiny_model), MODELS[name][2]
         given = {
             "dtype": "float32",
             "padded_vocab_size": PADDED_ROWS,
@@ -97,11 +89,11 @@ def real(work: Path) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("name", "impl"), CASES)
 def test_every_tensor_of_the_model_has_a_rule(
-    name: str, impl: str, work: Path, real: dict[str, dict[str, Any]]
+    name: str, impl: str, tiny_model: TinyModel, real: dict[str, dict[str, Any]]
 ) -> None:
     found = real[f"{name} {impl}"]
     assert found["ok"], explain(found)
-    dims, parallel = dims_of(name, work), MODELS[name][2]
+    dims, parallel = dims_of(name, tiny_model), MODELS[name][2]
     ours = torch_dist_tensors(dims, chosen_by(impl, dims), parallel)
     assert ours == {
         k: shape for k, (shape, dtype) in found["torch_dist"].items() if dtype != "object"

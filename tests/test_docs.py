@@ -5,11 +5,11 @@ All blocks of a page run in their order in one folder, which holds links to the 
 repository. Comments above a block say how:
 
     <!-- not run: reason -->      a `sh` or `python` block that does not run; all others do
-    <!-- needs megatron-core -->  the block, and all behind it, run in the judges' tier only
+    <!-- needs megatron-core -->  the block and all behind it run in the judges' tier only
     <!-- exit 4 -->               the exit status of a `sh` block that does not end with 0
-    <!-- file NAME -->            the block is the text of that file, which is written before the next block runs
+    <!-- file NAME -->            the text of that file, written before the next block runs
     <!-- from PATH -->            each line of the block stands in that file of the repository
-    <!-- printed -->              each line of the block is in what the block before printed; `...` stands for any lines
+    <!-- printed -->              the block before printed each line; `...` stands for any lines
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
 from mckpt.geometry.packing import PACKINGS
 from mckpt.mapping import reading, rule_reading
 from mckpt.mapping.hub import FOLDER
+from tests import matrix
+from tests.tiny import CASES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
@@ -144,7 +146,7 @@ def test_the_blocks_of_a_page_run_with_megatron_core(page: Path, tmp_path: Path)
     assert not run_page(page.read_text(), tmp_path, judged=True)
 
 
-def test_what_does_not_run_says_why() -> None:
+def test_a_block_that_does_not_run_gives_the_reason() -> None:
     for page in PAGES:
         for block in blocks(page.read_text()):
             for name, rest in block.comments.items():
@@ -216,3 +218,28 @@ def test_the_examples_on_the_page_on_new_models_stand_in_mapping_files() -> None
     rows = re.findall(r"^\| `[\w-]+` \| .* \| `([^`]+)` \|$", language, re.M)
     assert len(rows) > 40
     assert not [example for example in rows if " ".join(example.split()) not in there]
+
+
+def test_the_page_of_judges_has_the_largest_difference_of_each_judge_and_version() -> None:
+    def row(judge: str, version: str, sizes: str, difference: float) -> dict[str, Any]:
+        where = {"case": "llama", "format": "torch", "judge": judge, "sizes": sizes}
+        return {**where, "difference": difference, "largest": 2.0, "megatron_core": version}
+
+    text = matrix.page(
+        [
+            row("forward", "0.19.2", "tp 2", 1e-6),
+            row("forward", "0.19.2", "pp 2", 5e-6),
+            row("forward", "0.9.0", "tp 2", 3e-6),
+            row("stock trainer", "0.19.2", "tp 4", 2e-6),
+        ]
+    )
+    assert "| model | format | stock trainer, 0.19.2 | forward, 0.9.0 | forward, 0.19.2 |" in text
+    assert "| llama | `torch` | 1.0e-06 | 1.5e-06 | 2.5e-06 |" in text
+    assert "| forward | `torch` | tp 2; pp 2 | llama |" in text
+
+
+def test_the_page_of_judges_is_written_by_this_program() -> None:
+    page = (ROOT / "docs" / "judges.md").read_text()
+    assert page.startswith(matrix.HEAD) and matrix.SIZES in page and page.endswith(matrix.END)
+    rows = re.findall(r"^\| ([\w-]+) \| `(\w+)` \|", page, re.M)
+    assert {(case, form) for case in CASES for form in ("torch", "torch_dist")} <= set(rows)

@@ -1,4 +1,4 @@
-"""Execute against plain numpy: bytes, checksums, bounded memory, and what a failure leaves."""
+"""Execution against plain numpy: bytes, checksums, bounded memory, and failures."""
 
 from __future__ import annotations
 
@@ -214,9 +214,7 @@ def test_interleaved_gate_and_up(tmp_path, budget):
     )
 
 
-@settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_any_copies(tmp_path_factory, data):
     """Any affine copies: sources may overlap, targets tile a grid whose order and gaps
@@ -350,7 +348,7 @@ def test_casts_are_those_of_torch(tmp_path, src, dst):
 @pytest.mark.parametrize("run_of", [10000, 100000], ids=["pieces of rows", "rows in pieces"])
 @pytest.mark.parametrize("src", ["float32", "bfloat16"])
 def test_overflow_names_the_place(tmp_path, src, run_of):
-    """Infinities of the source are none."""
+    """Infinities of the source do not count as overflow."""
     data, size, wrong = (
         np.ones(3 * run_of, numpy_dtype(src)),
         itemsize(src),
@@ -413,9 +411,7 @@ def test_fixed_bytes_and_checksums(tmp_path, checksum):
 
 
 def test_many_copies_are_cut_cheaply():
-    """Half a million copies are what a large model has: 0.2 s and 8 MB for 50,000, in chains of any
-    length.
-    """
+    """50,000 copies take 0.2 s and 8 MB, in chains of any length; a large model has 500,000."""
     num = 50_000
     plan = np.zeros(num, COPY)
     i = np.arange(num)
@@ -481,7 +477,7 @@ def many(units=8, nbytes=1 << 20):
 
 
 def test_no_space_midway(tmp_path, monkeypatch):
-    """The error arrives with its cause, and the same call goes on with what is left."""
+    """The error has its cause, and the same call completes the rest."""
     small_units(monkeypatch, 1 << 20)
     plan, data, sizes = many()
     real, calls = os.pwrite, []
@@ -643,8 +639,9 @@ def normal_source(folder, nbytes):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
-    """SIGINT ends it within a second; either way the next run does only what no unit holds, and the
-    bytes are right.
+    """The next run does only the units without a journal entry, and the bytes are right.
+
+    SIGINT ends the first run within a second.
     """
     nbytes = 8 << 20
     data = normal_source(tmp_path, nbytes)

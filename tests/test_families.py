@@ -1,8 +1,7 @@
-"""Every family through every form: Hugging Face -> Megatron -> other sizes or format -> Hugging
-Face, bit for bit.
+"""Every family in every form, from Hugging Face to Megatron and back, bit for bit.
 
-Combinations are chosen so that each case meets every value of every axis; expected bytes come from
-tests.tiny, not from mckpt.
+The combinations are chosen such that each case meets every value of every axis. The expected bytes
+come from tests.tiny, not from mckpt.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ from mckpt.formats.megatron import torch as torch_format
 from mckpt.formats.megatron import torch_dist
 from mckpt.geometry.parallel import Parallel
 from tests import tiny
+from tests.tiny import TinyModel
 
 INEXACT = ["rope_factor"]  # of llama-rope-scaled
 # some layers dense: what torch_dist can only say with one key for each layer
@@ -110,8 +110,9 @@ def tensors(case: str, dtype: str) -> dict[str, np.ndarray]:
 
 
 def fits(case: str, f: Form) -> bool:
-    """Whether Megatron could build the case so; what does not fit is refused, which other tests
-    see.
+    """Whether Megatron could build the case in this form.
+
+    Other tests see that mckpt refuses the rest.
     """
     c = config(case)
     moe = case in MOE
@@ -142,8 +143,9 @@ def possible(case: str) -> list[Form]:
 
 @functools.cache
 def forms(case: str) -> list[Form]:
-    """LEGS forms or more, such that every value of every axis that fits the case is in one: greedy,
-    among a seeded sample.
+    """Returns at least LEGS forms in which every value of every axis occurs that fits the case.
+
+    The choice is greedy, among a seeded sample.
     """
     rng = random.Random(case)
     every = possible(case)
@@ -222,8 +224,9 @@ def test_the_chains_meet_every_value_with_every_case() -> None:
 def test_there_resharded_and_back(
     case: str, a: Form, b: Form, sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    """HF -> a -> b -> HF. The args alone describe the model on the way back where the number of the
-    chain is odd.
+    """Converts HF -> a -> b -> HF.
+
+    In chains with an odd number, the args alone describe the model on the way back.
     """
     odd = CHAINS.index((case, a, b)) % 2
     mckpt.plan(sources[case], tmp_path / "a", **a.target()).run()
@@ -246,7 +249,7 @@ def test_there_resharded_and_back(
 
 
 def index(directory: Path) -> None:
-    """What model.safetensors.index.json says is true; there is none for a single file."""
+    """Asserts that model.safetensors.index.json is right, and that a single file has none."""
     files = sorted(p.name for p in directory.glob("*.safetensors"))
     path = directory / "model.safetensors.index.json"
     if len(files) == 1:
@@ -269,9 +272,7 @@ def index(directory: Path) -> None:
 
 
 def test_shards_are_cut_at_the_size(sources: dict[str, Path], tmp_path: Path) -> None:
-    """No file of more than one tensor is larger; no two neighbours would fit into one, where
-    tensors are about as large as files may be.
-    """
+    """No file of several tensors exceeds the limit, and no two neighbours fit into one."""
     mckpt.plan(sources["qwen3-moe"], tmp_path / "a").run()
     mckpt.plan(tmp_path / "a", tmp_path / "hf", format="hf", max_shard_size=60_000).run()
     index(tmp_path / "hf")
@@ -285,7 +286,7 @@ def test_shards_are_cut_at_the_size(sources: dict[str, Path], tmp_path: Path) ->
 
 
 def test_shards_are_of_about_the_same_size(sources: dict[str, Path], tmp_path: Path) -> None:
-    """No more of them than there must be, and none larger."""
+    """There are no more files than necessary, and none is larger than the limit."""
     mckpt.plan(sources["qwen3-moe"], tmp_path / "a").run()
     mckpt.plan(tmp_path / "a", tmp_path / "hf", format="hf", max_shard_size=700_000).run()
     index(tmp_path / "hf")
@@ -339,9 +340,7 @@ UNEVEN: list[dict[str, Any]] = [
 def test_uneven_pipelines(
     case: str, said: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As `torch`, where layers are numbered within their stage; then even again, with the sizes
-    read from its args.
-    """
+    """Converts to `torch`, where layers are numbered within a stage, and back to even stages."""
     uneven = Parallel(tp=2, **said)
     mckpt.plan(sources[case], tmp_path / "a", format="torch", parallel=uneven).run()
     source = mckpt.open(tmp_path / "a")
@@ -403,9 +402,7 @@ def test_padding_is_zero_and_dropped(case: str, sources: dict[str, Path], tmp_pa
 def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    """As `torch`, for Megatron keeps a copy there to compute the logits; a copy that differs is
-    found.
-    """
+    """In `torch` Megatron computes the logits with a copy there; one that differs is found."""
     mckpt.plan(sources["llama-tied"], tmp_path / "a", format="torch", parallel=Parallel(pp=2)).run()
     first, last = (
         tmp_path / "a" / "release" / f"mp_rank_00_{i:03d}" / "model_optim_rng.pt" for i in (0, 1)
@@ -430,9 +427,7 @@ def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(
 
 
 def test_the_layout_of_one_rank_by_hand(sources: dict[str, Path], tmp_path: Path) -> None:
-    """tp 2, pp 2, rank 1 of the second stage of qwen3: every tensor made of the Hugging Face ones
-    by numpy alone.
-    """
+    """Checks rank 1 of the second stage of qwen3 at tp 2, pp 2 against numpy alone."""
     mckpt.plan(
         sources["qwen3"],
         tmp_path / "a",
@@ -490,9 +485,11 @@ def test_stacked_and_per_layer_keys(sources: dict[str, Path], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("case", ["llama", "mixtral"])
-def test_fp32_stays_fp32_and_casts_are_asked_for(case: str, tmp_path: Path) -> None:
-    """fp32 there and back by bits; to bf16 as ml_dtypes rounds."""
-    source = tiny.tiny_random(case, tmp_path / "hf", dtype="float32")
+def test_fp32_stays_fp32_and_casts_are_asked_for(
+    tiny_model: TinyModel, case: str, tmp_path: Path
+) -> None:
+    """fp32 comes back bit for bit, and bf16 is rounded as ml_dtypes rounds."""
+    source = tiny_model(case, "float32")
     mckpt.plan(source, tmp_path / "a", format="torch", parallel=Parallel(tp=2)).run()
     mckpt.plan(tmp_path / "a", tmp_path / "back", format="hf").run()
     same_tensors(tmp_path / "back", tensors(case, "float32"))

@@ -16,17 +16,20 @@ from mckpt.errors import MappingError
 from mckpt.mapping import hub, reading
 from mckpt.mapping.hub import FOLDER
 from tests import tiny
+from tests.tiny import TinyModel
 
 ROOT = Path(__file__).parent.parent
 NAMES = {"hf", *formats.FORMATS}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v3"])
-def test_a_format_in_one_file(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_format_in_one_file(
+    family: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It converts in all directions, is compared and inspected, and replaces another format."""
     listed = formats.Listed("tests.flat_format", megatron=True)
     monkeypatch.setitem(formats.FORMATS, "flat", listed)
-    source = tiny.tiny_random(family, tmp_path / "hf")
+    source = tiny_model(family)
     mckpt.convert(source, tmp_path / "flat", format="flat")
     assert mckpt.open(tmp_path / "flat").format == "flat"
     assert not mckpt.diff(source, tmp_path / "flat")
@@ -83,10 +86,12 @@ def own_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_a_dialect_in_one_file(form: str, tmp_path: Path, own_mappings: Path) -> None:
+def test_a_dialect_in_one_file(
+    form: str, tiny_model: TinyModel, tmp_path: Path, own_mappings: Path
+) -> None:
     """It is written where it is asked for, and found from the keys where it is read."""
     write_dialect(own_mappings / "megatron")
-    source = tiny.tiny_random("llama", tmp_path / "hf")
+    source = tiny_model("llama")
     mckpt.convert(source, tmp_path / "other", format=form, dialect="other")
     mckpt.convert(source, tmp_path / "mcore", format=form)
     other, mcore = mckpt.open(tmp_path / "other"), mckpt.open(tmp_path / "mcore")
@@ -100,11 +105,13 @@ def test_a_dialect_in_one_file(form: str, tmp_path: Path, own_mappings: Path) ->
     assert mckpt.verify(source, tmp_path / "other", level="bytes").verdict == "pass"
 
 
-def test_the_family_names_its_dialect(tmp_path: Path, own_mappings: Path) -> None:
+def test_the_family_names_its_dialect(
+    tiny_model: TinyModel, tmp_path: Path, own_mappings: Path
+) -> None:
     write_dialect(own_mappings / "megatron")
     file = tmp_path / "own.yaml"
     file.write_text("extends: llama\ndialect: other\n")
-    source = tiny.tiny_random("llama", tmp_path / "hf")
+    source = tiny_model("llama")
     mckpt.plan(source, tmp_path / "out", known=mckpt.Known(mapping=str(file))).run()
     assert mckpt.open(tmp_path / "out").mapping.name == "other"
 

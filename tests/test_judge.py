@@ -123,11 +123,6 @@ LATENT = {
 }
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("judge")
-
-
 def test_sizes_of_another_run_do_not_stay() -> None:
     """megatron-core 0.19 stores tp times gtp_weight_remat_size in the args, which are then built at
     other sizes.
@@ -285,13 +280,13 @@ def test_the_judge_sees_the_rope_scaling(results: dict[str, dict[str, Any]]) -> 
     assert difference > 0.01, "61 positions do not tell scaled from plain rope"
 
 
-def test_what_does_not_fit_is_refused(results: dict[str, dict[str, Any]]) -> None:
+def test_a_checkpoint_of_another_model_is_refused(results: dict[str, dict[str, Any]]) -> None:
     assert "output_layer.weight" in explain(results["other-untied-tp2"])
     assert "mp_rank_0" in explain(results["other-grid-tp4"])
     assert "num_layers is absent" in explain(results["nothing-pp2"])
 
 
-def test_what_the_model_does_not_read_is_told(results: dict[str, dict[str, Any]]) -> None:
+def test_keys_that_the_model_does_not_read_are_listed(results: dict[str, dict[str, Any]]) -> None:
     assert results["other-tied-tp2"]["unread"] == ["output_layer.weight"]
 
 

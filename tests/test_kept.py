@@ -1,7 +1,7 @@
-"""A checkpoint keeps how it was made: the user's family file, what --allow-inexact let pass, and
-dims that the user corrected.
+"""A checkpoint records how it was made.
 
-Later commands need no flag that the first one was given.
+It keeps the user's family file, the differences that --allow-inexact permitted, and dims that the
+user corrected, so that later commands need no flag of the first one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.errors import MappingError
 from tests import tiny
 from tests.door import edit_json, good, hf, mckpt, refused, tree
+from tests.tiny import TinyModel
 
 MINE = """
 architectures: [MineForCausalLM]
@@ -75,7 +76,7 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_later_commands_need_neither_the_mapping_nor_what_was_allowed(
+def test_later_commands_need_neither_the_mapping_nor_the_permission(
     mine: Path, tmp_path: Path
 ) -> None:
     said = good(
@@ -174,10 +175,10 @@ def test_a_family_that_was_named_is_recorded(tmp_path: Path) -> None:
 
 
 def test_a_family_file_that_is_not_stored_is_not_named_in_the_manifest(
-    mine: Path, tmp_path: Path
+    tiny_model: TinyModel, mine: Path, tmp_path: Path
 ) -> None:
     """A checkpoint without hf/ has no place for it; back in Hugging Face's format it has one."""
-    good("hf-to-megatron", tiny.tiny_random("llama", tmp_path / "src"), tmp_path / "d")
+    good("hf-to-megatron", tiny_model("llama"), tmp_path / "d")
     for path in [*(tmp_path / "d" / "hf").iterdir(), tmp_path / "d" / "release" / "mckpt.json"]:
         path.unlink()
     (tmp_path / "own.yaml").write_text("architectures: [OwnForCausalLM]\nextends: llama\n")
@@ -279,7 +280,7 @@ def test_missing_layers_of_multi_token_prediction_are_named_as_such(
         )
 
 
-def test_the_users_word_wins_over_config_json_where_the_tensors_agree_with_it(
+def test_a_setting_wins_over_config_json_if_the_tensors_agree_with_it(
     headless: Path, tmp_path: Path
 ) -> None:
     said = good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0", "--tp", 2).err
@@ -317,10 +318,10 @@ def test_transformers_loads_the_corrected_config(headless: Path, tmp_path: Path)
     assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
-def test_the_users_word_does_not_win_where_tensors_cannot_tell_or_disagree(
-    headless: Path, tmp_path: Path
+def test_a_setting_is_refused_if_the_tensors_disagree_or_cannot_tell(
+    tiny_model: TinyModel, headless: Path, tmp_path: Path
 ) -> None:
-    whole = hf(tmp_path / "whole", "deepseek-v3")
+    whole = tiny_model("deepseek-v3")
     for source, setting, words in (
         (whole, "mtp_layers=0", ("mtp_layers is 1", "0 was given")),
         (whole, "num_layers=3", ("num_layers is 4", "3 was given")),

@@ -1,4 +1,4 @@
-"""Reading logical tensors: what looks through whole tensors holds a few MB of them."""
+"""Reading logical tensors: functions that read whole tensors hold only a few MB of them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_padding_is_read_in_blocks(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("padding", [False, True])
-def test_what_lies_between_the_elements_of_a_view_is_no_padding(tmp_path, padding):
+def test_bytes_between_the_elements_of_a_view_are_not_padding(tmp_path, padding):
     np.full(100, 7, "f4").tofile(tmp_path / "file")
     box = Box((0, 0), (4, 3))
     held = group(

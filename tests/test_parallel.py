@@ -1,23 +1,22 @@
-"""Parallel sizes: layers where Megatron-Core places them, the files of a stage, args both ways, and
-what is refused.
-"""
+"""Parallel sizes: the placement of layers as in Megatron-Core, file names, args, and refusals."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import mckpt
 from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
-from tests import placement, tiny
+from tests import placement
+from tests.door import run
+from tests.tiny import TinyModel
 
 ROWS = placement.rows()
 
@@ -53,14 +52,8 @@ def test_the_rows_are_what_megatron_core_says() -> None:
     """
     pytest.importorskip("megatron.core")
     asked = [row for i, row in enumerate(ROWS) if i % 5 == 0 or "layout" in row[2]]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.placement"],
-        input=json.dumps([row[:3] for row in asked]),
-        text=True,
-        capture_output=True,
-        check=True,
-        cwd=Path(__file__).parent.parent,
-    )
+    command = [sys.executable, "-W", "ignore", "-m", "tests.placement"]
+    done = run(command, input=json.dumps([row[:3] for row in asked]))
     answers = json.loads(done.stdout.splitlines()[-1])
     apart = [
         (row, found)
@@ -89,7 +82,6 @@ def test_literals() -> None:
     assert Parallel(pp=2, layout="Et|tt|t|L").stages(4) == [[[0], [3]], [[1, 2], []]]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 24), st.integers(1, 6), st.integers(1, 4), st.booleans(), st.booleans())
 def test_every_layer_lies_once(
     num_layers: int, pp: int, vpp: int, embedding: bool, loss: bool
@@ -193,7 +185,7 @@ def test_hostile_layouts_are_refused_at_once(layout: Any, message: str) -> None:
         ({"pp": 60000, "vpp": 60000}, "more than 65536 ranks"),
     ],
 )
-def test_sizes_that_are_none(said: dict[str, Any], message: str) -> None:
+def test_numbers_that_are_no_sizes_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Parallel(**said)
 
@@ -243,13 +235,13 @@ def test_files() -> None:
     assert Parallel(tp=1, ep=4).files(experts=True) == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
-def test_etp_that_does_not_divide_tp_has_no_files(tmp_path: Path) -> None:
+def test_etp_that_does_not_divide_tp_has_no_files(tiny_model: TinyModel, tmp_path: Path) -> None:
     for tp, etp in ((2, 4), (3, 2), (1, 2)):
         with pytest.raises(
             UsageError, match=f"etp {etp} does not divide tp {tp}.*use --format torch_dist"
         ):
             Parallel(tp=tp, ep=2, etp=etp).files(experts=True)
-    source = tiny.tiny_random("mixtral", tmp_path / "hf")
+    source = tiny_model("mixtral")
     with pytest.raises(UsageError, match="etp 2 does not divide tp 1"):
         mckpt.plan(source, tmp_path / "out", format="torch", parallel=Parallel(etp=2))
     mckpt.plan(source, tmp_path / "out", format="torch_dist", parallel=Parallel(etp=2))

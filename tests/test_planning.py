@@ -1,4 +1,4 @@
-"""Plans: joins executed byte by byte are what they should be, and seeded faults are no cover.
+"""Plans: their copies give the right files, and seeded faults are refused.
 
 Nothing here knows a format.
 """
@@ -164,9 +164,9 @@ def fused(
 
 
 def fill(form: Form) -> list[bytearray]:
-    """Files whose every stored element is unlike all others; padding zero.
+    """Returns files in which all stored elements differ; the padding is zero.
 
-    Replicas hold what the first one holds.
+    A replica holds the same values as the first copy.
     """
     data = [bytearray(end) for end in form.ends]
     values = {}
@@ -202,9 +202,7 @@ def fill(form: Form) -> list[bytearray]:
 def interpret(
     joined: Joined, source: Sequence[bytes | bytearray], ends: Sequence[int]
 ) -> list[bytearray]:
-    """Copies as their fields say, one element at a time, no numpy; each target byte written at most
-    once.
-    """
+    """Executes copies element by element, without numpy; each target byte is written once."""
     out = [bytearray(end) for end in ends]
     written: list[set[int]] = [set() for _ in ends]
     for c in joined.copies:
@@ -249,7 +247,7 @@ def test_dense_tensors_are_one_copy_each() -> None:
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_there_and_back(ways: int, dtype: str) -> None:
-    """plain -> fused is what `fill` makes of it directly, and back is identity on every byte."""
+    """plain -> fused equals what `fill` makes directly, and back is the identity on every byte."""
     a, b = plain(dtype), fused(ways, dtype)
     there = interpret(join(a.layout(), b.layout()), fill(a), b.ends)
     assert there == fill(b)
@@ -307,7 +305,7 @@ def random_forms(draw: st.DrawFn) -> Form:
     return form
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(random_forms(), random_forms())
 def test_any_layout_into_any_other_and_back(a: Form, b: Form) -> None:
     there = interpret(join(a.layout(), b.layout()), fill(a), b.ends)
@@ -420,10 +418,7 @@ def test_a_piece_outside() -> None:
 
 
 def test_a_hole() -> None:
-    """A piece forgotten: the buffer has elements that hold nothing, and the tensor is not covered.
-
-    Both are said.
-    """
+    """A forgotten piece leaves elements unwritten and a tensor uncovered; both are reported."""
     s = next(s for s in fused(1).stored if s.key == "qkv of rank 0")
     text = refused(plain().layout(), changed(fused(1), s.key, pieces=s.pieces[:-1]))
     assert (
@@ -441,7 +436,7 @@ def test_padding_only_where_it_is_allowed() -> None:
 
 
 def test_a_tensor_of_another_size() -> None:
-    """The source's k is narrower than the target wants."""
+    """The source's k is narrower than the target's."""
     form = plain()
     name = "layers.{layer}.k.weight"
     layout = changed(
@@ -467,9 +462,10 @@ def test_all_problems_at_once() -> None:
         assert part in text
 
 
-def test_k_and_v_exchanged_is_a_cover() -> None:
-    """Which is why a proof of cover and a round trip are not enough: tests/test_packing.py compares
-    with references that know no boxes.
+def test_exchanged_k_and_v_still_cover_every_element() -> None:
+    """So a proof of cover and a round trip are not enough.
+
+    tests/test_packing.py compares with references that know no boxes.
     """
     a, right, wrong = plain(), fused(1), fused(1, qkv="qvk")
     there = interpret(join(a.layout(), wrong.layout()), fill(a), wrong.ends)

@@ -1,4 +1,4 @@
-"""What is said while a run goes on."""
+"""What a run reports while it goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from mckpt.cli import progress
-from tests import door, tiny
+from tests import door
+from tests.tiny import TinyModel
 
 
 def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +29,7 @@ def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatc
     assert all(event["rss_bytes"] > 1 << 20 for event in said)
 
 
-def test_what_was_done_before_is_no_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_of_an_earlier_run_do_not_count_in_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     meter = progress.Meter()
@@ -53,8 +54,10 @@ def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.M
     assert "500/1,000 bytes" in shown.getvalue() or "0.5/1.0 kB" in shown.getvalue()
 
 
-def test_json_puts_the_result_on_stdout_and_events_on_stderr(tmp_path: Path) -> None:
-    source = tiny.tiny_random("llama", tmp_path / "hf")
+def test_json_puts_the_result_on_stdout_and_events_on_stderr(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    source = tiny_model("llama")
     said = door.good("hf-to-megatron", source, tmp_path / "out", "--json")
     assert json.loads(said.out)["files"]
     event = json.loads(said.err.splitlines()[-1])

@@ -1,5 +1,6 @@
-"""Nothing is valid until it is complete; what is not ours stays; the same command gives the same
-bytes.
+"""A destination is valid only when it is complete.
+
+Files that mckpt did not write stay, and the same command gives the same bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,7 @@ import mckpt as package
 from mckpt import errors
 from mckpt.conversion import publishing
 from mckpt.conversion import run as run_module
-from tests.door import edit_json, good, hf, mckpt, refused, tree
-
-TRACKER = "latest_checkpointed_iteration.txt"
-
-
-@pytest.fixture(scope="module")
-def src(tmp_path_factory):
-    return hf(tmp_path_factory.mktemp("src") / "qwen3")
+from tests.door import TRACKER, command_line, edit_json, good, hf, mckpt, refused, tree
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +35,7 @@ def trained(tmp_path_factory, src):
 
 
 def loadable(dst: Path) -> bool:
-    """Whether anything there looks complete to transformers, dist_checkpointing, Megatron's
-    tracker, or mckpt.
-    """
+    """Whether transformers, Megatron's loaders or mckpt would take anything there for whole."""
     units = [dst, *(p for p in dst.glob("*") if not p.name.startswith("."))] if dst.exists() else []
     if any(
         (p / n).exists()
@@ -256,8 +247,8 @@ def test_side_files_of_another_model(tmp_path, src):
     good("hf-to-megatron", src, dst, "--iteration", 3)
 
 
-def test_side_files_of_another_model_where_the_source_has_none(tmp_path, src, trained):
-    dst, lone, other = tmp_path / "dst", tmp_path / "lone", hf(tmp_path / "other", "qwen3-tied")
+def test_side_files_of_another_model_where_the_source_has_none(tiny_model, tmp_path, src, trained):
+    dst, lone, other = tmp_path / "dst", tmp_path / "lone", tiny_model("qwen3-tied")
     shutil.copytree(trained, lone)
     shutil.rmtree(lone / "hf")
     good("hf-to-megatron", other, dst)
@@ -295,18 +286,14 @@ def test_full_disk(tmp_path, src, monkeypatch):
 
 
 def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
-    """mckpt in a process of its own; `before` is Python that runs first.
+    """Starts mckpt in a process of its own; `before` is Python that runs first.
 
-    A shell that runs the tests in the background ignores SIGINT for all.
+    A shell that runs the tests in the background would make all of them ignore SIGINT.
     """
-    start = (
-        "import sys, os, signal\nfrom mckpt import cli\nfrom mckpt.conversion import"
-        " run\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
-    )
-    code = f"{start}\nsys.argv = {['mckpt', *map(str, args)]!r}\n{before}\ncli.main()\n"
-    return subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
+    start = "import os, signal\nfrom mckpt.conversion import run\n"
+    start += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    line = command_line(*args, before=start + before)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 def test_file_size_limit(tmp_path, src):
@@ -321,20 +308,14 @@ def test_file_size_limit(tmp_path, src):
 
 # where to die: at so many calls of this function. The commit of an hf directory has a rename for
 # each name, of a unit three; then its mark is unlinked, and its staging directory goes
-DEATHS = [
-    ("fsync", 1),
-    ("fsync", 9),
-    ("rename", 1),
-    ("rename", 2),
-    ("rename", 3),
-    ("rename", 4),
-    ("rename", 6),
-    ("replace", 1),
-    ("replace", 2),
-    ("rmtree", 1),
-    ("rmtree", 2),
-    ("unlink", 1),
-]
+CALLS = {
+    "fsync": (1, 9),
+    "rename": (1, 2, 3, 4, 6),
+    "replace": (1, 2),
+    "rmtree": (1, 2),
+    "unlink": (1,),
+}
+DEATHS = [(name, count) for name, counts in CALLS.items() for count in counts]
 
 
 # these are called in other places too, with other names
@@ -346,8 +327,9 @@ class Killed(BaseException):
 
 
 def dying(name: str, count: int, *args: Any) -> bool:
-    """Run mckpt, and kill it at the so-maniest call of a function of os or shutil; False if it has
-    fewer such calls.
+    """Runs mckpt and kills it at call number `count` of a function of os or shutil.
+
+    Returns False if there are fewer such calls.
     """
     calls: list[int] = []
     module = shutil if name == "rmtree" else os
@@ -371,7 +353,7 @@ def dying(name: str, count: int, *args: Any) -> bool:
 
 @pytest.mark.parametrize("kind", ["unit", "hf", "hf over another"])
 def test_killed_at_any_point(tmp_path, src, trained, kind):
-    """What is left is no checkpoint; the same command ends it."""
+    """The rest is not a checkpoint, and the same command completes it."""
     args = ("hf-to-megatron", src) if kind == "unit" else ("megatron-to-hf", trained)
     more = ("--overwrite",) if "over" in kind else ()
     good(*args, tmp_path / "whole")
@@ -398,12 +380,12 @@ def test_killed_at_any_point(tmp_path, src, trained, kind):
 
 
 @pytest.fixture(scope="module")
-def another(tmp_path_factory, trained):
+def another(tmp_path_factory, tiny_model):
     """A save directory of another model."""
     root = tmp_path_factory.mktemp("another") / "ckpt"
     good(
         "hf-to-megatron",
-        hf(tmp_path_factory.mktemp("other") / "moe", "qwen3-moe"),
+        tiny_model("qwen3-moe"),
         root,
         "--iteration",
         7,
@@ -416,12 +398,10 @@ def another(tmp_path_factory, trained):
     [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("replace", 2), ("rmtree", 2)],
 )
 @pytest.mark.parametrize("over", [False, True])
-def test_what_a_killed_run_left_lets_nobody_else_replace(
+def test_only_the_same_command_replaces_the_files_of_a_killed_run(
     tmp_path, trained, another, name, count, over
 ):
-    """Its own half is all that the same command may replace unasked; a checkpoint of another plan
-    never is.
-    """
+    """The same command may replace its own half without --overwrite, but not another checkpoint."""
     dst = tmp_path / "dst"
     if over:
         good("megatron-to-hf", another, dst)
@@ -490,7 +470,7 @@ def test_config_json_comes_after_the_rest_is_on_the_disk(tmp_path, trained, monk
 
 
 def test_a_staging_directory_that_will_not_go(tmp_path, src, monkeypatch):
-    """NFS keeps the open lock file under another name, and its directory with it."""
+    """NFS keeps the open lock file under another name, and so the directory too."""
     real = os.rmdir
 
     def stuck(path: Any, *a: Any, **k: Any) -> None:
@@ -506,7 +486,7 @@ def test_a_staging_directory_that_will_not_go(tmp_path, src, monkeypatch):
     assert mckpt("diff", src, tmp_path / "dst").code == 0
 
 
-def test_what_other_plans_left_is_named(tmp_path, src):
+def test_staging_directories_of_other_plans_are_named(tmp_path, src):
     dst = tmp_path / "dst"
     assert dying("rename", 1, "hf-to-megatron", src, dst, "--tp", 2)
     (left,) = dst.glob(".mckpt-*")
@@ -595,7 +575,7 @@ def test_sigkill_leaves_nothing_and_the_same_command_goes_on(tmp_path, src):
     assert tree(dst) == tree(tmp_path / "whole")
 
 
-def test_an_interrupted_run_is_no_checkpoint_and_is_said_to_be_there(tmp_path, src, trained):
+def test_an_interrupted_run_is_reported_and_is_not_a_checkpoint(tmp_path, src, trained):
     for number, args in enumerate((("hf-to-megatron", src), ("megatron-to-hf", trained))):
         dst = tmp_path / str(number)
         for name, count, share in (
@@ -693,8 +673,8 @@ def test_two_plans_of_one_unit(tmp_path, src):
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
-def test_same_command_same_bytes(tmp_path, form):
-    src = hf(tmp_path / "src", "qwen3-moe")
+def test_same_command_same_bytes(tiny_model, tmp_path, form):
+    src = tiny_model("qwen3-moe")
     trees = []
     for threads in (1, 4, 1):
         dst = tmp_path / f"{len(trees)}"

@@ -1,6 +1,4 @@
-"""fp8 weights with a scale for each block: their values are what plain float arithmetic says,
-wherever they are read and moved.
-"""
+"""fp8 weights with a scale for each block have the values of plain float arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ RNG = np.random.default_rng(3)
 
 
 def worth(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """bfloat16 [rows, width] of codes and scales, an element's scale looked up by its index."""
+    """Returns bfloat16 [rows, width] of codes and scales, each scale found by its index."""
     rows, columns = (np.arange(n) // b for n, b in zip(codes.shape, block, strict=True))
     with np.errstate(all="ignore"):
         wide = (
@@ -45,7 +43,7 @@ def worth(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.n
 
 
 def same(a: np.ndarray, b: np.ndarray) -> None:
-    """Bit for bit, but that a nan is a nan."""
+    """Asserts equality bit for bit, except that any NaN equals any NaN."""
     assert a.dtype == b.dtype and a.shape == b.shape
     nan = np.isnan(a.astype(np.float32))
     np.testing.assert_array_equal(nan, np.isnan(b.astype(np.float32)))
@@ -109,7 +107,7 @@ def test_torch_says_the_same():
 # ---- geometry
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     st.integers(1, 12),
     st.integers(1, 6),
@@ -215,7 +213,7 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_any_box_is_read(made, form, data):
     reader = Reader(made[form].layout)
@@ -260,7 +258,7 @@ def target(shapes: dict[str, tuple[int, int]], how: str, dtype: str) -> tuple[La
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
 @pytest.mark.parametrize("how", ["whole", "rows", "columns", "transposed"])
 @pytest.mark.parametrize("form", FORMS)
-def test_moved_whatever_the_form(made, tmp_path, form, how, dtype, budget):
+def test_quantised_tensors_move_to_every_layout(made, tmp_path, form, how, dtype, budget):
     source = made[form]
     layout, ends = target(source.layout.shapes, how, dtype)
     joined = join(source.layout, layout)
@@ -332,7 +330,7 @@ def test_scales_that_were_cut_short(tmp_path):
 
 
 def test_replicas_are_compared_by_value(tmp_path):
-    """One in 8 bits and one in 16 that is worth the same."""
+    """A replica in 8 bits equals one in 16 bits that has the same values."""
     source = Made(tmp_path, "one above the other", (16, 32))
     zero = np.zeros(1, "i4")
     pieces = (Piece("a", Box((0, 0), (120, 72)), 0, (72, 1)),)
@@ -375,8 +373,9 @@ TARGETS: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("case", TARGETS)
 def test_what_is_written(checkpoint, tmp_path, case):
-    """Byte for byte what the same values in bfloat16 give; back again, a checkpoint that is no
-    longer quantised.
+    """The output is byte for byte that of the same values in bfloat16.
+
+    Back in Hugging Face, the checkpoint is not quantised any more.
     """
     fp8, plain, a, b = checkpoint / "fp8", checkpoint / "plain", tmp_path / "a", tmp_path / "b"
     said = good("hf-to-megatron", fp8, a, *TARGETS[case], "--dry-run").out
@@ -404,14 +403,14 @@ def test_what_is_written(checkpoint, tmp_path, case):
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_another_dtype(checkpoint, tmp_path, dtype):
-    """The values are first what they are in bfloat16."""
+    """The values are dequantised to bfloat16 first, and then cast."""
     good("hf-to-megatron", checkpoint / "fp8", tmp_path / "a", "--dtype", dtype)
     good("hf-to-megatron", checkpoint / "plain", tmp_path / "b", "--dtype", dtype)
     assert mckpt("diff", tmp_path / "a", tmp_path / "b").code == 0
 
 
 def test_blocks_larger_than_any_weight(tmp_path):
-    """One scale each; memory is not asked for by what a config says."""
+    """Each weight has one scale, and a huge block in config.json costs no memory."""
     values = tiny.tiny_quantised("qwen3", tmp_path / "fp8", (10**4, 10**4))
     edit_json(
         tmp_path / "fp8" / "config.json",
@@ -432,7 +431,7 @@ def test_a_slice_of_a_tensor(checkpoint):
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
 def test_scales_of_16_bits(tmp_path, kind):
-    """As Qwen3's are published."""
+    """Published Qwen3 checkpoints have such scales."""
     values = tiny.tiny_quantised("qwen3", tmp_path / "fp8", scale_dtype=kind)
     tiny.write_weights(tiny.tiny_random("qwen3", tmp_path / "plain"), values)
     good("hf-to-megatron", tmp_path / "fp8", tmp_path / "a")
@@ -563,8 +562,8 @@ def test_refused(one, tmp_path, case):
     refused(code, *words, args=("hf-to-megatron", src, dst), untouched=tmp_path)
 
 
-def test_a_method_that_says_nothing_of_plain_weights(tmp_path):
-    """They are read, but the config is one that nobody understands."""
+def test_an_unknown_quantisation_method_with_plain_weights_is_refused(tmp_path):
+    """The weights are readable, but the config names a method that mckpt does not know."""
     src = tiny.tiny_random("qwen3", tmp_path / "src", quantization_config={"quant_method": "gptq"})
     refused(
         4,
@@ -591,9 +590,7 @@ def test_a_value_beyond_float16_is_named(one, tmp_path):
 
 
 def test_a_copy_that_is_not_quantised(checkpoint, tmp_path):
-    """From Hugging Face to Hugging Face: what it is worth, and a config that says no quantisation;
-    of that there is no further copy.
-    """
+    """Hugging Face to Hugging Face gives the bfloat16 values and a config without quantisation."""
     package.plan(checkpoint / "fp8", tmp_path / "copy", format="hf").run()
     assert not package.diff(checkpoint / "plain", tmp_path / "copy")
     assert json.loads((tmp_path / "copy" / "config.json").read_text()) == json.loads(

@@ -1,6 +1,4 @@
-"""Several processes do one run: the output is that of one, whoever dies, and nobody
-waits for ever.
-"""
+"""Several processes share one run: the output is that of one process, and nobody waits for ever."""
 
 from __future__ import annotations
 
@@ -9,8 +7,9 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,57 @@ import mckpt
 from mckpt import errors
 from mckpt.execute import ranks
 from mckpt.execute.ranks import Gone, Ranks, Session
-from tests import door, tiny
+from tests import door
+from tests.tiny import TinyModel
 
-LAUNCHED = [sys.executable, "-m", "mckpt"]
+AT_ONCE = 6  # scenarios; their processes wait nearly all of the time
+# Python that a process runs first, each for one change of mckpt
+SOON = "import mckpt.execute.ranks as r; r.LOOK_S, r.DEAD_S = 0.3, 3.0"
+DEAD_SOON = "import mckpt.execute.ranks as r; r.DEAD_S = 2.0"
+DIES = """
+import os, mckpt.execute.journal as j
+write = j.Journal.write
+def dies(*a): write(*a); os._exit(9)
+j.Journal.write = dies
+"""
+TELLS = """
+import mckpt.execute.journal as j
+write = j.Journal.write
+def tells(journal, unit, rows): print("moved", unit); write(journal, unit, rows)
+j.Journal.write = tells
+"""
+FAILS = """
+import mckpt.execute.engine as e, mckpt.errors as x
+def fails(*a): raise x.StorageError("the disk of rank 1")
+e._Run.move = fails
+"""
+STAYS = """
+import time, mckpt.execute.engine as e
+def stays(*a): print(flush=True); time.sleep(100)
+e._Run.move = stays
+"""
+FULL = """
+import os, types, mckpt.execute.files as e
+e.os = types.SimpleNamespace(**vars(os))
+e.os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=512)
+"""
+# a background job of a shell ignores SIGINT, and its children would do so too
+SLOW = """
+import signal, time, mckpt.execute.engine as e
+move = e._Run.move
+def slow(*a): time.sleep(0.2); return move(*a)
+e._Run.move = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.tiny_random("qwen3-moe", tmp_path_factory.mktemp("source") / "hf")
+def source(tiny_model: TinyModel) -> Path:
+    return tiny_model("qwen3-moe")
 
 
 def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str, str]:
-    """Of one rank; a tiny model has many units there."""
+    """The environment of one rank, in which a tiny model has many units."""
     custom = tmp_path / "sitecustomize.py"
     if not custom.exists():  # a rank that starts must not find it half-written
         custom.write_text("import mckpt.execute.units as u\nu.UNIT = 64 << 10\nu.SLAB = 16 << 10\n")
@@ -45,17 +83,14 @@ def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str
 
 
 def start(
-    arguments: list[Any], rank: int, size: int, tmp_path: Path, run: str = ""
+    arguments: list[Any], rank: int, size: int, tmp_path: Path, run: str = "", before: str = ""
 ) -> subprocess.Popen[str]:
-    command = [*LAUNCHED, *map(str, arguments)]
-    return subprocess.Popen(
-        command,
-        env=environment(rank, size, tmp_path, run),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
+    line, environ = (
+        door.command_line(*arguments, before=before),
+        environment(rank, size, tmp_path, run),
     )
+    pipe = subprocess.PIPE
+    return subprocess.Popen(line, env=environ, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path)
 
 
 def wait(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
@@ -67,8 +102,9 @@ def wait(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 def test_the_output_is_that_of_one_process(
     source: Path, tmp_path: Path, form: str, run: str
 ) -> None:
-    """With a name for the run (srun, --workers) and without one (torchrun), where rank 0 is known
-    by its heartbeat.
+    """Runs have a name under srun and --workers, and none under torchrun.
+
+    Without a name, the others know rank 0 by its heartbeat.
     """
     arguments = ["hf-to-megatron", source, "PLACE", "--format", form, "--tp", 2]
     door.good(*arguments[:2], tmp_path / "one", *arguments[3:])
@@ -89,181 +125,70 @@ def test_the_output_is_that_of_one_process(
 
 def test_workers(source: Path, tmp_path: Path) -> None:
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch", "--tp", 2)
-    done = subprocess.run(
-        [
-            *LAUNCHED,
-            "hf-to-megatron",
-            source,
-            tmp_path / "three",
-            "--format",
-            "torch",
-            "--tp",
-            "2",
-            "--workers",
-            "3",
-        ],
-        env=os.environ | {"PYTHONPATH": str(door.ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    options = ("--format", "torch", "--tp", 2, "--workers", 3)
+    door.run(door.command_line("hf-to-megatron", source, tmp_path / "three", *options))
     assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
     for back in ("reshard", "megatron-to-hf"):
-        done = subprocess.run(
-            [*LAUNCHED, back, tmp_path / "three", tmp_path / back, "--workers", "2", "--json"],
-            env=os.environ | {"PYTHONPATH": str(door.ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
-        assert done.returncode == 0, done.stderr
+        options = (tmp_path / "three", tmp_path / back, "--workers", 2, "--json")
+        done = door.run(door.command_line(back, *options))
         assert json.loads(done.stdout)["files"]
     assert door.mckpt("diff", source, tmp_path / "megatron-to-hf").code == 0
 
 
 def test_many_workers_leave_nothing_behind(source: Path, tmp_path: Path) -> None:
-    """They write into the staging directory until the moment it goes."""
+    """Workers write into the staging directory until it is removed."""
     door.good("hf-to-megatron", source, tmp_path / "one")
     for number in range(4):
         out = tmp_path / str(number)
-        command = [*LAUNCHED, "hf-to-megatron", source, out, "--workers", "12"]
-        done = subprocess.run(
-            command,
-            env=os.environ | {"PYTHONPATH": str(door.ROOT)},
-            capture_output=True,
-            text=True,
-            timeout=30,
-        )
-        assert done.returncode == 0, done.stderr
+        line = door.command_line("hf-to-megatron", source, out, "--workers", 12)
+        door.run(line, timeout=30)
         assert door.tree(out) == door.tree(tmp_path / "one")
 
 
-def patched(patch: str, arguments: list[Any]) -> list[str]:
-    """The command of an mckpt in which something was changed first."""
-    said = [str(a) for a in arguments]
-    return [
-        sys.executable,
-        "-c",
-        f"import sys, mckpt.cli\n{patch}\nsys.argv[1:] = {said}\nmckpt.cli.main()",
-    ]
-
-
-def test_a_dead_rank_is_replaced(source: Path, tmp_path: Path) -> None:
-    """Rank 1 of 2 never comes: rank 0 gives it up and does its share."""
-    door.good("hf-to-megatron", source, tmp_path / "one")
-    command = patched(
-        "import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0",
-        ["hf-to-megatron", source, tmp_path / "two"],
-    )
-    done = subprocess.run(
-        command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert door.tree(tmp_path / "two") == door.tree(tmp_path / "one")
-
-
-def test_a_killed_rank_is_replaced_and_a_restart_goes_on(source: Path, tmp_path: Path) -> None:
-    """Rank 1 dies when it has done one unit, with nobody to tell; and then the same with rank 0,
-    after which three go on.
-    """
-    door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
-    arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch", "--threads", "1"]
-    dies = (
-        "import os, mckpt.execute.journal as j; w = j.Journal.write\ndef write(*a): w(*a);"
-        " os._exit(9)\nj.Journal.write = write"
-    )
-    killed = subprocess.Popen(patched(dies, arguments), env=environment(1, 2, tmp_path, "x"))
-    command = patched("import mckpt.execute.ranks; mckpt.execute.ranks.DEAD_S = 2.0", arguments)
-    done = subprocess.run(
-        command, env=environment(0, 2, tmp_path, "x"), capture_output=True, text=True, timeout=60
-    )
-    assert (killed.wait(), done.returncode) == (9, 0), done.stderr
-    assert "rank 1 has ended or is not heard of" in done.stderr
-    assert door.tree(tmp_path / "two") == door.tree(tmp_path / "one")
-
-    arguments[2] = tmp_path / "three"
-    killed = subprocess.Popen(patched(dies, arguments), env=environment(0, 2, tmp_path, "y"))
-    assert killed.wait(60) == 9
-    assert not (tmp_path / "three" / "release").exists()
-    assert list((tmp_path / "three").glob(".mckpt-*/done/0*"))
-    (kept,) = (tmp_path / "three").glob(".mckpt-*/done/0*")
-    moved = (
-        "import mckpt.execute.journal as j; w = j.Journal.write\ndef write(s, u, r): print('moved',"
-        " u); w(s, u, r)\nj.Journal.write = write"
-    )
-    starting = [
-        subprocess.Popen(
-            patched(moved, arguments),
-            env=environment(rank, 3, tmp_path, "z"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    ended = wait(starting)
-    assert [code for code, _, _ in ended] == [0, 0, 0], ended
-    said = "".join(out for _, out, _ in ended)
-    assert "moved" in said
-    assert f"moved {int(kept.name)}\n" not in said  # the journal is believed
-    assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
-
-
-def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
-    """Both end with the error of the one, and nothing is published."""
-    arguments = ["hf-to-megatron", source, tmp_path / "out"]
-    first = start(arguments, 0, 2, tmp_path, "y")
-    fails = (
-        "import mckpt.execute.engine as e, mckpt.errors as x\ndef fails(*a): raise"
-        " x.StorageError('the disk of rank 1')\ne._Run.move = fails"
-    )
-    second = subprocess.run(
-        patched(fails, arguments),
-        env=environment(1, 2, tmp_path, "y"),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert second.returncode == 7
-    ((code, _, said),) = wait([first])
-    assert code == 7
-    assert "rank 1: the disk of rank 1" in said
-    assert not (tmp_path / "out" / "release").exists()
-
-
-SOON = (
-    "import mckpt.execute.ranks; mckpt.execute.ranks.LOOK_S = 0.3; mckpt.execute.ranks.DEAD_S = 3.0"
-)
-
-
 def ranks_end(
-    arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, patch: str = SOON
+    arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, before: str = SOON
 ) -> list[tuple[int, str]]:
-    """Starts these ranks of 2, each when the one before has ended; their codes and what they said,
-    within a minute.
+    """Starts these ranks of 2, each when the one before has ended, within a minute; returns their
+    exit codes and what they wrote to stderr.
     """
-    out = []
+    line, ended = door.command_line(*arguments, before=before), []
     for rank in order:
-        done = subprocess.run(
-            patched(patch, arguments),
-            env=environment(rank, 2, tmp_path, run),
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        out.append((done.returncode, done.stderr))
-    return out
+        environ = environment(rank, 2, tmp_path, run)
+        done = subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60)
+        ended.append((done.returncode, done.stderr))
+    return ended
 
 
-@pytest.mark.parametrize("run", ["x", ""])
-def test_what_rank_0_is_refused_for_the_others_find_too(
-    source: Path, tmp_path: Path, run: str
+# ---- ranks that wait for others. Each scenario takes seconds in which nothing computes, so all of
+# them run in threads, at the same time as the other tests of this file. They must run mckpt in
+# processes only, because those tests replace parts of mckpt in this one.
+
+
+def rank_1_of_2_never_comes(made: Path, source: Path, tmp_path: Path) -> None:
+    """Rank 0 stops waiting and does the share of rank 1."""
+    arguments = ["hf-to-megatron", source, tmp_path / "two"]
+    ((code, said),) = ranks_end(arguments, (0,), tmp_path, "x", DEAD_SOON)
+    assert code == 0, said
+    assert door.tree(tmp_path / "two") == door.tree(made / "torch_dist")
+
+
+def rank_1_dies_and_is_replaced(made: Path, source: Path, tmp_path: Path) -> None:
+    """Rank 1 dies after one unit, without a word to rank 0."""
+    arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch", "--threads", 1]
+    killed = start(arguments, 1, 2, tmp_path, "x", DIES)
+    ((code, said),) = ranks_end(arguments, (0,), tmp_path, "x", DEAD_SOON)
+    assert ([killed for killed, _, _ in wait([killed])], code) == ([9], 0), said
+    assert "rank 1 has ended or is not heard of" in said
+    assert door.tree(tmp_path / "two") == door.tree(made / "torch")
+
+
+def what_rank_0_is_refused_for_the_others_find_too(
+    made: Path, source: Path, tmp_path: Path, run: str
 ) -> None:
-    """With its code and its words, whoever comes first, and nothing is left to say so."""
+    """All ranks end with rank 0's exit code and error, in any order, and leave nothing behind."""
     out = tmp_path / "out"
     arguments = ["hf-to-megatron", source, out]
-    door.good(*arguments, "--tp", 2)
+    shutil.copytree(made / "tp2", out)
     before = door.tree(tmp_path / "out")
     for order in ((0, 1), (1, 0)):
         ended = ranks_end(arguments, order, tmp_path, run)
@@ -279,16 +204,11 @@ def test_what_rank_0_is_refused_for_the_others_find_too(
     assert [code for code, _ in ended] == [2, 2], ended
 
 
-@pytest.mark.parametrize("run", ["x", ""])
-def test_a_place_where_another_works(source: Path, tmp_path: Path, run: str) -> None:
+def a_place_where_another_works_is_refused(
+    made: Path, source: Path, tmp_path: Path, run: str
+) -> None:
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
-    stays = (
-        "import time, mckpt.execute.engine as e\ndef stays(*a): print(flush=True);"
-        " time.sleep(100)\ne._Run.move = stays"
-    )
-    other = subprocess.Popen(
-        patched(stays, arguments), env=environment(0, 1, tmp_path), stdout=subprocess.PIPE
-    )
+    other = start(arguments, 0, 1, tmp_path, before=STAYS)
     try:
         assert other.stdout is not None
         other.stdout.readline()
@@ -299,34 +219,121 @@ def test_a_place_where_another_works(source: Path, tmp_path: Path, run: str) -> 
         other.kill()
         other.communicate()
     # its name is in the lock still
-    ended = wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])
-    assert [code for code, _, _ in ended] == [0, 0], ended
+    both = wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])
+    assert [code for code, _, _ in both] == [0, 0], both
 
 
-@pytest.mark.parametrize("run", ["x", ""])
-def test_an_error_of_rank_0_before_the_others_came(source: Path, tmp_path: Path, run: str) -> None:
-    """Nameless, it may be of an earlier run, and is believed when rank 0 has not come for as long
-    as one that is dead.
+def an_error_of_rank_0_before_the_others_came(
+    made: Path, source: Path, tmp_path: Path, run: str
+) -> None:
+    """Rank 1 finds the error of rank 0, which has ended.
+
+    In a run without a name the error may be of an earlier run: rank 1 believes it once it has
+    waited for rank 0 as long as for a dead one.
     """
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
-    full = (
-        f"{SOON}\nimport os, types, mckpt.execute.files as e\ne.os ="
-        " types.SimpleNamespace(**vars(os))"
-    )
-    full += "\ne.os.statvfs = lambda path: types.SimpleNamespace(f_bavail=1, f_frsize=512)"
-    ended = ranks_end(arguments, (0, 1), tmp_path, run, full)
+    ended = ranks_end(arguments, (0, 1), tmp_path, run, f"{SOON}\n{FULL}")
     assert [code for code, _ in ended] == [7, 7], ended
     assert all("512 bytes free" in said for _, said in ended), ended
     if not run:
-        ended = [
-            (code, said)
-            for code, _, said in wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])
-        ]
-        assert [code for code, _ in ended] == [0, 0], ended
+        both = wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])
+        assert [code for code, _, _ in both] == [0, 0], both
+
+
+def ranks_that_miss_each_other_with_overwrite(
+    made: Path, source: Path, tmp_path: Path, run: str, order: tuple[int, int]
+) -> None:
+    """The destination already holds the files of the same plan, of this run or an earlier one.
+
+    No rank waits longer than for one that died.
+    """
+    out = tmp_path / "out"
+    shutil.copytree(made / "torch_dist", out)
+    before, manifest = door.tree(out), out / "release" / "mckpt.json"
+    written = manifest.stat().st_mtime_ns
+    ended = ranks_end(["hf-to-megatron", source, out, "--overwrite"], order, tmp_path, run)
+    assert [code for code, _ in ended] == [0, 0], ended
+    assert door.tree(out) == before
+    assert manifest.stat().st_mtime_ns > written
+
+
+# the longest first; "x" is a run with a name, as under srun, and "" one without, as under torchrun
+SCENARIOS: list[tuple[Any, ...]] = [
+    (ranks_that_miss_each_other_with_overwrite, "x", (0, 1)),
+    (ranks_that_miss_each_other_with_overwrite, "x", (1, 0)),
+    (ranks_that_miss_each_other_with_overwrite, "", (0, 1)),
+    (ranks_that_miss_each_other_with_overwrite, "", (1, 0)),
+    (an_error_of_rank_0_before_the_others_came, ""),
+    (a_place_where_another_works_is_refused, "x"),
+    (a_place_where_another_works_is_refused, ""),
+    (what_rank_0_is_refused_for_the_others_find_too, "x"),
+    (what_rank_0_is_refused_for_the_others_find_too, ""),
+    (rank_1_dies_and_is_replaced,),
+    (rank_1_of_2_never_comes,),
+    (an_error_of_rank_0_before_the_others_came, "x"),
+]
+NAMES = ["-".join([scenario.__name__, *map(str, case)]) for scenario, *case in SCENARIOS]
+
+
+@pytest.fixture(scope="module")
+def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`source` as one process converts it."""
+    root = tmp_path_factory.mktemp("made")
+    mckpt.plan(source, root / "torch_dist").run()
+    mckpt.plan(source, root / "torch", format="torch").run()
+    mckpt.plan(source, root / "tp2", parallel=mckpt.Parallel(tp=2)).run()
+    return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def begun(
+    made: Path,
+    source: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest,
+) -> Iterator[dict[str, Future[None]]]:
+    """Starts the scenarios that were selected when the first test of this file begins."""
+    selected = {item.name for item in request.session.items}
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        yield {
+            name: pool.submit(scenario, made, source, tmp_path_factory.mktemp("ranks"), *case)
+            for name, (scenario, *case) in zip(NAMES, SCENARIOS, strict=True)
+            if f"test_ranks_that_wait[{name}]" in selected
+        }
+
+
+# ---- ranks that work together
+
+
+def test_a_run_whose_rank_0_was_killed_goes_on_at_another_start(
+    source: Path, tmp_path: Path
+) -> None:
+    """Rank 0 dies when it has done one unit; the three that start then believe its journal."""
+    door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
+    out = tmp_path / "three"
+    arguments = ["hf-to-megatron", source, out, "--format", "torch", "--threads", 1]
+    assert wait([start(arguments, 0, 2, tmp_path, "y", DIES)])[0][0] == 9
+    assert not (out / "release").exists()
+    (kept,) = out.glob(".mckpt-*/done/0*")
+    ended = wait([start(arguments, rank, 3, tmp_path, "z", TELLS) for rank in range(3)])
+    assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    said = "".join(out for _, out, _ in ended)
+    assert "moved" in said and f"moved {int(kept.name)}\n" not in said
+    assert door.tree(out) == door.tree(tmp_path / "one")
+
+
+def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
+    """Both end with the error of the one, and nothing is published."""
+    arguments = ["hf-to-megatron", source, tmp_path / "out"]
+    both = [start(arguments, 0, 2, tmp_path, "y"), start(arguments, 1, 2, tmp_path, "y", FAILS)]
+    (code, _, said), (other, _, _) = wait(both)
+    assert (code, other) == (7, 7)
+    assert "rank 1: the disk of rank 1" in said
+    assert not (tmp_path / "out" / "release").exists()
 
 
 def test_no_leave_to_write(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root has leave everywhere: what the system says is made up here."""
+    """Root may write everywhere, so the answer of the system is replaced here."""
     planned = mckpt.plan(source, tmp_path / "a" / "out", helps=True)
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     with pytest.raises(errors.StorageError, match=f"no leave to write {tmp_path}$"):
@@ -334,65 +341,36 @@ def test_no_leave_to_write(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "a").exists()
 
 
-@pytest.mark.parametrize("run", ["x", ""])
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_ranks_that_miss_each_other_with_overwrite(
-    source: Path, tmp_path: Path, run: str, order: tuple[int, int]
-) -> None:
-    """What is in place is the same plan's, of this run or of an earlier one: neither waits for more
-    than one that died.
-    """
-    arguments = ["hf-to-megatron", source, tmp_path / "out", "--overwrite"]
-    door.good(*arguments[:3])
-    before, written = (
-        door.tree(tmp_path / "out"),
-        (tmp_path / "out" / "release" / "mckpt.json").stat().st_mtime_ns,
-    )
-    ended = ranks_end(arguments, order, tmp_path, run)
-    assert [code for code, _ in ended] == [0, 0], ended
-    assert door.tree(tmp_path / "out") == before
-    assert (tmp_path / "out" / "release" / "mckpt.json").stat().st_mtime_ns > written
+LAUNCHERS = [
+    ("", Ranks()),
+    ("RANK=3 WORLD_SIZE=8", Ranks(3, 8)),
+    ("RANK=3 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", Ranks(3, 8, local=4)),
+    # a batch script, which is not one of the tasks
+    ("SLURM_PROCID=0 SLURM_NTASKS=4", Ranks()),
+    (
+        "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 SLURM_JOB_ID=7 SLURM_STEP_ID=2",
+        Ranks(1, 4, "7.2."),
+    ),
+    (
+        "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=65 SLURM_STEP_TASKS_PER_NODE=4(x16),1",
+        Ranks(1, 65, "..", local=4),
+    ),
+    (
+        "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=n",
+        Ranks(1, 2, "n"),
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, Ranks()),
-        ({"RANK": "3", "WORLD_SIZE": "8"}, Ranks(3, 8)),
-        ({"RANK": "3", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, Ranks(3, 8, local=4)),
-        # a batch script: not one of the tasks
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, Ranks()),
-        (
-            {
-                "SLURM_PROCID": "1",
-                "SLURM_STEP_NUM_TASKS": "4",
-                "SLURM_JOB_ID": "7",
-                "SLURM_STEP_ID": "2",
-            },
-            Ranks(1, 4, "7.2."),
-        ),
-        (
-            {
-                "SLURM_PROCID": "1",
-                "SLURM_STEP_NUM_TASKS": "65",
-                "SLURM_STEP_TASKS_PER_NODE": "4(x16),1",
-            },
-            Ranks(1, 65, "..", local=4),
-        ),
-        (
-            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "PMIX_NAMESPACE": "n"},
-            Ranks(1, 2, "n"),
-        ),
-    ],
-)
-def test_what_launchers_say(environ: dict[str, str], expected: Ranks) -> None:
-    assert Ranks.of_environment(environ) == expected
+@pytest.mark.parametrize(("environ", "expected"), LAUNCHERS)
+def test_the_environment_of_each_launcher_tells_the_ranks(environ: str, expected: Ranks) -> None:
+    assert Ranks.of_environment(dict(word.split("=") for word in environ.split())) == expected
 
 
 @pytest.mark.parametrize(
     "environ", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}]
 )
-def test_what_launchers_must_not_say(environ: dict[str, str]) -> None:
+def test_an_environment_without_a_valid_rank_is_refused(environ: dict[str, str]) -> None:
     with pytest.raises(errors.UsageError, match="in the environment"):
         Ranks.of_environment(environ)
 
@@ -414,8 +392,10 @@ def test_shares_are_all(count: int, size: int) -> None:
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_a_line_of_an_earlier_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One without a name for its run is told by its line, which does not change."""
+def test_a_line_of_an_earlier_run_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of an earlier run without a name is recognised because it does not change."""
     monkeypatch.setattr(ranks, "START_S", 0.3)
     monkeypatch.setattr(ranks, "BEAT_S", 0.05)
     for run in ("old", ""):
@@ -499,9 +479,10 @@ def test_a_stopped_process_does_not_take_the_others_for_dead(
         assert second.lives(0)
 
 
-def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
-    """A process of a run that is over, and that nothing tells from this one, says that it has done
-    its share.
+def test_lines_of_another_run_are_ignored(tmp_path: Path) -> None:
+    """A process of a run that is over reports its share as done.
+
+    Nothing but its line tells that run from this one.
     """
     with Session(tmp_path, Ranks(0, 2)) as old, Session(tmp_path, Ranks(1, 2)) as straggler:
         old.open()
@@ -514,46 +495,39 @@ def test_lines_of_another_run_count_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) -> None:
-    """Of a run whose files were removed while one of its processes lived on: it writes into the
-    journal of the next.
-    """
+    """The files of a run were removed, and one of its processes still wrote into the journal."""
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--format", "torch", "--threads", "1"]
-    dies = (
-        "import os, mckpt.execute.journal as j; w = j.Journal.write\ndef write(*a): w(*a);"
-        " os._exit(9)\nj.Journal.write = write"
-    )
-    environ = environment(0, 1, tmp_path)
-    assert subprocess.run(patched(dies, arguments), env=environ, timeout=60).returncode == 9
+    assert wait([start(arguments, 0, 1, tmp_path, before=DIES)])[0][0] == 9
     (staging,) = (tmp_path / "out").glob(".mckpt-*")
     (unit,) = (staging / "done").glob("0*")
     late = unit.read_bytes()
     shutil.rmtree(staging)
-    assert subprocess.run(patched(dies, arguments), env=environ, timeout=60).returncode == 9
+    assert wait([start(arguments, 0, 1, tmp_path, before=DIES)])[0][0] == 9
     (again,) = (staging / "done").glob("0*")
     again.write_bytes(late)
     for path in (staging / "data").rglob("*.pt"):
         path.write_bytes(bytes(path.stat().st_size))
-    assert (
-        subprocess.run([*LAUNCHED, *map(str, arguments)], env=environ, timeout=60).returncode == 0
-    )
+    door.run(door.command_line(*arguments), env=environment(0, 1, tmp_path))
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
     assert door.tree(tmp_path / "out") == door.tree(tmp_path / "one")
 
 
+# ---- at the end: the scenarios, and a test that measures time, when they have ended
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_that_wait(begun: dict[str, Future[None]], name: str) -> None:
+    begun[name].result()
+
+
 def test_an_interrupt_ends_all_workers_at_once(source: Path, tmp_path: Path) -> None:
-    """And the same command goes on."""
-    slow = (
-        "import signal, time, mckpt.execute.engine as e; m = e._Run.move\ndef move(*a):"
-        " time.sleep(0.2); return m(*a)\ne._Run.move = move"
-    )
-    # a shell's background job ignores it, and so would its children
-    slow += "\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    """The same command then completes the output."""
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--workers", "3", "--threads", "1"]
     environ = {k: v for k, v in environment(0, 1, tmp_path).items() if not k.startswith("MCKPT_")}
     for number in (signal.SIGINT, signal.SIGTERM):
         before = len(list((tmp_path / "out").glob(".mckpt-*/done/0*")))
         process = subprocess.Popen(
-            patched(slow, arguments),
+            door.command_line(*arguments, before=SLOW),
             env=environ,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -573,9 +547,6 @@ def test_an_interrupt_ends_all_workers_at_once(source: Path, tmp_path: Path) -> 
         ["pgrep", "-f", str(tmp_path / "out")], capture_output=True, text=True
     ).stdout
     assert not left, left
-    done = subprocess.run(
-        [*LAUNCHED, *map(str, arguments)], env=environ, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
+    door.run(door.command_line(*arguments), env=environ)
     door.good("hf-to-megatron", source, tmp_path / "one")
     assert door.tree(tmp_path / "out") == door.tree(tmp_path / "one")

@@ -20,7 +20,7 @@ TESTS = re.findall(r"^<!-- tests -->\n```sh\n(.*?)^```", README, re.M | re.S)
 
 def test_ci_runs_the_test_command() -> None:
     script = (ROOT / ".ci" / "run").read_text()
-    awk = re.search(r"command=\$\((awk .*README\.md)\)", script)
+    awk = re.search(r"command=\$\((awk .*?README\.md)\)", script, re.S)
     assert awk
     assert subprocess.check_output(["sh", "-c", awk[1]], cwd=ROOT, text=True) == TESTS[0]
     assert "pytest" in TESTS[0]

@@ -1,4 +1,4 @@
-"""The page of a verdict: whole, self-contained, escaped, and its marks where the numbers are."""
+"""The HTML page of a verdict: complete, self-contained, escaped, with marks at the numbers."""
 
 from __future__ import annotations
 

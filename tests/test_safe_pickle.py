@@ -1,6 +1,4 @@
-"""Pickles: nothing that they name runs, what hurts is refused in one line, and what is read is
-written as it was.
-"""
+"""Pickles: nothing that they name runs, and hostile ones are refused in one line."""
 
 from __future__ import annotations
 
@@ -10,16 +8,14 @@ import pickletools
 import random
 import re
 import struct
-import subprocess
-import sys
 from collections import OrderedDict
-from pathlib import Path
 
 import pytest
 
 from mckpt.containers import safe_pickle as sp
 from mckpt.containers.safe_pickle import scanning
 from mckpt.errors import MckptError, PickleError
+from tests.door import ROOT, python
 
 
 class Evil:
@@ -105,7 +101,7 @@ def test_bombs_are_refused_in_one_line(name):
     )
 
 
-def test_errors_say_where_and_what():
+def test_errors_name_the_byte_and_the_opcode():
     with pytest.raises(
         PickleError,
         match="byte 3 of the pickle: opcode LONG_BINPUT sets memo 2147483648, but 9 bytes",
@@ -118,7 +114,7 @@ def test_errors_say_where_and_what():
 
 
 def test_bombs_cost_no_memory():
-    """In a process that may not have 1 GiB: what were an OOM kill is one error."""
+    """Runs in a process with limited memory, in which a bomb that is read would be an error."""
     code = """
 import resource, sys
 sys.path[:0] = sys.argv[1:]
@@ -133,13 +129,10 @@ for data in BOMBS.values():
         raise SystemExit("read")
     except PickleError:
         pass
-assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert after - before < 100 << 10, after
 """
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(root)], capture_output=True, text=True, cwd=root
-    )
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout
+    python(code, ROOT)
 
 
 def test_deep_nesting():
@@ -456,7 +449,7 @@ def test_objects_do_not_shift_the_memo(seed, by_opcode):
 
 
 def test_nests_by_memo_entries_are_found():
-    """Else a tuple could hold the one before it, and hashing the last would take 2**60 steps."""
+    """Otherwise each tuple could hold the one before it, and hashing the last takes 2**60 steps."""
     head = (
         b"\x80\x02](" + b"".join(b"Nr" + u32(i) + b"0" for i in range(70000)) + b"cos\nsystem\n)R"
     )

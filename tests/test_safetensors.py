@@ -1,6 +1,4 @@
-"""Headers of safetensors as they may lawfully be, in several files; unlawful ones are in
-test_bad_input.py.
-"""
+"""Unusual but valid headers of safetensors; test_bad_input.py has the invalid ones."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def index(directory: Path, **weight_map: str) -> None:
 
 
 def test_any_lawful_headers(tmp_path: Path) -> None:
-    """Out of the order of the data, of no bytes, of no axes, a file without tensors between two
-    others.
-    """
+    """Tensors out of the order of the data, empty ones, scalars, and a file without tensors."""
     first = write(
         tmp_path / "a.safetensors",
         14,
@@ -58,7 +54,7 @@ def test_any_lawful_headers(tmp_path: Path) -> None:
 
 
 def test_offsets_of_many_digits(tmp_path: Path) -> None:
-    """Numbers next to what a file can be, some of them none."""
+    """Numbers near the largest possible file size, some of them beyond it."""
     for end, what in (
         (10**17, "truncated"),
         (2**62 - 1, "truncated"),
@@ -75,7 +71,7 @@ def test_offsets_of_many_digits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes, begin", [(8, 1), (9, 1), (12, 4)])
 def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin: int) -> None:
-    """What ends the file before is no tensor before it."""
+    """The end of the file before must not count as the end of a tensor before the hole."""
     write(tmp_path / "a.safetensors", begin, one=("U8", [begin], 0, begin))
     write(tmp_path / "b.safetensors", nbytes, two=("U8", [8], begin, begin + 8))
     with pytest.raises(

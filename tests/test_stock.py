@@ -14,12 +14,15 @@ Transformer Engine is the stand-in of tests/fake_te, which has its names and a f
 own: the logits say that the flags, the sharding and the model are right, and nothing of the real
 kernels. What cannot be judged on CPU:
 
-- The local spec with experts at tp > 1: megatron.training demands sequence parallelism for it, which the local norms refuse.
-- The local spec with MLA: its attention takes no head widths (`k_channels`). test_the_local_spec_cannot_build_mla is about that.
-- MLA without q LoRA (deepseek-v3-plain): with Transformer Engine, 0.19 asks for a norm that the model does not have, and mckpt refuses to
-  write for it. test_the_stock_trainer_cannot_load_mla_without_q_lora is about that. Its launch line
-  is judged.
-- Fused kernels: MLA rotates without --apply-rope-fusion here, after its config was checked with it. Training is not judged at all.
+- The local spec with experts at tp > 1: megatron.training demands sequence parallelism for it,
+  which the local norms refuse.
+- The local spec with MLA: its attention takes no head widths (`k_channels`), as
+  test_the_local_spec_cannot_build_mla shows.
+- MLA without q LoRA (deepseek-v3-plain): with Transformer Engine, 0.19 asks for a norm that the
+  model does not have, and mckpt refuses to write for it, as
+  test_the_stock_trainer_cannot_load_mla_without_q_lora shows. Its launch line is judged.
+- Fused kernels: MLA rotates without --apply-rope-fusion here, after its config was checked with it.
+- Training.
 """
 
 from __future__ import annotations
@@ -116,18 +119,6 @@ def without(flag: str, flags: list[str]) -> list[str]:
     """The launch line without a flag that has no value."""
     assert flag in flags
     return [word for word in flags if word != flag]
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("stock")
-
-
-@pytest.fixture(scope="module")
-def sources(work: Path) -> dict[str, Path]:
-    return {
-        case: tiny.tiny_random(case, work / "hf" / case, dtype="float32") for case in tiny.CASES
-    }
 
 
 def convert(
@@ -284,7 +275,7 @@ def test_the_stock_trainer_computes_what_transformers_does(
 
 
 @pytest.mark.parametrize(("case", "form", "impl"), CASES, ids=[named(*one) for one in CASES])
-def test_what_the_stock_trainer_saves_comes_back_bit_for_bit(
+def test_a_checkpoint_of_the_stock_trainer_comes_back_bit_for_bit(
     case: str,
     form: str,
     impl: str,
@@ -316,9 +307,7 @@ def test_what_the_stock_trainer_saves_comes_back_bit_for_bit(
 def test_the_stock_trainer_ignores_the_rope_factor(
     sources: dict[str, Path], results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
 ) -> None:
-    """What mckpt asks about (`inexact`) is so: computed with the source's own factor, the logits
-    differ.
-    """
+    """So mckpt asks for --allow-inexact: with the source's own factor the logits differ."""
     case = "llama-rope-scaled"
     own = tiny.hf_logits(sources[case], tiny.tokens(case))
     assert (
@@ -334,9 +323,7 @@ def test_the_local_spec_cannot_build_mla(results: dict[str, dict[str, Any]]) -> 
 def test_the_stock_trainer_cannot_load_mla_without_q_lora(
     sources: dict[str, Path], work: Path, results: dict[str, dict[str, Any]]
 ) -> None:
-    """What mckpt refuses is so: the checkpoint that it writes for 0.18 lacks the weight that it
-    names.
-    """
+    """This is why mckpt refuses: a checkpoint for 0.18 lacks the weight that the error names."""
     with pytest.raises(mckpt.errors.MckptError, match=r"linear_q_proj\.layer_norm_weight"):
         mckpt.plan(sources[NOT_LOADABLE], work / "nowhere")
     if version("megatron-core") >= "0.19":

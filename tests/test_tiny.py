@@ -1,13 +1,9 @@
-"""The tiny checkpoints: as transformers saves them, and such that every tensor, size and
-hyperparameter can be seen in the logits.
-"""
+"""The tiny checkpoints are as transformers saves them, and any change moves their logits."""
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.door import python
 from tests.make_fixture import (
     CHAT_TEMPLATE,
     MERGES,
@@ -29,6 +26,7 @@ from tests.tiny import (
     CASES,
     FIXTURES,
     Config,
+    TinyModel,
     config,
     decoder_only,
     hf_logits,
@@ -50,7 +48,7 @@ FAMILIES = {"deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwe
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are faster so, by far when other tests run beside."""
+    """Models this small are faster with one thread, most of all beside other tests."""
     import torch
 
     before = torch.get_num_threads()
@@ -126,7 +124,7 @@ def reference(case: str) -> np.ndarray:
 
 
 def change(a: np.ndarray, b: np.ndarray) -> float:
-    """Root mean square of the difference, in standard deviations of `a`."""
+    """Returns the root mean square of the difference, in standard deviations of `a`."""
     return float(np.sqrt(np.mean((a - b) ** 2)) / a.std())
 
 
@@ -183,8 +181,9 @@ def test_names_by_hand() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_tensor_is_seen(case: str) -> None:
-    """Other values for all tensors of one kind in the last layer, or two kinds exchanged, must move
-    the logits.
+    """New values for all tensors of one kind in the last layer must move the logits.
+
+    So must two kinds that are exchanged.
     """
     c = config(case)
     arrays = decoder(c)
@@ -263,8 +262,8 @@ def test_rope_scaling_is_seen() -> None:
 @pytest.mark.parametrize(
     "case", ["deepseek-v3", "deepseek-v3-plain", "mixtral", "qwen3-moe", "qwen3-moe-raw"]
 )
-def test_every_expert_is_hit(case: str, tmp_path: Path) -> None:
-    model = load(tiny_random(case, tmp_path))
+def test_every_expert_is_hit(tiny_model: TinyModel, case: str) -> None:
+    model = load(tiny_model(case))
     chosen: list[np.ndarray] = []
 
     def router(module: Any, args: Any, out: Any) -> None:
@@ -286,38 +285,16 @@ def test_every_expert_is_hit(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_sizes_differ(case: str) -> None:
+    """So that a dimension that is exchanged for another cannot pass."""
     c = config(case)
-    keys = (
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "hidden_size",
-        "intermediate_size",
-        "vocab_size",
-    )
-    sizes = {key: c[key] for key in keys}
-    sizes |= {
-        k: c[k]
-        for k in (
-            "num_experts",
-            "num_local_experts",
-            "num_experts_per_tok",
-            "moe_intermediate_size",
-        )
-        if k in c
-    }
+    layers = "num_hidden_layers num_attention_heads num_key_value_heads hidden_size"
+    sizes = {key: c[key] for key in f"{layers} intermediate_size vocab_size".split()}
+    experts = "num_experts num_local_experts num_experts_per_tok moe_intermediate_size"
+    sizes |= {key: c[key] for key in experts.split() if key in c}
     if c["model_type"] == "deepseek_v3":
-        latent = (
-            "n_routed_experts",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        )
-        sizes = {k: v for k, v in sizes.items() if k != "num_key_value_heads"} | {
-            k: c[k] for k in latent
-        }
+        del sizes["num_key_value_heads"]
+        latent = "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"
+        sizes |= {key: c[key] for key in f"n_routed_experts {latent}".split()}
         assert len(set(sizes.values())) == len(sizes), sizes
         return
     sizes["head_dim"] = head_dim = c.get("head_dim", c["hidden_size"] // c["num_attention_heads"])
@@ -327,17 +304,12 @@ def test_sizes_differ(case: str) -> None:
         sizes["q rows"] = c["num_attention_heads"] * head_dim
     assert len(set(sizes.values())) == len(sizes), sizes
     assert c["vocab_size"] % 2 == 1
-    for key in (
-        "num_attention_heads",
-        "intermediate_size",
-        "num_experts",
-        "num_local_experts",
-        "moe_intermediate_size",
-    ):
+    divided = "intermediate_size num_experts num_local_experts moe_intermediate_size"
+    for key in f"num_attention_heads {divided}".split():
         assert c.get(key, 0) % 4 == 0, key
 
 
-def test_what_is_covered() -> None:
+def test_the_cases_cover_every_family() -> None:
     every = [config(case) for case in CASES]
     assert {c["model_type"] for c in every} == FAMILIES
     assert {c["model_type"] for c in every if c["tie_word_embeddings"]} == {
@@ -412,12 +384,14 @@ def test_loading_is_strict(tmp_path: Path) -> None:
 
 
 def test_tiny_random_needs_no_torch(tmp_path: Path) -> None:
-    code = (
-        "import sys; from pathlib import Path; from tests.tiny import tiny_random;"
-        " tiny_random('mistral', Path(sys.argv[1]))"
-    )
-    code += "; assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=FIXTURES.parent)
+    code = """
+        import sys
+        from pathlib import Path
+        from tests.tiny import tiny_random
+        tiny_random("mistral", Path(sys.argv[1]))
+        assert not {"torch", "transformers", "safetensors"} & set(sys.modules)
+        """
+    python(code, tmp_path)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -488,7 +462,7 @@ def test_published_sizes() -> None:
 
 @pytest.mark.parametrize("name", V5)
 def test_v5_configs(name: str) -> None:
-    """They say what the published ones say, in transformers 5's words."""
+    """They have the same content as the published ones, with the keys of transformers 5."""
     from transformers import AutoConfig
 
     path = FIXTURES / "configs" / "v5" / f"{name}.json"

@@ -1,6 +1,4 @@
-"""The container of torch.save and the metadata of torch_dist, against torch's own writer and
-readers.
-"""
+"""The container of torch.save and the metadata of torch_dist, against torch's own code."""
 
 from __future__ import annotations
 
@@ -539,7 +537,7 @@ def found(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_chunks_and_items_are_what_python_reads(protocol: int) -> None:
+def test_chunks_and_items_are_read_as_python_reads_them(protocol: int) -> None:
     for shared, planner in ((False, False), (True, False), (False, True), (True, True)):
         data = pickle.dumps(many(shared, planner), protocol)
         md = dcp_metadata.read_metadata(data)
@@ -608,7 +606,8 @@ class ByHand:
         return (
             index
             + self.info
-            + b")\x81}(\x8c\x0drelative_path\x8c\x0c__0_0.distcp\x8c\x06offsetK\x00\x8c\x06lengthK\x09ub"
+            + b")\x81}(\x8c\x0drelative_path\x8c\x0c__0_0.distcp"
+            + b"\x8c\x06offsetK\x00\x8c\x06lengthK\x09ub"
         )
 
     def in_chunk(self, offsets: bytes) -> bytes:
@@ -693,9 +692,7 @@ def get(n: int) -> bytes:
 
 
 def test_chunks_that_are_touched_again() -> None:
-    """What no pickler writes behind 400 chunks or items is read as Python reads it, or
-    is refused.
-    """
+    """Streams that no pickler writes are read as Python reads them, or refused."""
     made = ByHand()
     assert len(read(made.whole()).items) == 400
     other, chunk, over = made.other, made.first_chunk, made.other + b"r" + made.name[1:] + b"0"
@@ -740,7 +737,7 @@ def test_chunks_that_are_touched_again() -> None:
 
 
 def test_chunks_of_two_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are in the order in which the pickle has them."""
+    """They are returned in the order of the pickle."""
     made = ByHand()
 
     def chunk(n: int) -> bytes:
@@ -806,7 +803,7 @@ def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> An
 
 
 @pytest.mark.parametrize("per_layer", [False, True])
-def test_what_ranks_gather_is_what_python_reads(per_layer: bool) -> None:
+def test_metadata_gathered_from_ranks_is_read_as_python_reads_it(per_layer: bool) -> None:
     """Chunks and items whose numbers take 1 to 9 bytes in turns, and whose names are texts here and
     memo entries there.
     """
@@ -815,9 +812,7 @@ def test_what_ranks_gather_is_what_python_reads(per_layer: bool) -> None:
 
 
 def test_planner_data_nests_and_shares_as_it_likes() -> None:
-    """Lists in one another, 10**5 deep, and 2**200 of them that are one: reading them takes neither
-    a recursion nor forever.
-    """
+    """Neither lists nested 10**5 deep nor 2**200 shared ones exhaust the stack or take for ever."""
     value = many(False, False)
     nested = pickle.dumps(value, 4).replace(
         b"\x8c\x0cplanner_data\x94N", b"\x8c\x0cplanner_data\x94" + b"]" * 100_000 + b"a" * 99_999
@@ -831,9 +826,10 @@ def test_planner_data_nests_and_shares_as_it_likes() -> None:
 
 
 @pytest.mark.parametrize("which", ["in order", "gathered"])
-def test_damaged_metadata_is_what_python_reads(which: str) -> None:
-    """Any byte changed, or some bytes put elsewhere: it is read as Python reads it, or ends in a
-    MckptError.
+def test_damaged_metadata_is_read_as_python_reads_it_or_refused(which: str) -> None:
+    """Damaged metadata is either read as Python reads it, or refused with a MckptError.
+
+    The damage changes any byte, or moves some bytes.
     """
     rng = random.Random(1)
     data = pickle.dumps(many(False, False) if which == "in order" else ranked(2, 60, True, rng), 4)
@@ -852,7 +848,7 @@ def test_damaged_metadata_is_what_python_reads(which: str) -> None:
 
 
 def test_numbers_of_every_width():
-    """Rows of opcodes take the width of their largest number; torch reads the same out of them."""
+    """A row of opcodes has the width of its largest number, and torch reads the same from it."""
     for largest in (1, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**40, 2**62):
         at, names = np.array([0, largest, 7]), ["a", "é"]
         tensors = {"w": ("float32", (3, 5)), "s": ("float32", ())}

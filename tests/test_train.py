@@ -1,14 +1,10 @@
-"""The bundled trainer: the same losses at every parallel size, what it saves resumes and converts
-back, and the data it reads.
-"""
+"""The bundled trainer gives the same losses at every parallel size, and its checkpoints resume."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import json
-import subprocess
-import sys
 from argparse import Namespace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,10 +20,11 @@ if not find_spec("megatron.core"):
 import mckpt
 from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import data
-from tests import tiny
+from tests import door
 from tests.judging import explain, judge
 from tests.test_judge import DENSE as PLAIN
 from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
+from tests.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
 
@@ -45,11 +42,6 @@ JOB = {
     "seq_length": 32,
     "dtype": "float32",
 }
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("train")
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +135,7 @@ def test_bf16_and_the_way_back_to_it(results: dict[str, dict[str, Any]]) -> None
     assert "dp_reshardable" in explain(results["refused"])
 
 
-def test_what_was_saved_converts_back(results: dict[str, dict[str, Any]], work: Path) -> None:
+def test_a_trained_checkpoint_converts_back(results: dict[str, dict[str, Any]], work: Path) -> None:
     for name in ("dense-dist", "dense-torch", "dense-bf16", "moe-dist", "moe-torch"):
         plan = mckpt.plan(work / name, work / f"{name}-hf", format="hf")
         plan.run()
@@ -174,15 +166,8 @@ def test_the_command_on_jsonl(results: dict[str, dict[str, Any]], work: Path) ->
         "cpu",
         "--json",
     ]
-    command = [sys.executable, "-m", "mckpt", "train", work / "dense", *options]
-    done = subprocess.run(
-        [*map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        cwd=Path(__file__).parent.parent,
-    )
-    assert done.returncode == 0, done.stderr
+    command = door.command_line("train", work / "dense", *options)
+    done = door.run(command)
     steps = [json.loads(line) for line in done.stdout.splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
     assert all(np.isfinite(step["loss"]) and step["tokens_per_s"] > 0 for step in steps)
@@ -248,13 +233,14 @@ def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(
     torch.testing.assert_close(forward(mine), forward(stock), rtol=0, atol=1e-6)
 
 
-def test_a_common_state_kept_as_an_object_is_read_or_refused_with_the_cure(tmp_path: Path) -> None:
+def test_a_common_state_kept_as_an_object_is_read_or_refused_with_the_cure(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     from megatron.core import __version__
 
     from mckpt.trainer import load
 
-    tiny.tiny_random("llama", tmp_path / "hf")
-    mckpt.plan(tmp_path / "hf", tmp_path / "ckpt", common_as_object=True).run()
+    mckpt.plan(tiny_model("llama"), tmp_path / "ckpt", common_as_object=True).run()
     if int(__version__.split(".")[1]) >= 19:
         assert load.read_args(tmp_path / "ckpt").num_layers == 4
         return

@@ -1,6 +1,4 @@
-"""The judge judges: every seeded fault is found and named, the clean twin passes, and what the
-tokens do not reach is said.
-"""
+"""The verdict: every seeded fault is found and named, and the clean twin passes."""
 
 from __future__ import annotations
 
@@ -8,8 +6,6 @@ import json
 import random
 import shutil
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +26,7 @@ from mckpt.verification.tokens import read_tokens
 from mckpt.verification.values import compare_values
 from mckpt.verification.verdict import CLEAN, FAULT
 from tests import door, tiny
+from tests.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
 
@@ -41,8 +38,9 @@ Fault = tuple[str, str, Callable[[State, Any], None]]
 
 
 def conversion(directory: Path) -> None:
-    """A mixture of experts whose first layer is dense, with a square down projection: all that the
-    faults need in one model.
+    """Writes a model that has all that the faults need.
+
+    It is a mixture of experts whose first layer is dense, with a square down projection.
     """
     source = tiny.tiny_random(
         "qwen3-moe",
@@ -80,7 +78,7 @@ def swap_gate_and_up(state: State, args: Any) -> None:
 
 
 def miss_norm_offset(state: State, args: Any) -> None:
-    """The weight as zero-centered norms (--apply-layernorm-1p) want it, for one that is not."""
+    """The weight that zero-centered norms (--apply-layernorm-1p) want, in a model without them."""
     state[f"{MODEL}.1.input_layernorm.weight"] -= 1
 
 
@@ -200,7 +198,7 @@ def test_fault_is_found(verdicts: dict[str, mckpt.Verdict], name: str, named: st
 
 
 def expect(said: dict[str, Any], named: str) -> None:
-    """A failing verdict that names the tensor or arg, both as data and in words."""
+    """Asserts that the verdict fails and names the tensor or arg, both as data and in words."""
     assert said["verdict"] == "fail"
     where = said["where"]
     assert named in [*where.get("differ", []), *", ".join(where["args"]).split(", ")], where
@@ -210,8 +208,10 @@ def expect(said: dict[str, Any], named: str) -> None:
 def test_a_fault_of_the_converter_itself(
     directory: Path, verdicts: dict[str, mckpt.Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With k and v swapped in the packing, reading undoes what writing did: no tensor differs, and
-    the stored one is named all the same.
+    """The verdict finds k and v that are exchanged in the packing itself.
+
+    Reading then undoes what writing did, so no logical tensor differs. The verdict must name the
+    stored tensor all the same.
     """
     right = packing.PACKINGS["qkv"]
 
@@ -243,8 +243,9 @@ def test_a_fault_of_the_converter_itself(
 def test_context_parallelism(
     directory: Path, verdicts: dict[str, mckpt.Verdict], index: int, expected: str
 ) -> None:
-    """It runs in the checkpoint's dtype alone, once more, and both runs have to agree with
-    transformers.
+    """Context parallelism runs once more, in the checkpoint's dtype alone.
+
+    Both runs have to agree with transformers.
     """
     for path in (directory / "work").glob(f"checkpoint{index}.[0-9].npz"):
         shutil.copy(
@@ -270,9 +271,9 @@ def test_context_parallelism(
         assert found.facts["where"]["point"] == "logits"
 
 
-def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
-    """Every rank of ep holds the output layer, and one rank's is what the logits come from."""
-    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf")
+def test_copies_of_one_tensor_must_agree(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Every rank of ep holds the output layer, and the logits come from only one of them."""
+    source = tiny_model("qwen3-moe")
     mckpt.plan(
         source,
         tmp_path / "megatron",
@@ -295,7 +296,7 @@ def test_copies_of_one_tensor_must_agree(tmp_path: Path) -> None:
 
 
 def low_bit(state: State, args: Any) -> None:
-    """The last bit of one weight of the embedding, in a row that no token may reach."""
+    """Flips the last bit of one weight of the embedding, in a row that no token may reach."""
     bits = state["embedding.word_embeddings.weight"].view(torch.int16)
     bits[3, 5] ^= 1
 
@@ -303,8 +304,9 @@ def low_bit(state: State, args: Any) -> None:
 def test_one_low_bit_fails_at_every_level(
     directory: Path, verdicts: dict[str, mckpt.Verdict], tmp_path: Path
 ) -> None:
-    """The logits of the clean twin stand in for its own, which one bit does not move: only the
-    stored values can tell.
+    """One bit does not move the logits, so only the stored values can show it.
+
+    The logits of the clean twin stand in for those of the damaged checkpoint.
     """
     path = seed(directory / "clean", tmp_path / "bit", low_bit)
     left, right = Checkpoint(directory / "hf"), Checkpoint(path, Known(like=directory / "hf"))
@@ -319,9 +321,9 @@ def test_one_low_bit_fails_at_every_level(
     assert found.exit_code == 1 and found.reasons[0].startswith(expected)
 
 
-def test_a_cast_passes_only_where_it_is_exact(tmp_path: Path) -> None:
-    """The manifest names the cast; each value must be what that cast makes of the source's."""
-    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", "float32")
+def test_a_cast_passes_only_where_it_is_exact(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The manifest names the cast; each value must be exactly that cast of the source's."""
+    source = tiny_model("deepseek-v3", "float32")
     mckpt.plan(source, tmp_path / "bf16", dtype="bf16", parallel=mckpt.Parallel(tp=2)).run()
     mckpt.plan(
         tmp_path / "bf16", tmp_path / "again", parallel=mckpt.Parallel(pp=2), format="torch"
@@ -353,6 +355,37 @@ def test_a_cast_passes_only_where_it_is_exact(tmp_path: Path) -> None:
     )
 
 
+def test_logits_agree_when_the_hugging_face_side_was_cast(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Megatron checkpoint in fp32 was exported in bfloat16: Megatron-Core runs with its weights
+    cast, and without that cast the logits differ.
+    """
+    megatron, exported = tmp_path / "megatron", tmp_path / "exported"
+    mckpt.plan(tiny_model("deepseek-v3", "float32"), megatron).run()
+    mckpt.plan(megatron, exported, format="hf", dtype="bf16").run()
+    launch = launching.launch
+
+    def without_the_second_cast(module: str, job: dict[str, Any], *others: Any) -> None:
+        if module == "mckpt.trainer.worker":
+            assert [one["casts"] for one in job["checkpoints"]] == [["bfloat16"]] * 2
+            job["checkpoints"][1]["casts"] = []
+        launch(module, job, *others)
+
+    monkeypatch.setattr(launching, "launch", without_the_second_cast)
+    options = Options(device="cpu", sequences=1, length=64)
+    cast, uncast = verify_all(exported, [megatron, megatron], options)
+    assert (cast.verdict, cast.reasons) == ("pass", [])
+    note = "Megatron-Core runs with its weights cast to bfloat16, as mckpt.json says"
+    assert note in cast.facts["notes"]
+    biases = sum(name.endswith("score_correction.bias") for name in Checkpoint(megatron))
+    values = cast.facts["values"]
+    assert biases > 0, "the mapping keeps these in fp32"
+    assert values["equal_after_cast"] == values["tensors_equal"] - biases
+    logits = uncast.facts["logits"]["float32"]
+    assert uncast.verdict == "fail" and logits["max_abs"] > FAULT * logits["tolerance"]
+
+
 def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
     """Multi-token prediction keeps copies of the embedding and of the output layer, which no
     forward pass of transformers uses.
@@ -370,8 +403,8 @@ def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
     assert mckpt.diff(source, tmp_path / "megatron").replicas
 
 
-def test_what_was_allowed_to_differ_is_no_pass(tmp_path: Path) -> None:
-    """Neither is an arg that differs from what the conversion wrote."""
+def test_a_difference_that_was_allowed_makes_the_verdict_incomplete(tmp_path: Path) -> None:
+    """The verdict is INCOMPLETE, and FAIL if an arg is not the one that the conversion wrote."""
     source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=64)
     mckpt.plan(
         source, tmp_path / "megatron", format="torch", allow_inexact=["sliding_window"]
@@ -388,7 +421,7 @@ def test_what_was_allowed_to_differ_is_no_pass(tmp_path: Path) -> None:
     assert found.verdict == "fail" and "sliding_window" in found.reasons[0], found.reasons
 
 
-def test_values_that_a_cast_made_infinite_are_no_pass(tmp_path: Path) -> None:
+def test_values_that_a_cast_made_infinite_make_the_verdict_incomplete(tmp_path: Path) -> None:
     source = tiny.tiny_random("llama", tmp_path / "hf")
     weights = tiny.tensors(tiny.config("llama"))
     weights["model.norm.weight"][3] = 1e6
@@ -401,9 +434,9 @@ def test_values_that_a_cast_made_infinite_are_no_pass(tmp_path: Path) -> None:
     )
 
 
-def test_padding_that_no_conversion_makes_fails(tmp_path: Path) -> None:
-    """The softmax of a training run sees these rows."""
-    source = tiny.tiny_random("llama", tmp_path / "hf")
+def test_padding_that_no_conversion_makes_fails(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The rows of padding must be zero, because the softmax of a training run includes them."""
+    source = tiny_model("llama")
     mckpt.plan(source, tmp_path / "megatron", format="torch").run()
     (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
     saved = torch.load(path, weights_only=False)
@@ -457,9 +490,7 @@ def test_choices_that_transformers_itself_changes_are_left_out() -> None:
 def test_a_suspicious_noise_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: float, kept: str
 ) -> None:
-    """A noise a hundred times the usual one counts only if a second measurement of both runs finds
-    it too.
-    """
+    """A noise a hundred times the usual one counts only if a second measurement finds it too."""
     found = [1.0, second]
 
     def base(model: Any, recorder: Any, tokens: list[int], out: Path, index: int) -> float:
@@ -481,7 +512,7 @@ def test_a_suspicious_noise_is_measured_again(
 
 
 def test_args_of_another_shape_are_a_verdict(directory: Path, tmp_path: Path) -> None:
-    """What megatron-core itself says of them is no crash."""
+    """The error of megatron-core about such args becomes a FAIL, not a crash."""
 
     def widen(state: State, args: Any) -> None:
         args.num_query_groups = 4
@@ -508,7 +539,7 @@ def test_args_of_another_shape_are_a_verdict(directory: Path, tmp_path: Path) ->
         ({"device": "cuda"}, "GPUs"),
     ],
 )
-def test_what_cannot_be_run_is_said_first(
+def test_sizes_that_cannot_run_are_refused_first(
     directory: Path, options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(mckpt.errors.UsageError, match=why):
@@ -549,11 +580,10 @@ def test_bytes_sees_args(directory: Path) -> None:
 
 
 def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
-    """Its weights could be anything: no pass.
+    """The verdict is INCOMPLETE, because the weights of that expert could be anything.
 
-    The experts' width is no multiple of 8, which grouped kernels refuse.
-
-    The conversion casts to bfloat16, which is no difference: transformers runs on the same cast.
+    The experts' width is not a multiple of 8, which grouped kernels refuse. The conversion casts to
+    bfloat16, and transformers runs on the same cast.
     """
     width = {"moe_intermediate_size": 20}
     source = tiny.tiny_random(
@@ -592,70 +622,35 @@ def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
     assert "INCOMPLETE" in (tmp_path / "report.html").read_text()
 
 
-def facts(**changes: Any) -> dict[str, Any]:
-    """What a passing run would have said."""
-    said = {
-        "coverage": {"positions": {}},
-        "logits": {
-            "float32": {
-                "noise": 1e-5,
-                "spread": 1.0,
-                "decisive": True,
-                "probe": 1.0,
-                "probe_above": 1e4,
-            }
-        },
-        "tokens": {"judged": 100, "positions": 100, "ties": 0},
-    }
-    return said | changes
+LOGITS = {"noise": 1e-5, "spread": 1.0, "decisive": True, "probe": 1.0, "probe_above": 1e4}
+FACTS = {
+    "coverage": {"positions": {}},
+    "logits": {"float32": LOGITS},
+    "tokens": {"judged": 100, "positions": 100, "ties": 0},
+}
+WINDOW = {"window": 4096, "longest_sequence": 512, "exceeded": False}
+WEAK_PROBE = {"noise": 0, "probe": 1e-4, "probe_above": 2.0}
+NEAR = {"noise": 0, "probe_above": 99, "below": 1.92}
 
 
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
         ({}, None),
-        (
-            {"coverage": {"window": {"window": 4096, "longest_sequence": 512, "exceeded": False}}},
-            "window of 4096",
-        ),
+        ({"coverage": {"window": WINDOW}}, "window of 4096"),
         (
             {"logits": {"bfloat16": {"noise": 0.4, "spread": 1.0, "decisive": False}}},
             "noise of bfloat16",
         ),
-        (
-            {
-                "logits": {
-                    "float32": {
-                        "noise": 0,
-                        "spread": 1,
-                        "decisive": True,
-                        "probe": 1e-4,
-                        "probe_above": 2.0,
-                    }
-                }
-            },
-            "could be missed",
-        ),
-        (
-            {
-                "logits": {
-                    "float32": {
-                        "noise": 0,
-                        "spread": 1,
-                        "decisive": True,
-                        "probe": 1,
-                        "probe_above": 99,
-                        "below": 1.92,
-                    }
-                }
-            },
-            "only 1.9 times",
-        ),
+        ({"logits": {"float32": LOGITS | WEAK_PROBE}}, "could be missed"),
+        ({"logits": {"float32": LOGITS | NEAR}}, "only 1.9 times"),
         ({"tokens": {"judged": 10, "positions": 100, "ties": 3}}, "only 10 of 100"),
     ],
 )
-def test_what_is_no_proof(changes: dict[str, Any], why: str | None) -> None:
-    found = verdict.incomplete(facts(**changes))
+def test_a_run_that_proves_too_little_is_incomplete(
+    changes: dict[str, Any], why: str | None
+) -> None:
+    found = verdict.incomplete(FACTS | changes)
     assert len(found) == (why is not None)
     assert why is None or why in found[0]
 
@@ -717,38 +712,38 @@ def test_a_port_that_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(FAULTS)), ids=[fault[0] for fault in FAULTS])
 def test_every_fault_through_the_command(directory: Path, index: int) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "mckpt",
-        "verify",
-        directory / "hf",
-        directory / f"fault{index}",
-        "--json",
-        "--device",
-        "cpu",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=door.ROOT)
-    assert done.returncode == 1, done.stderr
+    both = (directory / "hf", directory / f"fault{index}")
+    done = door.run(
+        door.command_line("verify", *both, "--json", "--device", "cpu"), code=1, timeout=600
+    )
     expect(json.loads(done.stdout), FAULTS[index][1])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_train_level(tmp_path: Path, form: str) -> None:
-    """`torch` files run at other sizes than they were saved with: through a copy in
-    another format.
-    """
-    source = tiny.tiny_random("qwen3-moe", tmp_path / "hf")
-    mckpt.plan(
-        source,
-        tmp_path / "megatron",
-        format=form,
-        parallel=mckpt.Parallel(tp=2),
-        transformer_impl="local",
-    ).run()
-    found = mckpt.verify(source, tmp_path / "megatron", level="train", tp=1, pp=2, device="cpu")
-    assert (found.verdict, found.reasons) == ("pass", [])
-    training = found.facts["training"]
-    assert training["max_abs"] <= training["tolerance"] / CLEAN
+QUICK = {"pp": 1, "sequences": 1, "length": 64, "steps": 2}
+WHOLE = {"pp": 2}
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("case", "form", "options"),
+    [
+        pytest.param("llama", "torch", QUICK, id="llama, torch"),
+        pytest.param("qwen3-moe", "torch", WHOLE, id="qwen3-moe, torch", marks=SLOW),
+        pytest.param("qwen3-moe", "torch_dist", WHOLE, id="qwen3-moe, torch_dist", marks=SLOW),
+    ],
+)
+def test_training_at_two_sizes_gives_the_same_losses(
+    tiny_model: TinyModel, tmp_path: Path, case: str, form: str, options: dict[str, int]
+) -> None:
+    """`torch` files run at other sizes than those they were saved with, from a temporary copy."""
+    source, megatron = tiny_model(case), tmp_path / "megatron"
+    tp2 = mckpt.Parallel(tp=2)
+    mckpt.plan(source, megatron, format=form, parallel=tp2, transformer_impl="local").run()
+    found = mckpt.verify(source, megatron, level="train", tp=1, device="cpu", **options)
+    assert (found.verdict, found.reasons, found.facts["level"]) == ("pass", [], "train")
     assert ("resharded" in found.facts) == (form == "torch")
+    training = found.facts["training"]
+    first, second = ((sizes["tp"], sizes["pp"]) for sizes in training["sizes"])
+    assert first == (1, options["pp"]) != second
+    assert [len(losses) for losses in training["losses"]] == [options.get("steps", 4)] * 2
+    assert training["moved"] > 0 and training["max_abs"] <= training["tolerance"] / CLEAN

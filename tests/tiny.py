@@ -8,13 +8,14 @@ hand, apart from mappings/ and from mckpt, as an oracle for both.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ LETTERS = {
 }
 
 Config = dict[str, Any]
+TinyModel = Callable[..., Path]  # of the fixture tiny_model: (case, dtype) -> directory
 
 
 def config(case: str) -> Config:
@@ -161,17 +163,21 @@ def _latent_attention(c: Config, at: str) -> dict[str, tuple[int, ...]]:
     return {f"{at}.self_attn.{name}.weight": shape for name, shape in {**query, **rest}.items()}
 
 
+@functools.cache
 def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """One tensor in fp32, from its name and the seed alone: the same in every file, order and
-    process.
+    """Returns one tensor in fp32, which depends on its name, its shape and the seed alone.
 
-    RandomState, because numpy promises its stream for ever; Generator's may change with a version.
+    It is read-only, because every test of a process gets the same array. RandomState, because
+    numpy promises its stream for ever; Generator's may change with a version.
     """
-    normal = (
-        np.random.RandomState([seed, zlib.crc32(name.encode())])
-        .standard_normal(shape)
-        .astype(np.float32)
-    )
+    found = _values(name, np.random.RandomState([seed, zlib.crc32(name.encode())]), shape)
+    found.flags.writeable = False
+    return found
+
+
+def _values(name: str, drawn: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
+    """Standard normal values, scaled such that the logits depend on every tensor."""
+    normal: np.ndarray = drawn.standard_normal(shape).astype(np.float32)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
         # scores are all but symmetric in the two: at 0.2, exchanging them is hardly seen
         return 1 + np.float32(0.6) * normal
