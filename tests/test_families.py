@@ -126,7 +126,7 @@ def fits(case: str, f: Form) -> bool:
         and experts % f.ep == 0
         and (f.format == "torch_dist" or f.tp % (f.etp or f.tp) == 0)
         and not (f.grouped and f.impl == "local")
-        and not (f.format == "torch" and f.common_as_object)
+        and not (f.common_as_object and (f.format == "torch" or f.megatron is not None))
         and not (
             case == "deepseek-v3-plain" and f.impl == "transformer_engine" and f.megatron is None
         )

@@ -35,8 +35,8 @@ _CENTRAL = struct.Struct("<IHHHHHHIIIHHHHHII")
 _END = struct.Struct("<IHHHHIIH")
 _END64 = struct.Struct("<IQHHIIQQQQ")
 _LOCATOR = struct.Struct("<IIQI")
-# pickles that a TorchFileReader keeps: files come stage by stage, and a value takes 10 times the memory of
-# its pickle
+# pickles that a TorchFileReader keeps: files come stage by stage, and a value takes 10 times the
+# memory of its pickle
 _MAX_KNOWN = 2
 _SERIALIZATION_ID = b"0" * 40  # torch writes a hash of record names and crcs, and only logs it
 

@@ -8,7 +8,6 @@ from mckpt.containers import safe_pickle
 from mckpt.errors import PickleError, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
 
-
 # the first megatron-core that reads a common state kept as an object of the checkpoint
 COMMON_OBJECT_SINCE = [0, 19]
 
