@@ -17,7 +17,6 @@ import mckpt
 from mckpt import mapping
 from mckpt.formats.base import packed
 from mckpt.formats.megatron import torch as torch_format
-from mckpt.formats.megatron import torch_dist
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims
 from tests.judging import explain, judge
@@ -116,9 +115,9 @@ def torch_dist_tensors(
     layers = dialect.say_choices(dialect.write(dims, chosen)).get("layers", "stacked")
     scope = dialect.scope(dims, keys="global", layers=layers, pp=parallel.pp, **chosen)
     return {
-        key: [*torch_dist._axes(b, scope), *packed(b.rule, scope, PADDED_ROWS).shape]
+        key: [*b.axes(scope), *packed(b.rule, scope, PADDED_ROWS).shape]
         for b in dialect.bind(scope)
-        for key, _ in torch_dist._keys(b)
+        for key, _ in b.global_keys()
     }
 
 

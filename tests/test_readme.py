@@ -30,8 +30,8 @@ def test_ci_runs_what_megatron_core_judges_with_the_newest_version_too() -> None
     script = (ROOT / ".ci" / "run").read_text()
     assert "-m 'judge and not gpu and not slow'" in script
     starts = re.compile(
-        r"^from tests\.judging|^ *from"
-        r" mckpt\.trainer|\bverify_all\b|mckpt\.verify\((?!.*bytes)|mckpt\(\"verify\",(?!.*bytes)",
+        r"^from tests\.judging|^ *from mckpt\.trainer|\bverify_all\b"
+        r"|mckpt\.verify\((?!.*bytes)|mckpt\(\"verify\",(?!.*bytes)",
         re.M,
     )
     found = {
