@@ -561,8 +561,8 @@ def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path:
     ],
 )
 def test_an_option_that_the_target_has_no_use_for_is_refused(
-    wanted: dict[str, Any], why: str, sources: Path, tmp_path: Path
+    wanted: dict[str, Any], why: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(mckpt.errors.UsageError, match=why):
-        mckpt.plan(sources / "llama", tmp_path / "out", **wanted)
+        mckpt.plan(tiny_model("llama"), tmp_path / "out", **wanted)
     assert not (tmp_path / "out").exists()
