@@ -12,7 +12,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint, Known, VocabSizeUnknown
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.target import Progress, Target
+from mckpt.conversion.target import Progress, Target, refuse_options
 from mckpt.conversion.to_hf import plan_hf
 from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError
@@ -55,6 +55,7 @@ def plan(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
             " quantised"
         )
+    refuse_options(target, format)
     destination = Destination(
         Path(dst),
         _unit(source, target) if format.megatron else None,
@@ -123,7 +124,7 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
     dialect = dialect_to_write(source, Target())
     own = {k: v for k, v in (source.args or {}).items() if v is not None}
     try:
-        rows = source.opened.padded_vocab(dialect, source.parallel)
+        rows = source.opened.padded_vocab(dialect)
         given = {
             "dtype": most_dtype(source),
             "padded_vocab_size": rows or padded_rows(source.dims, dialect, Target()),

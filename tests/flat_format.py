@@ -55,7 +55,7 @@ class Flat:
     def parallel(self) -> Parallel:
         return self.common.parallel()
 
-    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> int | None:
+    def padded_vocab(self, mapping: MappingFile) -> int | None:
         return int(self.tensors[mapping.vocabulary.key]["shape"][0])
 
     def beside(self, mapping: MappingFile) -> list[str]:
@@ -71,7 +71,7 @@ class Flat:
     def layout(self, names: Names) -> Layout:
         at = {key: tensor["at"] for key, tensor in self.tensors.items()}
         dtypes = {key: tensor["dtype"] for key, tensor in self.tensors.items()}
-        rows = self.padded_vocab(names.mapping, names.parallel) or 0
+        rows = self.padded_vocab(names.mapping) or 0
         stored = list(_stored(names, rows, at, dtypes))
         return Layout([str(self.root / DATA)], stored, shapes_of(names.bound(), names.scope()))
 
@@ -134,7 +134,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 
 FORMAT = Format(
     "flat",
-    "all tensors in one file",
+    "flat.json",
     megatron=True,
     detect=lambda folder: (folder / INDEX).exists(),
     open=Flat,

@@ -552,8 +552,12 @@ def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path:
 @pytest.mark.parametrize(
     ("wanted", "why"),
     [
-        ({"format": "torch", "layer_keys": "stacked"}, "--layer-keys: torch has a key for each"),
-        ({"format": "torch", "common_as_object": True}, "--common-state object: torch keeps it in"),
+        (
+            {"format": "torch", "layer_keys": "stacked"},
+            "--layer-keys: the format torch has no choice",
+        ),
+        ({"format": "flat", "layer_keys": "stacked"}, "no format 'flat'"),
+        ({"format": "torch", "common_as_object": True}, "the format torch cannot keep the common"),
         (
             {"common_as_object": True, "megatron_version": "0.18"},
             r"megatron-core reads it from 0\.19 on, and --megatron-version is 0\.18",

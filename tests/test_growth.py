@@ -12,7 +12,7 @@ import pytest
 import mckpt
 from mckpt import formats, mapping
 from mckpt.checkpoint.inspection import inspect
-from mckpt.errors import MappingError
+from mckpt.errors import MappingError, UsageError
 from mckpt.mapping import hub, reading
 from mckpt.mapping.hub import FOLDER
 from tests import tiny
@@ -119,12 +119,50 @@ def test_the_family_names_its_dialect(
 def test_a_name_that_is_not_declared(own_mappings: Path) -> None:
     path = own_mappings / "megatron" / "other.yaml"
     path.write_text("extends: mcore\nalso:\n  new_arg: new_fact\n")
-    with pytest.raises(MappingError, match="also: new_arg: 'new_fact' is no dim, and `given`"):
+    with pytest.raises(
+        MappingError, match=r"other\.yaml:3: also: new_arg: 'new_fact' is not known"
+    ):
         mapping.load("megatron", "other")
     path.write_text("extends: mcore\ngiven:\n  new_fact: 7\nalso:\n  new_arg: new_fact\n")
     reading.load.cache_clear()
     dims = mapping.load("hf", "llama").read(tiny.config("llama"))
     assert mapping.load("megatron", "other").write(dims)["new_arg"] == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("extends:\n", r"other\.yaml:1: `extends` needs the name"),
+        ("extends: [mcore, [norms]]\n", r"other\.yaml:1: `extends` needs the name"),
+        (
+            "extends: mcore\nderive:\n  wide: tp > 1\n",
+            r":3: derive: wide: 'tp' is not known .*given",
+        ),
+        ("extends: mcore\nsaid:\n  keys: hidden_size\n", r":3: said: keys: 'hidden_size' is not"),
+        (
+            "extends: mcore\ngiven: {divisible_by: null}\n",
+            "must declare divisible_by under `given`",
+        ),
+    ],
+)
+def test_what_a_dialect_must_not_say(text: str, why: str, own_mappings: Path) -> None:
+    (own_mappings / "megatron" / "other.yaml").write_text(text)
+    with pytest.raises(MappingError, match=why):
+        mapping.load("megatron", "other")
+
+
+def test_a_dialect_that_is_not_there(tmp_path: Path) -> None:
+    """A file elsewhere would write a checkpoint that nothing could read again."""
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    for dialect in ("nope", str(tmp_path / "own.yaml")):
+        with pytest.raises(UsageError, match="no dialect .*; known: mcore"):
+            mckpt.plan(source, tmp_path / "out", dialect=dialect)
+
+
+def test_the_table_says_what_the_formats_say() -> None:
+    for name, listed in formats.FORMATS.items():
+        found = formats.get(name)
+        assert (found.name, found.megatron) == (name, listed.megatron)
 
 
 def test_no_format_is_named_outside_of_its_file() -> None:

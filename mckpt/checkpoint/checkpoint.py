@@ -82,8 +82,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if said := unfinished(self.path):
             raise SourceError(f"{self.path}: no checkpoint is here yet. {said}")
         raise SourceError(
-            f"{self.unit.path}: no checkpoint that mckpt knows: neither safetensors or"
-            " pytorch_model*.bin, nor mp_rank_*, nor .metadata with metadata.json"
+            f"{self.unit.path}: no checkpoint that mckpt knows: neither"
+            f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}"
         )
 
     @property
@@ -326,7 +326,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
         None where it is not stored by rows.
         """
-        rows = self.opened.padded_vocab(self.mapping, self.parallel)
+        rows = self.opened.padded_vocab(self.mapping)
         if rows is None:
             return None
         try:

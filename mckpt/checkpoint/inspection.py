@@ -9,7 +9,9 @@ from typing import Any
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MappingError, counted
+from mckpt.formats.base import Names
 from mckpt.formats.hf_config import parse_config
+from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import hub
 from mckpt.storage.staging import unfinished
 from mckpt.values.dtypes import itemsize
@@ -82,6 +84,7 @@ def _plainly(value: Any) -> str:
 def check_mapping(file: Path, config: Path | None) -> list[str]:
     """Lines that say what a family file holds; MappingError where it is wrong."""
     family = mapping.load("hf", str(file))
+    dialect = mapping.dialect_for(family)
     lines = [
         f"{file}: {len(family.rules)} rules, {len(family.dims)} dims, architectures"
         f" {', '.join(family.architectures) or 'none'}"
@@ -91,11 +94,10 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
     if config is None:
         return lines
     dims = family.read(parse_config(config), source=str(config))
-    dialect = mapping.dialect_for(family)
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
     chosen = {name: values[0] for name, values in dialect.choices.items()}
-    scope = dialect.scope({**dialect.given, **dims}, **chosen)
-    there = {n for b in dialect.bind(scope) for n in b.rule.of}
+    names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
+    there = {n for b in names.bound() for n in b.rule.of}
     problems = mapping.misfits(file.name, here, "Megatron", there, dims)
     problems += list(dialect.inexact(dims).values())
     if problems:

@@ -26,7 +26,7 @@ from mckpt.conversion.plan import Plan
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import DestinationError, MappingError, UsageError
-from mckpt.formats.base import Format, Names, Wanted
+from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
@@ -40,15 +40,14 @@ from mckpt.storage.files import TargetFile
 def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
     """The plan of a Megatron checkpoint of any format."""
     dialect = dialect_to_write(source, target)
+    megatron = dialect.version(target.megatron_version)
+    _refuse_old_version(target, megatron)
     # what is moved: from Megatron to Megatron, the vocabulary's padding too
     moved, padded = _vocabulary(source, dialect, target)
-    # what is damaged is said before what does not fit, and before dims of any size are computed
-    # with
+    # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
     dims, parallel = moved.dims, target.parallel
     check_sizes(dims, parallel)
-    megatron = dialect.version(target.megatron_version)
-    _refuse_options(destination.format, target, megatron)
     chosen = {**_choices(moved, destination, target), **dialect.choices_for(megatron)}
     inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
     if (left := source.left_behind()) and not target.no_optimizer:
@@ -91,19 +90,13 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
 
 
-def _refuse_options(format: Format, target: Target, megatron: list[int]) -> None:
-    """UsageError for what is asked for and the format, or the version that loads it, has not."""
-    if target.layer_keys is not None and not format.layer_keys:
-        raise UsageError(f"--layer-keys: {format} has a key for each layer of a rank; leave it out")
-    if not target.common_as_object:
-        return
-    if not format.common_object:
-        raise UsageError(f"--common-state object: {format} keeps it in each file; leave it out")
-    if megatron < COMMON_OBJECT_SINCE:
+def _refuse_old_version(target: Target, megatron: list[int]) -> None:
+    """UsageError if the megatron-core that shall load the checkpoint could not read it."""
+    if target.common_as_object and megatron < COMMON_OBJECT_SINCE:
+        since, asked = (".".join(map(str, v)) for v in (COMMON_OBJECT_SINCE, megatron))
         raise UsageError(
-            f"--common-state object: megatron-core reads it from"
-            f" {'.'.join(map(str, COMMON_OBJECT_SINCE))} on, and --megatron-version is"
-            f" {'.'.join(map(str, megatron))}; leave one of them out"
+            f"--common-state object: megatron-core reads it from {since} on, and"
+            f" --megatron-version is {asked}; leave one of them out"
         )
 
 

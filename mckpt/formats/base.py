@@ -82,7 +82,7 @@ class Opened(Protocol):
     def parallel(self) -> Parallel:
         """The sizes that it was saved with."""
 
-    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> int | None:
+    def padded_vocab(self, mapping: MappingFile) -> int | None:
         """Rows of the stored embedding, padding included; None where it is not stored by rows."""
 
     def beside(self, mapping: MappingFile) -> list[str]:
@@ -106,7 +106,7 @@ class Format:
     """One disk format. `mckpt.formats.FORMATS` lists all of them."""
 
     name: str
-    about: str
+    seen_as: str  # the files by which a person recognises it
     megatron: bool  # its keys are named by a dialect; else by a family of Hugging Face
     detect: Callable[[Path], bool]  # whether a directory looks like a checkpoint of this format
     open: Callable[[Path], Opened]

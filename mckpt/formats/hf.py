@@ -87,7 +87,7 @@ class HuggingFace:
         """Those of all tensors."""
         return list(self.entries.names)
 
-    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> None:
+    def padded_vocab(self, mapping: MappingFile) -> None:
         """Unknown: there is no padding here."""
 
     def choices(self, names: Names) -> dict[str, Any]:
@@ -110,7 +110,8 @@ class HuggingFace:
         kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for kind, n in Counter(entries.columns.kind).items():
             kinds[entries.kinds[kind][:2]] += n
-        model = ", ".join(config.get("architectures") or []) or None
+        named = config.get("architectures")
+        model = ", ".join(map(str, named)) if isinstance(named, list) and named else None
         facts = {"model": model, "files": len(self.files), "problems": self.problems}
         return Shown(facts, rows, kinds)
 
@@ -416,7 +417,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 
 FORMAT = Format(
     "hf",
-    "a Hugging Face directory with safetensors",
+    "safetensors or pytorch_model*.bin",
     megatron=False,
     detect=detect,
     open=HuggingFace,

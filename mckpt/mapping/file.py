@@ -211,7 +211,12 @@ class MappingFile(NamedTuple):
                 _ = scope[name]
         problems = [p for p in problems if "could not be read" not in p] or problems
         for key, values in self.expect.items():
-            if (found := lookup(config, key)) is None or found in values:
+            try:
+                found = lookup(config, key)
+            except ValueError as e:
+                problems.append(f"{source}: {e}")
+                continue
+            if found is None or found in values:
                 continue
             # a list of several of them
             if not (

@@ -46,6 +46,16 @@ _TOP: dict[str, type | tuple[type, ...]] = {
 _INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}
 # what a file that extends another does not take over from it
 _OWN = ("architectures", "default")
+# what a conversion supplies to the expressions of a dialect
+_GIVEN = (
+    "dtype",
+    "padded_vocab_size",
+    "divisible_by",
+    "format",
+    "transformer_impl",
+    "experts",
+    "tp",
+)
 _KINDS: dict[type, str] = {
     Node: "keys and values",
     list: "a list",
@@ -80,8 +90,10 @@ def load(kind: str, name: str) -> MappingFile:
 
 def family_with(architecture: str) -> str:
     """The family that names an architecture of transformers."""
-    for name in _mentioning("hf", architecture):
-        if architecture in load("hf", name).architectures:
+    for name in names("hf"):
+        # only a file that has the name in its text is worth parsing
+        text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
+        if architecture in text and architecture in load("hf", name).architectures:
             return name
     known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
     raise MappingError(
@@ -123,28 +135,28 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
 
 def _extended(node: Node) -> list[str]:
     """The names of the files that a file extends: one, or several, of which a later one wins."""
-    named = node.get("extends") or []
-    return [named] if isinstance(named, str) else list(map(str, named))
-
-
-def _mentioning(kind: str, text: str) -> Iterator[str]:
-    """Names of the files that have some text in them: only these are worth parsing."""
-    for name in names(kind):
-        if text in (folder(kind) / f"{name}.yaml").read_text(encoding="utf-8"):
-            yield name
+    if "extends" not in node:
+        return []
+    named = node["extends"]
+    named = [named] if isinstance(named, str) else named
+    if not named or not all(isinstance(name, str) for name in named):
+        raise MappingError(
+            f"{node.lines['extends']}: `extends` needs the name of a mapping file, or a list of"
+            f" names, not {node['extends']!r}"
+        )
+    return list(named)
 
 
 def dialect_for(family: MappingFile | None = None, named: str | None = None) -> MappingFile:
     """The dialect in which a checkpoint is written: the one that the user names, else the one that
     the model's family names, else the default.
     """
+    known = names("megatron")
     if named := named or (family and family.dialect):
+        if named not in known:
+            raise UsageError(f"no dialect {named!r}; known: {', '.join(known)}")
         return load("megatron", named)
-    return next(
-        file
-        for name in _mentioning("megatron", "default: true")
-        if (file := load("megatron", name)).default
-    )
+    return max((load("megatron", name) for name in known), key=lambda file: file.default)
 
 
 def dialect_of(keys: Iterable[str]) -> MappingFile:
@@ -304,27 +316,48 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         tuple(rules),
         tuple(objects),
     )
-    problems += _unknown_names(found)
+    problems += _undeclared(found, root)
     if problems:
         # a block is read for tensors and for objects
         raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))
     return found
 
 
-def _unknown_names(file: MappingFile) -> Iterator[str]:
-    """Expressions that name what is neither a dim nor declared in the file."""
-    declared = {*hub().dims, *file.given, *file.choices, *file.derive}
-    written = [(f"also: {key}", e) for key, e in file.also.items()]
+def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
+    """Expressions that name what nothing declares, and what a dialect must declare and does not."""
+    dims, chosen = {*hub().dims}, {*file.choices, "pp"}
+    read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
+    ruled = dims | chosen | {*file.derive}
+    entries: list[tuple[str, Expression | None, set[str]]] = [
+        (file.path.name + ": requires", file.requires, dims)
+    ]
+    for section, held, known in (
+        ("derive", file.derive, ruled),
+        ("by_version", file.by_version, {"megatron"}),
+        ("said", file.said, {"config"}),
+        ("also", file.also, written),
+        ("inexact", {k: w.when for k, w in file.warned.items()}, written | {"megatron"}),
+    ):
+        entries += [
+            (f"{root[section].lines[k]}: {section}: {k}", e, known) for k, e in held.items()
+        ]
     for name, dim in file.dims.items():
-        written += [(name, e) for e in (dim.write, dim.write_when) if e is not None]
-    bound = [(rule.key, rule.when) for rule in (*file.rules, *file.objects) if rule.when]
-    for scope, entries in (((), written), (("layer",), bound)):
-        for where, e in entries:
-            for name in sorted(e.names - declared - {*scope}):
-                yield (
-                    f"{file.path.name}: {where}: {name!r} is no dim, and `given` does not declare"
-                    " it"
-                )
+        entries += [(f"{dim.where}: {name}", e, read) for e in (dim.default, dim.read, dim.when)]
+        entries += [(f"{dim.where}: {name}", e, written) for e in (dim.write, dim.write_when)]
+    for rule in (*file.rules, *file.objects):
+        entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
+    for where, expression, known in entries:
+        for name in sorted(expression.names - known if expression else ()):
+            yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"
+    if file.megatron and (lacks := [name for name in _GIVEN if name not in file.given]):
+        yield f"{file.path.name}: a dialect must declare {', '.join(lacks)} under `given`"
+
+
+def _where_known(name: str, file: MappingFile) -> str:
+    """What to do about a name that an expression cannot use."""
+    if name in file.given:
+        return "`given` names can be used under `dims` (write), `also` and `inexact` only"
+    return "it is no dim, and nothing in the file declares it (`given`, `choices`, `derive`)"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

@@ -385,7 +385,7 @@ def _known(left: Checkpoint, options: Options) -> Known:
 
 def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     """Args that Megatron would have for the model of the config."""
-    rows = right.opened.padded_vocab(right.mapping, right.parallel)
+    rows = right.opened.padded_vocab(right.mapping)
     given = {"dtype": api.most_dtype(left), "padded_vocab_size": rows or left.dims["vocab_size"]}
     return right.mapping.write(left.dims, given)
 

@@ -114,10 +114,10 @@ class Torch:
         """Those of the first rank."""
         return [key for model in self._rank(self.directories[0]).models for key in model]
 
-    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> int | None:
+    def padded_vocab(self, mapping: MappingFile) -> int | None:
         """Rows of the embedding over all ranks, padding included."""
         entry = self._rank(self.directories[0]).models[0].get(mapping.vocabulary.key)
-        return None if entry is None else entry.shape[0] * parallel.tp
+        return None if entry is None else entry.shape[0] * self.parallel().tp
 
     def beside(self, dialect: MappingFile) -> list[str]:
         """What it holds that is no weight: optimizer, random states, and whatever else is made of
@@ -200,7 +200,7 @@ class Torch:
         problems.check()
 
         scope, bound = names.scope(), names.bound()
-        padded = self.padded_vocab(dialect, parallel)
+        padded = self.padded_vocab(dialect)
         if padded is not None and padded < dims["vocab_size"]:
             problems.missing(
                 f"{dialect.vocabulary.key}: {padded} rows over all ranks, fewer than vocab_size"
@@ -494,7 +494,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 
 FORMAT = Format(
     "torch",
-    "one file for each tensor, pipeline and expert rank",
+    "mp_rank_*",
     megatron=True,
     detect=detect,
     open=Torch,

@@ -122,7 +122,7 @@ class TorchDist:
         """Those of all tensors."""
         return list(self.metadata.tensors)
 
-    def padded_vocab(self, mapping: MappingFile, parallel: Parallel) -> int | None:
+    def padded_vocab(self, mapping: MappingFile) -> int | None:
         """Rows of the embedding, padding included."""
         found = self.metadata.tensors.get(mapping.vocabulary.key)
         return found[1][0] if found and found[1] else None
@@ -332,7 +332,7 @@ def _ignored(key: str, dialect: MappingFile) -> str | None:
 
 FORMAT = Format(
     "torch_dist",
-    "chunks of whole tensors, which run at any sizes",
+    ".metadata with metadata.json",
     megatron=True,
     detect=detect,
     open=TorchDist,
