@@ -338,16 +338,15 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         ("also", file.also, written),
         ("inexact", {k: w.when for k, w in file.warned.items()}, written | {"megatron"}),
     ):
-        entries += [
-            (f"{root[section].lines[k]}: {section}: {k}", e, known) for k, e in held.items()
-        ]
+        for key, expression in held.items():
+            entries.append((f"{root[section].lines[key]}: {section}: {key}", expression, known))
     for name, dim in file.dims.items():
         entries += [(f"{dim.where}: {name}", e, read) for e in (dim.default, dim.read, dim.when)]
         entries += [(f"{dim.where}: {name}", e, written) for e in (dim.write, dim.write_when)]
     for rule in (*file.rules, *file.objects):
         entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
-    for where, expression, known in entries:
-        for name in sorted(expression.names - known if expression else ()):
+    for where, used, known in entries:
+        for name in sorted(used.names - known if used else ()):
             yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"
     if file.megatron and (lacks := [name for name in _GIVEN if name not in file.given]):
         yield f"{file.path.name}: a dialect must declare {', '.join(lacks)} under `given`"
