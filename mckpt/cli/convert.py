@@ -95,7 +95,7 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
 def megatron_to_hf(src: Path, dst: Path, **options: Any) -> None:
     """Convert a Megatron checkpoint to Hugging Face.
 
-    config.json is rebuilt from the checkpoint's args.
+    config.json is taken from --like, else from SRC/hf, else built from the checkpoint's args.
     """
     source = open_source(src, options)
     _convert(source, dst, make_target(options, formats.HUGGING_FACE, None), options)

@@ -125,7 +125,12 @@ iteration_option = reading_option(
     help="Iteration to read. Without it, the one that the tracker file names.",
 )
 family_options = together(
-    model_option("--family", metavar="NAME", help="Family of the model, if no file names it."),
+    model_option(
+        "--family",
+        metavar="NAME",
+        help="Family of the model (see `mckpt mappings list`), if neither config.json nor"
+        " mckpt.json determines it.",
+    ),
     # a str, as in `Known`
     model_option(
         "--mapping", type=click.Path(dir_okay=False), help="A family file (YAML) of your own."
@@ -135,7 +140,9 @@ family_options = together(
         "settings",
         multiple=True,
         metavar="DIM=VALUE",
-        help="Set a dim of the model; the tensors must agree. May be repeated.",
+        help="Correct one hyperparameter, such as mtp_layers=0 (names: mappings/logical.yaml). For"
+        " a Hugging Face source the tensors must agree with it; for a Megatron source it replaces"
+        " the arg. May be repeated.",
     ),
 )
 megatron_source_options = together(
@@ -178,12 +185,15 @@ megatron_target_options = together(
     megatron_option(
         "--transformer-impl",
         type=click.Choice(["transformer_engine", "local"]),
-        help="Implementation whose parameter names the keys have.",
+        help="Layer spec whose parameter names are written: Transformer Engine's, or the local one"
+        " of Megatron-Core. Without it, the source's; for a Hugging Face source, transformer_engine.",
     ),
     megatron_option(
         "--grouped-experts/--sequential-experts",
         default=None,
-        help="Store experts as --moe-grouped-gemm does, or as one module each.",
+        help="Store experts as --moe-grouped-gemm does, or one module for each. Without it, as the"
+        " source does; for a Hugging Face source or with --transformer-impl, grouped for"
+        " transformer_engine and sequential for local.",
     ),
     megatron_option(
         "--make-vocab-size-divisible-by",
@@ -199,7 +209,8 @@ megatron_target_options = together(
         type=click.Choice(["file", "object"]),
         default="file",
         show_default=True,
-        help="torch_dist only: write common.pt, or an object as megatron-core does from 0.19 on.",
+        help="torch_dist only: where to store args and iteration. file writes common.pt, which"
+        " every version reads; object stores them inside the checkpoint, as megatron-core 0.19 does.",
     ),
     megatron_option(
         "--megatron-version",
@@ -229,7 +240,8 @@ inexact_option = conversion_option(
     "--allow-inexact",
     multiple=True,
     metavar="NAME",
-    help="Accept a feature that the target cannot compute exactly. May be repeated.",
+    help="Convert although the target cannot represent this feature exactly. NAME is the name that"
+    " the error prints. May be repeated.",
 )
 overwrite_option = conversion_option(
     "--overwrite",

@@ -28,7 +28,7 @@ INTERNAL_ERROR = 70
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, message="mckpt %(version)s")
 def cli() -> None:
-    """Move LLM checkpoints between Hugging Face and Megatron, and prove the result."""
+    """Convert LLM checkpoints between Hugging Face and Megatron, reshard and verify them."""
 
 
 for _command in (

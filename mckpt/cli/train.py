@@ -34,7 +34,7 @@ saving_option = in_section("Saving")
     type=POSITIVE,
     required=True,
     metavar="N",
-    help="Number of steps in all, including those before --resume.",
+    help="Total number of steps; with --resume this includes the steps already done.",
 )
 @data_option(
     "--resume",
@@ -155,7 +155,8 @@ saving_option = in_section("Saving")
     "--ranks",
     type=POSITIVE,
     metavar="N",
-    help="Number of processes; more than one model needs are data-parallel.",
+    help="Number of processes. Without it, what one model needs: pp times the least common multiple"
+    " of tp x cp and ep x etp. A multiple of that trains data-parallel.",
 )
 @json_option
 def train(
