@@ -186,7 +186,7 @@ megatron_target_options = together(
         "--transformer-impl",
         type=click.Choice(["transformer_engine", "local"]),
         help="Layer spec whose parameter names are written: Transformer Engine's, or the local one"
-        " of Megatron-Core. Without it, the source's; for a Hugging Face source, transformer_engine.",
+        " of Megatron-Core. Without it, the source's; from Hugging Face, transformer_engine.",
     ),
     megatron_option(
         "--grouped-experts/--sequential-experts",
@@ -210,7 +210,8 @@ megatron_target_options = together(
         default="file",
         show_default=True,
         help="torch_dist only: where to store args and iteration. file writes common.pt, which"
-        " every version reads; object stores them inside the checkpoint, as megatron-core 0.19 does.",
+        " every version reads; object stores them inside the checkpoint, as megatron-core"
+        " 0.19 does.",
     ),
     megatron_option(
         "--megatron-version",
