@@ -57,7 +57,7 @@ COLUMNS = (
     " another order.",
     "*tolerance* is ten times that noise, or ten times two units in the last place of the largest"
     " logit if that is more, and at most 1% of the logits' spread.",
-    "*margin* behind it is the tolerance divided by *max*.",
+    "The *margin* in the next column is the tolerance divided by *max*.",
     "*rms* is the root mean square difference of Megatron-Core in the checkpoint's own dtype from"
     " transformers in fp32; *rms (hf)* is that of transformers in the same dtype. The tolerance of"
     " *rms* is four times *rms (hf)*, at most half of the spread, and the second *margin* is this"
@@ -241,14 +241,15 @@ def title(model: str, runs: curves.Runs) -> str:
 
 TRAINING = f"""
 mckpt converts a Hugging Face model to Megatron, and mckpt's trainer trains it with the real DDP,
-distributed optimizer and Adam. *weights*: `mckpt reshard --no-optimizer` of what was saved before
-the end, and a new run from these weights, at other sizes and from both formats. It must agree with
-the same run from the checkpoint itself. *resumed*: the run continues with its optimizer. It must
-agree with the run that was not interrupted. *apart* is the largest relative difference of a loss.
-The tolerance is {curves.FLOAT32_TOLERANCE:g} in fp32; in bf16 it is {curves.NOISES:g} times the
-difference of the short run from itself in fp32. Of a resumed run the first {curves.EARLY} steps are
-compared, which show whether weights, moments and schedule were restored whole: in a phase in which
-gradient norms spike, rounding alone grows tenfold a step.
+distributed optimizer and Adam. *weights*: `mckpt reshard --no-optimizer` converts a checkpoint
+saved before the last step, to other sizes and to both formats. A new run starts from the result.
+Its losses must agree with those of a run from the original checkpoint. *resumed*: the run continues
+with its optimizer. Its losses must agree with those of the run that was not interrupted. *apart* is
+the largest relative difference of two losses. The tolerance is {curves.FLOAT32_TOLERANCE:g} in
+fp32; in bf16 it is {curves.NOISES:g} times the difference of the short run from itself in fp32. Of
+a resumed run the first {curves.EARLY} steps are compared, which show whether weights, moments and
+schedule were restored whole: in a phase in which gradient norms spike, rounding alone grows tenfold
+a step.
 """
 
 BACK = """
