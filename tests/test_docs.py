@@ -218,6 +218,7 @@ def test_the_examples_on_the_page_on_new_models_stand_in_mapping_files() -> None
     rows = re.findall(r"^\| `[\w-]+` \| .* \| `([^`]+)` \|$", language, re.M)
     assert len(rows) > 40
     assert not [example for example in rows if " ".join(example.split()) not in there]
+    assert not [example for example in rows if example.count("{") != example.count("}")]
 
 
 def test_the_page_of_judges_has_the_largest_difference_of_each_judge_and_version() -> None:
