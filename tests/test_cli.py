@@ -582,7 +582,7 @@ def test_like_and_set(torch_dir, src, tmp_path):
     )
     refused(
         3,
-        "config.json",
+        "gone: no such directory",
         args=("megatron-to-hf", lone, tmp_path / "d", "--like", tmp_path / "gone"),
         untouched=tmp_path,
     )

@@ -22,7 +22,7 @@ from mckpt.storage.staging import MANIFEST, unfinished
 
 
 class VocabSizeUnknown(UsageError):
-    """Nothing says the true rows of the vocabulary."""
+    """The unpadded vocabulary size is not known."""
 
 
 @dataclass(frozen=True)
@@ -294,9 +294,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ):
                 padded = self.args.get("padded_vocab_size")
                 raise VocabSizeUnknown(
-                    f"{root}: its args say no true vocab_size"
+                    f"{root}: its args do not contain the unpadded vocab_size"
                     + (f", only the padded {padded}" if padded else "")
-                    + "; say --vocab-size N (the tokenizer may be shorter than the model's), or"
+                    + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
                     " --like HF_DIR"
                 )
             return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})

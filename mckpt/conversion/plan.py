@@ -109,8 +109,8 @@ class Plan:
                 f" {t['bytes']:,} bytes"
             ),
             (
-                f"{p['copies']:,} copies; every element of the target is written once, every"
-                " element of the source is used or named here"
+                f"{p['copies']:,} copies; every element of the target is written exactly once;"
+                " every element of the source is used or listed below as ignored"
             ),
         ]
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]

@@ -128,7 +128,7 @@ def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
     out: dict[str, Path] = {}
     for root in roots:
         if not root.is_dir():
-            raise UsageError(f"{root}: is no directory with tokenizer files")
+            raise UsageError(f"{root}: is not a directory; --tokenizer needs one")
         for name in side_files(root):
             if name not in there:
                 out.setdefault(name, root / name)
@@ -172,15 +172,15 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
         return best[0], f"family {best[0].name}" + (
             f", which computes the same as {', '.join(others)}"
             if others
-            else ", the only one that fits the args"
+            else ", the only one that fits the dims"
         )
     if best:
         raise UsageError(
-            f"{source.path}: several families compute this: say --family with one of"
+            f"{source.path}: several families compute this: give --family with one of"
             f" {', '.join(f.name for f in best)}"
         )
     raise MappingError.of(
         f"{source.path}: no family computes what its args describe:",
         reasons,
-        "say --like HF_DIR, or --mapping FILE of your own family",
+        "give --like HF_DIR, or --mapping FILE of your own family",
     )
