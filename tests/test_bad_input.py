@@ -837,7 +837,7 @@ DIST = {
     "item past the end": (
         metadata(item(lambda i: ("__0_0.distcp", 10**9, 100))),
         3,
-        (DIST_FC2, "1000000100"),
+        (DIST_FC2, "1,000,000,100"),
     ),
     "item of another tensor": (
         metadata(item(lambda i: i[WORDS, (0, 0)])),

@@ -237,6 +237,24 @@ def test_experts() -> None:
     assert Parallel(tp=4, etp=1).expert_tp == 1
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v3"])
+def test_a_wrong_tp_names_every_tp_that_can_be_planned(
+    name: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The MLP, its experts and the shared expert must be divisible by tp, as well as the heads."""
+    source, fit = mckpt.open(tiny_model(name)), []
+    refused: list[str] = []
+    for tp in range(1, source.dims["num_heads"] + 1):
+        try:
+            mckpt.plan(source, tmp_path / "out", format="torch_dist", parallel=Parallel(tp=tp))
+            fit.append(tp)
+        except UsageError as e:
+            refused.append(str(e))
+    assert refused and len(fit) > 1
+    for message in refused:
+        assert message.endswith(f"; choose a tp of {', '.join(map(str, fit))}")
+
+
 def test_files() -> None:
     """(r % tp, r // etp % ep) over the ranks of a stage: with etp != tp not all of tp x ep."""
     assert Parallel(tp=2, ep=2).files(experts=False) == [(0, 0), (1, 0)]

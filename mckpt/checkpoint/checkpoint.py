@@ -11,7 +11,7 @@ from typing import Any
 from mckpt import formats, mapping
 from mckpt.checkpoint import description
 from mckpt.checkpoint.logical import LogicalTensor, Reader
-from mckpt.errors import MappingError, MckptError, SourceError, UsageError
+from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
@@ -224,6 +224,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 f"family {self.naming.family} is taken from {MANIFEST}: --family was given when the"
                 " checkpoint was made"
             )
+        undescribed = self.is_megatron and self.args is None and self.described_by is None
+        bridge = (self.opened.root / description.RUN_CONFIG).exists()
+        if undescribed and not bridge and isinstance(self.manifest.get("dims"), dict):
+            out.append(f"the dims are taken from {MANIFEST}, because there are no args")
         for name, value in self.overruled.items():
             said = ", ".join(
                 f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
@@ -391,7 +395,16 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def layout(self) -> Layout:
         """What is stored where."""
-        return self.opened.layout(self.names)
+        try:
+            return self.opened.layout(self.names)
+        except (SourceError, CoverError) as e:
+            if not self.known.dims:
+                raise
+            given = ", ".join(f"{name} {value!r}" for name, value in self.known.dims.items())
+            hint = f"--set or --vocab-size gave {given}: correct or leave out what is wrong."
+            found = type(e)(f"{e}\n{hint}")
+            found.problems = e.problems
+            raise found from None
 
     def _check_sizes(self, dims: Dims) -> None:
         if self.opened.format.fixed_sizes:

@@ -81,8 +81,11 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     base = read_config(described)
     family = family_for(base, source.naming.family_name, str(described / CONFIG))
     corrected = source.overruled or _denied(source, family, base)
-    base = family.restate(base, source.dims, corrected)
-    return family, base, "config.json is that of the model's Hugging Face directory"
+    note = "config.json is copied from the model's Hugging Face directory"  # facts have no paths
+    if corrected:
+        changes = [f"{name} changed to {source.dims[name]!r} (--set)" for name in corrected]
+        note += f", with {', '.join(changes)}"
+    return family, family.restate(base, source.dims, corrected), note
 
 
 def _inexact(source: Checkpoint, family: MappingFile, target: Target) -> dict[str, str]:

@@ -140,8 +140,18 @@ def check_sizes(dims: Dims, parallel: Parallel) -> None:
     parallel.check(dims["num_experts"])
     parallel.stages(dims["num_layers"], dims["mtp_layers"])
     heads, groups = dims["num_heads"], dims["num_query_groups"]
+    moe = dims["moe_layers"]
+    cut = {
+        "ffn_size": not all(moe),
+        "shared_ffn_size": any(moe),
+        "expert_ffn_size": any(moe) and parallel.etp is None,
+    }
+    widths = {name: dims[name] for name, is_cut in cut.items() if is_cut}
     fit = [
-        n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)
+        n
+        for n in range(1, heads + 1)
+        if not any(whole % n for whole in (heads, *widths.values()))
+        and (groups % n == 0 or n % groups == 0)
     ]
     cure = f"choose a tp of {', '.join(map(str, fit))}"
     if heads % parallel.tp:
@@ -151,6 +161,9 @@ def check_sizes(dims: Dims, parallel: Parallel) -> None:
             f"{groups} query groups (k and v heads) are neither divisible by tp {parallel.tp} nor a"
             f" divisor of it; {cure}"
         )
+    for name, width in widths.items():
+        if width % parallel.tp:
+            raise UsageError(f"{name} {width} is not divisible by tp {parallel.tp}; {cure}")
 
 
 def _choices(source: Checkpoint, destination: Destination, target: Target) -> dict[str, Any]:

@@ -81,8 +81,11 @@ def load(kind: str, name: str) -> MappingFile:
     """The file of that name, or the user's own file if it ends in .yaml."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
     if not path.is_file():
+        if path == Path(name):
+            raise MappingError(f"{name}: no such file")
         raise MappingError(
-            f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a .yaml file"
+            f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a file that"
+            " ends in .yaml"
         )
     root, digest = _inherit(path, kind, ())
     return _checked(path, root, digest)

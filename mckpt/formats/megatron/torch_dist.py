@@ -189,7 +189,7 @@ class TorchDist:
 
     def _layout(self, names: Names, files: _Files) -> Layout:
         dialect, scope, bound = names.mapping, names.scope(), names.bound()
-        problems = Problems(f"{self.root} is not the model that its args describe:")
+        problems = Problems(f"the tensors of {self.root} do not match its args:")
         left = dict.fromkeys(k for k in self.metadata.tensors if not _ignored(k, dialect))
         stored: list[Stored] = []
         for b in bound:
