@@ -569,7 +569,7 @@ def test_side_files_survive_the_way_there_and_back(torch_dir, src, tmp_path):
 def test_like_and_set(torch_dir, src, tmp_path):
     lone = alone(torch_dir, tmp_path / "lone")
     planned = good("plan", lone, tmp_path / "p", "--like", src, "--set", "rope_theta=5")
-    assert "Hugging Face directory, with rope_theta changed to 5.0 (--set)" in planned.out
+    assert "Hugging Face directory, with rope_theta changed to 5 (--set)" in planned.out
     # the option is wrong and not the checkpoint, so the error names the option
     for option, dim in (("--set", "num_layers=5"), ("--vocab-size", "5000")):
         words = (option, dim.replace("=", " "), "correct or leave out")

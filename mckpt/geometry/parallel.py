@@ -314,9 +314,9 @@ class Parallel:
         shown = [
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
-            if getattr(self, f.name) not in (1, None, False)
+            if f.name in ("tp", "pp") or getattr(self, f.name) not in (1, None, False)
         ]
-        return ", ".join(shown) or "tp 1, pp 1"
+        return ", ".join(shown)
 
 
 def _parse_layout(text: str) -> list[str]:
