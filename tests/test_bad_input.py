@@ -877,6 +877,27 @@ def test_hostile_torch_dist(made, tmp_path, name):
     assert not mark.exists()
 
 
+def test_metadata_that_only_calls_a_function_names_its_file(made, tmp_path):
+    """The call is recorded and not made; the record has no fields."""
+
+    def damage(src: Path) -> None:
+        (src / "release/.metadata").write_bytes(b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.")
+
+    words = ("release/.metadata: contains", "Nothing in the file was run", "get the file again")
+    refuse_copy(made, tmp_path, "dist", damage, 8, words)
+
+
+def test_lost_common_state_is_noted(made, tmp_path):
+    lone = tmp_path / "lone"
+    shutil.copytree(made["dist"], lone)
+    shutil.rmtree(lone / "hf")
+    (lone / "release/common.pt").unlink()
+    said = good("plan", lone, tmp_path / "out").out
+    assert "the dims are taken from mckpt.json, because there are no args" in said
+    assert "the only one that fits the dims" in said
+    assert "torch_dist" in said and "(mcore, tp 1, pp 1)" in said and "(qwen3)" in said
+
+
 # ---- values
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mckpt
 from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
-from tests import placement
+from tests import placement, tiny
 from tests.door import run
 from tests.tiny import TinyModel
 
@@ -237,20 +237,34 @@ def test_experts() -> None:
     assert Parallel(tp=4, etp=1).expert_tp == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "deepseek-v3"])
+@pytest.mark.parametrize(
+    ("case", "width", "etp"),
+    [
+        ("qwen3", "intermediate_size", None),
+        ("qwen3-moe", "moe_intermediate_size", None),
+        ("deepseek-v3", "intermediate_size", None),
+        ("deepseek-v3", "moe_intermediate_size", 1),  # the shared expert alone
+    ],
+)
 def test_a_wrong_tp_names_every_tp_that_can_be_planned(
-    name: str, tiny_model: TinyModel, tmp_path: Path
+    case: str, width: str, etp: int | None, tmp_path: Path
 ) -> None:
     """The MLP, its experts and the shared expert must be divisible by tp, as well as the heads."""
-    source, fit = mckpt.open(tiny_model(name)), []
+    config = {**tiny.config(case), width: 6}
+    tiny.write_json(tmp_path / "config.json", config)
+    tiny.write_weights(tmp_path, tiny.tensors(config))
+    source, fit = mckpt.open(tmp_path), []
     refused: list[str] = []
+    out = tmp_path.with_name(f"{tmp_path.name}_out")
     for tp in range(1, source.dims["num_heads"] + 1):
         try:
-            mckpt.plan(source, tmp_path / "out", format="torch_dist", parallel=Parallel(tp=tp))
+            sizes = Parallel(tp=tp, etp=etp)
+            mckpt.plan(source, out, format="torch_dist", parallel=sizes)
             fit.append(tp)
         except UsageError as e:
             refused.append(str(e))
-    assert refused and len(fit) > 1
+    assert len(fit) > 1
+    assert any("_size " in message for message in refused)
     for message in refused:
         assert message.endswith(f"; choose a tp of {', '.join(map(str, fit))}")
 
