@@ -1,4 +1,4 @@
-"""The Python door: open, plan, convert, diff."""
+"""The Python API: open, plan, convert, diff."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from mckpt.values import dtypes
 
 
 def open(path: str | Path, **known: Any) -> Checkpoint:
-    """Open a checkpoint of any format.
+    """Opens a checkpoint of any format.
 
-    Keywords are those of `Known`: like, family, vocab_size, iteration, settings.
+    Keywords are the fields of Known: like, family, mapping, vocab_size, settings, iteration.
     """
     return Checkpoint(path, Known(**known))
 
@@ -41,11 +41,11 @@ def plan(
     helps: bool = False,
     **wanted: Any,
 ) -> Plan:
-    """The proven plan that brings `src` to `dst`.
+    """Returns the plan that converts `src` to `dst`.
 
-    Keywords are those of `Target` (format, parallel, dtype ...) unless `target` is given.
+    Keywords are the fields of Target (format, parallel, dtype ...), unless `target` is given.
 
-    With `helps`, that of a rank other than 0: what stands at `dst` is rank 0's to judge.
+    helps: this process is not rank 0, so it does not check whether the destination is occupied.
     """
     source = src if isinstance(src, Checkpoint) else Checkpoint(src, known)
     target = target or Target(**wanted)
@@ -109,7 +109,7 @@ def diff(
 ) -> comparison.Difference:
     """Compare two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
     if atol is not None and not 0 <= atol < math.inf:
-        raise UsageError(f"atol {atol} is no largest difference: say a number from 0 on")
+        raise UsageError(f"--atol {atol} must be a finite number, at least 0")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
     left, right = left.named_as(right), right.named_as(left)
     found = comparison.diff(left, right, atol, progress)

@@ -101,7 +101,10 @@ TWICE = b"{" + A + b"," + A + b"}"
 SAFETENSORS = {
     "truncated": (raw(lambda b: b[:-100]), (ONE, "559,148", "559,248", "truncated")),
     "truncated in the header": (raw(lambda b: b[:100]), (ONE, "header", "truncated")),
-    "padded": (raw(lambda b: b + b"xx"), (ONE, "559,250", "559,248", "padded")),
+    "padded": (
+        raw(lambda b: b + b"xx"),
+        (ONE, "559,250", "559,248", "has bytes behind its tensors"),
+    ),
     "zero bytes": (raw(lambda b: b""), (ONE, "0 bytes")),
     "git-lfs pointer": (raw(lambda b: LFS), (ONE, "git lfs pull")),
     "header length lies": (raw(lambda b: b"\xff" * 8 + b[8:]), (ONE, "18,446,744,073,709,551,615")),
@@ -321,7 +324,7 @@ SIZES = {
     "pp above the layers": ("qwen3", ("--pp", 8), ("4 layers", "pp 8")),
     "vpp": ("qwen3", ("--pp", 2, "--vpp", 3), ("vpp 3",)),
     "vpp alone": ("qwen3", ("--vpp", 2), ("pp > 1",)),
-    "ep on a dense model": ("qwen3", ("--ep", 2), ("ep 2", "without experts")),
+    "ep on a dense model": ("qwen3", ("--ep", 2), ("ep 2", "this model has no experts")),
     "ep": ("qwen3-moe", ("--ep", 5), ("24 experts", "ep 5")),
     "etp and torch": (
         "qwen3-moe",
@@ -812,14 +815,14 @@ DIST = {
             src / "release/__0_0.distcp", os.path.getsize(src / "release/__0_0.distcp") - 1
         ),
         3,
-        ("__0_0.distcp", "cut short", "its last item, of "),
+        ("__0_0.distcp", "truncated", "its last item ("),
     ),
     ".distcp cut": (
         lambda src: (src / "release/__0_0.distcp").write_bytes(
             (src / "release/__0_0.distcp").read_bytes()[:-60_000]
         ),
         3,
-        ("__0_0.distcp", "cut short"),
+        ("__0_0.distcp", "truncated"),
     ),
     "chunk grid with a hole": (metadata(hole), 3, (DIST_FC2, "9216", "12288")),
     "chunk without an item": (
@@ -834,7 +837,7 @@ DIST = {
     "item past the end": (
         metadata(item(lambda i: ("__0_0.distcp", 10**9, 100))),
         3,
-        (DIST_FC2, "1000000100"),
+        (DIST_FC2, "1,000,000,100"),
     ),
     "item of another tensor": (
         metadata(item(lambda i: i[WORDS, (0, 0)])),
@@ -872,6 +875,27 @@ def test_hostile_torch_dist(made, tmp_path, name):
 
     refuse_copy(made, tmp_path, "dist", damage, 8, (name, "refused"))
     assert not mark.exists()
+
+
+def test_metadata_that_only_calls_a_function_names_its_file(made, tmp_path):
+    """The call is recorded and not made; the record has no fields."""
+
+    def damage(src: Path) -> None:
+        (src / "release/.metadata").write_bytes(b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.")
+
+    words = ("release/.metadata: contains", "Nothing in the file was run", "get the file again")
+    refuse_copy(made, tmp_path, "dist", damage, 8, words)
+
+
+def test_lost_common_state_is_noted(made, tmp_path):
+    lone = tmp_path / "lone"
+    shutil.copytree(made["dist"], lone)
+    shutil.rmtree(lone / "hf")
+    (lone / "release/common.pt").unlink()
+    said = good("plan", lone, tmp_path / "out").out
+    assert "the dims are taken from mckpt.json, because there are no args" in said
+    assert "the only one that fits the dims" in said
+    assert "torch_dist" in said and "(mcore, tp 1, pp 1)" in said and "(qwen3)" in said
 
 
 # ---- values

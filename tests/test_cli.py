@@ -568,6 +568,12 @@ def test_side_files_survive_the_way_there_and_back(torch_dir, src, tmp_path):
 
 def test_like_and_set(torch_dir, src, tmp_path):
     lone = alone(torch_dir, tmp_path / "lone")
+    planned = good("plan", lone, tmp_path / "p", "--like", src, "--set", "rope_theta=5")
+    assert "Hugging Face directory, with rope_theta changed to 5 (--set)" in planned.out
+    # the option is wrong and not the checkpoint, so the error names the option
+    for option, dim in (("--set", "num_layers=5"), ("--vocab-size", "5000")):
+        words = (option, dim.replace("=", " "), "correct or leave out")
+        refused(3, *words, args=("plan", lone, tmp_path / "p", option, dim))
     good("megatron-to-hf", lone, tmp_path / "like", "--like", src)
     assert (tmp_path / "like" / "config.json").read_bytes() == (src / "config.json").read_bytes()
     other = hf(tmp_path / "other")
@@ -582,7 +588,7 @@ def test_like_and_set(torch_dir, src, tmp_path):
     )
     refused(
         3,
-        "config.json",
+        "gone: no such directory",
         args=("megatron-to-hf", lone, tmp_path / "d", "--like", tmp_path / "gone"),
         untouched=tmp_path,
     )

@@ -244,12 +244,12 @@ def test_shapes_that_do_not_fit() -> None:
         PackingError, match=r"cannot be stacked along axis 0: \[4, 5\] and \[4, 6\]"
     ):
         packing.gated([(4, 5), (4, 6)], 1)
-    with pytest.raises(PackingError, match="10 rows do not divide by 4"):
+    with pytest.raises(PackingError, match="10 rows are not divisible by 4"):
         shard(packing.one([(10, 6)], 1), "column", 0, 4)
-    with pytest.raises(PackingError, match="6 columns do not divide by 4"):
+    with pytest.raises(PackingError, match="6 columns are not divisible by 4"):
         shard(packing.one([(8, 6)], 1), "row", 0, 4)
     # each part on its own: 10 rows would
-    with pytest.raises(PackingError, match="5 rows do not divide by 2"):
+    with pytest.raises(PackingError, match="5 rows are not divisible by 2"):
         shard(packing.gated([(5, 6), (5, 6)], 1), "column", 0, 2)
 
 

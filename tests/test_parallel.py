@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mckpt
 from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
-from tests import placement
+from tests import placement, tiny
 from tests.door import run
 from tests.tiny import TinyModel
 
@@ -124,36 +124,37 @@ def test_layers_of_multi_token_prediction_are_in_one_stage() -> None:
     separate = Parallel(pp=2, layout="Et|tt|tm|L")
     assert separate.stages(4, mtp_layers=1) == [[[0], [3]], [[1, 2], []]]
     assert separate.mtp_stage == (0, 1)
-    for layout, mtp_layers in (("Ett|ttL", 1), ("Ettm|ttmL", 2), ("Ett|ttmL", 2)):
-        with pytest.raises(
-            UsageError,
-            match=rf"places {layout.count('m')} MTP layers \(m\), and the model has {mtp_layers}",
-        ):
+    for layout, mtp_layers, message in (
+        ("Ett|ttL", 1, r"has 0 MTP layers \(m\), but the model has 1; all MTP layers must"),
+        ("Ett|ttmL", 2, r"has 1 MTP layer \(m\), but the model has 2; all MTP layers must"),
+        ("Ettm|ttmL", 2, r"has MTP layers \(m\) in several stages; all 2 must be in one stage"),
+    ):
+        with pytest.raises(UsageError, match=message):
             Parallel(pp=2, layout=layout).stages(4, mtp_layers)
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Ett|t|tL", "has 3 stages, which do not divide by pp 2"),
-        ("Ett|tttL", "places 5 layers"),
-        ("ttt|tL", "wants E first and L last"),
-        ("Ett|tt", "wants E first and L last"),
-        ("EEtt|ttL", "wants E first and L last"),
-        ("tEt|ttL", "wants E first and L last"),
-        ("Ett|ttmL", r"MTP layers \(m\)"),
-        ("Ett | ttL", "'Ett ' may hold E, t, m and L"),
-        ("ett|ttl", "'ett' may hold E, t, m and L"),
-        ("Etx|ttL", "'Etx' may hold E, t, m and L"),
-        ("E((t|)*2)*2L|", "may hold E, t, m and L"),
-        ("", "has 1 stages"),
-        ("|", "places 0 layers"),
+        ("Ett|t|tL", "has 3 stages, which is not a multiple of pp 2"),
+        ("Ett|tttL", r"has 5 decoder layers \(t\), but the model has 4"),
+        ("ttt|tL", "must begin with its only E"),
+        ("Ett|tt", r"end with its only L \(loss\)"),
+        ("EEtt|ttL", "must begin with its only E"),
+        ("tEt|ttL", "must begin with its only E"),
+        ("Ett|ttmL", r"has 1 MTP layer \(m\), but the model has 0"),
+        ("Ett | ttL", "stage 'Ett ' contains other characters than E, t, m and L"),
+        ("ett|ttl", "stage 'ett' contains other characters"),
+        ("Etx|ttL", "stage 'Etx' contains other characters"),
+        ("E((t|)*2)*2L|", "other characters than E, t, m and L"),
+        ("", "has 1 stage,"),
+        ("|", "has 0 decoder layers"),
         ("E(t|)*99999L", "has 100,000 stages, and at most 4,096 are read"),
         ("E(t*99999|)*99999L", "unrolls to more than 262,144 characters"),
         ("E(" + "t" * 4000 + ")*99999|L", "unrolls to more than 262,144 characters"),
-        ("Et*99999999999999999999|L", "may hold E, t, m and L|unrolls"),
+        ("Et*99999999999999999999|L", "other characters than E, t, m and L|unrolls"),
         ("(" * 5000, "is not text of at most 4,096 characters"),
-        ("(" * 4000, "may hold E, t, m and L|has 1 stages"),
+        ("(" * 4000, "other characters than E, t, m and L|has 1 stage,"),
         (7, "is not text"),
         (["Et", "tL"], "is not text"),
     ],
@@ -193,10 +194,20 @@ def test_numbers_that_are_no_sizes_are_refused(said: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("said", "num_layers", "message"),
     [
-        ({"pp": 3}, 4, "4 layers do not divide over 3 pipeline stages"),
-        ({"pp": 2, "vpp": 2}, 6, r"\[3, 3\] layers of the pipeline ranks do not divide by vpp 2"),
+        ({"pp": 3}, 4, "4 layers cannot be split evenly over 3 pipeline stages .pp 3.; choose"),
+        ({"pp": 2, "vpp": 2}, 6, r"ranks have \[3, 3\] layers, which vpp 2 does not divide"),
         ({"pp": 2, "first_stage_layers": 5}, 4, "4 layers less 5 of the first or last stage"),
-        ({"pp": 2, "first_stage_layers": 4}, 4, "nothing is left for 1 of the pipeline stages"),
+        (
+            {"pp": 2, "first_stage_layers": 4},
+            4,
+            r"^--decoder-first-pipeline-num-layers 4 takes all 4 layers, so 1 pipeline stage"
+            r" \(pp 2\) would be empty, .* give the first stage fewer layers$",
+        ),
+        (
+            {"pp": 3, "first_stage_layers": 1, "last_stage_layers": 3},
+            4,
+            "num-layers 1 and --decoder-last-pipeline-num-layers 3 take all 4 layers, so 1 pipel",
+        ),
         (
             {"pp": 2, "first_stage_layers": 2, "last_stage_layers": 2, "vpp": 2},
             4,
@@ -206,7 +217,7 @@ def test_numbers_that_are_no_sizes_are_refused(said: dict[str, Any], message: st
         (
             {"pp": 2, "account_for_embedding": True},
             4,
-            "4 layers and 1 for embedding and loss do not divide",
+            "4 layers and 1 for embedding and loss cannot be split evenly",
         ),
     ],
 )
@@ -218,12 +229,44 @@ def test_layers_that_do_not_fit(said: dict[str, Any], num_layers: int, message: 
 def test_experts() -> None:
     Parallel(ep=4).check(8)
     Parallel(tp=2).check(0)
-    with pytest.raises(UsageError, match="ep 2 on a model without experts"):
+    with pytest.raises(UsageError, match="ep 2: this model has no experts; leave --ep out"):
         Parallel(ep=2).check(0)
-    with pytest.raises(UsageError, match="6 experts do not divide by ep 4"):
+    with pytest.raises(UsageError, match="6 experts are not divisible by ep 4"):
         Parallel(ep=4).check(6)
     assert Parallel(tp=4).expert_tp == 4
     assert Parallel(tp=4, etp=1).expert_tp == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "width", "etp"),
+    [
+        ("qwen3", "intermediate_size", None),
+        ("qwen3-moe", "moe_intermediate_size", None),
+        ("deepseek-v3", "intermediate_size", None),
+        ("deepseek-v3", "moe_intermediate_size", 1),  # the shared expert alone
+    ],
+)
+def test_a_wrong_tp_names_every_tp_that_can_be_planned(
+    case: str, width: str, etp: int | None, tmp_path: Path
+) -> None:
+    """The MLP, its experts and the shared expert must be divisible by tp, as well as the heads."""
+    config = {**tiny.config(case), width: 6}
+    tiny.write_json(tmp_path / "config.json", config)
+    tiny.write_weights(tmp_path, tiny.tensors(config))
+    source, fit = mckpt.open(tmp_path), []
+    refused: list[str] = []
+    out = tmp_path.with_name(f"{tmp_path.name}_out")
+    for tp in range(1, source.dims["num_heads"] + 1):
+        try:
+            sizes = Parallel(tp=tp, etp=etp)
+            mckpt.plan(source, out, format="torch_dist", parallel=sizes)
+            fit.append(tp)
+        except UsageError as e:
+            refused.append(str(e))
+    assert len(fit) > 1
+    assert any("_size " in message for message in refused)
+    for message in refused:
+        assert message.endswith(f"; choose a tp of {', '.join(map(str, fit))}")
 
 
 def test_files() -> None:

@@ -482,7 +482,9 @@ def test_a_staging_directory_that_will_not_go(tmp_path, src, monkeypatch):
     good("hf-to-megatron", src, tmp_path / "dst")
     monkeypatch.undo()
     assert not list(tmp_path.glob("dst/.mckpt-*/publishing"))
-    refused(6, "already holds", args=("hf-to-megatron", src, tmp_path / "dst"), untouched=tmp_path)
+    refused(
+        6, "already contains", args=("hf-to-megatron", src, tmp_path / "dst"), untouched=tmp_path
+    )
     assert mckpt("diff", src, tmp_path / "dst").code == 0
 
 
@@ -663,7 +665,7 @@ def test_two_plans_of_one_unit(tmp_path, src):
     )
     one.run()
     before = tree(tmp_path / "dst")
-    with pytest.raises(errors.DestinationError, match="already holds"):
+    with pytest.raises(errors.DestinationError, match="already contains"):
         two.run()
     after = {k: v for k, v in tree(tmp_path / "dst").items() if not k.startswith(".mckpt-")}
     assert after == before

@@ -193,7 +193,7 @@ def what_rank_0_is_refused_for_the_others_find_too(
     for order in ((0, 1), (1, 0)):
         ended = ranks_end(arguments, order, tmp_path, run)
         assert [code for code, _ in ended] == [6, 6], ended
-        assert all("say --overwrite" in said for _, said in ended), ended
+        assert all("give --overwrite" in said for _, said in ended), ended
     (out / "release" / "notes").write_text("mine")
     ended = ranks_end([*arguments, "--overwrite"], (1,), tmp_path, run)
     assert ended[0][0] == 6
@@ -336,7 +336,7 @@ def test_no_leave_to_write(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
     """Root may write everywhere, so the answer of the system is replaced here."""
     planned = mckpt.plan(source, tmp_path / "a" / "out", helps=True)
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
-    with pytest.raises(errors.StorageError, match=f"no leave to write {tmp_path}$"):
+    with pytest.raises(errors.StorageError, match=f"no permission to write to {tmp_path}$"):
         planned.destination.refuse(planned.destination.staging_directory("x"), "")
     assert not (tmp_path / "a").exists()
 

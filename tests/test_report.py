@@ -324,7 +324,7 @@ def test_where_layers_and_experts_lie() -> None:
         "ep rank 00 to 70, 1ep rank 18 to 152, 3" in text
         and "stage 1ranks 4 to 74 to 7, norm, head" in text
     )
-    assert "do not divide over 2 pipeline stages" in Page(facts(5)).text
+    assert "cannot be split evenly over 2 pipeline stages" in Page(facts(5)).text
 
 
 def spoilt(value: Any) -> Any:

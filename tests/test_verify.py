@@ -671,8 +671,8 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
     for wrong, why in (
         ("[1, 6]", "from 0 to 5"),
         ("[1]", "at least 2"),
-        ("words", "no sequences"),
-        ('{"text": "a"}', "no sequences"),
+        ("words", "expected one JSON list of token ids per line"),
+        ('{"text": "a"}', "expected one JSON list of token ids per line"),
     ):
         path.write_text(wrong)
         with pytest.raises(mckpt.errors.UsageError, match=why):

@@ -11,7 +11,7 @@ from typing import Any
 from mckpt import formats, mapping
 from mckpt.checkpoint import description
 from mckpt.checkpoint.logical import LogicalTensor, Reader
-from mckpt.errors import MappingError, MckptError, SourceError, UsageError
+from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
@@ -22,7 +22,7 @@ from mckpt.storage.staging import MANIFEST, unfinished
 
 
 class VocabSizeUnknown(UsageError):
-    """Nothing says the true rows of the vocabulary."""
+    """The unpadded vocabulary size is not known."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 f"family {self.naming.family} is taken from {MANIFEST}: --family was given when the"
                 " checkpoint was made"
             )
+        undescribed = self.is_megatron and self.args is None and self.described_by is None
+        bridge = (self.opened.root / description.RUN_CONFIG).exists()
+        if undescribed and not bridge and isinstance(self.manifest.get("dims"), dict):
+            out.append(f"the dims are taken from {MANIFEST}, because there are no args")
         for name, value in self.overruled.items():
             said = ", ".join(
                 f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
@@ -294,9 +298,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             ):
                 padded = self.args.get("padded_vocab_size")
                 raise VocabSizeUnknown(
-                    f"{root}: its args say no true vocab_size"
+                    f"{root}: its args do not contain the unpadded vocab_size"
                     + (f", only the padded {padded}" if padded else "")
-                    + "; say --vocab-size N (the tokenizer may be shorter than the model's), or"
+                    + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
                     " --like HF_DIR"
                 )
             return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
@@ -391,7 +395,16 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def layout(self) -> Layout:
         """What is stored where."""
-        return self.opened.layout(self.names)
+        try:
+            return self.opened.layout(self.names)
+        except (SourceError, CoverError) as e:
+            if not self.known.dims:
+                raise
+            given = ", ".join(f"{name} {value!r}" for name, value in self.known.dims.items())
+            hint = f"--set or --vocab-size gave {given}: correct or leave out what is wrong."
+            found = type(e)(f"{e}\n{hint}")
+            found.problems = e.problems
+            raise found from None
 
     def _check_sizes(self, dims: Dims) -> None:
         if self.opened.format.fixed_sizes:

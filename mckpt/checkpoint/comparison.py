@@ -122,8 +122,8 @@ class _Found(NamedTuple):
 
 
 class _Buffers(threading.local):
-    """Each thread's two blocks, kept from one comparison to the next: fresh memory costs a page
-    fault for every 4 KiB.
+    """Each thread's two buffers, kept from one block to the next: fresh memory costs a page fault
+    for every 4 KiB.
     """
 
     def __init__(self) -> None:

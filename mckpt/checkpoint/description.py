@@ -41,7 +41,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_file(path, 1 << 28))
     except ValueError as e:
-        raise SourceError(f"{path}: no JSON: {e}") from None
+        raise SourceError(f"{path}: not valid JSON: {e}") from None
     return found if isinstance(found, dict) else {}
 
 
@@ -52,7 +52,7 @@ def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
     """
     path, recorded = directory / MAPPING, manifest.get("mapping_file")
     wanted = recorded.get("digest") if isinstance(recorded, dict) else None
-    cure = "put back the file with which the checkpoint was made, or say --mapping FILE"
+    cure = "put back the file with which the checkpoint was made, or give --mapping FILE"
     if not path.is_file():
         if wanted is not None and directory.is_dir():
             raise MappingError(
@@ -89,7 +89,7 @@ def read_run_config(path: Path) -> dict[str, Any]:
     try:
         found = yaml.load(read_file(path, 1 << 24), Loader)  # a SafeLoader: nothing is imported
     except yaml.YAMLError as e:
-        raise SourceError(f"{path}: no YAML: {e}") from None
+        raise SourceError(f"{path}: not valid YAML: {e}") from None
     model = found.get("model") if isinstance(found, dict) else None
     if not isinstance(model, dict):
         raise SourceError(f"{path}: has no `model` section")
@@ -103,7 +103,7 @@ def family_for(config: Mapping[str, Any], named: str | None, where: str) -> Mapp
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise MappingError(
-            f"{where}: names no architectures; say --family with one of"
+            f"{where}: names no architectures; give --family with one of"
             f" {', '.join(mapping.names('hf'))}"
         )
     try:

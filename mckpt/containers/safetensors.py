@@ -72,9 +72,10 @@ def read(paths: list[str]) -> Entries:
             _without_holes(path, keys, [kinds[n] for n in numbers], offsets)
             ends = [0, *(end for _, end in offsets)]
         if size != start + ends[-1]:
-            what = "truncated; download or copy it again" if size < start + ends[-1] else "padded"
+            wrong = "is truncated" if size < start + ends[-1] else "has bytes behind its tensors"
             raise SourceError(
-                f"{path}: {size:,} bytes, and its header describes {start + ends[-1]:,}: {what}"
+                f"{path}: the file has {size:,} bytes, but its header describes"
+                f" {start + ends[-1]:,}: it {wrong}; download or copy it again"
             )
         names += keys
         kind.fromlist(numbers)
@@ -121,8 +122,8 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
             first = f.read(8)
             if len(first) < 8:
                 raise SourceError(
-                    f"{path}: has {size} bytes, and a safetensors file at least 8: download or copy"
-                    " it again"
+                    f"{path}: has {size} bytes, but a safetensors file has at least 8; download or"
+                    " copy it again"
                 )
             if first == LFS_POINTER[:8]:
                 raise pointer(path)

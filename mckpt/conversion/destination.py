@@ -85,8 +85,9 @@ class Destination:
             return
         if not self.overwrite:
             raise DestinationError(
-                f"{self.path}: already holds {occupied[0]}{' and more' * (len(occupied) > 1)}; say"
-                " --overwrite to replace it"
+                f"{self.path}: already contains"
+                f" {occupied[0]}{' and other files' * (len(occupied) > 1)}; give --overwrite to"
+                " replace the checkpoint in it"
             )
         foreign = self._foreign()
         if foreign:
@@ -173,7 +174,7 @@ class Destination:
     def _refuse_read_only(path: Path) -> None:
         there = next(p for p in (path, *path.parents) if os.path.exists(p))
         if not os.access(there, os.W_OK):
-            raise StorageError(f"{path}: cannot be made: no leave to write {there}")
+            raise StorageError(f"{path}: cannot be made: no permission to write to {there}")
 
     @contextmanager
     def staging(self, plan: str, resume: bool = True, run: str = "") -> Iterator[Path]:

@@ -48,7 +48,7 @@ def refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict
         raise MappingError.of(
             f"{where} would not compute what the source does:",
             [v if k == "config" else f"{k}: {v}" for k, v in refused.items()],
-            "If you know that it does not matter, say "
+            "If you know that it does not matter, give "
             + " ".join(f"--allow-inexact {k}" for k in refused),
         )
     return dict(found)

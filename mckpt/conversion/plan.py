@@ -98,19 +98,23 @@ class Plan:
         """The plan for people."""
         p = self.json()
         s, t = p["source"], p["target"]
+        sizes = [  # a Hugging Face directory is not sharded
+            f", {self.source.parallel}" * self.source.is_megatron,
+            f", {self.target.parallel}" * self.destination.format.megatron,
+        ]
         lines = [
             (
-                f"{s['format']} {s['path']} ({s['mapping']}, {s['parallel']}):"
+                f"{s['format']} {s['path']} ({s['mapping']}{sizes[0]}):"
                 f" {counted(s['tensors'], 'logical tensor')} in {counted(s['files'], 'file')}"
             ),
             (
-                f"  -> {t['format']} {t['path']} ({t['mapping']}, {t['parallel']}):"
+                f"  -> {t['format']} {t['path']} ({t['mapping']}{sizes[1]}):"
                 f" {counted(t['tensors'], 'stored tensor')}, {counted(len(t['files']), 'file')},"
                 f" {t['bytes']:,} bytes"
             ),
             (
-                f"{p['copies']:,} copies; every element of the target is written once, every"
-                " element of the source is used or named here"
+                f"{p['copies']:,} copies; every element of the target is written exactly once;"
+                " every element of the source is used or listed below as ignored"
             ),
         ]
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]

@@ -44,7 +44,7 @@ def publish(destination: Destination, staging: Path, side: SideFiles) -> None:
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """While other runs of mckpt wait to put their output into the same directory."""
+    """A context in which other runs of mckpt wait before they publish into the same directory."""
     fd = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -88,9 +88,9 @@ def _put_aside(path: Path, staging: Path) -> None:
 
 
 def _remove(staging: Path) -> None:
-    """Without its mark it is of no harm.
+    """Removes a staging directory.
 
-    By another name first: other ranks write into it as long as they find it.
+    Renames it first, because other ranks write into it as long as they find it.
     """
     over = staging.with_name(f"{staging.name}{OVER}")
     shutil.rmtree(over, ignore_errors=True)

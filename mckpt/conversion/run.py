@@ -104,13 +104,11 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
     destination = plan.destination
 
     def finished(late: bool) -> bool:
-        """Whether what this plan writes is in place, and the run is over.
+        """Returns whether the output of this plan is published and the run is over.
 
-        With --overwrite an earlier run may have put it there, and nothing in it tells: this rank
-        would go home, and rank 0, who is about to replace it, would lack it. So it stays for as
-        long as rank 0 waits for a rank that does not come. Then either rank 0 is done, or it is so
-        late that it finds this one missing, and does its share: the output is right in any order,
-        and no wait is longer than that.
+        With --overwrite, the published output may be that of an earlier run. If this rank then
+        left at once, rank 0 would wait for it in vain. So it accepts the existing output only
+        after the time that rank 0 waits for missing ranks.
         """
         may_be_ours = late or not destination.overwrite
         return may_be_ours and destination.manifest().get("plan") == plan.digest

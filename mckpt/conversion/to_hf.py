@@ -81,8 +81,11 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     base = read_config(described)
     family = family_for(base, source.naming.family_name, str(described / CONFIG))
     corrected = source.overruled or _denied(source, family, base)
-    base = family.restate(base, source.dims, corrected)
-    return family, base, "config.json is that of the model's Hugging Face directory"
+    note = "config.json is copied from the model's Hugging Face directory"  # facts have no paths
+    if corrected:
+        changes = [f"{name} changed to {source.dims[name]!r} (--set)" for name in corrected]
+        note += f", with {', '.join(changes)}"
+    return family, family.restate(base, source.dims, corrected), note
 
 
 def _inexact(source: Checkpoint, family: MappingFile, target: Target) -> dict[str, str]:
@@ -128,7 +131,7 @@ def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
     out: dict[str, Path] = {}
     for root in roots:
         if not root.is_dir():
-            raise UsageError(f"{root}: is no directory with tokenizer files")
+            raise UsageError(f"{root}: is not a directory; --tokenizer needs one")
         for name in side_files(root):
             if name not in there:
                 out.setdefault(name, root / name)
@@ -172,15 +175,15 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
         return best[0], f"family {best[0].name}" + (
             f", which computes the same as {', '.join(others)}"
             if others
-            else ", the only one that fits the args"
+            else ", the only one that fits the dims"
         )
     if best:
         raise UsageError(
-            f"{source.path}: several families compute this: say --family with one of"
+            f"{source.path}: several families compute this: give --family with one of"
             f" {', '.join(f.name for f in best)}"
         )
     raise MappingError.of(
         f"{source.path}: no family computes what its args describe:",
         reasons,
-        "say --like HF_DIR, or --mapping FILE of your own family",
+        "give --like HF_DIR, or --mapping FILE of your own family",
     )

@@ -53,7 +53,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     if (left := source.left_behind()) and not target.no_optimizer:
         raise UsageError(
             f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved;"
-            " say --no-optimizer to leave the rest behind"
+            " give --no-optimizer to leave the rest behind"
         )
     kinds, dtype = kinds_of(moved, target)
     args = args_of(source, moved, destination, target, dialect, chosen, dtype, padded)
@@ -110,7 +110,7 @@ def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
 def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tuple[Checkpoint, int]:
     """What is moved, and the rows of the padded vocabulary that it gets.
 
-    A Megatron checkpoint keeps its padding, values included, where it divides by the target's tp:
+    A Megatron checkpoint keeps its padding, values included, where the target's tp divides it:
     the softmax sees those rows. Else, and from Hugging Face, the true vocabulary is padded anew, as
     Megatron computes it (vocab_utils.py).
     """
@@ -123,8 +123,8 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tup
         except VocabSizeUnknown:
             rows = whole.dims["vocab_size"] if whole else 0
             raise UsageError(
-                f"{source.path}: {rows} padded rows of the vocabulary do not divide by tp"
-                f" {target.parallel.tp}; say --vocab-size N"
+                f"{source.path}: {rows} padded rows of the vocabulary are not divisible by tp"
+                f" {target.parallel.tp}; give --vocab-size N"
             ) from None
     return source, padded_rows(source.dims, dialect, target)
 
@@ -140,17 +140,30 @@ def check_sizes(dims: Dims, parallel: Parallel) -> None:
     parallel.check(dims["num_experts"])
     parallel.stages(dims["num_layers"], dims["mtp_layers"])
     heads, groups = dims["num_heads"], dims["num_query_groups"]
+    moe = dims["moe_layers"]
+    cut = {
+        "ffn_size": not all(moe),
+        "shared_ffn_size": any(moe),
+        "expert_ffn_size": any(moe) and parallel.etp is None,
+    }
+    widths = {name: dims[name] for name, is_cut in cut.items() if is_cut}
     fit = [
-        n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)
+        n
+        for n in range(1, heads + 1)
+        if not any(whole % n for whole in (heads, *widths.values()))
+        and (groups % n == 0 or n % groups == 0)
     ]
     cure = f"choose a tp of {', '.join(map(str, fit))}"
     if heads % parallel.tp:
-        raise UsageError(f"{heads} attention heads do not divide by tp {parallel.tp}; {cure}")
+        raise UsageError(f"{heads} attention heads are not divisible by tp {parallel.tp}; {cure}")
     if groups % parallel.tp and parallel.tp % groups:
         raise UsageError(
-            f"{groups} query groups (k and v heads) neither divide by tp {parallel.tp} nor divide"
-            f" it; {cure}"
+            f"{groups} query groups (k and v heads) are neither divisible by tp {parallel.tp} nor a"
+            f" divisor of it; {cure}"
         )
+    for name, width in widths.items():
+        if width % parallel.tp:
+            raise UsageError(f"{name} {width} is not divisible by tp {parallel.tp}; {cure}")
 
 
 def _choices(source: Checkpoint, destination: Destination, target: Target) -> dict[str, Any]:

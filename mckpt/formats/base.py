@@ -43,7 +43,7 @@ class Names(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A checkpoint that a format shall lay out."""
+    """A checkpoint to be written: the input of Format.lay_out."""
 
     names: Names
     dtypes: dict[str, str]  # of each logical tensor, by template
@@ -86,7 +86,7 @@ class Opened(Protocol):
         """Rows of the stored embedding, padding included; None where it is not stored by rows."""
 
     def beside(self, mapping: MappingFile) -> list[str]:
-        """What it holds that is no weight, such as optimizer state."""
+        """Returns the keys of everything stored that is not a weight, such as optimizer state."""
 
     def choices(self, names: Names) -> Mapping[str, Any]:
         """How the mapping's choices were made here; `names.choices` is what the args say."""
@@ -126,9 +126,10 @@ class Format:
 def best_choices(
     names: Names, choices: Mapping[str, Iterable[Any]], mismatch: Callable[[Names], int]
 ) -> dict[str, Any]:
-    """The combination of choices whose keys fit best, and of these the one that the args say.
+    """Returns the combination of choices with the fewest mismatched keys; among equals, the one
+    that agrees with the args.
 
-    `mismatch` counts the keys that are there and not wanted, or wanted and not there.
+    mismatch: counts the stored keys that the mapping lacks and its keys that are not stored.
     """
     said = names.choices
     found = []
@@ -155,8 +156,8 @@ class Problems(list[str]):
     def check(self) -> None:
         if self:
             again = (
-                "If it should all be there, copy the checkpoint again, with the config or args that"
-                " belong to it."
+                "If the checkpoint should be complete, copy it again together with its own"
+                " config.json or args."
             )
             cure = self.cure or (again if self.damaged else "")
             raise (SourceError if self.damaged else CoverError).of(self.what, self, cure)
@@ -184,7 +185,7 @@ def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
     if len(set(found.values())) > 1:
         raise UsageError(
             f"{rule.key} packs tensors of different dtypes"
-            f" ({', '.join(f'{k} {v}' for k, v in found.items())}): say --dtype"
+            f" ({', '.join(f'{k} {v}' for k, v in found.items())}); give --dtype"
         )
     return next(iter(found.values()))
 
@@ -199,8 +200,9 @@ def group(
     replica: bool = False,
     padding: bool = False,
 ) -> list[Stored]:
-    """Entries of one geometry, each with its layer and expert -> stored tensors, one group for each
-    dtype and each kind of view.
+    """Returns stored tensors for entries of one shape, grouped by dtype and strides.
+
+    found: the layer and expert of each entry, and the entry.
     """
     kinds: dict[Kind, list[tuple[int, int, int, int]]] = {}
     for layer, expert, e in found:
@@ -234,7 +236,7 @@ def stored_of(
             " quantised model must be dequantised first"
         )
     placed = [p if strides is None else restride(p, shape, strides) for p in pieces]
-    # expand()
+    # Views made by expand() repeat elements: one stored element has several places.
     repeated = strides is not None and any(
         step == 0 and n > 1 for n, step in zip(shape, strides, strict=True)
     )
@@ -291,7 +293,7 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
     ]
     if clash:
         raise UsageError.of(
-            "tensors of one kind are stored in several dtypes; say one with --dtype:", clash
+            "tensors of one kind are stored in several dtypes; choose one with --dtype:", clash
         )
     return out
 

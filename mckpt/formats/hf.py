@@ -127,7 +127,10 @@ class HuggingFace:
                 "If a download was interrupted, let it go on.",
             )
         family, scope, bound = names.mapping, names.scope(), names.bound()
-        problems = Problems(f"{self.root} is not the {family.name} that its config.json describes:")
+        problems = Problems(
+            f"the tensors of {self.root} do not match its config.json (read as family"
+            f" {family.name}):"
+        )
         entries = self.entries
         used = np.zeros(len(entries.names), bool)
         stored: list[Stored] = []
@@ -217,10 +220,11 @@ class HuggingFace:
         rows: np.ndarray,
         problems: Problems,
     ) -> list[Stored]:
-        """Weights in 8 bits as what they are worth.
+        """Returns the 8-bit weights of a rule with their scales, as stored tensors of dequantised
+        values.
 
-        `where` as in `stored_of`; `names` [n] are the keys of their scales, `rows` [n] where they
-        are.
+        where: as in `stored_of`. names [n]: the keys of the scales. rows [n]: their rows in
+        `entries`.
         """
         entries, block, shape = self.entries, self.block, kind.shape
         holds = f"{list(shape)} holds {kind.dtype}, "
@@ -315,7 +319,7 @@ def cut(sizes: list[int], most: int) -> list[int]:
     """The file of each tensor, of these bytes and in this order: files of about the same size, so
     that threads that write them end together.
 
-    None is larger than `most` bytes but by one tensor alone.
+    A file exceeds `most` bytes only if it contains a single tensor.
     """
     each = np.array(sizes, "i8")
     total = int(each.sum())

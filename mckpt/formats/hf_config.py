@@ -29,7 +29,11 @@ WEIGHTS = (
 def read_config(root: Path) -> dict[str, Any]:
     """A directory's config.json."""
     if not (root / CONFIG).is_file():
-        raise SourceError(f"{root}: has no config.json, without which its tensors mean nothing")
+        if not root.exists():
+            raise SourceError(f"{root}: no such directory")
+        raise SourceError(
+            f"{root}: config.json is missing; download it, because it describes the tensors"
+        )
     return parse_config(root / CONFIG)
 
 
@@ -38,13 +42,16 @@ def parse_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_file(path, 1 << 24))
     except (ValueError, RecursionError) as e:
-        raise SourceError(f"{path}: no JSON: {e}") from None
+        raise SourceError(f"{path}: not valid JSON: {e}") from None
     if not isinstance(config, dict):
         raise SourceError(f"{path}: holds {type(config).__name__}, not an object")
     return config
 
 
 def side_files(root: Path) -> list[str]:
+    """Returns every file that is neither weights, nor config.json, nor hidden, relative to the
+    directory.
+    """
     out = []
     for folder, inner, names in os.walk(root):
         inner[:] = sorted(d for d in inner if not d.startswith("."))

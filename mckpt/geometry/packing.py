@@ -123,7 +123,7 @@ def shard(packed: Packed, kind: str, rank: int, size: int) -> list[Box]:
 
 def _divide(n: int, size: int, what: str) -> int:
     if n % size:
-        raise PackingError(f"{n} {what} do not divide by {size}")
+        raise PackingError(f"{n} {what} are not divisible by {size}")
     return n // size
 
 

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from mckpt.errors import UsageError
+from mckpt.errors import UsageError, counted
 
 MAX_STAGES = 4096  # most stages to which a layout string such as (t|)*1000000000 may unroll
 # Limit of each parallel size and of their products: the args of a checkpoint can have any number,
@@ -53,8 +53,8 @@ class Parallel:
             stages = len(_parse_layout(self.layout))
             if stages % self.pp:
                 raise UsageError(
-                    f"the layout {self.layout!r} has {stages} stages, which do not divide by pp"
-                    f" {self.pp}"
+                    f"the layout {self.layout!r} has {counted(stages, 'stage')}, which is not a"
+                    f" multiple of pp {self.pp}"
                 )
             object.__setattr__(self, "vpp", stages // self.pp)
         if self.pp * self.vpp > MAX_SIZE or math.lcm(self.tp, self.expert_tp * self.ep) > MAX_SIZE:
@@ -116,24 +116,26 @@ class Parallel:
                     f" {self.vpp} need {self.pp * self.vpp}"
                 )
             flat = "".join(stages)
-            if (
-                flat.count("E") != 1
-                or flat.count("L") != 1
-                or flat[0] != "E"
-                or flat[-1] != "L"
-                or flat.count("t") != num_layers
-            ):
+            layers, mtp = flat.count("t"), flat.count("m")
+            if layers != num_layers:
                 raise UsageError(
-                    f"the layout {self.layout!r} places {flat.count('t')} layers between"
-                    f" {flat[:1]!r} and {flat[-1:]!r}; the model has {num_layers}, and wants E"
-                    " first and L last, once each"
+                    f"the layout {self.layout!r} has {counted(layers, 'decoder layer')} (t), but"
+                    f" the model has {num_layers}"
                 )
-            if [n for stage in stages if (n := stage.count("m"))] != [mtp_layers] * bool(
-                mtp_layers
-            ):
+            if flat.count("E") + flat.count("L") != 2 or flat[0] + flat[-1] != "EL":
                 raise UsageError(
-                    f"the layout {self.layout!r} places {flat.count('m')} MTP layers (m), and the"
-                    f" model has {mtp_layers}, which belong into one stage"
+                    f"the layout {self.layout!r} must begin with its only E (embedding) and end"
+                    " with its only L (loss)"
+                )
+            if mtp != mtp_layers:
+                raise UsageError(
+                    f"the layout {self.layout!r} has {counted(mtp, 'MTP layer')} (m), but the"
+                    f" model has {mtp_layers}; all MTP layers must be in one stage"
+                )
+            if sum("m" in stage for stage in stages) > 1:
+                raise UsageError(
+                    f"the layout {self.layout!r} has MTP layers (m) in several stages; all"
+                    f" {mtp_layers} must be in one stage"
                 )
             return [
                 [stages[v * self.pp + p].count("t") for v in range(self.vpp)]
@@ -144,34 +146,47 @@ class Parallel:
             for p, n in ((0, self.first_stage_layers), (self.pp - 1, self.last_stage_layers))
             if n is not None
         }
+        first, last, layout = (
+            "--decoder-first-pipeline-num-layers",
+            "--decoder-last-pipeline-num-layers",
+            "--pipeline-model-parallel-layout",
+        )
         left = num_layers - sum(given.values()) + self.account_for_embedding + self.account_for_loss
         ranks = self.pp - len(given)
+        accounted = self.account_for_embedding or self.account_for_loss
         what = f"{num_layers} layers" + (
             f" less {sum(given.values())} of the first or last stage" if given else ""
         )
         what += (
             f" and {self.account_for_embedding + self.account_for_loss} for embedding and loss"
-            * (self.account_for_embedding or self.account_for_loss)
+            * accounted
         )
         if left < 0 or (left % ranks if ranks else left):
             raise UsageError(
-                f"{what} do not divide over {ranks} pipeline stages (pp {self.pp}); choose another"
-                " --pp, or place them unevenly"
+                f"{what} cannot be split evenly over {counted(ranks, 'pipeline stage')} (pp"
+                f" {self.pp}); choose another --pp, or give {first}, {last} or {layout}"
+                + " instead of --account-for-embedding/loss-in-pipeline-split"
+                * accounted
             )
         if given and ranks and not left:
+            flags = ((first, self.first_stage_layers), (last, self.last_stage_layers))
+            taken = [f"{flag} {n}" for flag, n in flags if n is not None]
+            ends = [end for end, (_, n) in zip(("first", "last"), flags, strict=True) if n]
             raise UsageError(
-                f"{what}: nothing is left for {ranks} of the pipeline stages, which Megatron"
-                " refuses"
+                f"{' and '.join(taken)} take{'s' * (len(taken) == 1)} all {num_layers} layers, so"
+                f" {counted(ranks, 'pipeline stage')} (pp {self.pp}) would be empty, which"
+                f" Megatron refuses; give the {' or '.join(ends)} stage fewer layers"
             )
         if given and not ranks and self.vpp > 1:
             raise UsageError(
                 "layers of the first and last stage at pp 2 with virtual stages: Megatron divides"
-                " by zero; use --pipeline-model-parallel-layout"
+                f" by zero; use {layout}"
             )
         per_rank = [given.get(p, left // ranks if ranks else 0) for p in range(self.pp)]
         if any(n % self.vpp for n in per_rank):
             raise UsageError(
-                f"{per_rank} layers of the pipeline ranks do not divide by vpp {self.vpp}"
+                f"the pipeline ranks have {per_rank} layers, which vpp {self.vpp} does not divide;"
+                f" choose a --vpp that divides each, or give {layout}"
             )
         counts = [[n // self.vpp] * self.vpp for n in per_rank]
         counts[0][0] -= self.account_for_embedding
@@ -211,9 +226,12 @@ class Parallel:
     def check(self, num_experts: int) -> None:
         """Raises UsageError if the sizes do not fit a model with that many experts (0: dense)."""
         if self.ep > 1 and num_experts == 0:
-            raise UsageError(f"ep {self.ep} on a model without experts")
+            raise UsageError(f"ep {self.ep}: this model has no experts; leave --ep out")
         if num_experts and num_experts % self.ep:
-            raise UsageError(f"{num_experts} experts do not divide by ep {self.ep}")
+            raise UsageError(
+                f"{num_experts} experts are not divisible by ep {self.ep}; choose an --ep that"
+                f" divides {num_experts}"
+            )
 
     def directory(self, tp: int, pp: int, ep: int) -> str:
         """Returns the name of one rank's directory: mp_rank_TT[_PPP][_EEE]."""
@@ -296,9 +314,9 @@ class Parallel:
         shown = [
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
-            if getattr(self, f.name) not in (1, None, False)
+            if f.name in ("tp", "pp") or getattr(self, f.name) not in (1, None, False)
         ]
-        return ", ".join(shown) or "tp 1, pp 1"
+        return ", ".join(shown)
 
 
 def _parse_layout(text: str) -> list[str]:
@@ -332,5 +350,7 @@ def _parse_layout(text: str) -> list[str]:
         )
     for stage in stages:
         if set(stage) - set("EtmL"):
-            raise UsageError(f"the layout {text!r}: {stage!r} may hold E, t, m and L")
+            raise UsageError(
+                f"the layout {text!r}: stage {stage!r} contains other characters than E, t, m and L"
+            )
     return stages

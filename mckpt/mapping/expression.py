@@ -107,10 +107,10 @@ class Expression:
 
 @functools.cache
 def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
-    """The value and the free names of an expression, of which a mapping says the same in many
-    places.
+    """Returns the value and the free names of an expression.
 
-    ExpressionError if it is none.
+    Cached, because the same text occurs in many places of a mapping. Raises ExpressionError if
+    `text` is not an expression.
     """
     try:
         tree = ast.parse(text.strip(), mode="eval").body

@@ -257,7 +257,7 @@ class MappingFile(NamedTuple):
                 f"says two things of {name}: {', '.join(f'{k} {v!r}' for k, v in said)}"
             )
         if raw is None and spec.keys:
-            # null says none, absence says nothing
+            # null means None for an optional dim; an absent key means unknown
             null = dim.optional and any(lookup(config, k, _ABSENT) is None for k in spec.keys)
             if name in known and not null:
                 return known[name]
@@ -278,7 +278,7 @@ class MappingFile(NamedTuple):
             value = spec.read(ChainMap({"value": value}, scope))
         if isinstance(value, float) and dim.type == "int" and value.is_integer():
             value = int(value)
-        if value is None and name in known:  # silence
+        if value is None and name in known:  # the config has no value
             return known[name]
         if name in known and not spec.free and not equal(known[name], value):
             raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} was given")
@@ -355,8 +355,8 @@ class MappingFile(NamedTuple):
     def inexact(
         self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None
     ) -> dict[str, str]:
-        """What of these dims this file cannot say: dim -> what a reader of the written config would
-        take it for.
+        """Returns the dims whose values this file cannot express, and the value that a reader of
+        the written config would get instead.
 
         `given` are names beside the dims; `megatron` among them is the version of megatron-core,
         the newest if it is left out.

@@ -65,7 +65,7 @@ def parse(path: Path) -> tuple[Node, str]:
         stream.name = path.name  # for messages
         node = _loader()(stream).get_single_data()
     except (yaml.YAMLError, RecursionError) as e:
-        raise MappingError(f"{path}: no YAML: {e}") from None
+        raise MappingError(f"{path}: not valid YAML: {e}") from None
     if not isinstance(node, Node):
         raise MappingError(
             f"{path}: a mapping file holds keys and values, not {type(node).__name__}"

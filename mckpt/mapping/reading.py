@@ -81,8 +81,11 @@ def load(kind: str, name: str) -> MappingFile:
     """The file of that name, or the user's own file if it ends in .yaml."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
     if not path.is_file():
+        if path == Path(name):
+            raise MappingError(f"{name}: no such file")
         raise MappingError(
-            f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a .yaml file"
+            f"no mapping {name!r}; known: {', '.join(names(kind))}, or the path of a file that"
+            " ends in .yaml"
         )
     root, digest = _inherit(path, kind, ())
     return _checked(path, root, digest)
@@ -110,8 +113,8 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
     for key in node:
         if key not in _TOP:
             raise MappingError(
-                f"{node.lines[key]}: {key!r} is no section of a mapping file; known:"
-                f" {', '.join(_TOP)}"
+                f"{node.lines[key]}: {key!r} is not a key of a mapping file; the keys"
+                f" are {', '.join(_TOP)}"
             )
         _shaped(node, key, _TOP[key])
         for inner in (node[key] or ()) if key in _INNER else ():
@@ -365,7 +368,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
     name, equals, value = text.partition("=")
     if not equals or name not in hub().dims:
-        raise UsageError(f"--set {text!r}: say NAME=VALUE with one of {', '.join(hub().dims)}")
+        raise UsageError(f"--set {text!r}: give DIM=VALUE with one of {', '.join(hub().dims)}")
     try:
         return name, hub().check(name, yaml.safe_load(value))
     except (ValueError, yaml.YAMLError) as e:

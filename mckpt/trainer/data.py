@@ -69,7 +69,7 @@ def read_jsonl(path: Path, tokenizer: str | None) -> list[np.ndarray]:
             try:
                 record = json.loads(line)
             except ValueError as e:
-                raise UsageError(f"{path}, line {number}: is no JSON: {e}") from None
+                raise UsageError(f"{path}, line {number}: not valid JSON: {e}") from None
             if not isinstance(record, dict):
                 raise UsageError(
                     f'{path}, line {number}: is no object with "text", "tokens" or "input_ids"'

@@ -80,7 +80,12 @@ def format_of(checkpoint: str | Path) -> Format:
     """Returns the format of a Megatron checkpoint. Raises SourceError if there is none."""
     unit = unit_directory(checkpoint)
     if (found := formats.detect(unit, megatron=True)) is None:
-        raise SourceError(f"{unit} is not a Megatron checkpoint of a known format")
+        if formats.detect(unit, megatron=False) is not None:
+            raise SourceError(
+                f"{unit} is a Hugging Face directory; convert it first: mckpt hf-to-megatron"
+                f" {unit} DST"
+            )
+        raise SourceError(f"{unit}: not a Megatron checkpoint that mckpt reads")
     return found
 
 

@@ -33,10 +33,10 @@ def parse_size(text: str, option: str = "") -> int:
         or found[2].upper() not in units
         or (size := int(float(found[1]) * units[found[2].upper()])) < 1
     ):
-        raise UsageError(f"{given} is no size; say such as 5GB or 512MiB")
+        raise UsageError(f"{given} is not a size; write for example 5GB or 512MiB")
     if not found[2] and size < LEAST_BARE:
         raise UsageError(
-            f"{given} without a unit is {counted(size, 'byte')}; say a unit, such as {found[1]}MiB"
+            f"{given} without a unit is {counted(size, 'byte')}; add a unit: {found[1]}MiB"
             f" or {found[1]}GiB"
         )
     return size

@@ -9,7 +9,8 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MckptError
 from mckpt.mapping import Dims
 
-BOUNDS = ("vocab_size", "max_positions")  # padded, and a promise: no part of the function
+# not compared: vocab_size may be padded, and max_positions does not change the result
+BOUNDS = ("vocab_size", "max_positions")
 
 
 def dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:

@@ -46,9 +46,11 @@ def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:
             if isinstance(found, dict) or (found and not isinstance(found[0], (list, dict))):
                 found = [found]  # one line
         rows = [row["tokens"] if isinstance(row, dict) else row for row in found]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as e:
+    except OSError as e:
+        raise UsageError(f"{path}: cannot be read: {e.strerror or e}") from None
+    except (EOFError, ValueError, KeyError, TypeError) as e:
         raise UsageError(
-            f"{path}: no sequences of tokens (JSON lists, one a line, or .npy): {e}"
+            f"{path}: expected one JSON list of token ids per line, or a .npy file: {e}"
         ) from None
     for number, row in enumerate(rows, 1):
         wrong = (

@@ -123,7 +123,8 @@ def _load(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _fields(data: bytes, where: str) -> dict[str, Any]:
-    return safe_pickle.fields(safe_pickle.loads(data, where, True, MAX_BYTES, classes=_CLASSES))
+    record = safe_pickle.loads(data, where, True, MAX_BYTES, classes=_CLASSES)
+    return safe_pickle.fields(record, where)
 
 
 def _checked(md: dict[str, Any], where: str) -> Metadata:

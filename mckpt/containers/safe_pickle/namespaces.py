@@ -17,10 +17,10 @@ def namespace(**fields: Any) -> Record:
     return record
 
 
-def fields(record: Any) -> dict[str, Any]:
+def fields(record: Any, where: str = "pickle") -> dict[str, Any]:
     """Returns the fields of a Namespace, SimpleNamespace or dataclass as they were read.
 
-    Raises PickleError if it has none.
+    where: the file, for the error. Raises PickleError if it has none.
     """
     state = record.state if isinstance(record, Record) else None
     if type(state) is tuple and len(state) == 2:  # (dict, slots)
@@ -30,7 +30,10 @@ def fields(record: Any) -> dict[str, Any]:
             else None
         )
     if type(state) is not dict or not all(type(k) is str for k in state):
-        raise PickleError(f"{short(record)} has no fields")
+        raise PickleError(
+            f"{where}: contains {short(record)} instead of an object with fields. Nothing in the"
+            " file was run; get the file again from a source that you trust"
+        )
     return state
 
 

@@ -22,10 +22,12 @@ class Common:
         record = fields.get("args")
         try:
             self.args: dict[str, Any] | None = (
-                None if record is None else safe_pickle.plain(safe_pickle.fields(record))
+                None
+                if record is None
+                else safe_pickle.plain(safe_pickle.fields(record, f"{where}: args"))
             )
         except PickleError as e:
-            raise SourceError(f"{where}: its args are no Namespace: {e}") from None
+            raise SourceError(str(e)) from None
 
     def parallel(self) -> Parallel:
         """The sizes that its args say."""
@@ -39,7 +41,7 @@ class Common:
         included.
         """
         record = self.fields.get("args")
-        merged = {**(safe_pickle.fields(record) if record is not None else {}), **args}
+        merged = {**(safe_pickle.fields(record, self.where) if record is not None else {}), **args}
         return {**self.fields, "args": safe_pickle.namespace(**merged)}
 
 

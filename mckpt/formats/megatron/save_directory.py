@@ -67,14 +67,14 @@ def find(path: Path, iteration: int | None = None) -> Unit:
         text = read_file(tracker, 4096).decode("utf-8", "replace").strip()
         if text != RELEASE and not text.isdecimal():
             raise SourceError(
-                f"{tracker}: says {text[:40]!r}, and should say an iteration or {RELEASE}"
+                f"{tracker}: says {text[:40]!r}, but must name an iteration or {RELEASE}"
             )
         name = RELEASE if text == RELEASE else unit_name(int(text))
     elif len(units) == 1:
         name = units[0]
     else:
         raise UsageError(
-            f"{path}: {len(units)} checkpoints and no {TRACKER}; say --iteration N or the path of"
+            f"{path}: {len(units)} checkpoints and no {TRACKER}; give --iteration N or the path of"
             f" one of {', '.join(units)}"
         )
     if name not in units:
@@ -121,8 +121,8 @@ class Tracker:
         if self.moves_to(unit) or (now := self.says()) == _as_tracked(unit):
             return None
         return (
-            f"{self.path} says {now[:40]!r}, and goes on naming that checkpoint and not {unit}; say"
-            " --update-tracker to change it"
+            f"{self.path} says {now[:40]!r}, and goes on naming that checkpoint and not {unit};"
+            " give --update-tracker to change it"
         )
 
 

@@ -179,7 +179,7 @@ class Torch:
         Everything missing, left over or of another shape is one error.
         """
         dialect, dims, _, parallel = names
-        problems = Problems(f"{self.root} is not the model that its args describe ({parallel}):")
+        problems = Problems(f"the files of {self.root} do not match its args ({parallel}):")
         for saved in (False, True):
             grid = parallel.files(bool(dims["num_experts"]), saved)
             wanted = [parallel.directory(t, p, e) for p in range(parallel.pp) for t, e in grid]

@@ -176,20 +176,20 @@ class TorchDist:
                 ends[file], last[file] = at + length, key
         sizes = {file: os.path.getsize(self.root / file) for file in self.files}
         short = [
-            f"{f}: {sizes[f]} bytes, and its last item, of {last[f]}, ends at {end}"
+            f"{f} has {sizes[f]:,} bytes, but its last item ({last[f]}) ends at byte {end:,}"
             for f, end in ends.items()
             if sizes[f] < end
         ]
         if short:
             raise SourceError.of(
-                f"{self.root}: files are cut short, or {METADATA} is of other ones; copy them"
-                " again:",
+                f"{self.root}: files are truncated, or {METADATA} belongs to another checkpoint;"
+                " copy them again:",
                 short,
             )
 
     def _layout(self, names: Names, files: _Files) -> Layout:
         dialect, scope, bound = names.mapping, names.scope(), names.bound()
-        problems = Problems(f"{self.root} is not the model that its args describe:")
+        problems = Problems(f"the tensors of {self.root} do not match its args:")
         left = dict.fromkeys(k for k in self.metadata.tensors if not _ignored(k, dialect))
         stored: list[Stored] = []
         for b in bound:

@@ -54,7 +54,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
         axes = b.axes(scope)
         for key, _ in b.global_keys():
             if (known := tensors.get(key)) is not None and known[0] != dtype:
-                raise UsageError(f"{key} would hold {known[0]} and {dtype}: say --dtype")
+                raise UsageError(f"{key} would hold {known[0]} and {dtype}; give --dtype")
             tensors[key] = (dtype, (*axes, *whole.shape))
         layers, experts = b.instances()
         outside = 0 if b.rule.stage == "first" else dims["num_layers"] + 1
