@@ -162,7 +162,7 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
     if given and not to_megatron:
         raise UsageError(
             f"{', '.join(given)}: a Hugging Face directory has no parallel sizes; leave them out,"
-            " or say --to torch_dist or --to torch"
+            " or give --to torch_dist or --to torch"
         )
     sizes = parallel_sizes(options)
     parallel = source.parallel.with_(**sizes) if to_megatron else None
