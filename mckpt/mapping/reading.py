@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,10 @@ _KINDS: dict[type, str] = {
     str: "text",
     bool: "true or false",
 }
+_OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+
+Parse = Callable[[Any, str], Expression | None]  # text, and where it stands
 
 
 def folder(kind: str) -> Path:
@@ -245,7 +248,45 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         node = root.get(section) or Node()
         return {k: e for k, v in node.items() if (e := expression(v, node.lines[k])) is not None}
 
-    dims = {}
+    found = MappingFile(
+        name=path.stem,
+        path=path,
+        digest=digest,
+        architectures=tuple(root.get("architectures", ())),
+        canonical=bool(root.get("canonical", False)),
+        dialect=root.get("dialect") or "",
+        default=bool(root.get("default", False)),
+        requires=expression(root.get("requires"), path.name),
+        megatron=tuple(map(str, root.get("megatron") or ())),
+        choices={k: tuple(v) for k, v in (root.get("choices") or {}).items()},
+        by_version=expressions("by_version"),
+        given=dict(root.get("given") or {}),
+        derive=expressions("derive"),
+        dims=_read_dims(root, expression, problems),
+        also=expressions("also"),
+        flags=root.get("flags") or {},
+        run_flags=root.get("run_flags") or {},
+        said=expressions("said"),
+        expect={k: tuple(v) for k, v in (root.get("expect") or {}).items()},
+        warned=_read_inexact(root, expression, problems),
+        inert=frozenset(
+            k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
+        ),
+        ignore=dict(root.get("ignore") or {}),
+        computed=dict(root.get("computed") or {}),
+        rules=tuple(read_rules(root, "tensors", expression, problems)),
+        objects=tuple(read_rules(root, "objects", expression, problems)),
+    )
+    problems += _undeclared(found, root)
+    if problems:
+        # a block is read for tensors and for objects
+        raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))
+    return found
+
+
+def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, Dim]:
+    """The dims of a file; what is wrong with one goes to `problems`."""
+    dims: dict[str, Dim] = {}
     for name, spec in (root.get("dims") or Node()).items():
         where = root["dims"].lines[name]
         if name not in hub().dims:
@@ -256,27 +297,22 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
             problems.append(f"{where}: {name} may say {', '.join(_DIM)}, not {spec!r}")
             continue
         keys = spec.get("key", [])
-        of = {
-            k: expression(spec.get(k), where)
-            for k in ("default", "read", "write", "when", "write_when")
-        }
         dims[name] = Dim(
-            (keys,) if isinstance(keys, str) else tuple(keys),
-            of["default"],
-            spec.get("values"),
-            "const" in spec,
-            spec.get("const"),
-            of["read"],
-            of["write"],
-            of["when"],
-            of["write_when"],
-            spec.get("free", False),
-            where,
+            keys=(keys,) if isinstance(keys, str) else tuple(keys),
+            values=spec.get("values"),
+            has_const="const" in spec,
+            const=spec.get("const"),
+            free=spec.get("free", False),
+            where=where,
+            **{k: expression(spec.get(k), where) for k in _OF_DIM},
         )
-        if not keys and "const" not in spec and of["read"] is None:
+        if not keys and "const" not in spec and spec.get("read") is None:
             problems.append(f"{where}: {name} has no key, no const and no read")
-    rules = list(read_rules(root, "tensors", expression, problems))
-    objects = list(read_rules(root, "objects", expression, problems))
+    return dims
+
+
+def _read_inexact(root: Node, expression: Parse, problems: list[str]) -> dict[str, Warned]:
+    """The entries of `inexact`; what is wrong with one goes to `problems`."""
     warned: dict[str, Warned] = {}
     inexact = root.get("inexact") or Node()
     for name, value in inexact.items():
@@ -290,40 +326,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
             )
         elif (when := expression(value["when"], inexact.lines[name])) is not None:
             warned[name] = Warned(when, value["why"], value.get("loads", True))
-    found = MappingFile(
-        path.stem,
-        path,
-        digest,
-        tuple(root.get("architectures", ())),
-        bool(root.get("canonical", False)),
-        root.get("dialect") or "",
-        bool(root.get("default", False)),
-        expression(root.get("requires"), path.name),
-        tuple(map(str, root.get("megatron") or ())),
-        {k: tuple(v) for k, v in (root.get("choices") or {}).items()},
-        expressions("by_version"),
-        dict(root.get("given") or {}),
-        expressions("derive"),
-        dims,
-        expressions("also"),
-        root.get("flags") or {},
-        root.get("run_flags") or {},
-        expressions("said"),
-        {k: tuple(v) for k, v in (root.get("expect") or {}).items()},
-        warned,
-        frozenset(
-            k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
-        ),
-        dict(root.get("ignore") or {}),
-        dict(root.get("computed") or {}),
-        tuple(rules),
-        tuple(objects),
-    )
-    problems += _undeclared(found, root)
-    if problems:
-        # a block is read for tensors and for objects
-        raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))
-    return found
+    return warned
 
 
 def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
