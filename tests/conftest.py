@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from tests import tiny
-from tests.door import good
+from tests.door import good, hf
 from tests.tiny import TinyModel
 
 # hypothesis gives an example 200 ms by default, which a busy machine exceeds
@@ -79,3 +79,12 @@ def dist_dir(tmp_path_factory: pytest.TempPathFactory, src: Path) -> Path:
     root = tmp_path_factory.mktemp("dist") / "ckpt"
     good("hf-to-megatron", src, root)
     return root
+
+
+@pytest.fixture(scope="session")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, src: Path, torch_dir: Path, dist_dir: Path
+) -> dict[str, Path]:
+    """One checkpoint of each format, to be copied and damaged."""
+    many = hf(tmp_path_factory.mktemp("many") / "hf", max_shard_size=120_000)
+    return {"one": src, "many": many, "torch": torch_dir, "dist": dist_dir}

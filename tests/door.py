@@ -8,6 +8,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -80,6 +81,24 @@ def refused(code: int, *words: str, args: tuple[Any, ...], untouched: Path | Non
     if untouched is not None:
         assert tree(untouched) == before, f"{untouched} was changed"
     return said.err
+
+
+def refuse_copy(
+    made: dict[str, Path],
+    tmp_path: Path,
+    kind: str,
+    damage: Any,
+    code: int,
+    words: tuple[str, ...],
+    *more: Any,
+) -> None:
+    """Damages a copy of a checkpoint and converts it, which must fail and write nothing."""
+    src, dst = tmp_path / "src", tmp_path / "dst"
+    shutil.copytree(made[kind], src)
+    damage(src)
+    command = "hf-to-megatron" if kind in ("one", "many") else "megatron-to-hf"
+    refused(code, *words, args=(command, src, dst, *more), untouched=tmp_path)
+    assert not dst.exists()
 
 
 def command_line(*args: Any, before: str = "") -> list[str]:

@@ -1,0 +1,181 @@
+"""The expressions of mapping files: their values, and what is no expression."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mckpt.mapping.expression import Expression, ExpressionError
+
+SCOPE = {
+    "a": 3,
+    "b": 2.5,
+    "xs": [1, 0, 1],
+    "none": None,
+    "config": {"k": 7, "inner": {"z": 1}},
+    "yes": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("a + 2 * 4 - 1", 10),
+        ("7 // 2", 3),
+        ("7 / 2", 3.5),
+        ("7 % 4", 3),
+        ("-a", -3),
+        ("not yes", False),
+        ("a == 3 and b < 3", True),
+        ("1 < a <= 3", True),
+        ("3 < a <= 3", False),
+        ("none or 5", 5),
+        ("0 or none", None),
+        ("1 and 2", 2),
+        ("0 and 2", 0),
+        ("xs[0]", 1),
+        ("xs[-1]", 1),
+        ("config.k", 7),
+        ("config.missing", None),
+        ("config.inner.z", 1),
+        ("config.inner.no.deeper", None),
+        ("config.k.deeper", None),
+        ("'x' if yes else 'y'", "x"),
+        ("a in [1, 3]", True),
+        ("a not in [1, 3]", False),
+        ("[i * 2 for i in range(4)]", [0, 2, 4, 6]),
+        ("[i for i in xs if i]", [1, 1]),
+        ("any(xs)", True),
+        ("all(xs)", False),
+        ("len(xs)", 3),
+        ("max(a, 1)", 3),
+        ("min(a, 1)", 1),
+        ("float(a)", 3.0),
+        ("int('4')", 4),
+        ("bool(none)", False),
+        ("is_list(xs)", True),
+        ("is_list(a)", False),
+        ("[1] * 3", [1, 1, 1]),
+        ("'torch.' + 'float32'", "torch.float32"),
+        ("none != None", False),
+        ("[[j for j in range(i)] for i in range(3)]", [[], [0], [0, 1]]),
+        ("True", True),
+        (True, True),
+        (7, 7),
+        (1.5, 1.5),
+    ],
+)
+def test_expressions(text: Any, value: Any) -> None:
+    assert Expression(text)(SCOPE) == value
+
+
+def test_names_are_the_free_ones() -> None:
+    assert Expression("[i + layer for i in range(n) if moe[i]]").names == {"layer", "n", "moe"}
+
+
+# not in the language: no calls but of a few functions, no attributes but of dicts, no statements
+NO_EXPRESSIONS = r"""
+__import__('os')
+().__class__
+(1).__class__
+[].__class__
+''.join(xs)
+xs.append(1)
+open('x')
+eval('1')
+lambda: 1
+(lambda: 1)()
+{1: 2}
+{1, 2}
+{i for i in xs}
+{i: i for i in xs}
+(i for i in xs)
+(1, 2)
+f'{a}'
+a := 1
+(a := 1)
+import os
+a; b
+a = 1
+*xs
+range(*xs)
+max(key=a)
+2 ** 9
+1 << 9
+a | 1
+a & 1
+a ^ 1
+~a
++a
+a @ b
+await a
+yield
+xs[0:1]
+...
+a is b
+a is not b
+[i for i, j in xs].x
+config['k'].x
+(a + b).real
+print(1)
+getattr(a, 'x')
+type(a)
+range.__call__(3)
+any.x(1)
+(
+1 +
+a b
+b'x'
+1j
+"""
+ODD = ["", "\x00", "(" * 500 + ")" * 500, "+".join("1" * 1500)]
+
+
+@pytest.mark.parametrize("text", [*NO_EXPRESSIONS.strip().split("\n"), *ODD])
+def test_other_python_is_no_expression(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        Expression(text)
+
+
+NO_VALUES = r"""
+missing
+a[0]
+xs[9]
+1 / 0
+a % 0
+none + 1
+len(a)
+int('x')
+[i for i in a]
+max()
+range('x')
+range(10000000)
+len(range(0, 99999999999))
+[0] * 100000000000
+'x' * 100000000000
+100000000000 * [0]
+[i for i, j in xs]
+[i + j for i in xs for j in xs]
+any
+"""
+
+
+@pytest.mark.parametrize("text", NO_VALUES.strip().split("\n"))
+def test_an_expression_without_a_value_is_an_error(text: str) -> None:
+    """Refused when it is parsed or when it is asked for, at once either way, and as the
+    one error.
+    """
+    with pytest.raises(ExpressionError):
+        Expression(text)(SCOPE)
+
+
+def test_attributes_read_dicts_only() -> None:
+    """Never an attribute of a Python object, whatever its name."""
+
+    class Secret:
+        k = "secret"
+
+    assert Expression("config.k")({"config": Secret()}) is None
+    assert Expression("config.__class__")({"config": {}}) is None
+    assert Expression("a.__class__.__base__")(SCOPE) is None

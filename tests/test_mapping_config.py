@@ -1,0 +1,303 @@
+"""Configs by the mapping files that come with mckpt: read, written, refused and inexact."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mckpt
+from mckpt import api, mapping
+from mckpt.conversion.to_hf import choose_family
+from mckpt.errors import MappingError, UsageError
+from tests import tiny
+from tests.tiny import FIXTURES
+
+CONFIGS = sorted((FIXTURES / "configs").rglob("*.json"))
+IDS = [str(p.relative_to(FIXTURES / "configs")) for p in CONFIGS]
+TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
+
+
+def bears(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config that bear on logits, by the names of transformers 4; null is as absent.
+
+    Listed by hand, apart from mappings/.
+    """
+    keys = """
+        vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+        intermediate_size hidden_act rms_norm_eps rope_theta tie_word_embeddings attention_bias
+        mlp_bias max_position_embeddings num_local_experts num_experts num_experts_per_tok
+        moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers model_type
+        architectures q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        n_routed_experts n_shared_experts first_k_dense_replace moe_layer_freq n_group topk_group
+        routed_scaling_factor scoring_func topk_method num_nextn_predict_layers
+        """
+    out = {k: config[k] for k in keys.split() if config.get(k) is not None}
+    # the same model
+    out["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+    if config.get("use_sliding_window", True) and config.get("sliding_window"):
+        out["sliding_window"] = config["sliding_window"]
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    out.update({k: rope.pop(k) for k in ("rope_theta",) if k in rope})
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type")) or "default"
+    out.update({f"rope.{k}": v for k, v in rope.items()})
+    if "num_local_experts" in out and config["model_type"] == "qwen3_moe":
+        out["num_experts"] = out.pop("num_local_experts")  # transformers 5
+    return out
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, *TINY], ids=[*IDS, *(f"tiny/{p.name}" for p in TINY)])
+def test_write_of_read_is_the_config(path: Path) -> None:
+    """On every key that bears on logits; what is written beyond them is what transformers takes for
+    granted.
+    """
+    config = json.loads(path.read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    dims = family.read(config)
+    written = {"architectures": list(family.architectures), **family.write(dims)}
+    wanted, found = bears(config), bears(written)
+    assert {k: found.get(k) for k in wanted} == wanted
+    assert family.read(written) == dims
+    assert family.inexact(dims) == {}
+    # which is about how weights are stored, and not the family's
+    assert set(family.unknown(config)) <= {"quantization_config"}
+    assert all(type(v) in (int, float, bool, str, list, type(None)) for v in dims.values())
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=IDS)
+def test_megatron_args_say_what_the_config_says(path: Path) -> None:
+    """Through Megatron's args and back: equal dims, but for what the plan calls inexact; and one
+    family is chosen from args alone.
+    """
+    config = json.loads(path.read_text())
+    name = mapping.family_with(config["architectures"][0])
+    family, dialect = mapping.load("hf", name), mapping.load("megatron", "mcore")
+    dims = family.read(config)
+    inexact = dialect.inexact(dims)
+    again = dialect.read(dialect.write(dims))
+    free = {d for d, spec in family.dims.items() if spec.free}
+    apart = {k for k in dims if dims[k] != again[k]} - free
+    assert apart <= inexact.keys()
+    known = {
+        "mistral-7b-v0.1": {"sliding_window"},
+        "llama-3.2-1b": {"rope_factor"},
+        "kimi-k2": {"rope_beta_fast"},
+    }
+    wanted = known.get(path.stem, set())
+    assert inexact.keys() == wanted, inexact
+
+    source: Any = SimpleNamespace(naming=api.Known(), dims=again, path=path)
+    chosen, note = choose_family(source)
+    assert chosen.name == ("llama" if name == "mistral" else name), note
+    written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
+    same = {k: v for k, v in bears(written).items() if k not in ("architectures", "model_type")}
+    wanted_keys = {
+        k: v
+        for k, v in bears(config).items()
+        if k not in ("architectures", "model_type", "sliding_window")
+    }
+    assert {k: same.get(k) for k in wanted_keys} == wanted_keys
+
+
+def llama(**changed: Any) -> dict[str, Any]:
+    return {k: v for k, v in {**tiny.config("llama"), **changed}.items() if v != "drop"}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "missing": (
+        {"hidden_size": "drop", "num_hidden_layers": "drop"},
+        [
+            "num_hidden_layers is missing (decoder layers)",
+            "hidden_size is missing (width of the residual stream)",
+        ],
+    ),
+    "types": (
+        {
+            "hidden_size": "64",
+            "rms_norm_eps": "1e-5x",
+            "tie_word_embeddings": 1,
+            "vocab_size": True,
+            "intermediate_size": 2.5,
+        },
+        [
+            "hidden_size is '64', and must be of type int",
+            "norm_eps is '1e-5x', and must be of type float",
+            "tied is 1, and must be of type bool",
+            "vocab_size is True, and must be of type int",
+            "ffn_size is 2.5, and must be of type int",
+        ],
+    ),
+    "negative": ({"num_hidden_layers": -1}, ["num_layers is -1, and must be from 1 to 10000"]),
+    "values": ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'; llama.yaml knows 'silu'"]),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        ["rope_scaling.rope_type is 'yarn'; llama.yaml knows 'default', 'llama3'"],
+    ),
+    "disagree": (
+        {"rope_parameters": {"rope_theta": 5.0}},
+        ["says two things of rope_theta: rope_theta", "rope_parameters.rope_theta 5.0"],
+    ),
+    "lists": ({"hidden_size": [64]}, ["hidden_size is [64], and must be of type int"]),
+    "rope incomplete": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        ["rope_scaling.low_freq_factor", "is missing"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_config_that_cannot_be_read_lists_all(what: str) -> None:
+    changed, messages = REFUSED[what]
+    with pytest.raises(MappingError) as caught:
+        mapping.load("hf", "llama").read(llama(**changed), source="some/config.json")
+    text = str(caught.value)
+    assert text.startswith("some/config.json does not describe a model that llama.yaml knows:")
+    for message in messages:
+        assert message in text
+    assert "could not be read" not in text
+
+
+def test_known_dims_fill_silence_and_must_agree() -> None:
+    family = mapping.load("hf", "llama")
+    assert family.read(llama(vocab_size="drop"), {"vocab_size": 9})["vocab_size"] == 9
+    assert family.read(llama(), {"vocab_size": 131})["vocab_size"] == 131
+    with pytest.raises(MappingError, match="vocab_size is 131 by vocab_size, but 9 was given"):
+        family.read(llama(), {"vocab_size": 9})
+
+
+def test_a_config_of_a_billion_layers_costs_no_memory() -> None:
+    """mixtral.yaml makes a list of as many entries as there are layers."""
+    with pytest.raises(MappingError, match="must be from 1 to 10000"):
+        mapping.load("hf", "mixtral").read({**tiny.config("mixtral"), "num_hidden_layers": 10**9})
+
+
+def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("extends: llama\ninert: [one_key, [another]]\n")
+    assert mapping.load("hf", str(tmp_path / "my.yaml")).inert == mapping.load(
+        "hf", "llama"
+    ).inert | {"one_key", "another"}
+
+
+def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
+    """By megatron-core (multi_latent_attention.py), and by no family."""
+    dialect, family = mapping.load("megatron", "mcore"), mapping.load("hf", "deepseek_v3")
+    args = dialect.write(family.read(tiny.config("deepseek-v3-plain")))
+    assert dialect.read(args)["rope_type"] == "default"
+    dims = dialect.read({**args, "rotary_scaling_factor": 40, "mscale_all_dim": 1.0})
+    assert "rope_type is 'mscale'" in family.inexact(dims)["config"]
+
+
+def test_an_arg_without_a_dim_is_refused() -> None:
+    """Expectations of the dialect: unset is as listed, another value is another model."""
+    dialect = mapping.load("megatron", "mcore")
+    dims = mapping.load("hf", "llama").read(llama())
+    args = dialect.write(dims)
+    assert dialect.read({**args, "qk_l2_norm": None}) == dims
+    with pytest.raises(MappingError, match=r"qk_l2_norm is True, and mcore\.yaml knows only False"):
+        dialect.read({**args, "qk_l2_norm": True})
+    with pytest.raises(
+        MappingError, match=r"(?s)position_embedding_type is 'none'.*glu_linear_offset is 1\.0"
+    ):
+        dialect.read({**args, "position_embedding_type": "none", "glu_linear_offset": 1.0})
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"rope_scaling": {**LLAMA3, "factor": 32.0}}, "rope_factor"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "rope_low_freq_factor"),
+        ({"rope_theta": 10000.5}, "rope_theta"),
+        ({"mlp_bias": True}, "qkv_bias"),
+    ],
+)
+def test_inexact_names_the_dim(changed: dict[str, Any], name: str) -> None:
+    found = mapping.load("megatron", "mcore").inexact(
+        mapping.load("hf", "llama").read(llama(**changed))
+    )
+    assert name in found
+    assert found[name].startswith(f"{name} is ")
+
+
+def test_a_window_is_inexact_and_refused_by_a_plan(tmp_path: Path) -> None:
+    source = tiny.tiny_random("mistral", tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text())
+    tiny.write_json(source / "config.json", {**config, "sliding_window": 16})
+    with pytest.raises(
+        MappingError,
+        match=(
+            r"sliding_window is 16, and mcore would compute with None\n.*--allow-inexact"
+            r" sliding_window"
+        ),
+    ):
+        mckpt.plan(source, tmp_path / "out")
+    mckpt.plan(source, tmp_path / "out", allow_inexact=["sliding_window"])
+
+
+def test_unknown_keys_of_a_config() -> None:
+    """Those that say nothing are no trouble; a plan to Megatron refuses the others by name."""
+    family = mapping.load("hf", "llama")
+    assert family.unknown(
+        llama(final_logit_softcapping=30.0, new_flag=False, other=None, empty=[], nothing={})
+    ) == ["final_logit_softcapping"]
+    assert family.unknown(llama()) == []
+
+
+def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
+    """transformers 5 writes rope_interleave: true into the config.json of a DeepSeek-V3."""
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", rope_interleave=True)
+    assert (
+        mapping.load("hf", "deepseek_v3").unknown(json.loads((source / "config.json").read_text()))
+        == []
+    )
+    mckpt.plan(source, tmp_path / "out")
+    other = tiny.tiny_random("deepseek-v3", tmp_path / "other", rope_interleave=False)
+    with pytest.raises(
+        MappingError, match=r"rope_interleave is False, and deepseek_v3\.yaml knows only True"
+    ):
+        mckpt.plan(other, tmp_path / "out")
+
+
+def test_an_unknown_key_is_refused_by_a_plan(tmp_path: Path) -> None:
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    tiny.write_json(source / "config.json", llama(final_logit_softcapping=30.0))
+    with pytest.raises(
+        MappingError,
+        match=r"says final_logit_softcapping 30\.0, of which llama\.yaml knows nothing",
+    ):
+        mckpt.plan(source, tmp_path / "out")
+    mckpt.plan(source, tmp_path / "out", allow_inexact=["final_logit_softcapping"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("num_layers=3", ("num_layers", 3)),
+        ("tied=true", ("tied", True)),
+        ("rope_theta=5.0", ("rope_theta", 5.0)),
+        ("moe_layers=[0, 1]", ("moe_layers", [0, 1])),
+    ],
+)
+def test_settings(text: str, value: Any) -> None:
+    assert mapping.parse_setting(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["num_layers", "layers=3", "num_layers=three", "tied=3", "num_layers=-1", "num_layers=[", "=3"],
+)
+def test_settings_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"--set {text!r}")):
+        mapping.parse_setting(text)
