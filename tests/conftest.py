@@ -79,3 +79,11 @@ def dist_dir(tmp_path_factory: pytest.TempPathFactory, src: Path) -> Path:
     root = tmp_path_factory.mktemp("dist") / "ckpt"
     good("hf-to-megatron", src, root)
     return root
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, src):
+    """A save directory whose checkpoint is an iteration."""
+    root = tmp_path_factory.mktemp("trained") / "ckpt"
+    good("hf-to-megatron", src, root, "--iteration", 7, "--format", "torch")
+    return root
