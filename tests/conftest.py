@@ -88,3 +88,11 @@ def made(
     """One checkpoint of each format, to be copied and damaged."""
     many = hf(tmp_path_factory.mktemp("many") / "hf", max_shard_size=120_000)
     return {"one": src, "many": many, "torch": torch_dir, "dist": dist_dir}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, src):
+    """A save directory whose checkpoint is an iteration."""
+    root = tmp_path_factory.mktemp("trained") / "ckpt"
+    good("hf-to-megatron", src, root, "--iteration", 7, "--format", "torch")
+    return root

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -22,10 +20,9 @@ from hypothesis import strategies as st
 
 from mckpt.errors import SourceError, StorageError
 from mckpt.execute import files, units
-from mckpt.execute.engine import Overflow, execute
+from mckpt.execute.engine import execute
 from mckpt.geometry.join import COPY
 from mckpt.storage.files import TargetFile
-from mckpt.values import casting
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
 SAME = [("bfloat16", "bfloat16")]
@@ -277,109 +274,6 @@ def test_any_copies(tmp_path_factory, data):
     )
 
 
-# Casts
-
-
-def specials():
-    """Bits of float32 at every edge: subnormals, ties, infinities, NaN, and what float16 and
-    bfloat16 cannot hold.
-    """
-    edges = [
-        0,
-        1,
-        0x007FFFFF,
-        0x00800000,
-        0x33000000,
-        0x33000001,
-        0x38800000,
-        0x387FFFFF,
-        0x477FE000,
-        0x477FEFFF,
-        0x477FF000,
-    ]
-    edges += [
-        0x3F808000,
-        0x3F818000,
-        0x3F807FFF,
-        0x3F808001,
-        0x7F7FFFFF,
-        0x7F7F8000,
-        0x7F7F7FFF,
-        0x7F800000,
-        0x7F800001,
-        0x7FC12345,
-    ]
-    bits = np.array(edges, "u4")
-    return np.concatenate(
-        [bits, bits | np.uint32(1 << 31), RNG.integers(0, 1 << 32, 1 << 17, dtype="u4")]
-    )
-
-
-@pytest.mark.parametrize("src", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("dst", ["float32", "float16", "bfloat16"])
-def test_casts_are_those_of_torch(tmp_path, src, dst):
-    """Bit for bit, but for the payload of NaN: torch's own differs between its vector and its
-    scalar loops.
-    """
-    torch = pytest.importorskip("torch")
-    bits = specials() if src == "float32" else np.arange(1 << 16, dtype="u2")
-    (got,), _ = run(
-        tmp_path,
-        copies(copy(1, len(bits), (0, 0, 0, itemsize(src)), (0, 0, 0, itemsize(dst)))),
-        [(src, dst)],
-        [bits.view("u1")],
-        [len(bits) * itemsize(dst)],
-        allow_overflow=True,
-    )
-    held = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, src)).to(
-        getattr(torch, dst)
-    )
-    want = (
-        held.view(torch.int32 if dst == "float32" else torch.int16)
-        .numpy()
-        .view(f"u{itemsize(dst)}")
-    )
-    ours, nan = np.frombuffer(got, want.dtype), held.isnan().numpy()
-    assert np.array_equal(ours[~nan], want[~nan])
-    with np.errstate(invalid="ignore"):
-        assert np.isnan(np.frombuffer(got, numpy_dtype(dst))[nan]).all()
-
-
-@pytest.mark.parametrize("run_of", [10000, 100000], ids=["pieces of rows", "rows in pieces"])
-@pytest.mark.parametrize("src", ["float32", "bfloat16"])
-def test_overflow_names_the_place(tmp_path, src, run_of):
-    """Infinities of the source do not count as overflow."""
-    data, size, wrong = (
-        np.ones(3 * run_of, numpy_dtype(src)),
-        itemsize(src),
-        2 * run_of + run_of * 4 // 5,
-    )
-    data[[12, run_of + 1, wrong - 1, wrong]] = np.inf, -np.inf, np.inf, -70000
-    plan = copies(copy(3, run_of, (0, 0, run_of * size, size), (0, 0, run_of * 2, 2), tensor=5))
-    place = (
-        rf"tensor 5: .*source0: {float(data[wrong]):g} at byte {wrong * size} .*--allow-overflow"
-    )
-    with pytest.raises(Overflow, match=place) as caught:
-        run(tmp_path, plan, [(src, "float16")], [data.view("u1")], [6 * run_of])
-    assert caught.value.tensor == 5
-
-
-def test_pieces_are_each_element_once():
-    for shape in [
-        (1, 1),
-        (7, 10),
-        (3, casting.PIECE),
-        (2, casting.PIECE + 1),
-        (casting.PIECE + 1, 1),
-        (casting.PIECE // 3, 4),
-    ]:
-        times = np.zeros(shape, "i8")
-        for part in casting.pieces(*shape):
-            assert times[part].size <= casting.PIECE
-            times[part] += 1
-        assert (times == 1).all()
-
-
 # Holes, fixed bytes and their checksums
 
 
@@ -458,86 +352,6 @@ def test_progress_ends_at_the_total(tmp_path):
 
 
 # Failure
-
-
-def small_units(monkeypatch, nbytes):
-    monkeypatch.setattr(units, "UNIT", nbytes)
-    monkeypatch.setattr(units, "SLAB", nbytes)
-
-
-def many(units=8, nbytes=1 << 20):
-    """A flat copy per unit, of one source to one target: (plan, data, sizes)."""
-    plan = copies(
-        *(
-            copy(1, nbytes // 2, (0, k * nbytes * 2, 0, 2), (0, k * nbytes, 0, 2), tensor=k)
-            for k in range(units)
-        )
-    )
-    return plan, [random_bytes(2 * units * nbytes)], [units * nbytes]
-
-
-def test_no_space_midway(tmp_path, monkeypatch):
-    """The error has its cause, and the same call completes the rest."""
-    small_units(monkeypatch, 1 << 20)
-    plan, data, sizes = many()
-    real, calls = os.pwrite, []
-
-    def full(fd, view, at):
-        calls.append(at)
-        if len(calls) > 4:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(fd, view, at)
-
-    with monkeypatch.context() as m:
-        m.setattr(os, "pwrite", full)
-        with pytest.raises(
-            StorageError,
-            match=r"cannot write \d+ bytes at \d+ of .*file0: No space.*run the same command again",
-        ) as caught:
-            run(tmp_path, plan, SAME, data, sizes, threads=2)
-    assert isinstance(caught.value.__cause__, OSError)
-    done = len(list(tmp_path.glob("staging/done/*[0-9]")))
-    assert done >= 3
-    again = []
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: again.append(at) or real(fd, view, at))
-    check(tmp_path, plan, SAME, data, sizes)
-    assert len(again) == 8 - done
-
-
-@pytest.mark.parametrize("damage", ["torn", "other", "gone"])
-def test_damaged_journal_is_not_believed(tmp_path, monkeypatch, damage):
-    small_units(monkeypatch, 1 << 20)
-    plan, data, sizes = many()
-
-    def interrupted(crc_of):
-        raise KeyError("here")
-
-    with pytest.raises(KeyError):
-        run(tmp_path, plan, SAME, data, sizes, interrupted)
-    units = sorted(tmp_path.glob("staging/done/*[0-9]"))
-    assert len(units) == 8
-    if damage == "torn":
-        units[3].write_bytes(units[3].read_bytes()[:-5])
-    elif damage == "other":
-        units[3].write_bytes(b"x" * 100)
-    else:
-        (tmp_path / "staging/deep/0/file0").unlink()
-    real, again = os.pwrite, []
-    monkeypatch.setattr(os, "pwrite", lambda fd, view, at: again.append(at) or real(fd, view, at))
-    check(tmp_path, plan, SAME, data, sizes)
-    assert len(again) == (8 if damage == "gone" else 1)
-
-
-def test_checksum_of_units_done_without(tmp_path, monkeypatch):
-    small_units(monkeypatch, 1 << 20)
-    plan, data, sizes = many()
-
-    def interrupted(crc_of):
-        raise KeyError("here")
-
-    with pytest.raises(KeyError):
-        run(tmp_path, plan, SAME, data, sizes, interrupted, checksum="none")
-    check(tmp_path, plan, SAME, data, sizes)
 
 
 def test_truncated_source(tmp_path):
@@ -629,56 +443,6 @@ def child(folder, nbytes, delay=0.0, budget=64 << 20):
     )
     assert process.stdout.readline() == "ready\n"
     return process
-
-
-def normal_source(folder, nbytes):
-    data = RNG.normal(0, 1, nbytes // 4).astype("f4").view("u1")
-    (folder / "source").write_bytes(data.tobytes())
-    return data
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
-    """The next run does only the units without a journal entry, and the bytes are right.
-
-    SIGINT ends the first run within a second.
-    """
-    nbytes = 8 << 20
-    data = normal_source(tmp_path, nbytes)
-    process = child(tmp_path, nbytes, delay=0.02)
-    until = time.monotonic() + 20
-    while len(list(tmp_path.glob("staging/done/*[0-9]"))) < 5 and time.monotonic() < until:
-        time.sleep(0.01)
-    start = time.monotonic()
-    process.send_signal(how)
-    code = process.wait()
-    assert code == {signal.SIGKILL: -9, signal.SIGINT: 130}[how]
-    assert time.monotonic() - start < 3  # a second, where the machine does nothing else
-    before = {p.name: p.read_bytes() for p in tmp_path.glob("staging/done/*[0-9]")}
-    assert 5 <= len(before) < 20
-
-    rows, w = nbytes // 8192, 512
-    plan = [copy(rows, w, (0, k * w * 2, 8192, 2), (k, 0, w * 2, 2)) for k in range(8)]
-    plan += [
-        copy(1, nbytes // 4, (0, 0, 0, 4), (8, 0, 0, 2), tensor=1, cast=1),
-        copy(1, nbytes // 2, (0, 0, 0, 2), (9, 0, 0, 2), tensor=2),
-    ]
-    sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
-    casts = [("bfloat16",) * 2, ("float32", "bfloat16")]
-    small_units(monkeypatch, 1 << 20)
-    real, written = os.pwrite, []
-    monkeypatch.setattr(
-        os, "pwrite", lambda fd, view, at: written.append(len(view)) or real(fd, view, at)
-    )
-    outputs = [TargetFile(f"f{i}", size, nothing) for i, size in enumerate(sizes)]
-    sums = execute(copies(*plan), casts, [str(tmp_path / "source")], outputs, tmp_path / "staging")
-    assert sum(written) <= sum(sizes) - len(before) * (1 << 19)
-    want = reference(copies(*plan), casts, [data], sizes)
-    assert [
-        (tmp_path / "staging" / o.path).read_bytes() == w
-        for o, w in zip(outputs, want, strict=True)
-    ] == [True] * 10
-    assert sums == [f"crc32:{zlib.crc32(w):08x}" for w in want]
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path):

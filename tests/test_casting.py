@@ -1,0 +1,111 @@
+"""Casts in the execution, against torch's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mckpt.execute.engine import Overflow
+from mckpt.values import casting
+from mckpt.values.dtypes import itemsize, numpy_dtype
+from tests.test_execute import RNG, copies, copy, run
+
+
+def specials():
+    """Bits of float32 at every edge: subnormals, ties, infinities, NaN, and what float16 and
+    bfloat16 cannot hold.
+    """
+    edges = [
+        0,
+        1,
+        0x007FFFFF,
+        0x00800000,
+        0x33000000,
+        0x33000001,
+        0x38800000,
+        0x387FFFFF,
+        0x477FE000,
+        0x477FEFFF,
+        0x477FF000,
+    ]
+    edges += [
+        0x3F808000,
+        0x3F818000,
+        0x3F807FFF,
+        0x3F808001,
+        0x7F7FFFFF,
+        0x7F7F8000,
+        0x7F7F7FFF,
+        0x7F800000,
+        0x7F800001,
+        0x7FC12345,
+    ]
+    bits = np.array(edges, "u4")
+    return np.concatenate(
+        [bits, bits | np.uint32(1 << 31), RNG.integers(0, 1 << 32, 1 << 17, dtype="u4")]
+    )
+
+
+@pytest.mark.parametrize("src", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dst", ["float32", "float16", "bfloat16"])
+def test_casts_are_those_of_torch(tmp_path, src, dst):
+    """Bit for bit, but for the payload of NaN: torch's own differs between its vector and its
+    scalar loops.
+    """
+    torch = pytest.importorskip("torch")
+    bits = specials() if src == "float32" else np.arange(1 << 16, dtype="u2")
+    (got,), _ = run(
+        tmp_path,
+        copies(copy(1, len(bits), (0, 0, 0, itemsize(src)), (0, 0, 0, itemsize(dst)))),
+        [(src, dst)],
+        [bits.view("u1")],
+        [len(bits) * itemsize(dst)],
+        allow_overflow=True,
+    )
+    held = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, src)).to(
+        getattr(torch, dst)
+    )
+    want = (
+        held.view(torch.int32 if dst == "float32" else torch.int16)
+        .numpy()
+        .view(f"u{itemsize(dst)}")
+    )
+    ours, nan = np.frombuffer(got, want.dtype), held.isnan().numpy()
+    assert np.array_equal(ours[~nan], want[~nan])
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(np.frombuffer(got, numpy_dtype(dst))[nan]).all()
+
+
+@pytest.mark.parametrize("run_of", [10000, 100000], ids=["pieces of rows", "rows in pieces"])
+@pytest.mark.parametrize("src", ["float32", "bfloat16"])
+def test_overflow_names_the_place(tmp_path, src, run_of):
+    """Infinities of the source do not count as overflow."""
+    data, size, wrong = (
+        np.ones(3 * run_of, numpy_dtype(src)),
+        itemsize(src),
+        2 * run_of + run_of * 4 // 5,
+    )
+    data[[12, run_of + 1, wrong - 1, wrong]] = np.inf, -np.inf, np.inf, -70000
+    plan = copies(copy(3, run_of, (0, 0, run_of * size, size), (0, 0, run_of * 2, 2), tensor=5))
+    place = (
+        rf"tensor 5: .*source0: {float(data[wrong]):g} at byte {wrong * size} .*--allow-overflow"
+    )
+    with pytest.raises(Overflow, match=place) as caught:
+        run(tmp_path, plan, [(src, "float16")], [data.view("u1")], [6 * run_of])
+    assert caught.value.tensor == 5
+
+
+def test_pieces_are_each_element_once():
+    for shape in [
+        (1, 1),
+        (7, 10),
+        (3, casting.PIECE),
+        (2, casting.PIECE + 1),
+        (casting.PIECE + 1, 1),
+        (casting.PIECE // 3, 4),
+    ]:
+        times = np.zeros(shape, "i8")
+        for part in casting.pieces(*shape):
+            assert times[part].size <= casting.PIECE
+            times[part] += 1
+        assert (times == 1).all()

@@ -1,0 +1,354 @@
+"""A run that fails or is killed midway leaves no checkpoint, and the same command completes it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from mckpt.conversion import publishing
+from mckpt.conversion import run as run_module
+from tests.door import TRACKER, command_line, good, mckpt, refused, tree
+
+
+def loadable(dst: Path) -> bool:
+    """Whether transformers, Megatron's loaders or mckpt would take anything there for whole."""
+    units = [dst, *(p for p in dst.glob("*") if not p.name.startswith("."))] if dst.exists() else []
+    if any(
+        (p / n).exists()
+        for p in units
+        for n in ("config.json", "metadata.json", ".metadata", TRACKER)
+    ):
+        return True
+    if any(
+        p.name.startswith("mp_rank")
+        for p in dst.rglob("*")
+        if not p.relative_to(dst).parts[0].startswith(".mckpt-")
+    ):
+        return True
+    return mckpt("inspect", dst).code == 0
+
+
+def test_full_disk(tmp_path, src, monkeypatch):
+    real, wrote = os.pwrite, []
+
+    def full(fd: int, data: Any, at: int) -> int:
+        wrote.append(len(data))
+        if len(wrote) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(fd, data, at)
+
+    monkeypatch.setattr(os, "copy_file_range", lambda *a: 0)
+    monkeypatch.setattr(os, "pwrite", full)
+    said = mckpt("hf-to-megatron", src, tmp_path / "dst", "--threads", 1)
+    assert (
+        said.code == 7
+        and "No space left" in said.err
+        and "run the same command again" in said.err
+        and "Traceback" not in said.err
+    )
+    assert not loadable(tmp_path / "dst")
+    monkeypatch.undo()
+    good("hf-to-megatron", src, tmp_path / "dst")
+    good("hf-to-megatron", src, tmp_path / "whole")
+    assert tree(tmp_path / "dst") == tree(tmp_path / "whole")
+
+
+def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
+    """Starts mckpt in a process of its own; `before` is Python that runs first.
+
+    A shell that runs the tests in the background would make all of them ignore SIGINT.
+    """
+    start = "import os, signal\nfrom mckpt.conversion import run\n"
+    start += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    line = command_line(*args, before=start + before)
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_file_size_limit(tmp_path, src):
+    dst = tmp_path / "dst"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
+    assert resource.RLIMIT_FSIZE is not None
+    process = run("hf-to-megatron", src, dst, before=limit)
+    _, err = process.communicate()
+    assert process.returncode == 7 and b"Traceback" not in err and b"File too large" in err, err
+    assert not loadable(dst)
+
+
+# where to die: at so many calls of this function. The commit of an hf directory has a rename for
+# each name, of a unit three; then its mark is unlinked, and its staging directory goes
+CALLS = {
+    "fsync": (1, 9),
+    "rename": (1, 2, 3, 4, 6),
+    "replace": (1, 2),
+    "rmtree": (1, 2),
+    "unlink": (1,),
+}
+DEATHS = [(name, count) for name, counts in CALLS.items() for count in counts]
+
+
+# these are called in other places too, with other names
+ENDS = {"unlink": "publishing", "rmtree": ".mckpt-"}
+
+
+class Killed(BaseException):
+    """The process is taken away; nothing may catch it."""
+
+
+def dying(name: str, count: int, *args: Any) -> bool:
+    """Runs mckpt and kills it at call number `count` of a function of os or shutil.
+
+    Returns False if there are fewer such calls.
+    """
+    calls: list[int] = []
+    module = shutil if name == "rmtree" else os
+    real = getattr(module, name)
+
+    def one(*a: Any, **k: Any) -> Any:
+        counts = name not in ENDS or Path(a[0]).name.startswith(ENDS[name])
+        counts = counts and not str(a[0]).endswith(".tmp")  # the journal's
+        calls.extend([1] * counts)
+        if counts and len(calls) == count:
+            raise Killed
+        return real(*a, **k)
+
+    with mock.patch.object(module, name, one):
+        try:
+            good(*args)
+        except Killed:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("kind", ["unit", "hf", "hf over another"])
+def test_killed_at_any_point(tmp_path, src, trained, kind):
+    """The rest is not a checkpoint, and the same command completes it."""
+    args = ("hf-to-megatron", src) if kind == "unit" else ("megatron-to-hf", trained)
+    more = ("--overwrite",) if "over" in kind else ()
+    good(*args, tmp_path / "whole")
+    died = 0
+    for name, count in DEATHS:
+        dst = tmp_path / f"{name}{count}"
+        if more:
+            good(*args, dst, "--max-shard-size", "100KB")
+        if not dying(name, count, *args, dst, *more):
+            continue
+        died += 1
+        published = name == "rmtree" or (name, count) == ("replace", 2)
+        if not more and not published and name != "unlink":
+            assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (
+                name,
+                count,
+            )
+        if more and (dst / "config.json").exists():
+            # the old one or the new one, and no mixture
+            assert mckpt("diff", dst, src).code == 0, (name, count)
+        good(*args, dst, *(more or ["--overwrite"] * published))  # then all is there
+        assert tree(dst) == tree(tmp_path / "whole"), (name, count)
+    assert died >= 5
+
+
+@pytest.fixture(scope="module")
+def another(tmp_path_factory, tiny_model):
+    """A save directory of another model."""
+    root = tmp_path_factory.mktemp("another") / "ckpt"
+    good(
+        "hf-to-megatron",
+        tiny_model("qwen3-moe"),
+        root,
+        "--iteration",
+        7,
+    )
+    return root
+
+
+@pytest.mark.parametrize(
+    "name, count",
+    [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("replace", 2), ("rmtree", 2)],
+)
+@pytest.mark.parametrize("over", [False, True])
+def test_only_the_same_command_replaces_the_files_of_a_killed_run(
+    tmp_path, trained, another, name, count, over
+):
+    """The same command may replace its own half without --overwrite, but not another checkpoint."""
+    dst = tmp_path / "dst"
+    if over:
+        good("megatron-to-hf", another, dst)
+    assert dying(name, count, "megatron-to-hf", trained, dst, *["--overwrite"] * over)
+    standing = [p for p in dst.iterdir() if not p.name.startswith(".mckpt-")]
+    if standing:
+        refused(
+            6,
+            "--overwrite",
+            args=("megatron-to-hf", another, dst, "--max-shard-size", "100KB"),
+            untouched=dst,
+        )
+    good("megatron-to-hf", another, dst, "--overwrite")
+    # though its mark may be there still
+    refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)
+
+
+def test_killed_again_and_again(tmp_path, trained):
+    good("megatron-to-hf", trained, tmp_path / "whole")
+    args = ("megatron-to-hf", trained, tmp_path / "dst")
+    for name, count in (
+        ("rename", 3),
+        ("rename", 1),
+        ("rename", 2),
+        ("replace", 1),
+        ("unlink", 1),
+        ("rename", 1),
+    ):
+        assert dying(name, count, *args)
+    good(*args)
+    assert tree(tmp_path / "dst") == tree(tmp_path / "whole")
+
+
+def test_a_mark_names_files_and_not_names(tmp_path, trained, another):
+    dst = tmp_path / "dst"
+    assert dying("unlink", 1, "megatron-to-hf", trained, dst)
+    for path in [p for p in dst.iterdir() if p.is_file()]:
+        path.unlink()
+    good("megatron-to-hf", another, tmp_path / "fresh")
+    shutil.copytree(tmp_path / "fresh", dst, dirs_exist_ok=True)
+    refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)
+
+
+def test_no_resume_keeps_what_was_replaced_until_the_end(tmp_path, trained, another):
+    dst = tmp_path / "dst"
+    good("megatron-to-hf", another, dst)
+    assert dying("rename", 4, "megatron-to-hf", trained, dst, "--overwrite")
+    assert any(p.name == "replaced" for p in dst.glob(".mckpt-*/*"))
+    assert dying("fsync", 1, "megatron-to-hf", trained, dst, "--overwrite", "--no-resume")
+    assert any(p.name == "replaced" for p in dst.glob(".mckpt-*/*"))
+
+
+def test_config_json_comes_after_the_rest_is_on_the_disk(tmp_path, trained, monkeypatch):
+    done: list[str] = []
+    rename, sync = os.rename, publishing.sync
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append(Path(b).name), rename(a, b)))
+    monkeypatch.setattr(
+        publishing, "sync", lambda path: (done.append(f"sync {Path(path).name}"), sync(path))
+    )
+    good("megatron-to-hf", trained, tmp_path / "dst", "--max-shard-size", "100KB")
+    at = done.index("config.json")
+    assert done[at - 1] == done[at + 1] == "sync dst" and any(
+        n.endswith(".safetensors") for n in done[:at]
+    )
+    assert not any(n.endswith(".safetensors") for n in done[at:])
+
+
+def test_a_staging_directory_that_will_not_go(tmp_path, src, monkeypatch):
+    """NFS keeps the open lock file under another name, and so the directory too."""
+    real = os.rmdir
+
+    def stuck(path: Any, *a: Any, **k: Any) -> None:
+        if ".mckpt-" in str(path):
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        real(path, *a, **k)
+
+    monkeypatch.setattr(os, "rmdir", stuck)
+    good("hf-to-megatron", src, tmp_path / "dst")
+    monkeypatch.undo()
+    assert not list(tmp_path.glob("dst/.mckpt-*/publishing"))
+    refused(
+        6, "already contains", args=("hf-to-megatron", src, tmp_path / "dst"), untouched=tmp_path
+    )
+    assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+def test_staging_directories_of_other_plans_are_named(tmp_path, src):
+    dst = tmp_path / "dst"
+    assert dying("rename", 1, "hf-to-megatron", src, dst, "--tp", 2)
+    (left,) = dst.glob(".mckpt-*")
+    (left / "data" / "more").write_bytes(bytes(100_000))
+    said = good("hf-to-megatron", src, dst, "--iteration", 3)
+    (line,) = [line for line in said.err.splitlines() if str(left) in line]
+    assert (
+        "another plan" in line
+        and int(line.split(" bytes")[0].split()[-1].replace(",", "")) >= 100_000
+    )
+    assert (left / "data" / "more").exists()
+    lock = os.open(left / "lock", os.O_RDWR)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one that runs
+        assert str(left) not in good("hf-to-megatron", src, dst, "--iteration", 4).err
+    finally:
+        os.close(lock)
+    assert "another plan" not in good("hf-to-megatron", src, dst, "--tp", 2).err
+
+
+def test_sigkill_leaves_nothing_and_the_same_command_goes_on(tmp_path, src):
+    dst = tmp_path / "dst"
+    stop = "run.publish = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)"
+    process = run("hf-to-megatron", src, dst, before=stop)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert any(dst.iterdir()) and not loadable(dst)
+    good("hf-to-megatron", src, dst)
+    good("hf-to-megatron", src, tmp_path / "whole")
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+def test_an_interrupted_run_is_reported_and_is_not_a_checkpoint(tmp_path, src, trained):
+    for number, args in enumerate((("hf-to-megatron", src), ("megatron-to-hf", trained))):
+        dst = tmp_path / str(number)
+        for name, count, share in (
+            ("fsync", 1, "nothing is written yet"),
+            ("fsync", 3, " bytes are written. "),
+            ("rename", 1, "not yet in place"),
+        ):
+            assert dying(name, count, *args, dst)
+            (left,) = dst.glob(".mckpt-*")
+            words = (
+                "no checkpoint is here yet",
+                left.name,
+                "interrupted",
+                share,
+                "The same command goes on",
+            )
+            for command in (("inspect", dst), ("megatron-to-hf", dst, tmp_path / "d")):
+                refused(3, *words, args=command, untouched=tmp_path)
+        with open(left / "lock", "r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            refused(3, "A run of mckpt is writing here", args=("inspect", dst))
+        good(*args, dst)
+        assert "mckpt was interrupted" not in good("inspect", dst).out
+    assert dying("rename", 1, "hf-to-megatron", src, tmp_path / "0", "--iteration", 4)
+    assert "unfinished: A run of mckpt was interrupted here" in good("inspect", tmp_path / "0").out
+
+
+def test_ctrl_c(tmp_path, src):
+    dst = tmp_path / "dst"
+    wait = "import time; run.publish = lambda *a, **k: (print('here', flush=True), time.sleep(60))"
+    process = run("hf-to-megatron", src, dst, before=wait)
+    assert process.stdout is not None and process.stdout.readline() == b"here\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and b"interrupted" in err and b"Traceback" not in err, err
+    assert not loadable(dst)
+    good("hf-to-megatron", src, dst)
+
+
+def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
+    dst = tmp_path / "dst"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            run_module,
+            "publish",
+            lambda *a, **k: (_ for _ in ()).throw(OSError(5, "broken", "x")),
+        )
+        assert mckpt("hf-to-megatron", src, dst).code == 7
+    for path in dst.rglob("__0_0.distcp"):
+        path.write_bytes(bytes(path.stat().st_size))  # what a bad disk may have made of it
+    good("hf-to-megatron", src, dst, "--no-resume")
+    assert mckpt("diff", src, dst).code == 0

@@ -1,0 +1,161 @@
+"""The verdict on the stored values: copies, casts, padding, and what it must call incomplete."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mckpt
+from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.verification.values import compare_values
+from tests import door, tiny
+from tests.test_verify import low_bit
+from tests.tiny import TinyModel
+
+pytestmark = pytest.mark.judge
+
+
+def test_copies_of_one_tensor_must_agree(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """Every rank of ep holds the output layer, and the logits come from only one of them."""
+    source = tiny_model("qwen3-moe")
+    mckpt.plan(
+        source,
+        tmp_path / "megatron",
+        format="torch",
+        parallel=mckpt.Parallel(ep=2),
+        transformer_impl="local",
+    ).run()
+    path = tmp_path / "megatron" / "release" / "mp_rank_00_001" / "model_optim_rng.pt"
+    saved = torch.load(path, weights_only=False)
+    saved["model"]["output_layer.weight"].zero_()
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
+    right = Checkpoint(tmp_path / "megatron", Known(like=source))
+    assert (
+        compare_values(Checkpoint(source), right).difference.replicas
+        == found.reasons
+        == [f"{tmp_path / 'megatron'}: {text}" for text in right.reader.check_replicas()]
+    )
+
+
+def test_a_cast_passes_only_where_it_is_exact(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The manifest names the cast; each value must be exactly that cast of the source's."""
+    source = tiny_model("deepseek-v3", "float32")
+    mckpt.plan(source, tmp_path / "bf16", dtype="bf16", parallel=mckpt.Parallel(tp=2)).run()
+    mckpt.plan(
+        tmp_path / "bf16", tmp_path / "again", parallel=mckpt.Parallel(pp=2), format="torch"
+    ).run()
+    mckpt.plan(tmp_path / "again", tmp_path / "fp32", format="hf", dtype="fp32").run()
+    for other in ("bf16", "again", "fp32"):
+        for pair in ((source, tmp_path / other), (tmp_path / other, source)):
+            found = mckpt.verify(*pair, level="bytes")
+            assert (found.verdict, found.reasons) == ("pass", []), other
+            assert found.facts["values"]["equal_after_cast"] > 100
+    assert (
+        mckpt.verify(tmp_path / "bf16", tmp_path / "again", level="bytes").facts["values"][
+            "equal_after_cast"
+        ]
+        == 0
+    )
+    (path,) = (tmp_path / "again").glob("release/mp_rank_00_000/model_optim_rng.pt")
+    saved = torch.load(path, weights_only=False)
+    low_bit(saved["model"], saved["args"])
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "again", level="bytes")
+    assert [reason.split(",")[0] for reason in found.reasons[1:]] == [
+        "embed.weight: 1 element differs"
+    ], "and the copy of the last stage"
+    (tmp_path / "bf16" / "release" / "mckpt.json").unlink()
+    found = mckpt.verify(source, tmp_path / "bf16", level="bytes")
+    assert found.verdict == "fail" and "dtype float32 against bfloat16" in found.reasons[0], (
+        "nothing names the cast"
+    )
+
+
+def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
+    """Multi-token prediction keeps copies of the embedding and of the output layer, which no
+    forward pass of transformers uses.
+    """
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf")
+    mckpt.plan(source, tmp_path / "megatron").run()
+    weights = tiny.tensors(tiny.config("deepseek-v3"))
+    (name,) = [key for key in weights if key.endswith(".embed_tokens.weight") and ".layers." in key]
+    weights[name] = weights[name] * 2
+    tiny.write_weights(source, weights)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.verdict == "fail" and "embed.weight: its copy in" in found.reasons[0], (
+        found.reasons
+    )
+    assert mckpt.diff(source, tmp_path / "megatron").replicas
+
+
+def test_a_difference_that_was_allowed_makes_the_verdict_incomplete(tmp_path: Path) -> None:
+    """The verdict is INCOMPLETE, and FAIL if an arg is not the one that the conversion wrote."""
+    source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=64)
+    mckpt.plan(
+        source, tmp_path / "megatron", format="torch", allow_inexact=["sliding_window"]
+    ).run()
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.verdict == "incomplete" and found.reasons[0].startswith(
+        "sliding_window: the config says 64, and the args mean None"
+    )
+    (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
+    saved = torch.load(path, weights_only=False)
+    saved["args"].window_size = (31, 0)
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert found.verdict == "fail" and "sliding_window" in found.reasons[0], found.reasons
+
+
+def test_values_that_a_cast_made_infinite_make_the_verdict_incomplete(tmp_path: Path) -> None:
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    weights = tiny.tensors(tiny.config("llama"))
+    weights["model.norm.weight"][3] = 1e6
+    tiny.write_weights(source, weights)
+    mckpt.plan(source, tmp_path / "megatron", dtype="fp16").run(allow_overflow=True)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert (found.verdict, found.reasons) == (
+        "incomplete",
+        ["final_norm.weight: 1 value became infinite in the cast to float16"],
+    )
+
+
+def test_padding_that_no_conversion_makes_fails(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """The rows of padding must be zero, because the softmax of a training run includes them."""
+    source = tiny_model("llama")
+    mckpt.plan(source, tmp_path / "megatron", format="torch").run()
+    (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
+    saved = torch.load(path, weights_only=False)
+    saved["model"]["output_layer.weight"][-1] = 50
+    torch.save(saved, path)
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
+    assert (
+        found.verdict == "fail"
+        and "output_layer.weight: 1 row beyond the true vocabulary is not zero" in found.reasons[0]
+    )
+
+
+def test_ignored_weights_are_not_the_same(tmp_path: Path) -> None:
+    source = tiny.tiny_random("qwen3", tmp_path / "hf")
+    family = tmp_path / "less.yaml"
+    family.write_text(
+        "extends: qwen3\narchitectures: [Qwen3ForCausalLM]\n"
+        'ignore:\n  "model.layers.{layer}.extra.weight": it is left out here\n'
+    )
+    weights = tiny.tensors(tiny.config("qwen3"))
+    weights |= {
+        f"model.layers.{layer}.extra.weight": weights["model.norm.weight"] for layer in range(4)
+    }
+    tiny.write_weights(source, weights)
+    mckpt.plan(source, tmp_path / "megatron", known=Known(mapping=str(family))).run()
+    found = mckpt.verify(source, tmp_path / "megatron", level="bytes", mapping=str(family))
+    assert (
+        found.verdict == "incomplete"
+        and "ignores 4 weights" in found.reasons[0]
+        and "layers.0.extra.weight" in found.reasons[0]
+    )
+    said = door.mckpt("diff", source, tmp_path / "megatron", "--mapping", family, "--like", source)
+    assert said.code == 1 and "the same" not in said.out and "4 ignored" in said.out, said.out
