@@ -90,10 +90,11 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
         f" {', '.join(family.architectures) or 'none'}"
     ]
     unused = sorted(set(hub().tensors) - {n for r in family.rules for n in r.of})
-    lines.append(f"logical tensors it has no rule for: {', '.join(unused) or 'none'}")
+    lines.append(f"logical tensors of other kinds of models, not used here: {len(unused)}")
     if config is None:
         return lines
-    dims = family.read(parse_config(config), source=str(config))
+    parsed = parse_config(config)
+    dims = family.read(parsed, source=str(config))
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
     chosen = {name: values[0] for name, values in dialect.choices.items()}
     names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
@@ -102,4 +103,7 @@ def check_mapping(file: Path, config: Path | None) -> list[str]:
     problems += list(dialect.inexact(dims).values())
     if problems:
         raise MappingError.of(f"{file} with {config} does not fit Megatron:", problems)
+    named = parsed.get("architectures") or []
+    if isinstance(named, list) and not set(map(str, named)) <= set(family.architectures):
+        lines.append(f"{config}: has architectures {named}, which {file} does not list")
     return [*lines, f"{config}: {len(here)} logical tensors, all of which Megatron has a place for"]

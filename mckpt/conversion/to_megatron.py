@@ -211,8 +211,8 @@ def _inexact(
     config = read_config(source.path)
     unknown = {
         key: (
-            f"config.json says {key} {mapping.lookup(config, key)!r}, of which"
-            f" {source.mapping.path.name} knows nothing"
+            f"config.json says {mapping.lookup(config, key)!r}, and"
+            f" {source.mapping.path.name} does not mention this key, so that it may or may not matter"
         )
         for key in source.mapping.unknown(config)
         if key != QUANTISED or not source.quantised
