@@ -212,7 +212,7 @@ def _inexact(
     unknown = {
         key: (
             f"config.json says {mapping.lookup(config, key)!r}, and"
-            f" {source.mapping.path.name} does not mention this key, so that it may or may not matter"
+            f" {source.mapping.path.name} does not mention this key: it may matter or not"
         )
         for key in source.mapping.unknown(config)
         if key != QUANTISED or not source.quantised
