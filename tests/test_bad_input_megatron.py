@@ -460,6 +460,6 @@ def test_lost_common_state_is_noted(made, tmp_path):
     shutil.rmtree(lone / "hf")
     (lone / "release/common.pt").unlink()
     said = good("plan", lone, tmp_path / "out").out
-    assert "the dims are taken from mckpt.json, because there are no args" in said
+    assert "the checkpoint has no args: the dims are taken from mckpt.json" in said
     assert "the only one that fits the dims" in said
     assert "torch_dist" in said and "(mcore, tp 1, pp 1)" in said and "(qwen3)" in said

@@ -27,7 +27,7 @@ class VocabSizeUnknown(UsageError):
 
 @dataclass(frozen=True)
 class Known:
-    """What the user says about a checkpoint that may not say it itself.
+    """What the user says about a checkpoint.
 
     Of a Megatron checkpoint `vocab_size` and `settings` win over its args.
     """
@@ -93,7 +93,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def is_megatron(self) -> bool:
-        """Whether it is a Megatron checkpoint, and not a Hugging Face directory."""
+        """True for a Megatron checkpoint, False for a Hugging Face directory."""
         return self.opened.format.megatron
 
     @property
@@ -105,7 +105,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def side_directory(self) -> Path | None:
-        """Where a Megatron save directory keeps the Hugging Face files of its model, if it does."""
+        """`hf/` in a Megatron save directory, with the Hugging Face files of the model; or None."""
         if self.unit is None:
             return None
         side = self.unit.root / "hf"
@@ -227,7 +227,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         undescribed = self.is_megatron and self.args is None and self.described_by is None
         bridge = (self.opened.root / description.RUN_CONFIG).exists()
         if undescribed and not bridge and isinstance(self.manifest.get("dims"), dict):
-            out.append(f"the dims are taken from {MANIFEST}, because there are no args")
+            out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
         for name, value in self.overruled.items():
             said = ", ".join(
                 f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
@@ -353,7 +353,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def from_hugging_face(self) -> bool:
-        """Whether mckpt made it from a Hugging Face directory; from its manifest."""
+        """True if its manifest says that mckpt made it from a Hugging Face directory."""
         source = self.manifest.get("source")
         return isinstance(source, dict) and source.get("format") in formats.names(megatron=False)
 
@@ -367,7 +367,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def quantised(self) -> bool:
-        """Whether config.json says that weights are stored in 8 bits with scales."""
+        """True if config.json says that weights are stored in 8 bits, with scales."""
         return self.opened.block is not None
 
     @property
