@@ -41,6 +41,8 @@ _UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: op
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{f.__name__: f for f in (all, any, bool, float, int, len, max, min)},
     "range": lambda *a: range(*a) if all(abs(x) <= MAX_LENGTH for x in a) else _refuse(f"range{a}"),
+    "split": lambda text, by: text.split(by),
+    "join": lambda by, texts: by.join(texts),
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
 _LEAVES: tuple[type, ...] = (

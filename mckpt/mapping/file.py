@@ -11,7 +11,7 @@ import contextlib
 import copy
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,6 +53,13 @@ class Warned(NamedTuple):
     loads: bool  # False: the program cannot even load the model
 
 
+class Refused(NamedTuple):
+    """An entry of `refuse`: a model that the file cannot stand for."""
+
+    when: Expression  # of the config
+    why: str
+
+
 class MappingFile(NamedTuple):
     """A family or a dialect, checked."""
 
@@ -67,6 +74,10 @@ class MappingFile(NamedTuple):
     # the oldest and the newest megatron-core that the file writes for; empty in a family
     megatron: tuple[str, ...]
     choices: dict[str, tuple[str, ...]]
+    trainer: str  # of a dialect: Megatron's program that trains its checkpoints
+    count: Expression | None  # how many numbers the decoder's keys have; None: one for each layer
+    # of a dialect: the number of layers of each pipeline stage, from the args; None: they never say
+    stage_sizes: Expression | None
     # choice -> its value, from `megatron`, the version that will load the checkpoint
     by_version: dict[str, Expression]
     # what its expressions name beside dims and choices, and the value where nothing else says one
@@ -78,6 +89,7 @@ class MappingFile(NamedTuple):
     run_flags: dict[str, Any]  # the same, settings of the run
     said: dict[str, Expression]  # choice -> what the args say of it
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
+    refused: dict[str, Refused]  # config key -> when its value is refused
     # dim -> when and why the stock program computes something else than the config says
     warned: dict[str, Warned]
     inert: frozenset[str]
@@ -150,8 +162,16 @@ class MappingFile(NamedTuple):
                     raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
             if layers := found[which]:
                 experts = np.arange(scope["num_experts"] if "expert" in rule.indices else 1)
-                out.append(Bound(rule, np.array(layers, "i4"), experts.astype("i4"), len(decoder)))
+                numbers = layers
+                if rule.number is not None:
+                    numbers = [rule.number({**scope, "layer": layer}) for layer in layers]
+                held = (np.array(which, "i4") for which in (layers, experts, numbers))
+                out.append(Bound(rule, *held, len(decoder)))
         return out
+
+    def num_numbers(self, dims: Mapping[str, Any]) -> int:
+        """Returns how many layers the decoder has, as this file numbers them."""
+        return int(dims["num_layers"] if self.count is None else self.count(dims))
 
     def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """What args say of the choices; a choice of which they say nothing is left out."""
@@ -186,6 +206,10 @@ class MappingFile(NamedTuple):
         knows.
         """
         known, override = dict(known or {}), dict(override or {})
+        if refused := list(self._refusals(config, source)):
+            raise MappingError.of(
+                f"{source} describes a model that {self.path.name} does not know:", refused
+            )
         dims: Dims = {}
         problems: list[str] = []
         pending: list[str] = []
@@ -232,6 +256,14 @@ class MappingFile(NamedTuple):
                 dict.fromkeys(problems),
             )
         return dims
+
+    def _refusals(self, config: Mapping[str, Any], source: str) -> Iterator[str]:
+        for key, entry in self.refused.items():
+            try:
+                if entry.when({"config": config}):
+                    yield f"{source}: {key} is {lookup(config, key)!r}: {entry.why}"
+            except ExpressionError as e:
+                yield f"{source}: {e}"
 
     def _read_dim(
         self,

@@ -10,16 +10,17 @@ from typing import Any
 
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
-from mckpt.mapping.file import Dim, MappingFile, Warned
+from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
 from mckpt.mapping.hub import FOLDER, hub
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
-from mckpt.mapping.rule_reading import key_pattern, read_rules
+from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
     "architectures": list,
     "extends": (str, list),
     "canonical": bool,
+    "trainer": str,
     "dialect": str,
     "default": bool,
     "requires": str,
@@ -38,12 +39,16 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "inert": list,
     "ignore": Node,
     "computed": Node,
+    "refuse": Node,
+    "numbering": Node,
+    "stage_sizes": str,
     "tensors": Node,
+    "groups": Node,
     "blocks": Node,
     "objects": Node,
 }
 # what each key of a section holds
-_INNER: dict[str, type] = {"blocks": Node, "inexact": Node, "expect": list, "choices": list}
+_INNER: dict[str, type] = {"blocks": Node, "groups": Node, "inexact": Node, "expect": list, "choices": list}
 # what a file that extends another does not take over from it
 _OWN = ("architectures", "default")
 # what a conversion supplies to the expressions of a dialect
@@ -55,6 +60,7 @@ _GIVEN = (
     "transformer_impl",
     "experts",
     "tp",
+    "stages",
 )
 _KINDS: dict[type, str] = {
     Node: "keys and values",
@@ -64,8 +70,6 @@ _KINDS: dict[type, str] = {
 }
 _OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
 _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
-
-Parse = Callable[[Any, str], Expression | None]  # text, and where it stands
 
 
 def folder(kind: str) -> Path:
@@ -258,6 +262,9 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         default=bool(root.get("default", False)),
         requires=expression(root.get("requires"), path.name),
         megatron=tuple(map(str, root.get("megatron") or ())),
+        trainer=root.get("trainer") or "",
+        count=expressions("numbering").get(COUNT),
+        stage_sizes=expression(root.get("stage_sizes"), path.name),
         choices={k: tuple(v) for k, v in (root.get("choices") or {}).items()},
         by_version=expressions("by_version"),
         given=dict(root.get("given") or {}),
@@ -268,6 +275,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         run_flags=root.get("run_flags") or {},
         said=expressions("said"),
         expect={k: tuple(v) for k, v in (root.get("expect") or {}).items()},
+        refused=_read_refuse(root, expression, problems),
         warned=_read_inexact(root, expression, problems),
         inert=frozenset(
             k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
@@ -329,18 +337,33 @@ def _read_inexact(root: Node, expression: Parse, problems: list[str]) -> dict[st
     return warned
 
 
+def _read_refuse(root: Node, expression: Parse, problems: list[str]) -> dict[str, Refused]:
+    """The entries of `refuse`; what is wrong with one goes to `problems`."""
+    refused: dict[str, Refused] = {}
+    for key, entry in (root.get("refuse") or Node()).items():
+        where = root["refuse"].lines[key]
+        if not isinstance(entry, dict) or entry.keys() != {"when", "why"}:
+            problems.append(f"{where}: refuse: {key} needs `when` and `why`, not {entry!r}")
+        elif (when := expression(entry["when"], where)) is not None:
+            refused[key] = Refused(when, entry["why"])
+    return refused
+
+
 def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     """Expressions that name what nothing declares, and what a dialect must declare and does not."""
     dims, chosen = {*hub().dims}, {*file.choices, "pp"}
     read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
     ruled = dims | chosen | {*file.derive}
     entries: list[tuple[str, Expression | None, set[str]]] = [
-        (file.path.name + ": requires", file.requires, dims)
+        (file.path.name + ": requires", file.requires, dims),
+        (file.path.name + ": stage_sizes", file.stage_sizes, {"config"}),
+        (file.path.name + ": numbering: count", file.count, dims),
     ]
     for section, held, known in (
         ("derive", file.derive, ruled),
         ("by_version", file.by_version, {"megatron"}),
         ("said", file.said, {"config"}),
+        ("refuse", {k: entry.when for k, entry in file.refused.items()}, {"config"}),
         ("also", file.also, written),
         ("inexact", {k: w.when for k, w in file.warned.items()}, written | {"megatron"}),
     ):
@@ -351,6 +374,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         entries += [(f"{dim.where}: {name}", e, written) for e in (dim.write, dim.write_when)]
     for rule in (*file.rules, *file.objects):
         entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
+        entries.append((f"{rule.where}: {rule.key}", rule.number, dims | {"layer"}))
     for where, used, known in entries:
         for name in sorted(used.names - known if used else ()):
             yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"

@@ -29,6 +29,7 @@ class Rule(NamedTuple):
     mtp: bool
     indices: tuple[str, ...]  # of "layer", "expert": those that its tensors or its key have
     where: str
+    number: Expression | None = None  # the number that stands for {layer} in its key; None: layer
 
     @property
     def shared(self) -> bool:
@@ -54,19 +55,20 @@ class Bound(NamedTuple):
     rule: Rule
     layers: np.ndarray
     experts: np.ndarray
+    numbers: np.ndarray  # of each layer: the number that stands for it in the key
     num_layers: int  # of the decoder
 
-    def key(self, layer: int, expert: int = 0) -> str:
-        """The key of one of its tensors."""
-        return self.rule.key.format(layer=layer, expert=expert, mtp=layer - self.num_layers)
+    def key(self, number: int, expert: int = 0) -> str:
+        """Returns the key of the tensor of the layer with this number."""
+        return self.rule.key.format(layer=number, expert=expert, mtp=number - self.num_layers)
 
     def keys(self) -> list[str]:
-        """All keys that name layer and expert, layer by layer."""
+        """Returns all keys that name layer and expert, layer by layer."""
         experts = list(map(str, self.experts.tolist()))
         out: list[str] = []
-        for layer in self.layers.tolist():
+        for number in self.numbers.tolist():
             key = self.rule.key.replace("{expert}", "\0").format(
-                layer=layer, mtp=layer - self.num_layers
+                layer=number, mtp=number - self.num_layers
             )
             out += [key.replace("\0", expert) for expert in experts]
         return out
@@ -81,9 +83,10 @@ class Bound(NamedTuple):
         """(key, layer) of each stored tensor whose axes are the indices that its key does not name.
         An expert is never in such a key.
         """
-        stacked = "layer" in self.rule.stacked() or "layer" not in self.rule.indices
-        layers = [0] if stacked else self.layers.tolist()
-        return [(self.key(layer), layer) for layer in layers]
+        if "layer" in self.rule.stacked() or "layer" not in self.rule.indices:
+            return [(self.key(0), 0)]
+        numbered = zip(self.numbers.tolist(), self.layers.tolist(), strict=True)
+        return [(self.key(number), layer) for number, layer in numbered]
 
     def axes(self, scope: Mapping[str, Any]) -> tuple[int, ...]:
         """Sizes of these axes, which lead the stored tensor's own."""

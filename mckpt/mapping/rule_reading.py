@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt.geometry.packing import PACKINGS, TP_KINDS
 from mckpt.mapping.expression import Expression
@@ -14,79 +14,125 @@ from mckpt.mapping.rule import Rule
 from mckpt.values.dtypes import TABLE
 
 _INDEX = re.compile(r"\{(\w+)\}")
+COUNT = "count"  # of `numbering`: how many numbers there are
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
 _RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert")
+_BLOCK = ("is", "instead", "mtp", "groups", "tensors", "objects")
+
+Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
 
 
-def read_rules(
+class _Scope(NamedTuple):
+    """The rules of one node of a file, and what is put before their keys."""
+
+    rules: Node
+    prefix: str = ""  # of the stored keys
+    logical: str = ""  # the prefix of the logical tensors
+    instead: tuple[str, Expression | None] | None = None  # another prefix, and when
+    again: bool = False  # the rules of a block once more, for multi-token prediction
+    number: Expression | None = None  # see Rule
+
+
+def read_rules(root: Node, section: str, expression: Parse, problems: list[str]) -> Iterator[Rule]:
+    """Yields the rules of the top level, and of each block with its prefixes; braces are expanded.
+
+    section: `tensors` or `objects`.
+    """
+    yield from _rules(_Scope(root.get(section) or Node()), expression, problems)
+    for prefix, block in (root.get("blocks") or Node()).items():
+        where = root["blocks"].lines[prefix]
+        for scope in _scopes(root, section, prefix, block or Node(), where, expression, problems):
+            yield from _rules(scope, expression, problems)
+
+
+def _scopes(
     root: Node,
     section: str,
-    expression: Callable[[Any, str], Expression | None],
+    prefix: str,
+    block: Node,
+    where: str,
+    expression: Parse,
     problems: list[str],
-) -> Iterator[Rule]:
-    """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
+) -> Iterator[_Scope]:
+    """Yields each group of a block and its own rules.
 
-    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction:
+    If a block has `mtp`, all of them come a second time, for the layers of multi-token prediction:
     `mtp` is their prefix, or the prefix as `key` with an `instead` of its own.
     """
-    scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [
-        (root.get(section) or Node(), "", "", None, False)
-    ]
-    for prefix, block in (root.get("blocks") or Node()).items():
-        block = block or Node()
-        mtp = block.get("mtp")
-        if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
-            problems.append(
-                f"{root['blocks'].lines[prefix]}: `mtp` of {prefix} needs a prefix, or `key` with"
-                " the prefix"
-            )
-            mtp = None
-        mtp = {"key": mtp} if isinstance(mtp, str) else mtp
-        for start, other, again in [
-            (prefix, block.get("instead"), False),
-            *([(mtp["key"], mtp.get("instead"), True)] if mtp else []),
-        ]:
-            where = root["blocks"].lines[prefix]
-            if other is not None and (
-                not isinstance(other, dict) or {"key", "when"} - other.keys()
-            ):
-                problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
-                other = None
-            instead = (other["key"], expression(other["when"], where)) if other else None
-            scopes.append(
-                (block.get(section) or Node(), start, block.get("is", ""), instead, again)
-            )
-    for node, prefix, logical, instead, again in scopes:
-        for key, value in node.items():
-            where = node.lines[key]
-            for spec in value if isinstance(value, list) else [value]:
-                try:
-                    expanded = list(_expand(key, spec))
-                except ValueError as e:
-                    problems.append(f"{where}: {prefix + key}: {e}")
+    if strange := sorted(map(str, block.keys() - set(_BLOCK))):
+        problems.append(
+            f"{where}: the block {prefix} may have {', '.join(_BLOCK)}, not {', '.join(strange)}"
+        )
+    rules = [_group(root, name, where, problems).get(section) for name in block.get("groups") or ()]
+    rules.append(block.get(section))
+    mtp = block.get("mtp")
+    if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
+        problems.append(f"{where}: `mtp` of {prefix} needs a prefix, or `key` with the prefix")
+        mtp = None
+    mtp = {"key": mtp} if isinstance(mtp, str) else mtp
+    prefix, number = _numbered(root, prefix, expression)
+    prefixes = [(prefix, block.get("instead"), False)]
+    if mtp:
+        prefixes.append((mtp["key"], mtp.get("instead"), True))
+    for start, other, again in prefixes:
+        if other is not None and (not isinstance(other, dict) or {"key", "when"} - other.keys()):
+            problems.append(f"{where}: `instead` of {start} wants `key` and `when`")
+            other = None
+        instead = (other["key"], expression(other["when"], where)) if other else None
+        for node in rules:
+            logical = block.get("is", "")
+            yield _Scope(node or Node(), start, logical, instead, again, None if again else number)
+
+
+def _group(root: Node, name: str, where: str, problems: list[str]) -> Node:
+    groups = root.get("groups") or Node()
+    if name not in groups:
+        problems.append(f"{where}: there is no group {name!r}; known: {', '.join(groups)}")
+    return groups.get(name) or Node()
+
+
+def _numbered(root: Node, prefix: str, expression: Parse) -> tuple[str, Expression | None]:
+    """Returns the prefix with {layer} in place of a name of `numbering`, and the name's value."""
+    numbering = root.get("numbering") or Node()
+    for name in _INDEX.findall(prefix):
+        if name in numbering and name != COUNT:
+            number = expression(numbering[name], numbering.lines[name])
+            return prefix.replace(f"{{{name}}}", "{layer}"), number
+    return prefix, None
+
+
+def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Rule]:
+    node, prefix, logical, instead, again, number = scope
+    for key, value in node.items():
+        where = node.lines[key]
+        for spec in value if isinstance(value, list) else [value]:
+            try:
+                expanded = list(_expand(key, spec))
+            except ValueError as e:
+                problems.append(f"{where}: {prefix + key}: {e}")
+                continue
+            for stored, one in expanded:
+                if again and one.get("mtp"):
                     continue
-                for stored, one in expanded:
-                    if again and one.get("mtp"):
-                        continue
-                    if again or "{mtp}" in prefix:
-                        one = {**one, "mtp": True}
-                    try:
-                        rule = _rule(prefix + stored, one, logical, where, expression)
-                    except (ValueError, TypeError) as e:
-                        problems.append(f"{where}: {prefix + stored}: {e}")
-                        continue
-                    if instead is None:
-                        yield rule
-                        continue
-                    other_prefix, condition = instead
-                    if condition is None:  # it is among the problems
-                        continue
-                    both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
-                    neither = f"not ({condition.text})" + (
-                        f" and ({rule.when.text})" if rule.when else ""
-                    )
-                    yield rule._replace(when=Expression(neither))
-                    yield rule._replace(key=other_prefix + stored, when=Expression(both))
+                if again or "{mtp}" in prefix:
+                    one = {**one, "mtp": True}
+                try:
+                    rule = _rule(prefix + stored, one, logical, number, where, expression)
+                except (ValueError, TypeError) as e:
+                    problems.append(f"{where}: {prefix + stored}: {e}")
+                    continue
+                if instead is None:
+                    yield rule
+                    continue
+                other_prefix, condition = instead
+                if condition is None:  # it is among the problems
+                    continue
+                both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
+                neither = f"not ({condition.text})" + (
+                    f" and ({rule.when.text})" if rule.when else ""
+                )
+                yield rule._replace(when=Expression(neither))
+                yield rule._replace(key=other_prefix + stored, when=Expression(both))
 
 
 def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -124,8 +170,9 @@ def _rule(
     key: str,
     spec: Mapping[str, Any],
     prefix: str,
+    number: Expression | None,
     where: str,
-    expression: Callable[[Any, str], Expression | None],
+    expression: Parse,
 ) -> Rule:
     if spec.keys() - set(_RULE):
         raise ValueError(
@@ -172,6 +219,7 @@ def _rule(
         mtp,
         indices,
         where,
+        number,
     )
 
 
