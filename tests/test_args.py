@@ -209,7 +209,7 @@ def test_the_launch_line_has_args_that_older_checkpoints_name_differently(
 
 
 def test_every_dim_of_a_model_is_in_its_launch_line(tiny_model: TinyModel, tmp_path: Path) -> None:
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     for case in ("llama", "qwen3", "qwen3-moe", "llama-rope-scaled"):
         said = mckpt.plan(tiny_model(case), tmp_path / case, allow_inexact=["rope_factor"]).facts[
             "args"
@@ -236,7 +236,7 @@ def test_the_launch_line_has_a_sequence_length_that_a_run_can_hold(tmp_path: Pat
 def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     assert not dialect.flags.keys() & dialect.run_flags.keys()
     mckpt.plan(tiny_model("qwen3"), tmp_path / "a", parallel=Parallel(tp=2)).run()
     lines = (tmp_path / "a" / "release" / "megatron_args.sh").read_text().splitlines()

@@ -96,7 +96,7 @@ TORCH = {
     "key extra": (
         ranks(lambda pt: pt.value["model"].update(foo=pt.value["model"][FC2]), "01_000"),
         5,
-        (RANK, "foo", "mcore.yaml"),
+        (RANK, "foo", "gpt.yaml"),
     ),
     "wrong shape": (
         ranks(
@@ -400,7 +400,7 @@ DIST = {
     "path ../x": (metadata(elsewhere("../x.distcp")), 3, ("'../x.distcp'",)),
     "absolute path": (metadata(elsewhere("/etc/passwd")), 3, ("'/etc/passwd'",)),
     "key missing": (metadata(key_gone), 3, (DIST_FC2, "missing")),
-    "key extra": (metadata(key_extra), 5, ("foo.weight", "[4, 48, 64]", "mcore.yaml")),
+    "key extra": (metadata(key_extra), 5, ("foo.weight", "[4, 48, 64]", "gpt.yaml")),
     "item past the end": (
         metadata(item(lambda i: ("__0_0.distcp", 10**9, 100))),
         3,
@@ -462,4 +462,4 @@ def test_lost_common_state_is_noted(made, tmp_path):
     said = good("plan", lone, tmp_path / "out").out
     assert "the checkpoint has no args: the dims are taken from mckpt.json" in said
     assert "the only one that fits the dims" in said
-    assert "torch_dist" in said and "(mcore, tp 1, pp 1)" in said and "(qwen3)" in said
+    assert "torch_dist" in said and "(gpt, tp 1, pp 1)" in said and "(qwen3)" in said

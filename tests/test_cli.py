@@ -340,7 +340,7 @@ def test_inspect_uses_plain_words(torch_dir, dist_dir, src):
 
 def test_mappings(src, tmp_path):
     families = good("mappings", "list", "--json").json
-    assert families["hf"]["qwen3"] == ["Qwen3ForCausalLM"] and "mcore" in families["megatron"]
+    assert families["hf"]["qwen3"] == ["Qwen3ForCausalLM"] and "gpt" in families["megatron"]
     assert "hf/qwen3  Qwen3ForCausalLM" in good("mappings", "list").out
     for name in (*families["hf"], *families["megatron"]):
         assert f"{name}, digest" in good("mappings", "show", name).out

@@ -56,7 +56,7 @@ def dims_of(name: str, tiny_model: TinyModel) -> Dims:
 
 def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
     """The dialect's choices for these layers and the installed megatron-core."""
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     by_version = dialect.choices_for(dialect.version(version("megatron-core")))
     return {
         "transformer_impl": impl,
@@ -77,7 +77,7 @@ def real(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
             **chosen_by(impl, dims),
         }
         args = {
-            **mapping.load("megatron", "mcore").write(dims, given),
+            **mapping.load("megatron", "gpt").write(dims, given),
             **parallel.args(),
             "params_dtype": "float32",
         }
@@ -111,7 +111,7 @@ def torch_dist_tensors(
     dims: Dims, chosen: dict[str, Any], parallel: Parallel
 ) -> dict[str, list[int]]:
     """Key -> shape of every tensor that a torch_dist checkpoint gets."""
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     layers = dialect.say_choices(dialect.write(dims, chosen)).get("layers", "stacked")
     scope = dialect.scope(dims, keys="global", layers=layers, pp=parallel.pp, **chosen)
     return {
@@ -127,7 +127,7 @@ def torch_tensors(
     """Directory of a rank -> key -> shape of every tensor of each virtual stage that its
     file gets.
     """
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     scope = dialect.scope(dims, keys="local", layers="stacked", pp=parallel.pp, **chosen)
     grid, stages = (
         parallel.files(bool(dims["num_experts"])),

@@ -48,7 +48,7 @@ def test_a_format_in_one_file(
 
 
 DIALECT = """
-extends: [mcore, parts/norms]
+extends: [gpt, parts/norms]
 tensors:
   embedding.word_embeddings.weight: null
   wte.weight:
@@ -64,7 +64,7 @@ tensors:
 def write_dialect(folder: Path) -> None:
     """A dialect, and a part of one, which lies in a folder below."""
     (folder / "other.yaml").write_text(DIALECT)
-    (folder / "parts").mkdir()
+    (folder / "parts").mkdir(exist_ok=True)
     (folder / "parts" / "norms.yaml").write_text(NORMS)
 
 
@@ -93,11 +93,11 @@ def test_a_dialect_in_one_file(
     write_dialect(own_mappings / "megatron")
     source = tiny_model("llama")
     mckpt.convert(source, tmp_path / "other", format=form, dialect="other")
-    mckpt.convert(source, tmp_path / "mcore", format=form)
-    other, mcore = mckpt.open(tmp_path / "other"), mckpt.open(tmp_path / "mcore")
-    assert (other.mapping.name, mcore.mapping.name) == ("other", "mcore")
+    mckpt.convert(source, tmp_path / "gpt", format=form)
+    other, gpt = mckpt.open(tmp_path / "other"), mckpt.open(tmp_path / "gpt")
+    assert (other.mapping.name, gpt.mapping.name) == ("other", "gpt")
     assert {"wte.weight", "norm_f.weight"} <= set(other.opened.keys())
-    assert not mckpt.diff(other, mcore) and not mckpt.diff(source, other)
+    assert not mckpt.diff(other, gpt) and not mckpt.diff(source, other)
     mckpt.convert(tmp_path / "other", tmp_path / "again", format="torch_dist")
     assert mckpt.open(tmp_path / "again").mapping.name == "other", "a reshard keeps it"
     mckpt.convert(tmp_path / "again", tmp_path / "back", format="hf")
@@ -118,10 +118,10 @@ def test_the_family_names_its_dialect(
 
 def test_a_name_that_is_not_declared(own_mappings: Path) -> None:
     path = own_mappings / "megatron" / "other.yaml"
-    path.write_text("extends: mcore\nalso:\n  new_arg: new_fact\n")
+    path.write_text("extends: gpt\nalso:\n  new_arg: new_fact\n")
     with pytest.raises(MappingError, match=r"yaml:3: also: new_arg: 'new_fact' is not"):
         mapping.load("megatron", "other")
-    path.write_text("extends: mcore\ngiven:\n  new_fact: 7\nalso:\n  new_arg: new_fact\n")
+    path.write_text("extends: gpt\ngiven:\n  new_fact: 7\nalso:\n  new_arg: new_fact\n")
     reading.load.cache_clear()
     dims = mapping.load("hf", "llama").read(tiny.config("llama"))
     assert mapping.load("megatron", "other").write(dims)["new_arg"] == 7
@@ -131,14 +131,14 @@ def test_a_name_that_is_not_declared(own_mappings: Path) -> None:
     ("text", "why"),
     [
         ("extends:\n", r"other\.yaml:1: `extends` needs the name"),
-        ("extends: [mcore, [norms]]\n", r"other\.yaml:1: `extends` needs the name"),
+        ("extends: [gpt, [norms]]\n", r"other\.yaml:1: `extends` needs the name"),
         (
-            "extends: mcore\nderive:\n  wide: tp > 1\n",
+            "extends: gpt\nderive:\n  wide: tp > 1\n",
             r":3: derive: wide: 'tp' is not .*given",
         ),
-        ("extends: mcore\nsaid:\n  keys: hidden_size\n", r":3: said: keys: 'hidden_size' is not"),
+        ("extends: gpt\nsaid:\n  keys: hidden_size\n", r":3: said: keys: 'hidden_size' is not"),
         (
-            "extends: mcore\ngiven: {divisible_by: null}\n",
+            "extends: gpt\ngiven: {divisible_by: null}\n",
             "must declare divisible_by",
         ),
     ],
@@ -153,7 +153,7 @@ def test_a_dialect_that_is_not_there(tmp_path: Path) -> None:
     """A file elsewhere would write a checkpoint that nothing could read again."""
     source = tiny.tiny_random("llama", tmp_path / "hf")
     for dialect in ("nope", str(tmp_path / "own.yaml")):
-        with pytest.raises(UsageError, match=r"no dialect .*; known: mcore"):
+        with pytest.raises(UsageError, match=r"no dialect .*; known: gpt"):
             mckpt.plan(source, tmp_path / "out", dialect=dialect)
 
 

@@ -87,7 +87,7 @@ def test_later_commands_need_neither_the_mapping_nor_the_permission(
         "activation: 'gelu_tanh' is taken from mckpt.json: --allow-inexact activation was given"
         in said
     )
-    assert "inexact: activation is 'gelu_tanh', and mcore would compute with 'silu'" in said
+    assert "inexact: activation is 'gelu_tanh', and gpt would compute with 'silu'" in said
     for ckpt in (mine / "ckpt", tmp_path / "tp2"):  # what a reshard writes keeps all of it too
         assert good("diff", ckpt, mine / "ckpt").out.startswith(
             "the same to the last bit: 39 tensors"

@@ -75,7 +75,7 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     """
     config = json.loads(path.read_text())
     name = mapping.family_with(config["architectures"][0])
-    family, dialect = mapping.load("hf", name), mapping.load("megatron", "mcore")
+    family, dialect = mapping.load("hf", name), mapping.load("megatron", "gpt")
     dims = family.read(config)
     inexact = dialect.inexact(dims)
     again = dialect.read(dialect.write(dims))
@@ -184,7 +184,7 @@ def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
 
 def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
     """By megatron-core (multi_latent_attention.py), and by no family."""
-    dialect, family = mapping.load("megatron", "mcore"), mapping.load("hf", "deepseek_v3")
+    dialect, family = mapping.load("megatron", "gpt"), mapping.load("hf", "deepseek_v3")
     args = dialect.write(family.read(tiny.config("deepseek-v3-plain")))
     assert dialect.read(args)["rope_type"] == "default"
     dims = dialect.read({**args, "rotary_scaling_factor": 40, "mscale_all_dim": 1.0})
@@ -193,11 +193,11 @@ def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
 
 def test_an_arg_without_a_dim_is_refused() -> None:
     """Expectations of the dialect: unset is as listed, another value is another model."""
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     dims = mapping.load("hf", "llama").read(llama())
     args = dialect.write(dims)
     assert dialect.read({**args, "qk_l2_norm": None}) == dims
-    with pytest.raises(MappingError, match=r"qk_l2_norm is True, and mcore\.yaml knows only False"):
+    with pytest.raises(MappingError, match=r"qk_l2_norm is True, and gpt\.yaml knows only False"):
         dialect.read({**args, "qk_l2_norm": True})
     with pytest.raises(
         MappingError, match=r"(?s)position_embedding_type is 'none'.*glu_linear_offset is 1\.0"
@@ -224,7 +224,7 @@ LLAMA3 = {
     ],
 )
 def test_inexact_names_the_dim(changed: dict[str, Any], name: str) -> None:
-    found = mapping.load("megatron", "mcore").inexact(
+    found = mapping.load("megatron", "gpt").inexact(
         mapping.load("hf", "llama").read(llama(**changed))
     )
     assert name in found
@@ -238,7 +238,7 @@ def test_a_window_is_inexact_and_refused_by_a_plan(tmp_path: Path) -> None:
     with pytest.raises(
         MappingError,
         match=(
-            r"sliding_window is 16, and mcore would compute with None\n.*--allow-inexact"
+            r"sliding_window is 16, and gpt would compute with None\n.*--allow-inexact"
             r" sliding_window"
         ),
     ):

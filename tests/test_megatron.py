@@ -216,7 +216,7 @@ def megatron_args(source: Path) -> dict[str, Any]:
         "transformer_impl": "local",
         "experts": "sequential",
     }
-    return {**mapping.load("megatron", "mcore").write(ckpt.dims, given), "params_dtype": "float32"}
+    return {**mapping.load("megatron", "gpt").write(ckpt.dims, given), "params_dtype": "float32"}
 
 
 @pytest.mark.parametrize("case", tiny.CASES)
@@ -354,7 +354,7 @@ def test_keys_and_shapes_are_those_of_the_model(
 def test_megatron_core_wants_a_norm_that_the_model_does_not_have(
     names: dict[str, dict[str, Any]],
 ) -> None:
-    """The reason why mcore.yaml refuses it: with the norm gone from megatron-core, the refusal has
+    """The reason why gpt.yaml refuses it: with the norm gone from megatron-core, the refusal has
     to go as well.
     """
     real = names["not-loadable"]
@@ -468,7 +468,7 @@ def test_every_field_of_megatron_core_is_spoken_of() -> None:
 
     from megatron.core.transformer import MLATransformerConfig
 
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     known = (
         {key for dim in dialect.dims.values() for key in dim.keys}
         | set(dialect.also)

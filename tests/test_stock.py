@@ -206,7 +206,7 @@ def published(path: Path) -> megatron_args.Launch:
     dims = mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
     size = Parallel(tp=2, ep=4, etp=1) if dims["num_experts"] else Parallel(tp=2)
     given = {"padded_vocab_size": -(-dims["vocab_size"] // 256) * 256, "tp": 2}
-    dialect = mapping.load("megatron", "mcore")
+    dialect = mapping.load("megatron", "gpt")
     return megatron_args.launch(dialect, {**dialect.write(dims, given), **size.args()})
 
 

@@ -17,7 +17,7 @@ from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import Dims, MappingFile
+from mckpt.mapping import Dims, ExpressionError, MappingFile
 from mckpt.storage.staging import MANIFEST, unfinished
 
 
@@ -382,7 +382,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def parallel(self) -> Parallel:
         """The sizes it was saved with."""
-        return self.opened.parallel()
+        found = self.opened.parallel()
+        if self.args is None or self.mapping.stage_sizes is None:
+            return found
+        try:
+            sizes = self.mapping.stage_sizes({"config": self.args})
+            return found if sizes is None else found.with_stage_sizes(sizes)
+        except (ExpressionError, UsageError) as e:
+            raise SourceError(f"{self.path}: its args do not fit its pipeline: {e}") from None
 
     @cached_property
     def names(self) -> Names:
@@ -410,7 +417,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if self.opened.format.fixed_sizes:
             try:
                 self.parallel.check(dims["num_experts"])
-                self.parallel.stages(dims["num_layers"], dims["mtp_layers"])
+                self.parallel.split(self.mapping.num_numbers(dims), dims["mtp_layers"])
             except UsageError as e:
                 raise SourceError(
                     f"{self.path}: its sizes ({self.parallel}) do not fit its model: {e}"

@@ -14,7 +14,7 @@ from mckpt.formats.megatron.common_state import new_common
 from mckpt.formats.megatron.save_directory import iteration_of
 from mckpt.mapping import MappingFile
 
-# args that follow --transformer-impl; see mcore.yaml
+# args that follow --transformer-impl; see parts/args.yaml
 FOLLOWS_IMPL = (
     "no_persist_layer_norm",
     "apply_rope_fusion",

@@ -41,6 +41,11 @@ class Names(NamedTuple):
         """The mapping's rules that apply to this model."""
         return self.mapping.bind(self.scope())
 
+    def stages(self) -> list[list[list[int]]]:
+        """Returns the layers of each [pipeline rank][virtual stage], as the keys number them."""
+        count = self.mapping.num_numbers(self.dims)
+        return self.parallel.stages(count, self.dims["mtp_layers"])
+
 
 class Wanted(NamedTuple):
     """A checkpoint to be written: the input of Format.lay_out."""

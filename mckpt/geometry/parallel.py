@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -15,6 +16,18 @@ MAX_STAGES = 4096  # most stages to which a layout string such as (t|)*100000000
 # Limit of each parallel size and of their products: the args of a checkpoint can have any number,
 # and ranks are listed.
 MAX_SIZE = 65536
+
+# the fields of Parallel that decide which stage has which layers
+_SPLIT = (
+    "pp",
+    "vpp",
+    "first_stage_layers",
+    "last_stage_layers",
+    "account_for_embedding",
+    "account_for_loss",
+    "layout",
+    "stage_sizes",
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,8 @@ class Parallel:
 
     The other fields describe uneven pipelines, as Megatron's flags do: the layers of the first and
     last stage, embedding and loss counted as a layer, or a whole `layout` ("Ettt|(tt|)*6tL", see
-    PipelineParallelLayerLayout of Megatron-Core).
+    PipelineParallelLayerLayout of Megatron-Core). `stage_sizes` is for dialects whose args state
+    the number of layers of each stage, stage after stage.
 
     Raises UsageError for sizes that are out of range or contradict each other.
     """
@@ -41,6 +55,7 @@ class Parallel:
     account_for_embedding: bool = False
     account_for_loss: bool = False
     layout: str | None = None
+    stage_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "vpp", "ep", "etp"):
@@ -49,14 +64,17 @@ class Parallel:
                 raise UsageError(
                     f"{name} is {value!r}, and must be a whole number from 1 to {MAX_SIZE}"
                 )
+        listed = self.stage_sizes
         if self.layout is not None and self.vpp == 1:
-            stages = len(_parse_layout(self.layout))
-            if stages % self.pp:
+            listed = tuple(map(len, _parse_layout(self.layout)))
+        if listed is not None:
+            if not listed or len(listed) % self.pp:
+                what = f"layout {self.layout!r}" if self.layout is not None else "pipeline"
                 raise UsageError(
-                    f"the layout {self.layout!r} has {counted(stages, 'stage')}, which is not a"
-                    f" multiple of pp {self.pp}"
+                    f"the {what} has {counted(len(listed), 'stage')}, which is not a multiple of pp"
+                    f" {self.pp}"
                 )
-            object.__setattr__(self, "vpp", stages // self.pp)
+            object.__setattr__(self, "vpp", len(listed) // self.pp)
         if self.pp * self.vpp > MAX_SIZE or math.lcm(self.tp, self.expert_tp * self.ep) > MAX_SIZE:
             raise UsageError(f"{self}: more than {MAX_SIZE} ranks or stages")
         for name in ("first_stage_layers", "last_stage_layers"):
@@ -65,7 +83,7 @@ class Parallel:
                 raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")
         uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
         accounted = self.account_for_embedding or self.account_for_loss
-        if uneven + accounted + (self.layout is not None) > 1:
+        if uneven + accounted + (self.layout is not None) + (self.stage_sizes is not None) > 1:
             raise UsageError(
                 "choose one of: layers of the first and last stage, account-for-embedding/loss, or"
                 " a pipeline layout; Megatron refuses two"
@@ -107,7 +125,42 @@ class Parallel:
         at = next((i for i, stage in enumerate(stages) if "m" in stage), self.pp * self.vpp - 1)
         return at % self.pp, at // self.pp
 
+    def split(self, num_layers: int, mtp_layers: int = 0) -> list[int]:
+        """Returns the number of layers of each stage: of the pipeline ranks of the first virtual
+        stage, then of the second.
+
+        Raises UsageError if the sizes do not fit.
+        """
+        placed = self.stages(num_layers, mtp_layers)
+        return [len(placed[p][v]) for v in range(self.vpp) for p in range(self.pp)]
+
+    def is_split_as(self, other: Parallel) -> bool:
+        """Returns whether both cut the layers of a model into the same stages."""
+        return all(getattr(self, name) == getattr(other, name) for name in _SPLIT)
+
+    def with_stage_sizes(self, sizes: Sequence[int]) -> Parallel:
+        """Returns a copy with these numbers of layers in the stages, as `split` lists them."""
+        return Parallel(
+            tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, stage_sizes=tuple(sizes)
+        )
+
+    def with_layout(self, sizes: Sequence[int], mtp_layers: int = 0) -> Parallel:
+        """Returns a copy with these numbers of layers in the stages, as a `layout` if they differ.
+        """
+        plain = Parallel(
+            tp=self.tp, pp=self.pp, vpp=len(sizes) // self.pp, ep=self.ep, etp=self.etp
+        )
+        if len(set(sizes)) == 1:
+            return plain
+        stages = "|".join("t" * n for n in sizes)
+        return replace(plain, vpp=1, layout=f"E{stages}{'m' * mtp_layers}L")
+
     def _counts(self, num_layers: int, mtp_layers: int) -> list[list[int]]:
+        if self.stage_sizes is not None:
+            by_virtual = [
+                self.stage_sizes[v * self.pp : (v + 1) * self.pp] for v in range(self.vpp)
+            ]
+            return [list(counts) for counts in zip(*by_virtual, strict=True)]
         if self.layout is not None:
             stages = _parse_layout(self.layout)
             if len(stages) != self.pp * self.vpp:
@@ -293,16 +346,7 @@ class Parallel:
         """
         given = {k: v for k, v in sizes.items() if v not in (None, False)}
         base = self
-        uneven = (
-            "pp",
-            "vpp",
-            "first_stage_layers",
-            "last_stage_layers",
-            "account_for_embedding",
-            "account_for_loss",
-            "layout",
-        )
-        if any(k in given and given[k] != getattr(self, k) for k in uneven):
+        if any(k in given and given[k] != getattr(self, k) for k in _SPLIT):
             base = Parallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp)
             given.setdefault(
                 "vpp",

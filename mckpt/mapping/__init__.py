@@ -1,5 +1,6 @@
 """Mapping files: YAML -> rules and dims, and the expressions in them."""
 
+from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope, equal, lookup
 from mckpt.mapping.hub import hub
 from mckpt.mapping.nodes import digest_of
@@ -22,6 +23,7 @@ __all__ = [
     "KINDS",
     "Bound",
     "Dims",
+    "ExpressionError",
     "MappingFile",
     "Rule",
     "Scope",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "blocks": Node,
     "objects": Node,
 }
+_NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of layers and experts in a stored key
 # what each key of a section holds
 _INNER: dict[str, type] = {"blocks": Node, "groups": Node, "inexact": Node, "expect": list, "choices": list}
 # what a file that extends another does not take over from it
@@ -176,11 +178,12 @@ def dialect_of(keys: Iterable[str]) -> MappingFile:
     known = names("megatron")
     if len(known) == 1:
         return load("megatron", known[0])
-    held = list(keys)
+    # layers and experts have the same names: each name is looked up once
+    held = Counter(_NUMBERS.sub("0", key) for key in keys)
 
     def score(file: MappingFile) -> tuple[int, bool]:
         known = re.compile("|".join({key_pattern(rule.key).pattern for rule in file.rules}))
-        return sum(known.fullmatch(key) is not None for key in held), file.default
+        return sum(n for key, n in held.items() if known.fullmatch(key)), file.default
 
     return max((load("megatron", name) for name in known), key=score)
 

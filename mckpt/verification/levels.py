@@ -303,12 +303,8 @@ class _Subject:
         )
         self.casts = casts_between(left, right)
         always = uncast(right)
-        pinned = (s for s in left.layout.stored if all(p.tensor in always for p in s.pieces))
-        self.uncast = [
-            s.key.format(layer=layer, expert=expert)
-            for s in (pinned if self.casts else ())
-            for layer, expert in zip(s.layer.tolist(), s.expert.tolist(), strict=True)
-        ]
+        pinned = (b for b in left.names.bound() if all(name in always for name in b.rule.of))
+        self.uncast = [key for b in pinned for key in b.keys()] if self.casts else []
         self.cast_back = [] if self.casts else casts_between(right, left)
         cast = [
             f"transformers runs with its weights cast to {', then '.join(self.casts)}, as"

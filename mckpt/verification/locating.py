@@ -74,13 +74,11 @@ def feeds(name: str, point: str, tied: bool) -> bool:
 def _keys(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     """Returns the keys of the stored tensors that hold these logical tensors."""
     wanted, out = set(names), []
-    num_layers = checkpoint.dims["num_layers"]
-    for stored in (s for s in checkpoint.layout.stored if not s.replica):
-        templates = list(dict.fromkeys(piece.tensor for piece in stored.pieces))
-        for layer, expert in zip(stored.layer.tolist(), stored.expert.tolist(), strict=True):
-            if any(t.format(layer=layer, expert=expert) in wanted for t in templates):
-                mtp = layer - num_layers
-                out.append(stored.key.format(layer=layer, expert=expert, mtp=mtp))
+    for b in (b for b in checkpoint.names.bound() if not b.rule.alias):
+        layers, experts = b.instances()
+        for key, layer, expert in zip(b.keys(), layers.tolist(), experts.tolist(), strict=True):
+            if any(t.format(layer=layer, expert=expert) in wanted for t in b.rule.of):
+                out.append(key)
     return list(dict.fromkeys(out))
 
 

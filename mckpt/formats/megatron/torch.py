@@ -111,8 +111,9 @@ class Torch:
         )
 
     def keys(self) -> list[str]:
-        """Those of the first rank."""
-        return [key for model in self._rank(self.directories[0]).models for key in model]
+        """Those of the first and of the last rank: the first and the last pipeline stage."""
+        ends = dict.fromkeys((self.directories[0], self.directories[-1]))
+        return [key for name in ends for model in self._rank(name).models for key in model]
 
     def padded_vocab(self, mapping: MappingFile) -> int | None:
         """Rows of the embedding over all ranks, padding included."""
@@ -163,11 +164,12 @@ class Torch:
         }
 
         def mismatch(chosen: Names) -> int:
-            bound = chosen.bound()
+            bound, stages = chosen.bound(), chosen.stages()
             wanted = {
                 (p, v, key)
                 for p in range(parallel.pp)
-                for v, key in _keys(bound, parallel, names.dims, p)
+                for b in bound
+                for v, _, _, key in _instances(b, stages[p], p, parallel, names.dims, 0)
             }
             return len(wanted ^ held)
 
@@ -206,7 +208,7 @@ class Torch:
                 f"{dialect.vocabulary.key}: {padded} rows over all ranks, fewer than vocab_size"
                 f" {dims['vocab_size']}"
             )
-        stages = parallel.stages(dims["num_layers"], dims["mtp_layers"])
+        stages = names.stages()
         left = {
             d: [
                 dict.fromkeys(k for k, e in m.items() if e is not None)
@@ -384,7 +386,7 @@ def _instances(
             "last": (parallel.pp - 1, parallel.vpp - 1),
         }[b.rule.stage or "first"]
         return [(here[1], 0, 0, b.rule.key)] if p == here[0] else []
-    has = set(b.layers.tolist())
+    layer_of = dict(zip(b.numbers.tolist(), b.layers.tolist(), strict=True))
     if b.rule.mtp:
         held = (
             [(parallel.mtp_stage[1], layer, layer) for layer in b.layers.tolist()]
@@ -393,10 +395,10 @@ def _instances(
         )
     else:
         held = [
-            (v, i, layer)
-            for v, layers in enumerate(stage)
-            for i, layer in enumerate(layers)
-            if layer in has
+            (v, i, layer_of[number])
+            for v, numbers in enumerate(stage)
+            for i, number in enumerate(numbers)
+            if number in layer_of
         ]
     local = dims["num_experts"] // parallel.ep if "expert" in b.rule.indices else 1
     out = []
@@ -405,12 +407,6 @@ def _instances(
             expert = ep * local + j if "expert" in b.rule.indices else 0
             out.append((v, layer, expert, b.key(i, j)))
     return out
-
-
-def _keys(bound: list[Bound], parallel: Parallel, dims: Scope, p: int) -> list[tuple[int, str]]:
-    """(virtual stage, key) of every tensor of a pipeline rank."""
-    stage = parallel.stages(dims["num_layers"], dims["mtp_layers"])[p]
-    return [(v, key) for b in bound for v, _, _, key in _instances(b, stage, p, parallel, dims, 0)]
 
 
 # ------------------------------------------------------------------------------------------ writing
@@ -427,7 +423,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     scope, bound = wanted.names.scope(), wanted.names.bound()
     objects = dialect.bind(scope, dialect.objects)
     grid = parallel.files(bool(dims["num_experts"]))
-    stages = parallel.stages(dims["num_layers"], dims["mtp_layers"])
+    stages = wanted.names.stages()
     shards = [
         (b, s) for b in bound for s in _shards(b, packed(b.rule, scope, padded), parallel, grid)
     ]

@@ -80,17 +80,19 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     items: list[Items] = []
     for i, ((b, region, dtype, shape), container) in enumerate(zip(rules, held, strict=True)):
         rows = np.flatnonzero(number == i)
+        key_of = {layer: key for key, layer in b.global_keys()}
         index = {"layer": layer[rows], "expert": expert[rows]}
         offsets = np.empty((len(rows), len(shape)), "i8")
         for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *region.offset]):
             offsets[:, axis] = offset
         starts = (
             np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist()
-            if "{layer}" in b.rule.key
+            if len(key_of) > 1
             else [0][: len(rows)]
         )
         firsts = [*starts, len(rows)]
-        keys = [b.key(layer) for layer in index["layer"][starts].tolist()]
+        first = index["layer"][starts].tolist()
+        keys = [key_of.get(layer, next(iter(key_of.values()))) for layer in first]
         chunks += [
             Chunks(key, offsets[begin:end], shape)
             for key, (begin, end) in zip(keys, itertools.pairwise(firsts), strict=True)
