@@ -23,6 +23,7 @@ from mckpt.cli.options import (
     conversion_option,
     conversion_options,
     destination_argument,
+    dialect_option,
     dtype_option,
     family_options,
     hf_option,
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
     help="Format of the new checkpoint.",
 )
 @target_iteration_option
+@dialect_option(otherwise="that of the model's family, else gpt")
 @megatron_target_options
 @family_options
 @conversion_options
@@ -110,6 +112,7 @@ def megatron_to_hf(src: Path, dst: Path, **options: Any) -> None:
     type=MEGATRON_FORMATS,
     help="Format of the new checkpoint. Without it, the source's.",
 )
+@dialect_option("target-", otherwise="the source's")
 @no_optimizer_option
 @megatron_source_options
 @megatron_target_options
@@ -133,10 +136,11 @@ def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> 
     "target_format",
     type=click.Choice(list(formats.FORMATS)),
     help="Format of the target. Without it: torch_dist for a Hugging Face source; for a Megatron"
-    " source its own format if sizes are given, else hf.",
+    " source its own format if sizes or a dialect are given, else hf.",
 )
 @side_files_option
 @max_shard_size_option
+@dialect_option("target-", otherwise="the source's; from Hugging Face, gpt")
 @no_optimizer_option
 @megatron_source_options
 @megatron_target_options
@@ -155,7 +159,8 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
     given = _sizes_on_the_command_line()
     if target_format is None:
         if source.is_megatron:
-            target_format = source.format if given else formats.HUGGING_FACE
+            same = given or options["dialect"] is not None
+            target_format = source.format if same else formats.HUGGING_FACE
         else:
             target_format = formats.MEGATRON
     to_megatron = formats.FORMATS[target_format].megatron

@@ -181,6 +181,19 @@ no_optimizer_option = megatron_option(
     is_flag=True,
     help="Write the weights only; leave out optimizer and random states.",
 )
+
+
+def dialect_option(prefix: str = "", otherwise: str = "") -> Decorator:
+    """Returns the option for the dialect of the checkpoint that is written."""
+    return megatron_option(
+        *dict.fromkeys([f"--{prefix}dialect", "--dialect"]),
+        "dialect",
+        metavar="NAME",
+        help="Names of the tensors: gpt for Megatron's GPTModel, hybrid for its HybridModel, which"
+        f" megatron-core has from 0.18 on. Without it, {otherwise}.",
+    )
+
+
 megatron_target_options = together(
     megatron_option(
         "--transformer-impl",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -12,7 +13,7 @@ from mckpt.conversion.target import Target
 from mckpt.errors import UsageError
 from mckpt.formats.megatron.common_state import new_common
 from mckpt.formats.megatron.save_directory import iteration_of
-from mckpt.mapping import MappingFile
+from mckpt.mapping import Dims, MappingFile
 
 # args that follow --transformer-impl; see parts/args.yaml
 FOLLOWS_IMPL = (
@@ -49,8 +50,10 @@ def args_of(
     moved: the source with its padded vocabulary. dtype: of most of the weights. padded: rows of the
     vocabulary.
     """
+    same = source.is_megatron and source.mapping.name == dialect.name
     given = {
         **chosen,
+        "stages": _stages(dialect, moved.dims, target),
         "dtype": dtype,
         "padded_vocab_size": padded,
         "divisible_by": target.divisible_by or dialect.given["divisible_by"],
@@ -59,20 +62,27 @@ def args_of(
     }
     dims = {**moved.dims, "vocab_size": true_vocab(source)}
     written = {**dialect.write(dims, given), **target.parallel.args()}
-    own = source.args or {}
+    own = (source.args or {}) if same else {}
     # a dense model's args say nothing of its layers: they are alike
     said = dialect.say_choices({**written, **own})
-    layers = target.layer_keys or _implied_layers(source, moved, destination, said)
+    layers = target.layer_keys or str(said.get("layers", dialect.choices["layers"][0]))
+    if target.layer_keys is None and same:
+        layers = _implied_layers(source, moved, destination, layers)
     iteration = iteration_of(str(destination.unit)) or 0
     if source.args is None or source.opened.common is None:
         common = new_common(_python(written), iteration)
     else:
         kept = _replaced(source, target, written)
+        if not same:
+            kept.update(_restated(source.mapping, dialect, written))
         left = source.left_behind()
         fields = source.opened.common.changed(_python(kept))
         common = {k: v for k, v in fields.items() if not (k in dialect.ignore or k in left)}
         common["iteration"] = iteration
-        written = {**written, **{k: v for k, v in own.items() if v is not None}, **kept}
+        written = {**written, **{k: v for k, v in source.args.items() if v is not None}, **kept}
+        if not same and "content_metadata" in common:
+            marks = common["content_metadata"]
+            common["content_metadata"] = {k: v for k, v in marks.items() if k != PER_LAYER}
     if target.layer_keys is not None and destination.format.global_keys:
         if target.layer_keys == "stacked" and (
             dialect.say_choices({**written, **own}).get("layers") == "per_layer"
@@ -87,7 +97,7 @@ def args_of(
 
 
 def _implied_layers(
-    source: Checkpoint, moved: Checkpoint, destination: Destination, said: dict[str, Any]
+    source: Checkpoint, moved: Checkpoint, destination: Destination, said: str
 ) -> str:
     """Whether all layers have one key: as in a source of global keys, else as the args say."""
     if source.opened.format.global_keys and destination.format.global_keys:
@@ -95,7 +105,23 @@ def _implied_layers(
     fields = source.opened.common.fields if source.opened.common else {}
     if (fields.get("content_metadata") or {}).get(PER_LAYER):
         return "per_layer"
-    return str(said.get("layers", "stacked"))
+    return said
+
+
+def _stages(dialect: MappingFile, dims: Dims, target: Target) -> list[list[int]]:
+    """The numbers of the layers of each pipeline stage, in the order of the stages."""
+    sizes = target.parallel.split(dialect.num_numbers(dims), dims["mtp_layers"])
+    ends = list(itertools.accumulate(sizes, initial=0))
+    return [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+
+
+def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> dict[str, Any]:
+    """The args that describe the model, in another dialect than the source's; None for those that
+    the new dialect does not have.
+    """
+    described = [{key for dim in file.dims.values() for key in dim.keys} for file in (old, new)]
+    facts = {key for key in written if key in {*new.flags, *described[1], *described[0]}}
+    return {key: written.get(key) for key in facts | (described[0] - described[1])}
 
 
 def _replaced(source: Checkpoint, target: Target, written: dict[str, Any]) -> dict[str, Any]:

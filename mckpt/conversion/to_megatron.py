@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,16 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     dialect = dialect_to_write(source, target)
     megatron = dialect.version(target.megatron_version)
     _refuse_old_version(target, megatron)
+    _refuse_choices(target, dialect)
     # what is moved: from Megatron to Megatron, the vocabulary's padding too
     moved, padded = _vocabulary(source, dialect, target)
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
-    dims, parallel = moved.dims, target.parallel
-    check_sizes(dims, parallel)
-    chosen = {**_choices(moved, destination, target), **dialect.choices_for(megatron)}
+    dims = moved.dims
+    parallel = _parallel(source, dialect, target, dims)
+    target = replace(target, parallel=parallel)
+    check_sizes(dialect, dims, parallel)
+    chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
     inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
     if (left := source.left_behind()) and not target.no_optimizer:
         raise UsageError(
@@ -107,6 +111,35 @@ def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
     return mapping.dialect_for(source.mapping, target.dialect)
 
 
+def _parallel(source: Checkpoint, dialect: MappingFile, target: Target, dims: Dims) -> Parallel:
+    """The target's sizes, with the pipeline's stages as the dialect's args state them.
+
+    If the dialect changes and the stages do not, each of them keeps its layers.
+    """
+    parallel, mtp = target.parallel, dims["mtp_layers"]
+    parallel.check(dims["num_experts"])
+    count = dialect.num_numbers(dims)
+    own = count
+    if source.is_megatron and parallel.is_split_as(source.parallel):
+        own = source.mapping.num_numbers(dims)
+    sizes = parallel.split(own, mtp)
+    if any(n * count % own for n in sizes):
+        raise UsageError(
+            f"the pipeline stages of {source.path} have {sizes} layers, and the dialect"
+            f" {dialect.name} cannot cut a layer in two: give another --target-pp, or"
+            " --pipeline-model-parallel-layout"
+        )
+    sizes = [n * count // own for n in sizes]
+    if dialect.stage_sizes is not None:
+        if parallel.mtp_stage != (parallel.pp - 1, parallel.vpp - 1):
+            raise UsageError(
+                f"the layout {parallel.layout!r}: the dialect {dialect.name} has the layers of"
+                " multi-token prediction (m) in the last stage only"
+            )
+        return parallel.with_stage_sizes(sizes)
+    return parallel if own == count else parallel.with_layout(sizes, mtp)
+
+
 def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tuple[Checkpoint, int]:
     """What is moved, and the rows of the padded vocabulary that it gets.
 
@@ -135,10 +168,10 @@ def padded_rows(dims: Dims, dialect: MappingFile, target: Target) -> int:
     return -(-int(dims["vocab_size"]) // multiple) * multiple
 
 
-def check_sizes(dims: Dims, parallel: Parallel) -> None:
+def check_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
     """UsageError if Megatron could not launch the model at these sizes."""
     parallel.check(dims["num_experts"])
-    parallel.stages(dims["num_layers"], dims["mtp_layers"])
+    parallel.split(dialect.num_numbers(dims), dims["mtp_layers"])
     heads, groups = dims["num_heads"], dims["num_query_groups"]
     moe = dims["moe_layers"]
     cut = {
@@ -166,12 +199,16 @@ def check_sizes(dims: Dims, parallel: Parallel) -> None:
             raise UsageError(f"{name} {width} is not divisible by tp {parallel.tp}; {cure}")
 
 
-def _choices(source: Checkpoint, destination: Destination, target: Target) -> dict[str, Any]:
+def _choices(
+    source: Checkpoint, destination: Destination, target: Target, dialect: MappingFile
+) -> dict[str, Any]:
     """The dialect's choices for the target: what is asked for, else what the source does, else
-    Megatron's defaults.
+    Megatron's defaults, as far as the dialect has them.
     """
     own = source.names.choices
-    impl = target.transformer_impl or own.get("transformer_impl") or "transformer_engine"
+    impls, experts = dialect.choices["transformer_impl"], dialect.choices["experts"]
+    impl = target.transformer_impl or own.get("transformer_impl")
+    impl = impl if impl in impls else impls[0]
     if target.grouped_experts is not None:
         grouped = target.grouped_experts
         if grouped and impl == "local":
@@ -183,12 +220,32 @@ def _choices(source: Checkpoint, destination: Destination, target: Target) -> di
         grouped = own["experts"] == "grouped"
     else:
         grouped = impl == "transformer_engine"
+    stored = "grouped" if grouped else "sequential"
     return {
         "keys": "global" if destination.format.global_keys else "local",
         "transformer_impl": impl,
-        "experts": "grouped" if grouped else "sequential",
+        "experts": stored if stored in experts else experts[0],
         "pp": target.parallel.pp,
     }
+
+
+def _refuse_choices(target: Target, dialect: MappingFile) -> None:
+    """UsageError for a choice that is asked for and that the dialect does not have."""
+    grouped = {None: None, True: "grouped", False: "sequential"}[target.grouped_experts]
+    for choice, option, asked in (
+        (
+            "transformer_impl",
+            f"--transformer-impl {target.transformer_impl}",
+            target.transformer_impl,
+        ),
+        ("experts", f"--{grouped}-experts", grouped),
+        ("layers", f"--layer-keys {target.layer_keys}", target.layer_keys),
+    ):
+        if asked is not None and asked not in dialect.choices[choice]:
+            raise UsageError(
+                f"{option}: the dialect {dialect.name} has {' and '.join(dialect.choices[choice])}"
+                " only; leave it out"
+            )
 
 
 def _inexact(
@@ -207,7 +264,7 @@ def _inexact(
             f"{source.path}: Megatron could not load what would be written:", list(refused.values())
         )
     if source.is_megatron:
-        return source.allowed
+        return {**source.allowed, **_lost(source, dialect, dims, program, target)}
     config = read_config(source.path)
     unknown = {
         key: (
@@ -218,6 +275,18 @@ def _inexact(
         if key != QUANTISED or not source.quantised
     }
     return refuse_inexact({**dialect.inexact(dims, program), **unknown}, target, "Megatron")
+
+
+def _lost(
+    source: Checkpoint, dialect: MappingFile, dims: Dims, program: dict[str, Any], target: Target
+) -> dict[str, str]:
+    """What the args of another dialect cannot express, where the user allows it."""
+    if source.mapping.name == dialect.name:
+        return {}
+    before = source.mapping.inexact(dims, program)
+    found = dialect.inexact(dims, program)
+    lost = {name: why for name, why in found.items() if name not in before}
+    return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
 
 
 def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:

@@ -140,13 +140,10 @@ class Parallel:
 
     def with_stage_sizes(self, sizes: Sequence[int]) -> Parallel:
         """Returns a copy with these numbers of layers in the stages, as `split` lists them."""
-        return Parallel(
-            tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, stage_sizes=tuple(sizes)
-        )
+        return Parallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, stage_sizes=tuple(sizes))
 
     def with_layout(self, sizes: Sequence[int], mtp_layers: int = 0) -> Parallel:
-        """Returns a copy with these numbers of layers in the stages, as a `layout` if they differ.
-        """
+        """The same as `with_stage_sizes`, but with a `layout`, and only if the sizes differ."""
         plain = Parallel(
             tp=self.tp, pp=self.pp, vpp=len(sizes) // self.pp, ep=self.ep, etp=self.etp
         )
@@ -359,7 +356,10 @@ class Parallel:
             f"{f.name} {getattr(self, f.name)}"
             for f in fields(self)
             if f.name in ("tp", "pp") or getattr(self, f.name) not in (1, None, False)
+            if f.name != "stage_sizes"
         ]
+        if self.stage_sizes is not None and len(set(self.stage_sizes)) > 1:
+            shown.append(f"stages of {', '.join(map(str, self.stage_sizes))} layers")
         return ", ".join(shown)
 
 

@@ -75,7 +75,8 @@ class MappingFile(NamedTuple):
     megatron: tuple[str, ...]
     choices: dict[str, tuple[str, ...]]
     trainer: str  # of a dialect: Megatron's program that trains its checkpoints
-    count: Expression | None  # how many numbers the decoder's keys have; None: one for each layer
+    # how many layers the decoder has as the keys number them; None: num_layers
+    numbering: Expression | None
     # of a dialect: the number of layers of each pipeline stage, from the args; None: they never say
     stage_sizes: Expression | None
     # choice -> its value, from `megatron`, the version that will load the checkpoint
@@ -165,13 +166,13 @@ class MappingFile(NamedTuple):
                 numbers = layers
                 if rule.number is not None:
                     numbers = [rule.number({**scope, "layer": layer}) for layer in layers]
-                held = (np.array(which, "i4") for which in (layers, experts, numbers))
-                out.append(Bound(rule, *held, len(decoder)))
+                where = np.array(layers, "i4"), experts.astype("i4"), np.array(numbers, "i4")
+                out.append(Bound(rule, *where, len(decoder)))
         return out
 
     def num_numbers(self, dims: Mapping[str, Any]) -> int:
         """Returns how many layers the decoder has, as this file numbers them."""
-        return int(dims["num_layers"] if self.count is None else self.count(dims))
+        return int(dims["num_layers"] if self.numbering is None else self.numbering(dims))
 
     def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """What args say of the choices; a choice of which they say nothing is left out."""

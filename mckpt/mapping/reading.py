@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,13 @@ _TOP: dict[str, type | tuple[type, ...]] = {
 }
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of layers and experts in a stored key
 # what each key of a section holds
-_INNER: dict[str, type] = {"blocks": Node, "groups": Node, "inexact": Node, "expect": list, "choices": list}
+_INNER: dict[str, type] = {
+    "blocks": Node,
+    "groups": Node,
+    "inexact": Node,
+    "expect": list,
+    "choices": list,
+}
 # what a file that extends another does not take over from it
 _OWN = ("architectures", "default")
 # what a conversion supplies to the expressions of a dialect
@@ -266,7 +272,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         requires=expression(root.get("requires"), path.name),
         megatron=tuple(map(str, root.get("megatron") or ())),
         trainer=root.get("trainer") or "",
-        count=expressions("numbering").get(COUNT),
+        numbering=expressions("numbering").get(COUNT),
         stage_sizes=expression(root.get("stage_sizes"), path.name),
         choices={k: tuple(v) for k, v in (root.get("choices") or {}).items()},
         by_version=expressions("by_version"),
@@ -360,7 +366,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     entries: list[tuple[str, Expression | None, set[str]]] = [
         (file.path.name + ": requires", file.requires, dims),
         (file.path.name + ": stage_sizes", file.stage_sizes, {"config"}),
-        (file.path.name + ": numbering: count", file.count, dims),
+        (file.path.name + ": numbering: count", file.numbering, dims),
     ]
     for section, held, known in (
         ("derive", file.derive, ruled),

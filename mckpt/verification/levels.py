@@ -304,7 +304,7 @@ class _Subject:
         self.casts = casts_between(left, right)
         always = uncast(right)
         pinned = (b for b in left.names.bound() if all(name in always for name in b.rule.of))
-        self.uncast = [key for b in pinned for key in b.keys()] if self.casts else []
+        self.uncast = list(itertools.chain(*(b.keys() for b in pinned))) if self.casts else []
         self.cast_back = [] if self.casts else casts_between(right, left)
         cast = [
             f"transformers runs with its weights cast to {', then '.join(self.casts)}, as"
@@ -327,7 +327,7 @@ class _Subject:
             unlike_dims(left, right),
             split,
         )
-        check_sizes(left.dims, wanted)
+        check_sizes(right.mapping, left.dims, wanted)
         if options.cp > 1 and options.level == "train":
             raise UsageError(
                 "--level train compares in fp32, which Transformer Engine's context parallelism"

@@ -1,4 +1,4 @@
-"""Megatron's args as what a user runs: the flags of pretrain_gpt.py, as a shell array and as JSON.
+"""Megatron's args as the flags of its training program, as a shell array and as JSON.
 
 Megatron's own --use-checkpoint-args leaves out much of what changes the result (norm epsilon, q/k
 norms, rope scaling), so every output carries all of it.
@@ -15,7 +15,6 @@ from typing import Any
 from mckpt.mapping import MappingFile
 
 SHELL, JSON = "megatron_args.sh", "megatron_args.json"
-TITLE = "Flags of pretrain_gpt.py for this checkpoint."
 
 
 @dataclass(frozen=True)
@@ -25,6 +24,7 @@ class Launch:
     The value True stands for a flag without a value.
     """
 
+    program: str  # such as pretrain_gpt.py
     model: dict[str, Any]  # facts of the model: with others it is a different model
     run: dict[str, Any]  # settings of the run: defaults that the user may change
 
@@ -38,7 +38,7 @@ def launch(dialect: MappingFile, args: Mapping[str, Any]) -> Launch:
 
     `flags` and `run_flags` of the dialect name the args and how each is said.
     """
-    return Launch(_said(dialect.flags, args), _said(dialect.run_flags, args))
+    return Launch(dialect.trainer, _said(dialect.flags, args), _said(dialect.run_flags, args))
 
 
 def _said(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _said(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shell(said: Launch) -> str:
-    """A file to be sourced: `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
+    """Returns a file to be sourced before `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
 
     def lines(flags: Mapping[str, Any]) -> list[str]:
         return [
@@ -73,8 +73,8 @@ def shell(said: Launch) -> str:
         ]
 
     text = [
-        f"# {TITLE} Source this file, then:",
-        '#     pretrain_gpt.py "${MEGATRON_ARGS[@]}" --load DIR --no-load-optim --no-load-rng ...',
+        f"# Flags of {said.program} for this checkpoint. Source this file, then:",
+        f'#     {said.program} "${{MEGATRON_ARGS[@]}}" --load DIR --no-load-optim --no-load-rng ...',
         "MEGATRON_ARGS=(",
         (
             "    # Facts of the model. Do not change them: the weights would not load, or would"
