@@ -118,8 +118,8 @@ def diff(
 
 
 def launch(source: Checkpoint) -> megatron_args.Launch:
-    """The flags of pretrain_gpt.py for any checkpoint: from its dims, and from its own args where
-    it has them.
+    """Returns the flags of Megatron's training program for any checkpoint: from its dims, and from
+    its own args where it has them.
     """
     dialect = dialect_to_write(source, Target())
     own = {k: v for k, v in (source.args or {}).items() if v is not None}

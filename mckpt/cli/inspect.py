@@ -26,7 +26,7 @@ from mckpt.cli.options import (
     "--megatron-args",
     "flags",
     is_flag=True,
-    help="Print the flags with which pretrain_gpt.py builds this model.",
+    help="Print the flags with which Megatron's training program builds this model.",
 )
 @json_option
 def inspect(path: Path, flags: bool, as_json: bool, **options: Any) -> None:

@@ -74,7 +74,8 @@ def shell(said: Launch) -> str:
 
     text = [
         f"# Flags of {said.program} for this checkpoint. Source this file, then:",
-        f'#     {said.program} "${{MEGATRON_ARGS[@]}}" --load DIR --no-load-optim --no-load-rng ...',
+        f'#     {said.program} "${{MEGATRON_ARGS[@]}}"'
+        " --load DIR --no-load-optim --no-load-rng ...",
         "MEGATRON_ARGS=(",
         (
             "    # Facts of the model. Do not change them: the weights would not load, or would"
