@@ -73,6 +73,7 @@ def args_of(
         common = new_common(_python(written), iteration)
     else:
         kept = _replaced(source, target, written)
+        kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
         if not same:
             kept.update(_restated(source.mapping, dialect, written))
         left = source.left_behind()

@@ -347,6 +347,11 @@ class MappingFile(NamedTuple):
                 raise MappingError(f"{self.path.name}: also: {key}: {e}") from None
         return config
 
+    def keys_with(self, name: str) -> list[str]:
+        """Returns the keys of a config whose written values depend on a name of `given`."""
+        out = [key for key, e in self.also.items() if name in e.names]
+        return out + [d.keys[0] for d in self.dims.values() if d.write and name in d.write.names]
+
     def said_of(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keys of a config that say something of a dim, and their values."""
         keys = self.dims[name].keys if name in self.dims else ()
