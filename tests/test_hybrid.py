@@ -1,4 +1,4 @@
-"""The hybrid dialect: each attention and each mlp is a layer of its own, and a pattern lists them."""
+"""The hybrid dialect: each attention and each mlp is a layer of its own, listed by a pattern."""
 
 from __future__ import annotations
 
