@@ -117,9 +117,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return description.read_manifest(self.unit.path if self.unit else self.path)
 
     @cached_property
-    def naming(self) -> Known:
-        """Returns what the user says; where the user names no family, with the family file that is
-        kept beside the checkpoint, or with the family that its manifest records.
+    def named(self) -> Known:
+        """Returns what the user says, with the family that was named for this checkpoint.
+
+        That is the family or family file that the user names now; else the family file that is kept
+        beside the checkpoint; else the family that the manifest records.
 
         MappingError if the kept file is not the one that the manifest names.
         """
@@ -142,11 +144,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns this checkpoint; a Hugging Face directory of which mckpt knows no family is read
         with the family file that `other` keeps.
         """
-        if not self.is_megatron and not self.naming.mapping and other.naming.mapping:
+        if not self.is_megatron and not self.named.mapping and other.named.mapping:
             try:
                 _ = self.mapping
             except MappingError:
-                return Checkpoint(self.path, replace(self.known, mapping=other.naming.mapping))
+                return Checkpoint(self.path, replace(self.known, mapping=other.named.mapping))
         return self
 
     @cached_property
@@ -214,14 +216,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         out = []
         unasked = not (self.known.mapping or self.known.family)
-        if unasked and self.naming.mapping:
+        if unasked and self.named.mapping:
             out.append(
                 f"{MAPPING}, the family file that is kept with the checkpoint, is used; --mapping"
                 " overrides it"
             )
-        if unasked and self.naming.family:
+        if unasked and self.named.family:
             out.append(
-                f"family {self.naming.family} is taken from {MANIFEST}: --family was given when the"
+                f"family {self.named.family} is taken from {MANIFEST}: --family was given when the"
                 " checkpoint was made"
             )
         undescribed = self.is_megatron and self.args is None and self.described_by is None
@@ -260,7 +262,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def _family(self, described: Path) -> MappingFile:
         """The family of the model that the config.json of a directory describes."""
         config = read_config(described)
-        return description.family_for(config, self.naming.family_name, str(described / CONFIG))
+        return description.family_for(config, self.named.family_name, str(described / CONFIG))
 
     @cached_property
     def dims(self) -> Dims:

@@ -74,18 +74,18 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
 
 def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:
     """The user's own family file as it is kept beside a converted model: its name and content."""
-    name = source.naming.mapping
+    name = source.named.mapping
     return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
 
 
-def naming(source: Checkpoint, kept: bool) -> dict[str, Any]:
+def named_by_user(source: Checkpoint, kept: bool) -> dict[str, Any]:
     """What the manifest says of the family that the user named; of a family file, if it is `kept`
     beside the checkpoint.
     """
     file = mapping_to_keep(source) if kept else None
     if file is not None:
         return {"mapping_file": {"name": file[0], "digest": mapping.digest_of(file[1].decode())}}
-    return {"family": source.naming.family} if source.naming.family else {}
+    return {"family": source.named.family} if source.named.family else {}
 
 
 def facts_of(

@@ -18,7 +18,7 @@ from mckpt.conversion.facts import (
     facts_of,
     kinds_of,
     mapping_to_keep,
-    naming,
+    named_by_user,
     refuse_inexact,
     refuse_misfit,
 )
@@ -84,7 +84,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         common_as_object=target.common_as_object,
         args=line.flags,
         megatron_version=".".join(map(str, megatron)),
-        **naming(source, MAPPING in side.files),
+        **named_by_user(source, MAPPING in side.files),
     )
     joined = join(moved.layout, layout)
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
@@ -230,7 +230,7 @@ def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
     except VocabSizeUnknown:
         return
     try:
-        kept = str(side / MAPPING) if (side / MAPPING).is_file() else source.naming.family_name
+        kept = str(side / MAPPING) if (side / MAPPING).is_file() else source.named.family_name
         family_for(config, kept, str(side / CONFIG)).read(config, dims, str(side / CONFIG))
     except MappingError as e:
         raise DestinationError(
