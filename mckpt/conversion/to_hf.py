@@ -16,10 +16,9 @@ from mckpt.conversion.facts import (
     kinds_of,
     mapping_to_keep,
     named_by_user,
-    refuse_inexact,
-    refuse_misfit,
 )
 from mckpt.conversion.plan import Plan
+from mckpt.conversion.refusals import refuse_inexact, refuse_misfit
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError

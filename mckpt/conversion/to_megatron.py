@@ -9,9 +9,8 @@ from typing import Any
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
-from mckpt.checkpoint.description import family_for
 from mckpt.containers import safe_pickle
-from mckpt.conversion.args import args_of
+from mckpt.conversion.args import Decided, args_of
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     dequantised,
@@ -19,20 +18,26 @@ from mckpt.conversion.facts import (
     kinds_of,
     mapping_to_keep,
     named_by_user,
-    refuse_inexact,
-    refuse_misfit,
 )
 from mckpt.conversion.plan import Plan
+from mckpt.conversion.refusals import (
+    refuse_inexact,
+    refuse_misfit,
+    refuse_old_version,
+    refuse_optimizer,
+    refuse_side_of_other,
+    refuse_sizes,
+    refuse_stacked_keys,
+    refuse_unloadable,
+)
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
-from mckpt.errors import DestinationError, MappingError, UsageError
+from mckpt.errors import UsageError
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
 from mckpt.formats.megatron import megatron_args
-from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
-from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import TargetFile
 
@@ -41,23 +46,21 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     """The plan of a Megatron checkpoint of any format."""
     dialect = dialect_to_write(source, target)
     megatron = dialect.version(target.megatron_version)
-    _refuse_old_version(target, megatron)
+    refuse_old_version(target, megatron)
     # what is moved: from Megatron to Megatron, the vocabulary's padding too
     moved, padded = _vocabulary(source, dialect, target)
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
     dims, parallel = moved.dims, target.parallel
-    check_sizes(dims, parallel)
+    refuse_sizes(dims, parallel)
     chosen = {**_choices(moved, destination, target), **dialect.choices_for(megatron)}
     inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
-    if (left := source.left_behind()) and not target.no_optimizer:
-        raise UsageError(
-            f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved;"
-            " give --no-optimizer to leave the rest behind"
-        )
+    refuse_optimizer(source, target)
     kinds, dtype = kinds_of(moved, target)
-    args = args_of(source, moved, destination, target, dialect, chosen, dtype, padded)
-    names = Names(dialect, dims, {**chosen, "layers": args.layers}, parallel)
+    names = Names(dialect, dims, chosen, parallel)
+    args = args_of(Decided(source, moved, destination, target, names, dtype, padded))
+    refuse_stacked_keys(target, destination.format, args.implied_layers)
+    names = names._replace(choices={**chosen, "layers": args.layers})
     refuse_misfit(moved, names, "Megatron")
     layout, outputs = destination.format.lay_out(
         Wanted(names, kinds, target.max_shard_size, padded, args.common, target.common_as_object)
@@ -67,8 +70,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     outputs += [TargetFile.whole(name, text.encode()) for name, text in launch_files]
     side = SideFiles(destination.root, _side_of(source))
     side.refuse_other()
-    if not side.files and (side.path / CONFIG).is_file():
-        _refuse_side_of_other(source, side.path)
+    if not side.files:
+        refuse_side_of_other(source, side.path)
     facts = facts_of(
         source,
         moved,
@@ -88,16 +91,6 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     )
     joined = join(moved.layout, layout)
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
-
-
-def _refuse_old_version(target: Target, megatron: list[int]) -> None:
-    """UsageError if the megatron-core that shall load the checkpoint could not read it."""
-    if target.common_as_object and megatron < COMMON_OBJECT_SINCE:
-        since, asked = (".".join(map(str, v)) for v in (COMMON_OBJECT_SINCE, megatron))
-        raise UsageError(
-            f"--common-state object: megatron-core reads it from {since} on, and"
-            f" --megatron-version is {asked}; leave one of them out"
-        )
 
 
 def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
@@ -133,37 +126,6 @@ def padded_rows(dims: Dims, dialect: MappingFile, target: Target) -> int:
     """Rows of the vocabulary as Megatron pads it for these sizes."""
     multiple = (target.divisible_by or dialect.given["divisible_by"]) * target.parallel.tp
     return -(-int(dims["vocab_size"]) // multiple) * multiple
-
-
-def check_sizes(dims: Dims, parallel: Parallel) -> None:
-    """UsageError if Megatron could not launch the model at these sizes."""
-    parallel.check(dims["num_experts"])
-    parallel.stages(dims["num_layers"], dims["mtp_layers"])
-    heads, groups = dims["num_heads"], dims["num_query_groups"]
-    moe = dims["moe_layers"]
-    cut = {
-        "ffn_size": not all(moe),
-        "shared_ffn_size": any(moe),
-        "expert_ffn_size": any(moe) and parallel.etp is None,
-    }
-    widths = {name: dims[name] for name, is_cut in cut.items() if is_cut}
-    fit = [
-        n
-        for n in range(1, heads + 1)
-        if not any(whole % n for whole in (heads, *widths.values()))
-        and (groups % n == 0 or n % groups == 0)
-    ]
-    cure = f"choose a tp of {', '.join(map(str, fit))}"
-    if heads % parallel.tp:
-        raise UsageError(f"{heads} attention heads are not divisible by tp {parallel.tp}; {cure}")
-    if groups % parallel.tp and parallel.tp % groups:
-        raise UsageError(
-            f"{groups} query groups (k and v heads) are neither divisible by tp {parallel.tp} nor a"
-            f" divisor of it; {cure}"
-        )
-    for name, width in widths.items():
-        if width % parallel.tp:
-            raise UsageError(f"{name} {width} is not divisible by tp {parallel.tp}; {cure}")
 
 
 def _choices(source: Checkpoint, destination: Destination, target: Target) -> dict[str, Any]:
@@ -202,10 +164,7 @@ def _inexact(
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
     }
-    if refused := dialect.warnings({**dims, **program}, loads=False):
-        raise MappingError.of(
-            f"{source.path}: Megatron could not load what would be written:", list(refused.values())
-        )
+    refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:
         return source.allowed
     config = read_config(source.path)
@@ -218,25 +177,6 @@ def _inexact(
         if key != QUANTISED or not source.quantised
     }
     return refuse_inexact({**dialect.inexact(dims, program), **unknown}, target, "Megatron")
-
-
-def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
-    """DestinationError if a DST/hf that is there describes another model: it would be read as this
-    one's.
-    """
-    config = read_config(side)
-    try:
-        dims = source.dims
-    except VocabSizeUnknown:
-        return
-    try:
-        kept = str(side / MAPPING) if (side / MAPPING).is_file() else source.named.family_name
-        family_for(config, kept, str(side / CONFIG)).read(config, dims, str(side / CONFIG))
-    except MappingError as e:
-        raise DestinationError(
-            f"{side}: describes another model; all checkpoints of one save directory share its"
-            f" hf. {e}"
-        ) from None
 
 
 def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
