@@ -14,6 +14,7 @@ from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
+from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
@@ -227,7 +228,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 " checkpoint was made"
             )
         undescribed = self.is_megatron and self.args is None and self.described_by is None
-        bridge = (self.opened.root / description.RUN_CONFIG).exists()
+        bridge = (self.opened.root / RUN_CONFIG).exists()
         if undescribed and not bridge and isinstance(self.manifest.get("dims"), dict):
             out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
         for name, value in self.overruled.items():
@@ -306,10 +307,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     " --like HF_DIR"
                 )
             return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
-        bridge = root / description.RUN_CONFIG
-        if bridge.exists():
-            config = description.read_run_config(bridge)
-            return mapping.load("run_config", "bridge").read(config, known, str(bridge), said)
+        if (bridge := root / RUN_CONFIG).exists():
+            return run_config_dims(bridge, known, said)
         known.update(said)
         missing = [
             n for n, dim in mapping.hub().dims.items() if n not in known and dim.neutral is None

@@ -37,6 +37,7 @@ from mckpt.formats.base import (
     shapes_of,
 )
 from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
     COMMON_OBJECT,
@@ -337,7 +338,7 @@ FORMAT = Format(
     detect=detect,
     open=TorchDist,
     lay_out=lay_out,
-    parts=(METADATA, MARKER, COMMON, "*.distcp", "run_config.yaml", "train_state.pt"),
+    parts=(METADATA, MARKER, COMMON, "*.distcp", RUN_CONFIG, "train_state.pt"),
     global_keys=True,
     layer_keys=True,
     common_object=True,
