@@ -12,7 +12,8 @@ from mckpt.checkpoint.checkpoint import Checkpoint, Known, VocabSizeUnknown
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.target import Progress, Target, refuse_options
+from mckpt.conversion.refusals import refuse_options
+from mckpt.conversion.target import Progress, Target
 from mckpt.conversion.to_hf import plan_hf
 from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError

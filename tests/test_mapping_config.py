@@ -90,7 +90,7 @@ def test_megatron_args_say_what_the_config_says(path: Path) -> None:
     wanted = known.get(path.stem, set())
     assert inexact.keys() == wanted, inexact
 
-    source: Any = SimpleNamespace(naming=api.Known(), dims=again, path=path)
+    source: Any = SimpleNamespace(named=api.Known(), dims=again, path=path)
     chosen, note = choose_family(source)
     assert chosen.name == ("llama" if name == "mistral" else name), note
     written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}

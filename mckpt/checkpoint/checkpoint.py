@@ -14,6 +14,7 @@ from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
+from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
@@ -117,9 +118,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return description.read_manifest(self.unit.path if self.unit else self.path)
 
     @cached_property
-    def naming(self) -> Known:
-        """Returns what the user says; where the user names no family, with the family file that is
-        kept beside the checkpoint, or with the family that its manifest records.
+    def named(self) -> Known:
+        """Returns what the user says, with the family that was named for this checkpoint.
+
+        That is the family or family file that the user names now; else the family file that is kept
+        beside the checkpoint; else the family that the manifest records.
 
         MappingError if the kept file is not the one that the manifest names.
         """
@@ -142,11 +145,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns this checkpoint; a Hugging Face directory of which mckpt knows no family is read
         with the family file that `other` keeps.
         """
-        if not self.is_megatron and not self.naming.mapping and other.naming.mapping:
+        if not self.is_megatron and not self.named.mapping and other.named.mapping:
             try:
                 _ = self.mapping
             except MappingError:
-                return Checkpoint(self.path, replace(self.known, mapping=other.naming.mapping))
+                return Checkpoint(self.path, replace(self.known, mapping=other.named.mapping))
         return self
 
     @cached_property
@@ -214,18 +217,18 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         out = []
         unasked = not (self.known.mapping or self.known.family)
-        if unasked and self.naming.mapping:
+        if unasked and self.named.mapping:
             out.append(
                 f"{MAPPING}, the family file that is kept with the checkpoint, is used; --mapping"
                 " overrides it"
             )
-        if unasked and self.naming.family:
+        if unasked and self.named.family:
             out.append(
-                f"family {self.naming.family} is taken from {MANIFEST}: --family was given when the"
+                f"family {self.named.family} is taken from {MANIFEST}: --family was given when the"
                 " checkpoint was made"
             )
         undescribed = self.is_megatron and self.args is None and self.described_by is None
-        bridge = (self.opened.root / description.RUN_CONFIG).exists()
+        bridge = (self.opened.root / RUN_CONFIG).exists()
         if undescribed and not bridge and isinstance(self.manifest.get("dims"), dict):
             out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
         for name, value in self.overruled.items():
@@ -260,7 +263,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def _family(self, described: Path) -> MappingFile:
         """The family of the model that the config.json of a directory describes."""
         config = read_config(described)
-        return description.family_for(config, self.naming.family_name, str(described / CONFIG))
+        return description.family_for(config, self.named.family_name, str(described / CONFIG))
 
     @cached_property
     def dims(self) -> Dims:
@@ -304,10 +307,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     " --like HF_DIR"
                 )
             return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
-        bridge = root / description.RUN_CONFIG
-        if bridge.exists():
-            config = description.read_run_config(bridge)
-            return mapping.load("run_config", "bridge").read(config, known, str(bridge), said)
+        if (bridge := root / RUN_CONFIG).exists():
+            return run_config_dims(bridge, known, said)
         known.update(said)
         missing = [
             n for n, dim in mapping.hub().dims.items() if n not in known and dim.neutral is None

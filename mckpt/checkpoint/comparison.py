@@ -141,6 +141,7 @@ def diff(
     b: Mapping[str, LogicalTensor],
     atol: float | None = None,
     progress: Callable[[int, int], None] | None = None,
+    *,
     casts: Casts = lambda name: (),
     threads: int = 0,
     stop: threading.Event | None = None,

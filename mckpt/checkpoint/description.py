@@ -1,5 +1,5 @@
-"""What describes a checkpoint beside its tensors: its manifest, the family file kept with it, a
-run_config.yaml, and the family of a config.json.
+"""What describes a checkpoint beside its tensors: its manifest, the family file kept with it, and
+the family of a config.json.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import read_file
 from mckpt.storage.staging import MANIFEST
-
-RUN_CONFIG = "run_config.yaml"  # what Megatron-Bridge writes instead of args
 
 
 def download_hint(path: Path) -> str:
@@ -65,35 +63,6 @@ def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
             f"{path}: has the digest {found}, and {MANIFEST} names it with {wanted}; {cure}"
         )
     return path
-
-
-def read_run_config(path: Path) -> dict[str, Any]:
-    """The model section of a run_config.yaml; its tags of Python objects are read as
-    plain values.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        pass
-
-    def plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
-        if isinstance(node, yaml.MappingNode):
-            return loader.construct_mapping(node, deep=True)
-        return (
-            loader.construct_sequence(node, deep=True)
-            if isinstance(node, yaml.SequenceNode)
-            else getattr(node, "value", None)
-        )
-
-    Loader.add_multi_constructor("", plain)
-    try:
-        found = yaml.load(read_file(path, 1 << 24), Loader)  # a SafeLoader: nothing is imported
-    except yaml.YAMLError as e:
-        raise SourceError(f"{path}: not valid YAML: {e}") from None
-    model = found.get("model") if isinstance(found, dict) else None
-    if not isinstance(model, dict):
-        raise SourceError(f"{path}: has no `model` section")
-    return model
 
 
 def family_for(config: Mapping[str, Any], named: str | None, where: str) -> MappingFile:

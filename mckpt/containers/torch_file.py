@@ -352,7 +352,7 @@ def _directory(
     if at != size:
         raise SourceError(f"{where}: {count} records fill {at} of the directory's {size} bytes")
     for start, nbytes, name in headers:
-        begin = _data_start(fd, base, start, nbytes, offset, name, where)
+        begin = _data_start(fd, base, start, nbytes, limit=offset, name=name, where=where)
         short = name.split("/", 1)[-1]
         if short in found:
             raise SourceError(f"{where}: record {name[:80]!r} is there twice")
@@ -396,7 +396,7 @@ def _zip64(
 
 
 def _data_start(
-    fd: int, base: int, start: int, nbytes: int, limit: int, name: str, where: str
+    fd: int, base: int, start: int, nbytes: int, *, limit: int, name: str, where: str
 ) -> int:
     """Returns the offset in the zip of a record's bytes; the directory begins at `limit`."""
     if start + 30 > limit:

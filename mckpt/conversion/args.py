@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -10,10 +10,10 @@ from mckpt.containers import safe_pickle
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import true_vocab
 from mckpt.conversion.target import Target
-from mckpt.errors import UsageError
-from mckpt.formats.megatron.common_state import new_common
+from mckpt.formats.base import Names
+from mckpt.formats.megatron.common_state import Common, new_common
 from mckpt.formats.megatron.save_directory import iteration_of
-from mckpt.mapping import Dims, MappingFile
+from mckpt.mapping import MappingFile
 
 # args that follow --transformer-impl; see parts/args.yaml
 FOLLOWS_IMPL = (
@@ -25,95 +25,106 @@ FOLLOWS_IMPL = (
 PER_LAYER = "non_homogeneous_layers"  # in the common state: where Megatron-Core looks first
 
 
+@dataclass(frozen=True)
+class Decided:
+    """A Megatron checkpoint of which all but its args is decided."""
+
+    source: Checkpoint
+    moved: Checkpoint  # the source with its padded vocabulary
+    destination: Destination
+    target: Target
+    names: Names  # of the target; the choice of `layers` follows from the args
+    dtype: str  # of most of the weights
+    padded_vocab_size: int  # rows
+
+    @property
+    def changes_dialect(self) -> bool:
+        """Whether the source is a Megatron checkpoint of another dialect."""
+        return self.source.is_megatron and self.source.mapping.name != self.names.mapping.name
+
+
 class Args(NamedTuple):
     """What a checkpoint says beside its tensors."""
 
     written: dict[str, Any]  # all args, for the launch line
     common: dict[str, Any]  # the common state, with the args in it
     layers: str  # the dialect's choice: stacked or per_layer
+    # the same as Megatron takes it from the args; None: they say nothing
+    implied_layers: str | None
 
 
-def args_of(
-    source: Checkpoint,
-    moved: Checkpoint,
-    destination: Destination,
-    target: Target,
-    dialect: MappingFile,
-    chosen: dict[str, Any],
-    dtype: str,
-    padded: int,
-) -> Args:
+def args_of(decided: Decided) -> Args:
     """The args and common state of the target.
 
     Those of a Megatron source are kept, but for what the conversion changes.
-
-    moved: the source with its padded vocabulary. dtype: of most of the weights. padded: rows of the
-    vocabulary.
     """
-    same = source.is_megatron and source.mapping.name == dialect.name
-    given = {
-        **chosen,
-        "stages": _stages(dialect, moved.dims, target),
-        "dtype": dtype,
-        "padded_vocab_size": padded,
-        "divisible_by": target.divisible_by or dialect.given["divisible_by"],
-        "format": destination.format.name,
-        "tp": target.parallel.tp,
-    }
-    dims = {**moved.dims, "vocab_size": true_vocab(source)}
-    written = {**dialect.write(dims, given), **target.parallel.args()}
-    own = (source.args or {}) if same else {}
+    source, target, dialect = decided.source, decided.target, decided.names.mapping
+    written = _new_args(decided)
     # a dense model's args say nothing of its layers: they are alike
+    own = {} if decided.changes_dialect else source.args or {}
     said = dialect.say_choices({**written, **own})
-    layers = target.layer_keys or str(said.get("layers", dialect.choices["layers"][0]))
-    if target.layer_keys is None and same:
-        layers = _implied_layers(source, moved, destination, layers)
-    iteration = iteration_of(str(destination.unit)) or 0
     if source.args is None or source.opened.common is None:
-        common = new_common(_python(written), iteration)
+        common = new_common(_python(written), _iteration(decided))
     else:
         kept = _replaced(source, target, written)
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
-        if not same:
+        if decided.changes_dialect:
             kept.update(_restated(source.mapping, dialect, written))
-        left = source.left_behind()
-        fields = source.opened.common.changed(_python(kept))
-        common = {k: v for k, v in fields.items() if not (k in dialect.ignore or k in left)}
-        common["iteration"] = iteration
+        common = _kept_common(decided, source.opened.common, kept)
         written = {**written, **{k: v for k, v in source.args.items() if v is not None}, **kept}
-        if not same and "content_metadata" in common:
-            marks = common["content_metadata"]
-            common["content_metadata"] = {k: v for k, v in marks.items() if k != PER_LAYER}
-    if target.layer_keys is not None and destination.format.global_keys:
-        if target.layer_keys == "stacked" and (
-            dialect.say_choices({**written, **own}).get("layers") == "per_layer"
-        ):
-            raise UsageError(
-                "the layers differ, or moe_layer_freq is a list: Megatron asks for per-layer keys"
-                " then"
-            )
+    if target.layer_keys is not None and decided.destination.format.global_keys:
         marked = {PER_LAYER: target.layer_keys == "per_layer"}
         common["content_metadata"] = {**common.get("content_metadata", {}), **marked}
-    return Args(written, common, layers)
+    layers = target.layer_keys or _implied_layers(decided, said)
+    return Args(written, common, layers, said.get("layers"))
 
 
-def _implied_layers(
-    source: Checkpoint, moved: Checkpoint, destination: Destination, said: str
-) -> str:
+def _new_args(decided: Decided) -> dict[str, Any]:
+    """The args as the dialect writes them from the dims, and the parallel sizes."""
+    target, dialect = decided.target, decided.names.mapping
+    parallel, stages = decided.names.parallel, decided.names.stages()
+    given = {
+        **decided.names.choices,
+        "stages": [stages[p][v] for v in range(parallel.vpp) for p in range(parallel.pp)],
+        "dtype": decided.dtype,
+        "padded_vocab_size": decided.padded_vocab_size,
+        "divisible_by": target.divisible_by or dialect.given["divisible_by"],
+        "format": decided.destination.format.name,
+        "tp": target.parallel.tp,
+    }
+    dims = {**decided.names.dims, "vocab_size": true_vocab(decided.source)}
+    return {**dialect.write(dims, given), **target.parallel.args()}
+
+
+def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> dict[str, Any]:
+    """The common state of a Megatron source with some args replaced, and without what belongs to
+    an optimizer or the like.
+    """
+    ignored, left = decided.names.mapping.ignore, decided.source.left_behind()
+    fields = common.changed(_python(replaced))
+    out = {k: v for k, v in fields.items() if not (k in ignored or k in left)}
+    out["iteration"] = _iteration(decided)
+    if decided.changes_dialect and "content_metadata" in out:
+        marks = out["content_metadata"]
+        out["content_metadata"] = {k: v for k, v in marks.items() if k != PER_LAYER}
+    return out
+
+
+def _iteration(decided: Decided) -> int:
+    """The iteration of the directory that is written; 0 for a release."""
+    return iteration_of(str(decided.destination.unit)) or 0
+
+
+def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:
     """Whether all layers have one key: as in a source of global keys, else as the args say."""
-    if source.opened.format.global_keys and destination.format.global_keys:
-        return str(moved.names.choices["layers"])
-    fields = source.opened.common.fields if source.opened.common else {}
-    if (fields.get("content_metadata") or {}).get(PER_LAYER):
-        return "per_layer"
-    return said
-
-
-def _stages(dialect: MappingFile, dims: Dims, target: Target) -> list[list[int]]:
-    """The numbers of the layers of each pipeline stage, in the order of the stages."""
-    sizes = target.parallel.split(dialect.num_numbers(dims), dims["mtp_layers"])
-    ends = list(itertools.accumulate(sizes, initial=0))
-    return [list(range(begin, end)) for begin, end in itertools.pairwise(ends)]
+    source = decided.source
+    if not decided.changes_dialect:
+        if source.opened.format.global_keys and decided.destination.format.global_keys:
+            return str(decided.moved.names.choices["layers"])
+        fields = source.opened.common.fields if source.opened.common else {}
+        if (fields.get("content_metadata") or {}).get(PER_LAYER):
+            return "per_layer"
+    return str(said.get("layers", decided.names.mapping.choices["layers"][0]))
 
 
 def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What decides the output of a plan, for its digest and the manifest; and why a plan is refused."""
+"""What decides the output of a plan, for its digest and the manifest."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from mckpt import __version__, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
+from mckpt.conversion.refusals import refuse_casts
 from mckpt.conversion.target import Target
-from mckpt.errors import MappingError, UsageError
-from mckpt.formats.base import WEIGHT_DTYPES, Names, dtypes_of
+from mckpt.formats.base import dtypes_of
 from mckpt.mapping import MappingFile
 from mckpt.values import dtypes, quantisation
 
@@ -23,12 +23,7 @@ def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
     """The dtype of each logical tensor in the target, and the dtype of most bytes."""
     if target.dtype is not None:
         wanted = dtypes.parse(target.dtype)
-        held = {s.dtype for s in source.layout.stored}
-        strange = sorted(d for d in held if d not in WEIGHT_DTYPES)
-        if strange:
-            raise UsageError(
-                f"--dtype {target.dtype}: the source holds {', '.join(strange)}, which is not cast"
-            )
+        refuse_casts(source, target.dtype)
         return dict.fromkeys(source.layout.shapes, wanted), wanted
     kinds = dtypes_of(source.layout)
     weight: dict[str, int] = {}
@@ -42,50 +37,20 @@ def most_dtype(source: Checkpoint) -> str:
     return kinds_of(source, Target())[1]
 
 
-def refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict[str, str]:
-    refused = {k: v for k, v in found.items() if k not in target.allow_inexact}
-    if refused:
-        raise MappingError.of(
-            f"{where} would not compute what the source does:",
-            [v if k == "config" else f"{k}: {v}" for k, v in refused.items()],
-            "If you know that it does not matter, give "
-            + " ".join(f"--allow-inexact {k}" for k in refused),
-        )
-    return dict(found)
-
-
-def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
-    """MappingError if the source's mapping and the target's do not name the same logical tensors.
-
-    title: what the target is called in the message.
-    """
-    family = source.mapping.path.name
-    wanted = {name for b in target.bound() for name in b.rule.of}
-    found = mapping.misfits(family, set(source.layout.shapes), title, wanted, target.dims)
-    if found:
-        cure = (
-            "Add what is missing to the family file; `mckpt mappings check FILE --config"
-            " CONFIG.JSON` says what is left."
-        )
-        raise MappingError.of(
-            f"{source.path}: {family} and {title} do not have the same tensors:", found, cure
-        )
-
-
 def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:
     """The user's own family file as it is kept beside a converted model: its name and content."""
-    name = source.naming.mapping
+    name = source.named.mapping
     return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
 
 
-def naming(source: Checkpoint, kept: bool) -> dict[str, Any]:
+def named_by_user(source: Checkpoint, kept: bool) -> dict[str, Any]:
     """What the manifest says of the family that the user named; of a family file, if it is `kept`
     beside the checkpoint.
     """
     file = mapping_to_keep(source) if kept else None
     if file is not None:
         return {"mapping_file": {"name": file[0], "digest": mapping.digest_of(file[1].decode())}}
-    return {"family": source.naming.family} if source.naming.family else {}
+    return {"family": source.named.family} if source.named.family else {}
 
 
 def facts_of(

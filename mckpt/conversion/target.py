@@ -6,9 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mckpt.errors import UsageError
 from mckpt.formats import MEGATRON
-from mckpt.formats.base import Format
 from mckpt.geometry.parallel import Parallel
 
 # bytes; so that a small model too has files for several threads: two writers of one inode wait for
@@ -41,16 +39,3 @@ class Target:
     # of the megatron-core that will load it, such as "0.16" or "0.19.2"; None: the newest that
     # mckpt knows
     megatron_version: str | None = None
-
-
-def refuse_options(target: Target, format: Format) -> None:
-    """UsageError for an option for which the format has no use."""
-    if target.layer_keys is not None and not format.layer_keys:
-        raise UsageError(
-            f"--layer-keys: the format {format} has no choice of layer keys; leave it out"
-        )
-    if target.common_as_object and not format.common_object:
-        raise UsageError(
-            f"--common-state object: the format {format} cannot keep the common state as an object;"
-            " leave it out"
-        )

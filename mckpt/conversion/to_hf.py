@@ -15,11 +15,10 @@ from mckpt.conversion.facts import (
     facts_of,
     kinds_of,
     mapping_to_keep,
-    naming,
-    refuse_inexact,
-    refuse_misfit,
+    named_by_user,
 )
 from mckpt.conversion.plan import Plan
+from mckpt.conversion.refusals import refuse_inexact, refuse_misfit
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
@@ -63,7 +62,7 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         max_shard_size=target.max_shard_size,
         config=hashlib.sha256(text).hexdigest(),
         side=[[file.path, file.size] for file in outputs],
-        **naming(source, kept is not None),
+        **named_by_user(source, kept is not None),
     )
     joined = join(source.layout, layout)
     side, copied = SideFiles(destination.root, {}), list(copies.values())
@@ -79,7 +78,7 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
         family, note = choose_family(source)
         return family, None, note
     base = read_config(described)
-    family = family_for(base, source.naming.family_name, str(described / CONFIG))
+    family = family_for(base, source.named.family_name, str(described / CONFIG))
     corrected = source.overruled or _denied(source, family, base)
     note = "config.json is copied from the model's Hugging Face directory"  # facts have no paths
     if corrected:
@@ -155,7 +154,7 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
 
     UsageError names the candidates.
     """
-    if named := source.naming.family_name:
+    if named := source.named.family_name:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
     reasons, fit = [], []

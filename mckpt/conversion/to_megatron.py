@@ -10,27 +10,34 @@ from typing import Any
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
-from mckpt.checkpoint.description import family_for
 from mckpt.containers import safe_pickle
-from mckpt.conversion.args import args_of
+from mckpt.conversion.args import Decided, args_of
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     dequantised,
     facts_of,
     kinds_of,
     mapping_to_keep,
-    naming,
-    refuse_inexact,
-    refuse_misfit,
+    named_by_user,
 )
 from mckpt.conversion.plan import Plan
+from mckpt.conversion.refusals import (
+    refuse_choices,
+    refuse_inexact,
+    refuse_misfit,
+    refuse_old_version,
+    refuse_optimizer,
+    refuse_side_of_other,
+    refuse_sizes,
+    refuse_stacked_keys,
+    refuse_unloadable,
+)
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
-from mckpt.errors import DestinationError, MappingError, UsageError
+from mckpt.errors import UsageError
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
 from mckpt.formats.megatron import megatron_args
-from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
@@ -42,8 +49,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     """The plan of a Megatron checkpoint of any format."""
     dialect = dialect_to_write(source, target)
     megatron = dialect.version(target.megatron_version)
-    _refuse_old_version(target, megatron)
-    _refuse_choices(target, dialect)
+    refuse_old_version(target, megatron)
+    refuse_choices(target, dialect)
     # what is moved: from Megatron to Megatron, the vocabulary's padding too
     moved, padded = _vocabulary(source, dialect, target)
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
@@ -51,17 +58,15 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     dims = moved.dims
     parallel = _parallel(source, dialect, target, dims)
     target = replace(target, parallel=parallel)
-    check_sizes(dialect, dims, parallel)
+    refuse_sizes(dialect, dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
     inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
-    if (left := source.left_behind()) and not target.no_optimizer:
-        raise UsageError(
-            f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved;"
-            " give --no-optimizer to leave the rest behind"
-        )
+    refuse_optimizer(source, target)
     kinds, dtype = kinds_of(moved, target)
-    args = args_of(source, moved, destination, target, dialect, chosen, dtype, padded)
-    names = Names(dialect, dims, {**chosen, "layers": args.layers}, parallel)
+    names = Names(dialect, dims, chosen, parallel)
+    args = args_of(Decided(source, moved, destination, target, names, dtype, padded))
+    refuse_stacked_keys(target, destination.format, args.implied_layers)
+    names = names._replace(choices={**chosen, "layers": args.layers})
     refuse_misfit(moved, names, "Megatron")
     layout, outputs = destination.format.lay_out(
         Wanted(names, kinds, target.max_shard_size, padded, args.common, target.common_as_object)
@@ -71,8 +76,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     outputs += [TargetFile.whole(name, text.encode()) for name, text in launch_files]
     side = SideFiles(destination.root, _side_of(source))
     side.refuse_other()
-    if not side.files and (side.path / CONFIG).is_file():
-        _refuse_side_of_other(source, side.path)
+    if not side.files:
+        refuse_side_of_other(source, side.path)
     facts = facts_of(
         source,
         moved,
@@ -88,20 +93,10 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         common_as_object=target.common_as_object,
         args=line.flags,
         megatron_version=".".join(map(str, megatron)),
-        **naming(source, MAPPING in side.files),
+        **named_by_user(source, MAPPING in side.files),
     )
     joined = join(moved.layout, layout)
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
-
-
-def _refuse_old_version(target: Target, megatron: list[int]) -> None:
-    """UsageError if the megatron-core that shall load the checkpoint could not read it."""
-    if target.common_as_object and megatron < COMMON_OBJECT_SINCE:
-        since, asked = (".".join(map(str, v)) for v in (COMMON_OBJECT_SINCE, megatron))
-        raise UsageError(
-            f"--common-state object: megatron-core reads it from {since} on, and"
-            f" --megatron-version is {asked}; leave one of them out"
-        )
 
 
 def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
@@ -168,37 +163,6 @@ def padded_rows(dims: Dims, dialect: MappingFile, target: Target) -> int:
     return -(-int(dims["vocab_size"]) // multiple) * multiple
 
 
-def check_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
-    """UsageError if Megatron could not launch the model at these sizes."""
-    parallel.check(dims["num_experts"])
-    parallel.split(dialect.num_numbers(dims), dims["mtp_layers"])
-    heads, groups = dims["num_heads"], dims["num_query_groups"]
-    moe = dims["moe_layers"]
-    cut = {
-        "ffn_size": not all(moe),
-        "shared_ffn_size": any(moe),
-        "expert_ffn_size": any(moe) and parallel.etp is None,
-    }
-    widths = {name: dims[name] for name, is_cut in cut.items() if is_cut}
-    fit = [
-        n
-        for n in range(1, heads + 1)
-        if not any(whole % n for whole in (heads, *widths.values()))
-        and (groups % n == 0 or n % groups == 0)
-    ]
-    cure = f"choose a tp of {', '.join(map(str, fit))}"
-    if heads % parallel.tp:
-        raise UsageError(f"{heads} attention heads are not divisible by tp {parallel.tp}; {cure}")
-    if groups % parallel.tp and parallel.tp % groups:
-        raise UsageError(
-            f"{groups} query groups (k and v heads) are neither divisible by tp {parallel.tp} nor a"
-            f" divisor of it; {cure}"
-        )
-    for name, width in widths.items():
-        if width % parallel.tp:
-            raise UsageError(f"{name} {width} is not divisible by tp {parallel.tp}; {cure}")
-
-
 def _choices(
     source: Checkpoint, destination: Destination, target: Target, dialect: MappingFile
 ) -> dict[str, Any]:
@@ -229,25 +193,6 @@ def _choices(
     }
 
 
-def _refuse_choices(target: Target, dialect: MappingFile) -> None:
-    """UsageError for a choice that is asked for and that the dialect does not have."""
-    grouped = {None: None, True: "grouped", False: "sequential"}[target.grouped_experts]
-    for choice, option, asked in (
-        (
-            "transformer_impl",
-            f"--transformer-impl {target.transformer_impl}",
-            target.transformer_impl,
-        ),
-        ("experts", f"--{grouped}-experts", grouped),
-        ("layers", f"--layer-keys {target.layer_keys}", target.layer_keys),
-    ):
-        if asked is not None and asked not in dialect.choices[choice]:
-            raise UsageError(
-                f"{option}: the dialect {dialect.name} has {' and '.join(dialect.choices[choice])}"
-                " only; leave it out"
-            )
-
-
 def _inexact(
     source: Checkpoint, dialect: MappingFile, dims: Dims, impl: str, target: Target
 ) -> dict[str, str]:
@@ -259,10 +204,7 @@ def _inexact(
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
     }
-    if refused := dialect.warnings({**dims, **program}, loads=False):
-        raise MappingError.of(
-            f"{source.path}: Megatron could not load what would be written:", list(refused.values())
-        )
+    refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:
         return {**source.allowed, **_lost(source, dialect, dims, program, target)}
     config = read_config(source.path)
@@ -287,25 +229,6 @@ def _lost(
     found = dialect.inexact(dims, program)
     lost = {name: why for name, why in found.items() if name not in before}
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
-
-
-def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
-    """DestinationError if a DST/hf that is there describes another model: it would be read as this
-    one's.
-    """
-    config = read_config(side)
-    try:
-        dims = source.dims
-    except VocabSizeUnknown:
-        return
-    try:
-        kept = str(side / MAPPING) if (side / MAPPING).is_file() else source.naming.family_name
-        family_for(config, kept, str(side / CONFIG)).read(config, dims, str(side / CONFIG))
-    except MappingError as e:
-        raise DestinationError(
-            f"{side}: describes another model; all checkpoints of one save directory share its"
-            f" hf. {e}"
-        ) from None
 
 
 def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:

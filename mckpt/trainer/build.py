@@ -140,6 +140,7 @@ def namespace(args: Namespace | Mapping[str, Any]) -> Namespace:
 
 def at_sizes(
     args: Namespace | Mapping[str, Any],
+    *,
     tp: int = 1,
     pp: int = 1,
     vpp: int | None = None,

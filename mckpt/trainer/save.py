@@ -36,6 +36,7 @@ def save(
     format: str,
     iteration: int | None = 1,
     with_args: bool = True,
+    *,
     optimizer: Any = None,
     scheduler: Any = None,
     optimizer_format: str = "fully_reshardable",

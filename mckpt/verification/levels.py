@@ -27,7 +27,7 @@ from typing import Any
 
 from mckpt import api, formats, launching
 from mckpt.checkpoint.checkpoint import Checkpoint, Known
-from mckpt.conversion.to_megatron import check_sizes
+from mckpt.conversion.refusals import refuse_sizes
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification import verdict
@@ -327,7 +327,7 @@ class _Subject:
             unlike_dims(left, right),
             split,
         )
-        check_sizes(right.mapping, left.dims, wanted)
+        refuse_sizes(right.mapping, left.dims, wanted)
         if options.cp > 1 and options.level == "train":
             raise UsageError(
                 "--level train compares in fp32, which Transformer Engine's context parallelism"

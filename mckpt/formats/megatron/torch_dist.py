@@ -37,6 +37,7 @@ from mckpt.formats.base import (
     shapes_of,
 )
 from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
     COMMON_OBJECT,
@@ -201,7 +202,7 @@ class TorchDist:
                         problems.missing(f"{key} is missing")
                     continue
                 left.pop(key, None)
-                dtype, size, chunks = self.metadata.tensors[key]
+                _, size, chunks = self.metadata.tensors[key]
                 axes = b.axes(scope)
                 if (
                     b.rule.tp == "vocab"
@@ -217,7 +218,9 @@ class TorchDist:
                 for _, offsets, sizes in sorted(
                     (self.metadata.items[key, offsets], offsets, sizes) for offsets, sizes in chunks
                 ):
-                    self._chunk(b, key, layer, dtype, offsets, sizes, len(axes), found, files)
+                    region, entries = self._chunk(b, key, layer, offsets, sizes, files)
+                    if entries:  # not of an empty chunk
+                        found.setdefault(region, []).extend(entries)
             for region, entries in found.items():
                 shape, pieces = buffer(whole, [region], b.rule.of)
                 stored += group(
@@ -254,16 +257,14 @@ class TorchDist:
         b: Bound,
         key: str,
         layer: int,
-        dtype: str,
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
-        axes: int,
-        found: dict[Box, list[tuple[int, int, Entry]]],
         files: _Files,
-    ) -> None:
-        """One chunk as entries of single layers and experts: the leading axes are outermost, so
-        each is a dense part of the chunk.
+    ) -> tuple[Box, list[tuple[int, int, Entry]]]:
+        """One chunk as entries of single layers and experts, and the region that each of them
+        holds. The leading axes are outermost, so each entry is a dense part of the chunk.
         """
+        dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
         file, base, length = self.metadata.items[key, offsets]
         path = str(self.root / file)
         nbytes = math.prod(sizes) * itemsize(dtype)
@@ -272,6 +273,7 @@ class TorchDist:
         )
         region = Box(tuple(offsets[axes:]), tuple(sizes[axes:]))
         inner = math.prod(region.shape) * itemsize(dtype)
+        entries = []
         for i, index in enumerate(
             itertools.product(
                 *(range(o, o + n) for o, n in zip(offsets[:axes], sizes[:axes], strict=True))
@@ -279,9 +281,8 @@ class TorchDist:
         ):
             named = dict(zip(b.rule.stacked(), index, strict=True))
             entry = Entry(dtype, region.shape, self._number[file], at + i * inner)
-            found.setdefault(region, []).append(
-                (named.get("layer", layer), named.get("expert", 0), entry)
-            )
+            entries.append((named.get("layer", layer), named.get("expert", 0), entry))
+        return region, entries
 
     @staticmethod
     def _read(path: str, base: int, length: int | None) -> tuple[Any, Any]:
@@ -337,7 +338,7 @@ FORMAT = Format(
     detect=detect,
     open=TorchDist,
     lay_out=lay_out,
-    parts=(METADATA, MARKER, COMMON, "*.distcp", "run_config.yaml", "train_state.pt"),
+    parts=(METADATA, MARKER, COMMON, "*.distcp", RUN_CONFIG, "train_state.pt"),
     global_keys=True,
     layer_keys=True,
     common_object=True,
