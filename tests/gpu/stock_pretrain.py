@@ -1,16 +1,16 @@
-"""Trains checkpoints that mckpt wrote with pretrain_gpt.py of Megatron-LM, on GPUs with the real
-Transformer Engine, and converts them back.
+"""Trains checkpoints that mckpt wrote with pretrain_gpt.py or pretrain_hybrid.py of Megatron-LM, on
+GPUs with the real Transformer Engine, and converts them back.
 
-    python tests/gpu/stock_pretrain.py --megatron-lm DIR [--work DIR] [--gpus 2] [--only qwen3]
-        [--limit-s 300]
+    python tests/gpu/stock_pretrain.py --megatron-lm DIR [--dialect hybrid] [--work DIR]
+        [--gpus 2] [--only qwen3] [--limit-s 300]
 
-For each family, format and size mckpt writes a Megatron checkpoint in bf16. torchrun starts
-pretrain_gpt.py with the megatron_args.sh of that checkpoint and the flags in RUN, for two
+For each family, format and size mckpt writes a Megatron checkpoint in bf16. torchrun starts the
+program of the dialect with the megatron_args.sh of that checkpoint and the flags in RUN, for two
 iterations at a learning rate of 0, with the distributed optimizer, on made-up data, and a save.
 mckpt converts the saved checkpoint to Hugging Face, and every tensor must equal the source's, bit
 for bit. The log must not report that the loader tried again without strictness (`load_return`).
 
-DIR is a checkout of Megatron-LM, or any folder that contains pretrain_gpt.py. If DIR has no
+DIR is a checkout of Megatron-LM, or any folder that contains these programs. If DIR has no
 megatron/training, or with --wheel, that of the installed wheel is used. Scripts and packages are
 copied, and DIR is not written to.
 
@@ -37,10 +37,10 @@ import sys
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SCRIPT = "pretrain_gpt.py"
+SCRIPTS = {"gpt": "pretrain_gpt.py", "hybrid": "pretrain_hybrid.py"}
 VOCAB = 4200  # not a multiple of 128, so that the vocabulary is padded
 SIZES: dict[str, Any] = {  # multiples of 16 and 32, for Transformer Engine's kernels
     "hidden_size": 128,
@@ -100,7 +100,18 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore",
     "OMP_NUM_THREADS": "2",
 }
-COLUMNS = ("family", "format", "sizes", "convert", "train", "loss", "back", "seconds", "result")
+COLUMNS = (
+    "family",
+    "dialect",
+    "format",
+    "sizes",
+    "convert",
+    "train",
+    "loss",
+    "back",
+    "seconds",
+    "result",
+)
 ERROR_SHOWN = 1500  # characters of a log in a record
 LOSS = re.compile(r"lm loss: ([-+.\w]+)")
 
@@ -114,21 +125,22 @@ def main() -> int:
     gpus = num_gpus() if options.gpus is None else options.gpus
     if gpus < 1:
         raise SystemExit("no GPU is here; --gpus N starts N ranks all the same")
-    program = copy_program(options.megatron_lm.absolute(), work / "megatron-lm", options.wheel)
+    dialect = options.dialect
+    source = options.megatron_lm.absolute()
+    program = copy_program(source, SCRIPTS[dialect], work / "megatron-lm", options.wheel)
     print("| " + " | ".join(COLUMNS) + " |\n" + "|---" * len(COLUMNS) + "|", flush=True)
     results = work / "results.json"
     before: list[Json] = json.loads(results.read_text()) if results.exists() else []
     records: list[Json] = []
-    for family, form, size in cases(gpus):
-        name = "-".join([family, form, said(size)])
+    for family, form, size in cases(dialect, gpus):
+        name = "-".join([family, dialect, form, said(size)])
         if options.only not in name:
             continue
         directory = work / name
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir()
-        record = run_case(
-            family, form, size, program, directory, options.limit_s, shlex.split(options.extra)
-        )
+        case = Case(family, dialect, form, size, directory)
+        record = run_case(case, program, options.limit_s, shlex.split(options.extra))
         records.append({"name": name} | record)
         done = {record["name"] for record in records}
         kept = [other for other in before if other["name"] not in done]
@@ -147,7 +159,8 @@ def parser() -> argparse.ArgumentParser:
     work, files = Path("stock-pretrain"), "folder for checkpoints, logs and results.json"
     only = "run the cases whose name contains this, such as qwen3-torch_dist"
     wheel = "use megatron of the installed wheel, and only the scripts of the folder"
-    out.add_argument("--megatron-lm", type=Path, required=True, help=f"folder with {SCRIPT}")
+    out.add_argument("--megatron-lm", type=Path, required=True, help="folder with pretrain_gpt.py")
+    out.add_argument("--dialect", choices=list(SCRIPTS), default="gpt")
     out.add_argument("--work", type=Path, default=work, help=files)
     out.add_argument("--gpus", type=int, help="ranks that may be started; all GPUs by default")
     out.add_argument("--only", default="", help=only)
@@ -163,34 +176,47 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def cases(gpus: int) -> list[tuple[str, str, dict[str, int]]]:
+class Case(NamedTuple):
+    family: str
+    dialect: str
+    form: str
+    size: dict[str, Any]  # fields of mckpt.Parallel
+    directory: Path
+
+
+def cases(dialect: str, gpus: int) -> list[tuple[str, str, dict[str, Any]]]:
     """Returns (family, format, parallel sizes): for one GPU, and on two also tensor and expert
-    parallelism.
+    parallelism. For the hybrid dialect also two pipeline stages, the first of which ends with an
+    attention.
     """
-    out: list[tuple[str, str, dict[str, int]]] = []
-    for family in FAMILIES:
-        sizes: list[dict[str, int]] = [{}]
+    out: list[tuple[str, str, dict[str, Any]]] = []
+    for family, config in FAMILIES.items():
+        sizes: list[dict[str, Any]] = [{}]
         if gpus > 1:
             sizes += [{"tp": 2}, {"ep": 2, "etp": 1}] if family in MOE else [{"tp": 2}]
+            if dialect == "hybrid":
+                layers = 2 * config["num_hidden_layers"]
+                mtp = "m" * (family == "deepseek-v3")
+                sizes.append({"pp": 2, "layout": f"Ettt|{'t' * (layers - 3)}{mtp}L"})
         out += [(family, form, size) for form in FORMATS for size in sizes]
     return out
 
 
-def said(size: dict[str, int]) -> str:
-    return "".join(f"{name}{number}" for name, number in size.items()) or "tp1"
+def said(size: dict[str, Any]) -> str:
+    return "".join(f"{name}{n}" for name, n in size.items() if name != "layout") or "tp1"
 
 
-def copy_program(source: Path, target: Path, wheel: bool) -> Path:
-    """Copies pretrain_gpt.py and the scripts beside it; returns the path of the copy.
+def copy_program(source: Path, name: str, target: Path, wheel: bool) -> Path:
+    """Copies the program of that name and the scripts beside it; returns the path of the copy.
 
     A whole Megatron-LM gets the compiled helpers of the data sets from the installed wheel, so that
     no compiler is needed.
     """
-    script = source if source.is_file() else source / SCRIPT
+    script = source / name
     if not script.is_file():
-        found = sorted(source.rglob(SCRIPT), key=lambda path: len(path.parts))
+        found = sorted(source.rglob(name), key=lambda path: len(path.parts))
         if not found:
-            raise SystemExit(f"{source}: holds no {SCRIPT}")
+            raise SystemExit(f"{source}: holds no {name}")
         script = found[0]
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -208,29 +234,24 @@ def copy_program(source: Path, target: Path, wheel: bool) -> Path:
     return target / script.name
 
 
-def run_case(
-    family: str,
-    form: str,
-    size: dict[str, int],
-    program: Path,
-    directory: Path,
-    limit_s: float,
-    extra: list[str],
-) -> Json:
+def run_case(case: Case, program: Path, limit_s: float, extra: list[str]) -> Json:
     """Converts, trains and converts back; returns the record, in which `error` is what failed."""
+    size, directory = case.size, case.directory
     record: Json = dict.fromkeys(COLUMNS, "") | {
-        "family": family,
-        "format": form,
+        "family": case.family,
+        "dialect": case.dialect,
+        "format": case.form,
         "sizes": said(size),
         "result": "FAIL",
     }
     started = time.monotonic()
     step = "convert"
     try:
-        source = convert(family, form, size, directory)
+        source = convert(case)
         record["convert"] = "ok"
         step = "train"
-        ranks = math.lcm(size.get("tp", 1), size.get("etp", size.get("tp", 1)) * size.get("ep", 1))
+        tp, etp = size.get("tp", 1), size.get("etp", size.get("tp", 1))
+        ranks = math.lcm(tp, etp * size.get("ep", 1)) * size.get("pp", 1)
         log = train(program, directory, ranks, limit_s, extra)
         record["loss"] = " ".join(LOSS.findall(log))
         problems = problems_of(log, record["loss"].split())
@@ -251,18 +272,21 @@ def run_case(
     return record
 
 
-def convert(family: str, form: str, size: dict[str, int], directory: Path) -> dict[str, Any]:
+def convert(case: Case) -> dict[str, Any]:
     """Writes the Hugging Face source and the Megatron checkpoint; returns the source's tensors."""
     import mckpt
     from tests import tiny
 
+    directory, family = case.directory, case.family
     source = tiny.tiny_random(family, directory / "hf", "bfloat16", **FAMILIES[family])
-    mckpt.plan(source, directory / "megatron", format=form, parallel=mckpt.Parallel(**size)).run()
+    wanted = {"format": case.form, "dialect": case.dialect}
+    parallel = mckpt.Parallel(**case.size)
+    mckpt.plan(source, directory / "megatron", parallel=parallel, **wanted).run()
     return tiny.tensors(json.loads((source / "config.json").read_text()), "bfloat16")
 
 
 def train(program: Path, directory: Path, ranks: int, limit_s: float, extra: list[str]) -> str:
-    """Runs pretrain_gpt.py under torchrun, with a launch line for bash as users write it; returns
+    """Runs the program under torchrun, with a launch line for bash as users write it; returns
     the log. Raises TimeoutError, or RuntimeError if the trainer fails.
     """
     from mckpt import launching
@@ -376,7 +400,7 @@ def stored(directory: Path) -> dict[str, tuple[tuple[int, ...], bytes]]:
 
 
 def as_rank(script: str, flags: list[str]) -> None:
-    """Runs pretrain_gpt.py unchanged, as one rank.
+    """Runs the program unchanged, as one rank.
 
     The helpers of the data sets are not compiled again if they are there. A wheel has them compiled
     and has no makefile, without which the trainer would stop.
