@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from mckpt import cli
+from mckpt import api, cli
 from mckpt.containers import dcp_metadata, safe_pickle, torch_file
 from tests.tiny import tiny_random
 
@@ -199,6 +199,29 @@ def save_pt(path: Path, value: Any, data: dict[str, bytes]) -> None:
     for at, piece in laid.fixed():
         raw[at : at + len(piece)] = piece
     path.write_bytes(raw)
+
+
+def as_trained(
+    source: Path,
+    out: Path,
+    change: Callable[[dict[str, Any]], Any] = lambda args: None,
+    **wanted: Any,
+) -> Path:
+    """Writes `source` as a training run would leave it in the format `torch`; returns `out`.
+
+    `change` edits the args of each rank. The files that only mckpt writes are removed.
+    """
+    api.plan(source, out, format="torch", **wanted).run()
+    for path in (out / "release").glob(f"mp_rank_*/{PT}"):
+        file = Pt(path)
+        args = dict(safe_pickle.fields(file.value["args"]))
+        change(args)
+        file.value["args"] = safe_pickle.namespace(**args)
+        file.save()
+    for stray in (out / "release" / "mckpt.json", *(out / "hf").glob("*")):
+        stray.unlink()
+    (out / "hf").rmdir()
+    return out
 
 
 def hostile_pickle(mark: Path) -> bytes:

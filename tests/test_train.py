@@ -21,9 +21,9 @@ import mckpt
 from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import data
 from tests import door
+from tests.judged_models import DENSE as PLAIN
+from tests.judged_models import LLAMA3, MOE, QWEN3, VOCAB
 from tests.judging import explain, judge
-from tests.test_judge import DENSE as PLAIN
-from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
 from tests.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
