@@ -159,26 +159,6 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("case", TORCH)
-def test_damaged_torch(made, tmp_path, case):
-    damage, code, words = TORCH[case]
-    refuse_copy(made, tmp_path, "torch", damage, code, words)
-
-
-@pytest.mark.parametrize("rank", ["00_000", "01_001"])
-def test_hostile_rank(made, tmp_path, rank):
-    mark = tmp_path / "mark"
-    refuse_copy(
-        made,
-        tmp_path,
-        "torch",
-        lambda src: save_hostile(src / f"release/mp_rank_{rank}" / PT, mark),
-        8,
-        (rank, "refused"),
-    )
-    assert not mark.exists()
-
-
 def test_args_missing_but_described(made, tmp_path):
     shutil.copytree(made["torch"], tmp_path / "src")
     alone(ranks(lambda pt: pt.value.pop("args")))(tmp_path / "src")
@@ -424,23 +404,37 @@ DIST = {
 }
 
 
-@pytest.mark.parametrize("case", DIST)
-def test_damaged_torch_dist(made, tmp_path, case):
-    damage, code, words = DIST[case]
-    refuse_copy(made, tmp_path, "dist", damage, code, words)
+# ---- both formats
+
+DAMAGES = {"torch": TORCH, "dist": DIST}
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_hostile_torch_dist(made, tmp_path, name):
+@pytest.mark.parametrize(("kind", "case"), [(k, case) for k in DAMAGES for case in DAMAGES[k]])
+def test_a_damaged_checkpoint_is_refused(made, tmp_path, kind, case):
+    damage, code, words = DAMAGES[kind][case]
+    refuse_copy(made, tmp_path, kind, damage, code, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("torch", f"mp_rank_00_000/{PT}"),
+        ("torch", f"mp_rank_01_001/{PT}"),
+        ("dist", ".metadata"),
+        ("dist", "common.pt"),
+    ],
+)
+def test_a_hostile_pickle_is_refused_and_not_run(made, tmp_path, kind, name):
     mark = tmp_path / "mark"
 
     def damage(src: Path) -> None:
+        path = src / "release" / name
         if name == ".metadata":
-            (src / "release" / name).write_bytes(hostile_pickle(mark))
+            path.write_bytes(hostile_pickle(mark))
         else:
-            save_hostile(src / "release" / name, mark)
+            save_hostile(path, mark)
 
-    refuse_copy(made, tmp_path, "dist", damage, 8, (name, "refused"))
+    refuse_copy(made, tmp_path, kind, damage, 8, (name, "refused"))
     assert not mark.exists()
 
 

@@ -128,35 +128,16 @@ def test_like_and_set(torch_dir, src, tmp_path):
     assert (tmp_path / "like" / "config.json").read_bytes() == (src / "config.json").read_bytes()
     other = hf(tmp_path / "other")
     edit_json(other / "config.json", lambda c: c.update(intermediate_size=80))
-    refused(
-        4,
-        "ffn_size",
-        "64",
-        "80",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--like", other),
-        untouched=tmp_path,
-    )
-    refused(
-        3,
-        "gone: no such directory",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--like", tmp_path / "gone"),
-        untouched=tmp_path,
-    )
-    refused(
-        3,
-        "[64, 48]",
-        "[80, 48]",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=80"),
-        untouched=tmp_path,
-    )
-    refused(
-        2,
-        "ffn_size",
-        "'x'",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=x"),
-        untouched=tmp_path,
-    )
-    good("megatron-to-hf", lone, tmp_path / "args")  # its args say all
+    for code, option, value, words in (
+        (4, "--like", other, ("ffn_size", "64", "80")),
+        (3, "--like", tmp_path / "gone", ("gone: no such directory",)),
+        (3, "--set", "ffn_size=80", ("[64, 48]", "[80, 48]")),
+        (2, "--set", "ffn_size=x", ("ffn_size", "'x'")),
+    ):
+        args = ("megatron-to-hf", lone, tmp_path / "d", option, value)
+        refused(code, *words, args=args, untouched=tmp_path)
+    # without an option, the args of the checkpoint state every dim
+    good("megatron-to-hf", lone, tmp_path / "args")
     assert mckpt("diff", src, tmp_path / "args").code == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -247,12 +248,8 @@ def target(shapes: dict[str, tuple[int, int]], how: str, dtype: str) -> tuple[La
     return Layout([str(i) for i in range(len(ends))], stored, dict(shapes)), ends
 
 
-@pytest.mark.parametrize("budget", [2 << 10, 64 << 10, 8 << 20])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
-@pytest.mark.parametrize("how", ["whole", "rows", "columns", "transposed"])
-@pytest.mark.parametrize("form", FORMS)
-def test_quantised_tensors_move_to_every_layout(made, tmp_path, form, how, dtype, budget):
-    source = made[form]
+def moved(source: Made, folder: Path, how: str, dtype: str, **options: Any) -> Reader:
+    """Copies both tensors to the layout `how` below `folder`; returns a reader of the copies."""
     layout, ends = target(source.layout.shapes, how, dtype)
     joined = join(source.layout, layout)
     outputs = [TargetFile(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
@@ -261,16 +258,21 @@ def test_quantised_tensors_move_to_every_layout(made, tmp_path, form, how, dtype
         joined.casts,
         source.layout.files,
         outputs,
-        tmp_path,
+        folder,
         grids=joined.grids,
-        max_memory=budget,
-        threads=2,
-        allow_overflow=True,
+        **options,
     )
-    written = Reader(
-        Layout([str(tmp_path / f) for f in layout.files], layout.stored, layout.shapes)
-    )
-    for name, values in source.values.items():
+    return Reader(Layout([str(folder / f) for f in layout.files], layout.stored, layout.shapes))
+
+
+@pytest.mark.parametrize("budget", [2 << 10, 64 << 10, 8 << 20])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16"])
+@pytest.mark.parametrize("how", ["whole", "rows", "columns", "transposed"])
+@pytest.mark.parametrize("form", FORMS)
+def test_quantised_tensors_move_to_every_layout(made, tmp_path, form, how, dtype, budget):
+    options = {"max_memory": budget, "threads": 2, "allow_overflow": True}
+    written = moved(made[form], tmp_path, how, dtype, **options)
+    for name, values in made[form].values.items():
         with np.errstate(all="ignore"):
             same(written[name].numpy(), values.astype(numpy_dtype(dtype)))
 
@@ -278,46 +280,22 @@ def test_quantised_tensors_move_to_every_layout(made, tmp_path, form, how, dtype
 @pytest.mark.parametrize(
     "shape", [(1, 300), (300, 1), (1, 1), (1, 300_000), (2, 20_000), (20_000, 3)]
 )
-def test_thin_ones(tmp_path, monkeypatch, shape):
+def test_quantised_tensors_of_one_long_axis_move(tmp_path, monkeypatch, shape):
     monkeypatch.setitem(FORMS, "thin", {"a": (shape, 0, (shape[1], 1))})
     source = Made(tmp_path, "thin", (128, 128), shape)
     same(Reader(source.layout)["a"].numpy(), source.values["a"])
     for how, budget in itertools.product(("whole", "transposed"), (8 << 10, 8 << 20)):
-        layout, ends = target(source.layout.shapes, how, "bfloat16")
-        joined, out = join(source.layout, layout), tmp_path / f"{how}{budget}"
-        outputs = [TargetFile(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
-        execute(
-            joined.copies,
-            joined.casts,
-            source.layout.files,
-            outputs,
-            out,
-            grids=joined.grids,
-            max_memory=budget,
-            threads=1,
-        )
-        same(
-            Reader(Layout([str(out / "0")], layout.stored, layout.shapes))["a"].numpy(),
-            source.values["a"],
-        )
+        folder = tmp_path / f"{how}{budget}"
+        written = moved(source, folder, how, "bfloat16", max_memory=budget, threads=1)
+        same(written["a"].numpy(), source.values["a"])
 
 
-def test_scales_that_were_cut_short(tmp_path):
+def test_a_truncated_file_of_scales_is_refused(tmp_path):
     source = Made(tmp_path, "side by side", (16, 32))
     raw = (tmp_path / "scales").read_bytes()
     (tmp_path / "scales").write_bytes(raw[:-1])
-    layout, ends = target(source.layout.shapes, "whole", "bfloat16")
-    joined = join(source.layout, layout)
-    outputs = [TargetFile(str(i), end, lambda crc_of: []) for i, end in enumerate(ends)]
     with pytest.raises(SourceError, match="scales is truncated"):
-        execute(
-            joined.copies,
-            joined.casts,
-            source.layout.files,
-            outputs,
-            tmp_path / "out",
-            grids=joined.grids,
-        )
+        moved(source, tmp_path / "out", "whole", "bfloat16")
     with pytest.raises(SourceError, match="scales: ends 1 byte"):
         Reader(source.layout)["b"].numpy()
 
