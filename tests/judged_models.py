@@ -118,8 +118,8 @@ LATENT = {
 
 
 def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
-    """The logits of the transformers model that holds the weights of `model`, a whole (tp1 pp1)
-    local-spec state dict of Megatron.
+    """Returns the logits of the transformers model that holds the weights of `model`, a whole (tp1
+    pp1) state dict of Megatron's local layer spec.
     """
     import transformers
 
@@ -196,7 +196,7 @@ def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
 
 
 def transformers_layer(layer: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """One layer of Megatron under transformers' names in memory."""
+    """Returns one layer of Megatron under the names that transformers uses in memory."""
     heads = HEADS // GROUPS  # of one query group: [q0 q1 k v | q2 q3 k v | ...]
     out = {
         "input_layernorm.weight": layer["input_layernorm.weight"],

@@ -32,7 +32,9 @@ def test_padding_keeps_its_values_from_megatron_to_megatron(
     last = Pt(run / "release" / "mp_rank_01" / PT)
     storage = safe_pickle.as_tensor(last.value["model"]["output_layer.weight"])
     assert storage is not None
-    last.data[storage.storage] = bytes(np.full(128 * 48, 0x3F80, "<u2"))  # ones, in the padding too
+    last.data[storage.storage] = bytes(
+        np.full(128 * 48, 0x3F80, "<u2")
+    )  # ones, also in the padding
     last.save()
     for form in ("torch_dist", "torch"):
         manifest = mckpt.plan(run, tmp_path / form, format=form, parallel=Parallel(tp=4)).run()
@@ -45,7 +47,7 @@ def test_padding_keeps_its_values_from_megatron_to_megatron(
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])
-def test_keys_that_leave_a_choice_open_are_read_as_the_args_say(
+def test_args_decide_where_the_keys_fit_two_layer_specs(
     impl: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     mckpt.plan(
@@ -96,7 +98,7 @@ def test_a_list_of_moe_layers_asks_for_per_layer_keys(
         ("moe_single_grouped_weight", True),
     ],
 )
-def test_args_that_change_the_model_are_not_overlooked(
+def test_args_that_change_the_model_are_refused(
     name: str, value: Any, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update({name: value}))
@@ -141,7 +143,7 @@ def test_a_router_that_no_family_with_these_tensors_has_is_refused(
 
 
 def test_sizes_that_the_trainer_derives_are_read(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """megatron-core 0.19 stores tp times gtp_weight_remat_size in every run."""
+    """megatron-core 0.19 stores the product of tp and gtp_weight_remat_size in every run."""
     for remat, shards in ((1, 2), (2, 4)):
         derived = {
             "gtp_weight_remat_size": remat,
@@ -188,7 +190,7 @@ def test_settings_of_one_plan_do_not_apply_to_the_next(
     assert not mckpt.diff(tiny_model("llama"), tmp_path / "c")
 
 
-def test_a_rope_factor_that_the_trainer_ignores_is_asked_about(
+def test_a_rope_factor_that_the_trainer_ignores_must_be_confirmed(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     run = as_trained(
@@ -236,9 +238,8 @@ def test_a_renamed_checkpoint_keeps_its_iteration(tiny_model: TinyModel, tmp_pat
     assert planned.destination.unit == "iter_0000500"
 
 
-def test_files_that_no_rank_saved_are_not_asked_for(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """At tp 3 and ep 2 Megatron-LM writes only three of the six files that its ranks ask for.
-
+def test_files_that_no_rank_saved_are_not_required(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """At tp 3 and ep 2 Megatron-LM writes only three of the six files that its ranks look for.
     Those three hold all weights.
     """
     root = tmp_path / "moe"
@@ -262,7 +263,9 @@ def test_files_that_no_rank_saved_are_not_asked_for(tiny_model: TinyModel, tmp_p
     assert not mckpt.diff(root, tmp_path / "run")
 
 
-def test_per_layer_keys_stay_so_until_asked(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_per_layer_keys_stay_until_stacked_keys_are_requested(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
     mckpt.plan(tiny_model("qwen3"), tmp_path / "a", layer_keys="per_layer").run()
     mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
     mckpt.plan(tmp_path / "b", tmp_path / "c", format="torch_dist").run()

@@ -47,7 +47,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_sizes_that_do_not_fit(tiny_model, tmp_path, case):
+def test_sizes_that_do_not_fit_are_refused(tiny_model, tmp_path, case):
     model, options, words = SIZES[case]
     src = tiny_model(model)
     refused(2, *words, args=("hf-to-megatron", src, tmp_path / "dst", *options), untouched=tmp_path)
@@ -63,7 +63,7 @@ def test_a_setting_or_family_that_the_config_denies_is_refused(made, tmp_path):
         refused(4, *words, args=args, untouched=tmp_path)
 
 
-def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
+def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monkeypatch):
     import mckpt as package
     from mckpt.conversion import run as execute
 
@@ -83,7 +83,7 @@ def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
     assert not (tmp_path / "dst" / TRACKER).exists()
 
 
-def test_no_checkpoint_at_all(tmp_path):
+def test_a_source_without_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for src, word in (
@@ -97,7 +97,7 @@ def test_no_checkpoint_at_all(tmp_path):
         )
 
 
-def test_an_unreadable_file(made, tmp_path, monkeypatch):
+def test_an_unreadable_file_is_refused(made, tmp_path, monkeypatch):
     import mckpt.containers.safetensors as module
 
     def refuse(*args: Any, **named: Any) -> Any:

@@ -23,14 +23,16 @@ PUBLISHED = tuple(sorted(path.stem for path in (FIXTURES / "configs").glob("*.js
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name: str) -> None:
-    """transformers reads each, and its model on the meta device has the tensors of shapes()."""
+def test_shapes_are_those_of_transformers_for_published_configs(name: str) -> None:
+    """transformers reads each config, and its model on the meta device has the tensors
+    of shapes().
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     c = json.loads((FIXTURES / "configs" / f"{name}.json").read_text())
     assert "torch_dtype" in c and "rope_parameters" not in c
-    # transformers has its model, but not under this name
+    # transformers has this model under another name
     kind = "deepseek_v3" if c["model_type"] == "kimi_k2" else c["model_type"]
     assert kind in {c["model_type"] for c in map(config, CASES)}
     with torch.device("meta"):
@@ -57,8 +59,8 @@ def test_published_configs(name: str) -> None:
             )
 
 
-def test_published_sizes() -> None:
-    """Total parameters, as the model cards say."""
+def test_published_models_have_the_size_of_their_model_card() -> None:
+    """The total numbers of parameters are those of the model cards, in billions."""
     billions = {
         "llama-2-7b": 6.74,
         "llama-3.1-8b": 8.03,
@@ -89,8 +91,10 @@ def test_published_sizes() -> None:
 
 
 @pytest.mark.parametrize("name", V5)
-def test_v5_configs(name: str) -> None:
-    """They have the same content as the published ones, with the keys of transformers 5."""
+def test_v5_configs_have_the_content_of_the_published_ones(name: str) -> None:
+    """The configs in v5/ differ from the published ones only in keys that transformers
+    5 renamed.
+    """
     from transformers import AutoConfig
 
     path = FIXTURES / "configs" / "v5" / f"{name}.json"
@@ -109,9 +113,9 @@ def test_v5_configs(name: str) -> None:
     } & set(written)
 
 
-def test_shipped_model(tmp_path: Path) -> None:
-    """fixtures/tiny-qwen3 is what `python -m tests.make_fixture` makes, and transformers and
-    tokenizers read it.
+def test_the_shipped_model_can_be_made_again_and_loads(tmp_path: Path) -> None:
+    """fixtures/tiny-qwen3 is the model that `python -m tests.make_fixture` makes, and transformers
+    and tokenizers read it.
     """
     from transformers import AutoTokenizer
 
@@ -155,11 +159,9 @@ def test_shipped_model(tmp_path: Path) -> None:
         ("qwen3_moe", "Qwen3MoeConfig"),
     ],
 )
-def test_a_key_that_is_absent_means_what_transformers_takes_it_for(
-    family: str, config_class: str
-) -> None:
-    """The defaults of a family file against those of the config class: a published config.json
-    leaves keys out.
+def test_an_absent_key_has_the_default_of_transformers(family: str, config_class: str) -> None:
+    """Published configs leave keys out, so the defaults of a family file must be those of the
+    config class.
     """
     import transformers
 

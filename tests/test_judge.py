@@ -35,9 +35,9 @@ from tests.judging import explain, judge
 pytestmark = pytest.mark.judge
 
 
-def test_sizes_of_another_run_do_not_stay() -> None:
-    """megatron-core 0.19 stores tp times gtp_weight_remat_size in the args, which are then built at
-    other sizes.
+def test_derived_sizes_of_another_run_are_not_used() -> None:
+    """megatron-core 0.19 stores the product of tp and gtp_weight_remat_size in the args. The model
+    is then built at other sizes.
     """
     from mckpt.trainer import build
 
@@ -56,7 +56,7 @@ def test_sizes_of_another_run_do_not_stay() -> None:
 def loads(
     directory: Path, tag: str, sizes: list[dict[str, int]], **others: Any
 ) -> list[dict[str, Any]]:
-    """Forward cases on one checkpoint, named TAG-tp2pp2."""
+    """Returns forward cases on one checkpoint, named TAG-tp2pp2."""
     case = {"kind": "forward", "checkpoint": str(directory), "tokens": TOKENS} | others
     return [
         {"name": f"{tag}-" + "".join(f"{key}{value}" for key, value in size.items())} | case | size
@@ -82,8 +82,8 @@ def saves(
 
 @pytest.fixture(scope="module")
 def results(work: Path) -> dict[str, dict[str, Any]]:
-    """One launch of 4 ranks: every family saved at tp2 pp2 in both formats, and loaded at other
-    sizes.
+    """Results of one launch of 4 ranks: every family is saved at tp2 pp2 in both formats, and
+    loaded at other sizes.
     """
     cases: list[dict[str, Any]] = []
     for family, args in FAMILIES.items():
@@ -100,7 +100,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
         cases += saves(work / f"{family}-torch", f"{family}-torch", args, "torch", **size)
         cases += loads(work / f"{family}-torch", f"{family}-torch", [size])
         cases += saves(work / f"{family}-whole", f"{family}-whole", args, "torch")
-    # pipelines that are not even, and virtual stages in legacy files
+    # uneven pipelines, and virtual stages in the format `torch`
     cases += loads(
         work / "llama3-torch_dist",
         "llama3-first",
@@ -120,7 +120,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
     cases += loads(work / "llama3-torch_dist", "llama3-account", [{"pp": 3}], args=split)
     cases += saves(work / "llama3-vpp", "llama3-vpp", DENSE | LLAMA3, "torch", pp=2, vpp=2, tp=2)
     cases += loads(work / "llama3-vpp", "llama3-vpp", [{"tp": 2, "pp": 2, "vpp": 2}])
-    # another function: the tests below ask for another result
+    # another model, so other logits or an error
     cases += loads(
         work / "llama3-torch_dist", "other-rope", [{"tp": 2}], args={"use_rope_scaling": False}
     )
@@ -153,7 +153,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_logits_at_every_parallel_size(
+def test_the_logits_are_the_same_at_every_parallel_size(
     results: dict[str, dict[str, Any]], family: str
 ) -> None:
     same_logits(results, family, results[f"{family}-whole-save"]["logits"])
@@ -172,7 +172,7 @@ def same_logits(results: dict[str, dict[str, Any]], family: str, reference: np.n
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_logits_of_transformers(
+def test_the_logits_are_those_of_transformers(
     results: dict[str, dict[str, Any]], work: Path, family: str
 ) -> None:
     import torch
@@ -204,7 +204,9 @@ def test_keys_that_the_model_does_not_read_are_listed(results: dict[str, dict[st
     assert results["other-tied-tp2"]["unread"] == ["output_layer.weight"]
 
 
-def test_without_args_and_in_bf16(results: dict[str, dict[str, Any]]) -> None:
+def test_a_checkpoint_without_args_and_in_bf16_is_judged(
+    results: dict[str, dict[str, Any]],
+) -> None:
     saved, loaded = results["bare-save"], results["bare-pp2"]
     assert not explain(saved) + explain(loaded)
     np.testing.assert_allclose(loaded["logits"], saved["logits"], atol=1e-4, rtol=0)
@@ -214,8 +216,8 @@ def test_without_args_and_in_bf16(results: dict[str, dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The Transformer Engine layer specs on the stand-in of tests/fake_te; keys and grids; a launch
-    with faults.
+    """Results of a launch with the layer specs of Transformer Engine on the stand-in of
+    tests/fake_te. It has cases of keys and grids too, and some that fail on purpose.
     """
     cases: list[dict[str, Any]] = []
     for family in ("llama3", "qwen3_moe"):
@@ -272,7 +274,7 @@ def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict
         args=TE,
     )
     cases += loads(work / "qwen3_moe-torch_dist", "from-local-moe", [{"tp": 2}], args=TE)
-    # down projections: cut in the one, whole in the other
+    # one layer spec cuts the down projections, the other keeps them whole
     for of, other in (("local", "transformer_engine"), ("transformer_engine", "local")):
         directory = work / f"latent-{of}"
         cases += saves(
@@ -308,7 +310,7 @@ def test_transformer_engine_specs_give_the_logits_of_the_local_ones(
     same_logits(te_results, family, results[f"{family}-whole-save"]["logits"])
 
 
-def test_each_spec_reads_the_other(
+def test_each_layer_spec_reads_checkpoints_of_the_other(
     results: dict[str, dict[str, Any]], te_results: dict[str, dict[str, Any]]
 ) -> None:
     loaded = {
@@ -329,7 +331,7 @@ def test_each_spec_reads_the_other(
 
 
 @pytest.mark.parametrize("of", ["local", "transformer_engine"])
-def test_each_spec_reads_what_the_other_cuts(
+def test_each_layer_spec_reads_tensors_that_the_other_cuts(
     te_results: dict[str, dict[str, Any]], of: str
 ) -> None:
     saved, loaded = te_results[f"latent-{of}-save"], te_results[f"latent-{of}-other-tp2pp2ep2etp1"]
@@ -339,7 +341,7 @@ def test_each_spec_reads_what_the_other_cuts(
     )
 
 
-def test_keys(te_results: dict[str, dict[str, Any]]) -> None:
+def test_keys_and_shapes_of_stored_tensors(te_results: dict[str, dict[str, Any]]) -> None:
     for name in ("llama3-te", "llama3-local", "qwen3_moe-te", "qwen3_moe-local"):
         assert not explain(te_results[f"keys-{name}"])
     stored = te_results["keys-qwen3_moe-te"]["torch_dist"]
@@ -367,12 +369,12 @@ def test_keys(te_results: dict[str, dict[str, Any]]) -> None:
         HIDDEN,
     ]
     assert "embedding.word_embeddings.weight" in files["mp_rank_00_000_000"][0]
-    # tied: the last stage's copy
+    # the last stage has a copy of the tied weight
     assert "output_layer.weight" in te_results["keys-llama3-local"]["torch"]["mp_rank_01_001"][1]
     assert "output_layer.weight" not in te_results["keys-llama3-local"]["torch_dist"]
 
 
-def test_grid(te_results: dict[str, dict[str, Any]]) -> None:
+def test_files_of_each_grid_of_ranks(te_results: dict[str, dict[str, Any]]) -> None:
     assert sorted(te_results["grid-wide-tp"]["files"]) == [
         "mp_rank_00_000_000",
         "mp_rank_00_001_000",

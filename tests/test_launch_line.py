@@ -87,7 +87,7 @@ def test_settings_follow_the_layer_spec_and_the_sizes(
         "args"
     ]
     assert not follows & wider.keys()
-    assert "--sequence-parallel" in wider  # megatron-core trains experts at tp > 1 with it only
+    assert "--sequence-parallel" in wider  # megatron-core requires it to train experts at tp > 1
 
 
 def test_the_launch_line_has_a_layout_or_virtual_stages_but_not_both(
@@ -105,7 +105,9 @@ def test_the_launch_line_has_a_layout_or_virtual_stages_but_not_both(
 
 
 def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path: Path) -> None:
-    """megatron-core refuses the other: "apply_rope_fusion for MLA only works with YARN RoPE"."""
+    """megatron-core refuses the fusion otherwise: "apply_rope_fusion for MLA only works with YARN
+    RoPE".
+    """
     for case, off in (("deepseek-v3", None), ("deepseek-v3-plain", True)):
         source = tiny.tiny_random(case, tmp_path / case)
         said = mckpt.plan(source, tmp_path / f"{case}-out", megatron_version="0.18").facts["args"]

@@ -13,12 +13,14 @@ from mckpt.geometry.parallel import Parallel
 from tests.door import PT, Pt, as_trained
 from tests.tiny import TinyModel
 
-# up to 0.16, and from 0.17 on
+# the prefix up to megatron-core 0.16, and the one from 0.17 on
 OLD, NEW = "mtp.layers.0.transformer_layer.", "mtp.layers.0.mtp_model_layer."
 
 
 def mtp_prefixes(path: Path) -> set[str]:
-    """The prefixes OLD and NEW that occur in the keys of any rank of a `torch` checkpoint."""
+    """Returns the prefixes OLD and NEW that occur in the keys of any rank of a `torch`
+    checkpoint.
+    """
     files = (path / "release").glob(f"mp_rank_*/{PT}")
     return {
         prefix
@@ -51,10 +53,10 @@ def test_mtp_layers_are_named_for_the_megatron_version_that_will_load_them(
     manifest = mckpt.plan(source, tmp_path / "torch", format="torch", **wanted).run()
     assert mtp_prefixes(tmp_path / "torch") == {prefix}
     assert manifest["megatron_version"] == recorded
-    assert not mckpt.diff(source, tmp_path / "torch")  # the reader takes either name
+    assert not mckpt.diff(source, tmp_path / "torch")  # the reader accepts either name
     mckpt.plan(source, tmp_path / "dist", format="torch_dist", **wanted).run()
     keys = mckpt.open(tmp_path / "dist").opened.metadata.tensors
-    assert any(key.startswith(OLD) for key in keys)  # torch_dist has kept the name
+    assert any(key.startswith(OLD) for key in keys)  # torch_dist has the old name in every version
     assert not any(key.startswith(NEW) for key in keys)
 
 
@@ -103,8 +105,8 @@ def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version
     tiny_model: TinyModel,
     tmp_path: Path,
 ) -> None:
-    """Latent attention without a latent of the queries, with Transformer Engine: exact up to
-    megatron-core 0.18, not loadable from 0.19 on.
+    """Latent attention without a latent of the queries, with Transformer Engine, is exact up to
+    megatron-core 0.18. From 0.19 on it cannot be loaded.
     """
     source = tiny_model("deepseek-v3-plain")
     said = r"q_lora_rank is None \(written for megatron-core 0\.19\): .*--megatron-version 0\.18"
@@ -113,7 +115,7 @@ def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version
             mckpt.plan(source, tmp_path / "new", **wanted)
         assert "--allow-inexact" not in str(caught.value)
     mckpt.plan(source, tmp_path / "old", format="torch", megatron_version="0.18").run()
-    # which the trainer here builds in every version
+    # every version can build the local layers
     mckpt.plan(source, tmp_path / "local", transformer_impl="local")
     with pytest.raises(MappingError, match=said):
         mckpt.plan(tmp_path / "old", tmp_path / "resharded", format="torch_dist")
@@ -123,7 +125,7 @@ def test_a_model_that_a_megatron_version_cannot_load_is_refused_for_that_version
     assert not mckpt.diff(source, tmp_path / "resharded")
 
 
-def test_a_trained_checkpoint_is_not_called_inexact_for_another_megatron_version(
+def test_a_trained_checkpoint_is_exact_for_any_megatron_version(
     tiny_model: TinyModel,
     tmp_path: Path,
 ) -> None:
