@@ -375,7 +375,9 @@ def test_metadata_gathered_from_ranks_is_read_as_python_reads_it(per_layer: bool
 
 
 def test_deep_or_shared_planner_data_is_read() -> None:
-    """Neither lists nested 10**5 deep nor 2**200 shared ones exhaust the stack or take for ever."""
+    """Lists nested 10**5 deep do not exhaust the stack, and 2**200 shared ones do not take for
+    ever.
+    """
     value = many(False, False)
     nested = pickle.dumps(value, 4).replace(
         b"\x8c\x0cplanner_data\x94N", b"\x8c\x0cplanner_data\x94" + b"]" * 100_000 + b"a" * 99_999

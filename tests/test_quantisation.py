@@ -26,7 +26,9 @@ RNG = np.random.default_rng(3)
 
 
 def worth(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Returns bfloat16 [rows, width] of codes and scales, each scale found by its index."""
+    """Returns the bfloat16 values [rows, width] of codes and scales, each scale found
+    by its index.
+    """
     rows, columns = (np.arange(n) // b for n, b in zip(codes.shape, block, strict=True))
     with np.errstate(all="ignore"):
         wide = (
@@ -51,8 +53,8 @@ def grid_shape(shape: tuple[int, int], block: tuple[int, int]) -> tuple[int, int
 
 
 def weight(shape: tuple[int, int], block: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Random codes, every one of them where there are elements for it, and scales that
-    all differ.
+    """Returns random codes and scales. All codes occur if there are enough elements, and all scales
+    differ.
     """
     codes = RNG.permutation(np.arange(shape[0] * shape[1]) % 256).astype("u1").reshape(shape)
     return codes, RNG.permutation(
@@ -73,8 +75,8 @@ SCALES = {
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", SCALES)
-def test_every_code(case, kind):
-    """All 256, subnormals and nan among them, each under each scale."""
+def test_every_code_has_the_value_of_float_arithmetic(case, kind):
+    """All 256 codes, subnormals and NaN among them, are dequantised under each scale."""
     with np.errstate(over="ignore"):
         scales = np.array([SCALES[case]], "f4").astype(numpy_dtype(kind))
     codes = np.tile(np.arange(256, dtype="u1"), (3, 4))
@@ -87,7 +89,7 @@ def test_every_code(case, kind):
     same(out, worth(codes, scales, (128, 256)))
 
 
-def test_torch_says_the_same():
+def test_torch_computes_the_same_values():
     torch = pytest.importorskip("torch")
     codes, scales = weight((200, 72), (16, 32))
     wide = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
@@ -110,8 +112,8 @@ def test_torch_says_the_same():
     st.integers(0, 40),
     st.integers(1, 30),
 )
-def test_moves_by_rows(width, rows, run, start, pitch, step):
-    """The same elements, each once; and in each move one axis goes along a row and the
+def test_by_rows_moves_the_same_elements_in_straight_parts(width, rows, run, start, pitch, step):
+    """The parts move the same elements, each once. In each part, one axis goes along a row and the
     other down.
     """
     whole = Move(rows, run, start, pitch, step, 5, 1000, 2)
@@ -135,7 +137,7 @@ def test_moves_by_rows(width, rows, run, start, pitch, step):
         assert any(straight), m
 
 
-def test_whole_rows_stay_together():
+def test_by_rows_keeps_whole_rows_together():
     assert by_rows(Move(1, 3000, 0, 0, 1, 7, 0, 1), 100) == [Move(30, 100, 0, 100, 1, 7, 100, 1)]
     assert by_rows(Move(1, 8, 2, 0, 1, 0, 0, 1), 3) == [
         Move(1, 1, 2, 1, 1, 0, 1, 1),
@@ -221,8 +223,8 @@ def test_any_box_is_read(made, form, data):
 
 
 def target(shapes: dict[str, tuple[int, int]], how: str, dtype: str) -> tuple[Layout, list[int]]:
-    """Both tensors in files of their own: whole, in 4 shards of rows or of columns, transposed, or
-    rows of both in turn in one.
+    """Returns a layout of both tensors in files of their own, and the files' sizes: whole, in 4
+    shards of rows or of columns, or transposed.
     """
     stored, ends = [], []
 

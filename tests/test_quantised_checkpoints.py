@@ -25,11 +25,11 @@ def quantised(
     block: tuple[int, int] = (128, 128),
     scale_dtype: str = "float32",
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Tensors as block-quantised checkpoints hold them, with the scales of linears behind all else;
-    and what they are worth, in bfloat16.
+    """Returns the tensors as block-quantised checkpoints hold them, with the scales of linears
+    after all other tensors, and their dequantised values in bfloat16.
 
-    Linears are what published ones quantise: matrices but for embeddings, the head and routers.
-    Each block's largest value becomes 448.
+    Published checkpoints quantise linears: all matrices except embeddings, the head and routers.
+    The largest value of each block becomes 448.
     """
     held, scales, worth = {}, {}, {}
     for name, array in arrays.items():
@@ -70,8 +70,8 @@ def tiny_quantised(
     scale_dtype: str = "float32",
     **changes: Any,
 ) -> dict[str, np.ndarray]:
-    """Write the case's checkpoint with its linears in 8 bits; returns what its tensors are worth,
-    in bfloat16.
+    """Writes the case's checkpoint with its linears in 8 bits; returns the dequantised values of
+    its tensors, in bfloat16.
     """
     tiny.tiny_random(case, directory, **changes)
     held, worth = quantised(tiny.tensors({**tiny.config(case), **changes}), block, scale_dtype)
@@ -90,15 +90,15 @@ def tiny_quantised(
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3-moe", "deepseek-v3"])
 def checkpoint(request, tmp_path_factory):
-    """A quantised checkpoint of several files, and one of the bfloat16 values that it
-    stands for.
+    """A folder with a quantised checkpoint of several files, and one of its dequantised values in
+    bfloat16.
     """
     root = tmp_path_factory.mktemp(request.param)
     values = tiny_quantised(request.param, root / "fp8", (16, 32), max_shard_size=50_000)
     tiny.tiny_random(request.param, root / "plain")
     tiny.write_weights(root / "plain", values)
     where = json.loads((root / "fp8" / "model.safetensors.index.json").read_text())["weight_map"]
-    # scales in another file than their weight
+    # some scales are in another file than their weight
     assert any(where[k] != where[k.removesuffix("_scale_inv")] for k in where)
     return root
 
@@ -112,10 +112,9 @@ TARGETS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("case", TARGETS)
-def test_what_is_written(checkpoint, tmp_path, case):
-    """The output is byte for byte that of the same values in bfloat16.
-
-    Back in Hugging Face, the checkpoint is not quantised any more.
+def test_a_quantised_checkpoint_converts_like_its_values(checkpoint, tmp_path, case):
+    """The output equals that of the same values in bfloat16 byte for byte. Converted back to
+    Hugging Face, the checkpoint is no longer quantised.
     """
     fp8, plain, a, b = checkpoint / "fp8", checkpoint / "plain", tmp_path / "a", tmp_path / "b"
     said = good("hf-to-megatron", fp8, a, *TARGETS[case], "--dry-run").out
@@ -142,14 +141,14 @@ def test_what_is_written(checkpoint, tmp_path, case):
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
-def test_another_dtype(checkpoint, tmp_path, dtype):
+def test_a_quantised_checkpoint_is_cast_to_another_dtype(checkpoint, tmp_path, dtype):
     """The values are dequantised to bfloat16 first, and then cast."""
     good("hf-to-megatron", checkpoint / "fp8", tmp_path / "a", "--dtype", dtype)
     good("hf-to-megatron", checkpoint / "plain", tmp_path / "b", "--dtype", dtype)
     assert mckpt("diff", tmp_path / "a", tmp_path / "b").code == 0
 
 
-def test_blocks_larger_than_any_weight(tmp_path):
+def test_blocks_may_be_larger_than_any_weight(tmp_path):
     """Each weight has one scale, and a huge block in config.json costs no memory."""
     values = tiny_quantised("qwen3", tmp_path / "fp8", (10**4, 10**4))
     edit_json(
@@ -161,7 +160,7 @@ def test_blocks_larger_than_any_weight(tmp_path):
     assert mckpt("diff", tmp_path / "a", tmp_path / "plain").code == 0
 
 
-def test_a_slice_of_a_tensor(checkpoint):
+def test_a_slice_of_a_quantised_tensor_is_dequantised(checkpoint):
     name = "layers.1.attn.o.weight"
     fp8, plain = package.open(checkpoint / "fp8"), package.open(checkpoint / "plain")
     assert fp8[name].dtype == "bfloat16"
@@ -171,7 +170,7 @@ def test_a_slice_of_a_tensor(checkpoint):
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
-def test_scales_of_16_bits(tmp_path, kind):
+def test_scales_may_have_16_bits(tmp_path, kind):
     """Published Qwen3 checkpoints have such scales."""
     values = tiny_quantised("qwen3", tmp_path / "fp8", scale_dtype=kind)
     tiny.write_weights(tiny.tiny_random("qwen3", tmp_path / "plain"), values)
@@ -179,7 +178,7 @@ def test_scales_of_16_bits(tmp_path, kind):
     assert mckpt("diff", tmp_path / "a", tmp_path / "plain").code == 0
 
 
-# ---- what is refused
+# ---- bad checkpoints
 
 Q, UP = "model.layers.0.self_attn.q_proj.weight", "model.layers.2.mlp.up_proj.weight"
 
@@ -193,7 +192,9 @@ def one(tmp_path_factory):
 
 
 def rewritten(change: Any) -> Any:
-    """Damage that changes the arrays of a file, as (dtype, shape, bytes)."""
+    """Returns a function that damages a checkpoint: it changes the arrays of its file, as (dtype,
+    shape, bytes).
+    """
 
     def damage(src: Path) -> None:
         header, data = shard(src / "model.safetensors")
@@ -295,7 +296,7 @@ REFUSED: dict[str, tuple[Any, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused(one, tmp_path, case):
+def test_a_bad_quantised_checkpoint_is_refused(one, tmp_path, case):
     damage, code, words = REFUSED[case]
     src, dst = tmp_path / "src", tmp_path / "dst"
     shutil.copytree(one, src)
@@ -327,7 +328,7 @@ def test_an_unknown_quantisation_method_with_plain_weights_is_refused(tmp_path):
     )
 
 
-def test_a_value_beyond_float16_is_named(one, tmp_path):
+def test_the_error_names_a_value_beyond_float16(one, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(one, src)
     rewritten(lambda t: t[f"{UP}_scale_inv"].__setitem__(2, np.full(8, 1e4, "f4").tobytes()))(src)
@@ -342,7 +343,7 @@ def test_a_value_beyond_float16_is_named(one, tmp_path):
     good(*args, "--allow-overflow")
 
 
-def test_a_copy_that_is_not_quantised(checkpoint, tmp_path):
+def test_a_copy_in_hugging_face_format_is_not_quantised(checkpoint, tmp_path):
     """Hugging Face to Hugging Face gives the bfloat16 values and a config without quantisation."""
     package.plan(checkpoint / "fp8", tmp_path / "copy", format="hf").run()
     assert not package.diff(checkpoint / "plain", tmp_path / "copy")
@@ -358,7 +359,7 @@ def test_a_copy_that_is_not_quantised(checkpoint, tmp_path):
 
 @pytest.mark.judge
 @pytest.mark.slow
-def test_megatron_core_computes_what_transformers_does_with_the_values(tmp_path):
+def test_megatron_core_computes_the_logits_of_the_dequantised_values(tmp_path):
     tiny_quantised("deepseek-v3", tmp_path / "hf", (16, 16))
     good("hf-to-megatron", tmp_path / "hf", tmp_path / "megatron", "--tp", 2)
     said = good("verify", tmp_path / "hf", tmp_path / "megatron").out

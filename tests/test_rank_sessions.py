@@ -18,7 +18,7 @@ LAUNCHERS = [
     ("", Ranks()),
     ("RANK=3 WORLD_SIZE=8", Ranks(3, 8)),
     ("RANK=3 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", Ranks(3, 8, local=4)),
-    # a batch script, which is not one of the tasks
+    # a batch script is not one of the tasks
     ("SLURM_PROCID=0 SLURM_NTASKS=4", Ranks()),
     (
         "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 SLURM_JOB_ID=7 SLURM_STEP_ID=2",
@@ -36,7 +36,7 @@ LAUNCHERS = [
 
 
 @pytest.mark.parametrize(("environ", "expected"), LAUNCHERS)
-def test_the_environment_of_each_launcher_tells_the_ranks(environ: str, expected: Ranks) -> None:
+def test_the_environment_of_each_launcher_gives_the_ranks(environ: str, expected: Ranks) -> None:
     assert Ranks.of_environment(dict(word.split("=") for word in environ.split())) == expected
 
 
@@ -52,20 +52,20 @@ def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
     assert [Ranks(0, 8, local=n).cores for n in (1, 4, 100)] == [64, 16, 1]
-    # bound by the launcher: these are its own
+    # the launcher bound the process to these cores, so it shares them with no rank
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     assert Ranks(0, 8, local=4).cores == 8
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 64, 1000])
 @pytest.mark.parametrize("size", [1, 3, 8, 512])
-def test_shares_are_all(count: int, size: int) -> None:
+def test_the_shares_of_all_ranks_are_the_whole(count: int, size: int) -> None:
     shares = [Ranks(0, size).share(count, rank) for rank in range(size)]
     assert [item for share in shares for item in share] == list(range(count))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-def test_a_line_of_an_earlier_run_is_not_believed(
+def test_a_line_of_an_earlier_run_is_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line of an earlier run without a name is recognised because it does not change."""
@@ -82,7 +82,9 @@ def test_a_line_of_an_earlier_run_is_not_believed(
         pytest.raises(errors.StorageError, match="rank 0 has not begun"),
     ):
         larger.open()
-        Session(tmp_path, Ranks(1, 2)).join(lambda late: False)  # its share would be another
+        Session(tmp_path, Ranks(1, 2)).join(
+            lambda late: False
+        )  # for another number of ranks its share would differ
     for run in ("new", ""):
         with (
             Session(tmp_path, Ranks(0, 2, run)) as first,
@@ -92,7 +94,7 @@ def test_a_line_of_an_earlier_run_is_not_believed(
             second.join(lambda late: False)
 
 
-def test_when_rank_0_is_done_or_dead_or_begins_anew(
+def test_a_rank_notices_that_rank_0_failed_died_or_began_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "BEAT_S", 0.05)
@@ -133,7 +135,7 @@ def test_when_rank_0_is_done_or_dead_or_begins_anew(
         second.listen()
 
 
-def test_a_stopped_process_does_not_take_the_others_for_dead(
+def test_a_process_that_was_stopped_does_not_treat_others_as_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ranks, "BEAT_S", 0.05)
@@ -152,10 +154,9 @@ def test_a_stopped_process_does_not_take_the_others_for_dead(
         assert second.lives(0)
 
 
-def test_lines_of_another_run_are_ignored(tmp_path: Path) -> None:
-    """A process of a run that is over reports its share as done.
-
-    Nothing but its line tells that run from this one.
+def test_a_late_line_of_a_finished_run_is_ignored(tmp_path: Path) -> None:
+    """A process of a finished run reports its share as done. Only its line shows that it belongs to
+    that run.
     """
     with Session(tmp_path, Ranks(0, 2)) as old, Session(tmp_path, Ranks(1, 2)) as straggler:
         old.open()

@@ -1,4 +1,4 @@
-"""The tiny checkpoints are as transformers saves them, and any change moves their logits."""
+"""The tiny checkpoints are those that transformers saves, and every change moves their logits."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ FAMILIES = {"deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwe
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are faster with one thread, most of all beside other tests."""
+    """Gives torch one thread, because models this small run faster with one, most of all beside
+    other tests.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -47,13 +49,13 @@ def one_thread() -> Iterator[None]:
 
 
 def few(case: str) -> np.ndarray:
-    """The first 64 tokens of each row: enough for all but rope scaling."""
+    """Returns the first 64 tokens of each row, which are enough for everything but rope scaling."""
     return tokens(case)[:, :64]
 
 
 def in_memory(c: Config) -> Any:
-    """A transformers model of a config.json's content, never on disk; its values are transformers'
-    own.
+    """Returns a transformers model of a config.json's content that was never on disk, with
+    transformers' own values.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -65,7 +67,7 @@ def in_memory(c: Config) -> Any:
 
 
 def fill(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    """Copy tensors, by their names on disk, into a model.
+    """Copies tensors, by their names on disk, into a model.
 
     In memory transformers 5 stacks the experts, [experts, gate|up, hidden] and [experts, hidden,
     ffn], and calls Mixtral's block mlp.
@@ -90,16 +92,16 @@ def fill(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def decoder(c: Config) -> dict[str, np.ndarray]:
-    """The tensors without those of multi-token prediction, of which transformers
-    computes nothing.
+    """Returns the tensors without those of multi-token prediction, which transformers
+    does not use.
     """
     arrays = tensors(c)
     return {name: arrays[name] for name in decoder_only(c, arrays)}
 
 
 def computed(case: str, ids: np.ndarray, **settings: Any) -> np.ndarray:
-    """The logits of the case, with other settings in config.json if any, from a model that was
-    never on disk.
+    """Returns the logits of the case from a model that was never on disk. `settings` replace
+    entries of config.json.
     """
     model = in_memory({**config(case), **settings})
     fill(model, decoder(config(case)))
@@ -108,7 +110,7 @@ def computed(case: str, ids: np.ndarray, **settings: Any) -> np.ndarray:
 
 @cache
 def reference(case: str) -> np.ndarray:
-    """The case's logits of few()."""
+    """Returns the case's logits of few()."""
     return computed(case, few(case))
 
 
@@ -118,7 +120,7 @@ def change(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits(case: str, tmp_path: Path) -> None:
+def test_logits_are_finite_and_depend_on_tokens_and_seed(case: str, tmp_path: Path) -> None:
     tiny_random(case, tmp_path / "a")
     found = hf_logits(tmp_path / "a", few(case))
     assert found.dtype == np.float32 and found.shape == (
@@ -136,8 +138,8 @@ def test_logits(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tiny_random_is_what_transformers_saves(case: str, tmp_path: Path) -> None:
-    # transformers would not save them
+def test_tiny_random_writes_the_bytes_that_transformers_saves(case: str, tmp_path: Path) -> None:
+    # transformers would not save the layers of multi-token prediction
     none = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config(case) else {}
     tiny(case, tmp_path / "saved", **none)
     tiny_random(case, tmp_path / "written", **none)
@@ -156,7 +158,7 @@ def test_tiny_random_is_what_transformers_saves(case: str, tmp_path: Path) -> No
         ).read_bytes(), file
 
 
-def test_names_by_hand() -> None:
+def test_shapes_has_these_names() -> None:
     qwen2, mixtral, tied = (
         shapes(config("qwen2")),
         shapes(config("mixtral")),
@@ -169,10 +171,9 @@ def test_names_by_hand() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_seen(case: str) -> None:
-    """New values for all tensors of one kind in the last layer must move the logits.
-
-    So must two kinds that are exchanged.
+def test_every_tensor_moves_the_logits(case: str) -> None:
+    """New values for all tensors of one kind in the last layer must move the logits. Exchanging two
+    kinds must do so too.
     """
     c = config(case)
     arrays = decoder(c)
@@ -211,10 +212,10 @@ def test_every_tensor_is_seen(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_hyperparameter_is_seen(case: str) -> None:
+def test_every_hyperparameter_moves_the_logits(case: str) -> None:
     c = config(case)
     edits: list[dict[str, Any]] = [{"rope_theta": 10000.0}, {"rope_theta": 1000000.0}]
-    # of which transformers knows but one epsilon, too small to be seen
+    # transformers has only one epsilon for this family, too small to move the logits
     if c["model_type"] == "deepseek_v3":
         edits += [{"routed_scaling_factor": 2.0}, {"n_group": 8, "topk_group": 3}]
     else:
@@ -232,10 +233,10 @@ def test_every_hyperparameter_is_seen(case: str) -> None:
         )
 
 
-def test_rope_scaling_is_seen() -> None:
+def test_rope_scaling_moves_the_logits() -> None:
     case = "llama-rope-scaled"
     scaling = config(case)["rope_scaling"]
-    # what megatron-core has as constants
+    # megatron-core has these values as constants
     assert (
         scaling["low_freq_factor"],
         scaling["high_freq_factor"],
@@ -251,7 +252,7 @@ def test_rope_scaling_is_seen() -> None:
 @pytest.mark.parametrize(
     "case", ["deepseek-v3", "deepseek-v3-plain", "mixtral", "qwen3-moe", "qwen3-moe-raw"]
 )
-def test_every_expert_is_hit(tiny_model: TinyModel, case: str) -> None:
+def test_every_expert_gets_a_token(tiny_model: TinyModel, case: str) -> None:
     model = load(tiny_model(case))
     chosen: list[np.ndarray] = []
 
@@ -261,7 +262,7 @@ def test_every_expert_is_hit(tiny_model: TinyModel, case: str) -> None:
     dense = config(case).get("first_k_dense_replace", 0)
     for layer in model.model.layers[dense:]:
         layer.mlp.gate.register_forward_hook(router)
-    logits(model, few(case))  # so that they are hit by any longer input too
+    logits(model, few(case))  # any longer input then reaches them too
     experts = next(
         config(case)[key]
         for key in ("num_experts", "num_local_experts", "n_routed_experts")
@@ -273,8 +274,8 @@ def test_every_expert_is_hit(tiny_model: TinyModel, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sizes_differ(case: str) -> None:
-    """So that a dimension that is exchanged for another cannot pass."""
+def test_all_sizes_of_a_case_differ(case: str) -> None:
+    """If two sizes were equal, a test could not find that one replaced the other."""
     c = config(case)
     layers = "num_hidden_layers num_attention_heads num_key_value_heads hidden_size"
     sizes = {key: c[key] for key in f"{layers} intermediate_size vocab_size".split()}
@@ -311,7 +312,7 @@ def test_the_cases_cover_every_family() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_dtypes(dtype: str, tmp_path: Path) -> None:
+def test_other_dtypes_have_the_bytes_of_transformers(dtype: str, tmp_path: Path) -> None:
     tiny("qwen2", tmp_path / "saved", dtype)
     tiny_random("qwen2", tmp_path / "written", dtype)
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (
@@ -321,7 +322,7 @@ def test_dtypes(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-tied", "mixtral"])
-def test_shards_and_bin_and_v5(case: str, tmp_path: Path) -> None:
+def test_shards_bin_files_and_v5_configs_have_the_same_logits(case: str, tmp_path: Path) -> None:
     size = sum(array.nbytes for array in tensors(config(case)).values())
     directories = [
         tiny(case, tmp_path / "saved", max_shard_size=size // 3),
