@@ -30,7 +30,7 @@ Arrays = dict[str, Any]
 
 
 class Said(NamedTuple):
-    """How one run of mckpt ended."""
+    """The exit code and the output of one run of mckpt."""
 
     code: int
     out: str
@@ -102,9 +102,8 @@ def refuse_copy(
 
 
 def command_line(*args: Any, before: str = "") -> list[str]:
-    """The command line that runs `mckpt` with these arguments in a process of its own.
-
-    `before` is Python that runs first, such as one that changes a part of mckpt.
+    """Returns the command line that runs `mckpt` with these arguments in a process of its own.
+    `before` is Python that runs first, such as a change of a part of mckpt.
     """
     argv = ["mckpt", *map(str, args)]
     if not before:

@@ -202,7 +202,7 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         raise ValueError(f"load_checkpoint did not set {left}")
     if case.get("tokens"):
         if args.multi_latent_attention:
-            # STUB: Triton kernels; the config was checked with what the launch line says
+            # STUB: Triton kernels; the config was checked with the flags of the launch line
             config.apply_rope_fusion = False
         logits = forward.logits(
             [getattr(chunk, "module", chunk) for chunk in chunks],

@@ -76,7 +76,7 @@ def test_an_opened_checkpoint_can_be_pickled_and_read_by_threads(torch_dir):
     assert read == {name: tensor.numpy().tobytes() for name, tensor in again.items()}
 
 
-def test_open_reads_nothing_until_asked(tmp_path):
+def test_open_reads_no_tensor_until_it_is_used(tmp_path):
     src = hf(tmp_path / "src")
     ckpt = package.open(src)
     tensor = ckpt["embed.weight"][:2]

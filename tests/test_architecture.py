@@ -132,8 +132,8 @@ def reach(module: str) -> set[str]:
     return out
 
 
-def test_the_imports_are_seen() -> None:
-    """The functions that find imports do find them, so the tests below can fail."""
+def test_the_functions_that_find_imports_work() -> None:
+    """Otherwise the tests below could not fail."""
     assert {"geometry.box", "errors", "formats.base", "mapping", "geometry.packing"} <= ours(
         "formats.megatron.torch"
     )
@@ -160,7 +160,7 @@ def test_every_package_has_an_import_rule() -> None:
 
 
 def test_nothing_imports_the_trainer() -> None:
-    """Only the commands that run the trainer import it, when they run it."""
+    """Only the commands that run the trainer import it, and only when they run it."""
     for module in MODULES:
         if not module.startswith("trainer"):
             assert not any("trainer" in name for name in imported(module, top=True)), module
@@ -331,7 +331,7 @@ def test_help_imports_little() -> None:
 
 
 def test_inspecting_a_model_imports_no_numpy(tiny_model: TinyModel) -> None:
-    """Importing numpy takes longer than reading the headers of most models."""
+    """The import of numpy would take longer than reading the headers of most models."""
     source = str(tiny_model("llama"))
     python(
         """

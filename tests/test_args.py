@@ -61,7 +61,7 @@ def test_args_decide_where_the_keys_fit_two_layer_specs(
     assert ("decoder.layers.0.input_layernorm.weight" in keys) == (impl == "local")
 
 
-def test_a_list_of_moe_layers_asks_for_per_layer_keys(
+def test_a_list_of_moe_layers_requires_per_layer_keys(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     run = as_trained(
@@ -309,7 +309,7 @@ def fields(path: Path) -> dict[str, Any]:
         ),
     ],
 )
-def test_an_option_that_the_target_has_no_use_for_is_refused(
+def test_an_option_that_the_target_cannot_use_is_refused(
     wanted: dict[str, Any], why: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     with pytest.raises(mckpt.errors.UsageError, match=why):

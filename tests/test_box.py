@@ -42,7 +42,9 @@ def test_overlap_of_two_boxes() -> None:
 
 
 def test_a_k_head_in_a_packed_qkv_is_one_move() -> None:
-    """k[8:12] of [16, 64] lies in rows 40..44 of the packed [64, 64]: one run."""
+    """k[8:12] of [16, 64] lies in rows 40..44 of the packed [64, 64], which are one run of
+    elements.
+    """
     source = Piece("k", Box((0, 0), (16, 64)), 0, (64, 1))
     target = Piece("k", Box((8, 0), (4, 64)), 40 * 64, (64, 1))
     assert moves(source, target) == [Move(1, 4 * 64, 8 * 64, 0, 1, 40 * 64, 0, 1)]
@@ -56,7 +58,7 @@ def test_columns_of_a_row_parallel_weight_are_one_move() -> None:
 
 
 def test_a_transpose_is_one_move() -> None:
-    """[2, 3] row-major -> the same stored as [3, 2]: element (i, j) goes from 3i + j to i + 2j."""
+    """Stores a row-major [2, 3] as [3, 2]: element (i, j) goes from 3i + j to i + 2j."""
     source = Piece("w", Box((0, 0), (2, 3)), 0, (3, 1))
     target = Piece("w", Box((0, 0), (2, 3)), 0, (1, 2))
     assert moves(source, target) == [Move(2, 3, 0, 3, 1, 0, 1, 2)]
@@ -398,9 +400,9 @@ def test_shards_cover_each_member_once(
         assert tiles(found[name], shape) is None
 
 
-def test_moves_across_ranks_of_different_size() -> None:
-    """An expert's weight into one slice of a stack [experts, rows, columns], and out of
-    it again.
+def test_moves_between_a_tensor_and_a_slice_of_a_stack() -> None:
+    """Moves an expert's weight into one slice of a stack [experts, rows, columns], and out of it
+    again.
     """
     rng = np.random.default_rng(0)
     stack = rng.integers(0, 1000, (3, 4, 5))

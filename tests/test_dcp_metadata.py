@@ -75,7 +75,7 @@ def test_torch_reads_the_metadata_and_items(tmp_path):
     assert [(*k, *v) for k, v in md.items.items()] == items
 
 
-def test_reads_what_torch_and_megatron_write(tmp_path):
+def test_metadata_of_torch_and_megatron_are_read(tmp_path):
     dcp.save(
         {"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True
     )

@@ -110,8 +110,8 @@ def tensors(case: str, dtype: str) -> dict[str, np.ndarray]:
 
 
 def fits(case: str, f: Form) -> bool:
-    """Returns whether Megatron could build the case in this form. Other tests check that mckpt
-    refuses the other forms.
+    """Returns whether Megatron could build the case in this form; other tests see that mckpt
+    refuses.
     """
     c = config(case)
     moe = case in MOE
@@ -142,8 +142,8 @@ def possible(case: str) -> list[Form]:
 
 @functools.cache
 def forms(case: str) -> list[Form]:
-    """Returns at least LEGS forms in which every value of every axis occurs that fits the case. The
-    choice is greedy, from a seeded sample.
+    """Returns at least LEGS of the possible forms, with every value of every axis that fits the
+    case.
     """
     rng = random.Random(case)
     every = possible(case)
@@ -379,8 +379,8 @@ def raw_torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 @pytest.mark.parametrize("case", ["llama", "llama-tied"])
 def test_padding_is_zero_and_dropped(case: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    """Vocabularies of 131 and 149 rows over 4 ranks are padded to a multiple of 64 x 4, and each
-    rank is compared with numpy.
+    """Pads 131 and 149 rows over 4 ranks to a multiple of 64 x 4, and compares each rank with
+    numpy.
     """
     mckpt.plan(
         sources[case], tmp_path / "a", format="torch", parallel=Parallel(tp=4), divisible_by=64
@@ -473,12 +473,8 @@ def test_one_rank_has_the_layout_computed_by_hand(sources: dict[str, Path], tmp_
         assert np.array_equal(held[name], array), name
 
 
-def test_torch_dist_uses_stacked_or_per_layer_keys(
-    sources: dict[str, Path], tmp_path: Path
-) -> None:
-    """torch_dist has one key for all layers, except for a model of mixed layers. A reshard keeps
-    the form that it finds.
-    """
+def test_torch_dist_has_stacked_or_layer_keys(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Only a model of mixed layers needs per-layer keys. A reshard keeps what it finds."""
     for case, key in (
         ("qwen3-moe", "decoder.layers.self_attention.linear_proj.weight"),
         (MIXED, "decoder.layers.3.self_attention.linear_proj.weight"),

@@ -102,7 +102,7 @@ ENDS = {"unlink": "publishing", "rmtree": ".mckpt-"}
 
 
 class Killed(BaseException):
-    """The process is taken away; nothing may catch it."""
+    """Stands for the end of the process, so no code may catch it."""
 
 
 def dying(name: str, count: int, *args: Any) -> bool:
@@ -225,7 +225,7 @@ def test_files_that_replaced_those_of_a_killed_run_need_overwrite(tmp_path, trai
     refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)
 
 
-def test_no_resume_keeps_what_was_replaced_until_the_end(tmp_path, trained, another):
+def test_no_resume_keeps_the_replaced_output_until_the_end(tmp_path, trained, another):
     dst = tmp_path / "dst"
     good("megatron-to-hf", another, dst)
     assert dying("rename", 4, "megatron-to-hf", trained, dst, "--overwrite")

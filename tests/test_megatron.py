@@ -341,8 +341,8 @@ def test_keys_and_shapes_are_those_of_the_model_of_megatron_core(
     assert set(stored.directories) == set(real["torch"])
     for directory, models in real["torch"].items():
         for held, model in zip(stored._rank(directory).models, models, strict=True):
-            # of what is no weight only the key counts; the final norm is Transformer Engine's in
-            # either spec where that is installed
+            # Only weights are compared by shape. Where Transformer Engine is installed, both layer
+            # specs have its final norm
             wanted = {
                 k: None if k.endswith("_extra_state") else shape for k, shape in model.items()
             }

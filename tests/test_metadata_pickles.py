@@ -134,7 +134,7 @@ class ByHand:
         self.size, self.dtype = self.known(b"ctorch\nSize\n"), self.known(b"ctorch\nfloat32\n")
 
     def known(self, opcodes: bytes) -> bytes:
-        """Puts it into the memo and pops it; what gets it."""
+        """Puts an object into the memo and pops it; returns the opcodes that get it."""
         self.head += opcodes + b"\x940"
         self.num += 1
         return b"j" + struct.pack("<I", self.num - 1)
@@ -300,7 +300,7 @@ def test_chunks_that_change_after_they_were_built_are_read_or_refused() -> None:
 
 
 def test_chunks_of_two_shapes_in_turns_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are returned in the order of the pickle."""
+    """The reader returns them in the order of the pickle."""
     made = ByHand()
 
     def chunk(n: int) -> bytes:

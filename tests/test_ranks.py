@@ -25,7 +25,7 @@ from tests import door
 from tests.tiny import TinyModel
 
 AT_ONCE = 6  # number of scenarios that run at a time; their processes wait nearly all of it
-# Python that a process runs first, each for one change of mckpt
+# Each of these is Python that a process runs first, to change one part of mckpt
 SOON = "import mckpt.execute.ranks as r; r.LOOK_S, r.DEAD_S = 0.3, 3.0"
 DEAD_SOON = "import mckpt.execute.ranks as r; r.DEAD_S = 2.0"
 DIES = """
@@ -101,7 +101,7 @@ def wait(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize(("form", "run"), [("torch", "a"), ("torch_dist", "")])
-def test_the_output_is_that_of_one_process(
+def test_several_ranks_write_the_output_of_one_process(
     source: Path, tmp_path: Path, form: str, run: str
 ) -> None:
     """Runs have a name under srun and --workers, and none under torchrun. Without a name, the other

@@ -72,7 +72,9 @@ def test_offsets_of_many_digits_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nbytes, begin", [(8, 1), (9, 1), (12, 4)])
-def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin: int) -> None:
+def test_a_hole_at_the_start_of_a_later_file_is_refused(
+    tmp_path: Path, nbytes: int, begin: int
+) -> None:
     """The end of the file before must not count as the end of a tensor before the hole."""
     write(tmp_path / "a.safetensors", begin, one=("U8", [begin], 0, begin))
     write(tmp_path / "b.safetensors", nbytes, two=("U8", [8], begin, begin + 8))

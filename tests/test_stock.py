@@ -242,8 +242,8 @@ def renamed(checkpoint: Path, form: str, work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def references(work: Path, sources: dict[str, Path]) -> dict[str, np.ndarray]:
-    """transformers' logits of each source, computed as the stock trainer will: llama-rope-scaled
-    with a factor of 8.
+    """Returns transformers' logits of each source, computed as the stock trainer will:
+    llama-rope-scaled with a factor of 8.
     """
     scaling = {**tiny.config("llama-rope-scaled")["rope_scaling"], "factor": 8.0}
     stock = tiny.tiny_random(

@@ -293,7 +293,7 @@ def test_every_token_is_a_label_once_an_epoch() -> None:
     assert [source(i).tolist() for i in range(7)] != [source(7 + i).tolist() for i in range(7)]
 
 
-def test_the_same_tokens_from_bin_and_jsonl(tmp_path: Path) -> None:
+def test_bin_and_jsonl_give_the_same_tokens(tmp_path: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)

@@ -200,7 +200,7 @@ def expect(said: dict[str, Any], named: str) -> None:
     assert any(named in reason for reason in said["reasons"]), said["reasons"]
 
 
-def test_a_fault_of_the_converter_itself(
+def test_a_fault_of_the_converter_itself_is_found(
     directory: Path, verdicts: dict[str, mckpt.Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verdict finds k and v that are exchanged in the packing itself.

@@ -193,8 +193,8 @@ def _values(name: str, drawn: np.random.RandomState, shape: tuple[int, ...]) -> 
         return np.float32(0.6) * normal
     if name == "model.embed_tokens.weight":
         return np.float32(0.25) * normal
-    # in units of 1/sqrt(inputs), so that no layer drowns the others. Attention adds what all tokens
-    # of a row share: with 1.3 for o_proj too, 128 tokens leave some experts unused
+    # In units of 1/sqrt(inputs), so that no layer dominates the others. Attention adds a part that
+    # all tokens of a row share: with 1.3 for o_proj too, 128 tokens leave some experts unused
     gain = 0.9 if name.endswith("o_proj.weight") else 1.3
     return np.float32(gain / math.sqrt(shape[-1])) * normal
 

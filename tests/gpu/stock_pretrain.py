@@ -217,7 +217,9 @@ def run_case(
     limit_s: float,
     extra: list[str],
 ) -> Json:
-    """Converts, trains and converts back; returns the record, in which `error` is what failed."""
+    """Converts, trains and converts back; returns the record, whose `error` is the reason of a
+    failure.
+    """
     record: Json = dict.fromkeys(COLUMNS, "") | {
         "family": family,
         "format": form,
@@ -316,7 +318,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason(log: str) -> str:
-    """The message of the first error that a rank raised, or else the end of the log."""
+    """Returns the message of the first error that a rank raised, or else the end of the log."""
     found = re.search(
         r"^(?:\[rank\d+\]: ?)?([A-Z]\w*(?:Error|Exception|Exit)\b|\S+\.py: error: )",
         log,
@@ -326,7 +328,7 @@ def reason(log: str) -> str:
 
 
 def problems_of(log: str, losses: list[str]) -> list[str]:
-    """Returns what is wrong in the log of a run with exit code 0."""
+    """Returns the problems in the log of a run with exit code 0."""
     out = []
     if "load_return" in log:
         line = next(line for line in log.splitlines() if "load_return" in line)
