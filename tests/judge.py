@@ -65,7 +65,7 @@ import torch.distributed as dist
 from mckpt import launching
 from mckpt.trainer import build, cpu, forward, load, save, train
 
-TIMEOUT_S = 60  # of one collective: a rank that waits for one that failed gives up then
+TIMEOUT_S = 60  # limit of one collective, after which a rank stops waiting for one that failed
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def main() -> None:
         run_case(case, dist.PrefixStore(case["name"], store), rank, num_ranks, out)
         faulthandler.cancel_dump_traceback_later()
     store.set(f"bye{rank}", "")
-    if rank == 0:  # it may host the store
+    if rank == 0:  # this rank may host the store
         store.wait([f"bye{r}" for r in range(num_ranks)], datetime.timedelta(seconds=TIMEOUT_S))
 
 

@@ -58,7 +58,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from mckpt.trainer import cpu, forward
 from tests.judge import die_with
 
-TIMEOUT_S = 120  # of one collective; a case that takes twice as long is ended
+TIMEOUT_S = 120  # limit of one collective; a case that takes twice as long is ended
 # Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr
 # and --save-interval are demanded.
 RUN = """--no-load-optim --no-load-rng --no-save-optim --no-save-rng --save-interval 1

@@ -293,8 +293,7 @@ def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict
     cases.append({"name": "grid-wide-tp", "kind": "grid", "tp": 4, "pp": 2, "ep": 2, "etp": 1})
     cases.append({"name": "grid-wide-ep", "kind": "grid", "tp": 2, "ep": 4, "etp": 1})
     cases.append({"name": "grid-cp", "kind": "grid", "tp": 2, "cp": 2, "pp": 2})
-    # one rank fails while the other waits for it; then one dies; the cases after them must not feel
-    # it
+    # one rank fails while the other waits for it, then one dies; neither may affect the later cases
     (work / "llama-torch" / "iter_0000001" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
     cases += loads(work / "llama-torch", "fault", [{"tp": 2, "pp": 2}], timeout=8)
     cases += loads(work / "te-llama3-torch_dist", "after-fault", [{"tp": 2, "pp": 2}])

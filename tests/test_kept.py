@@ -274,7 +274,7 @@ def test_the_error_names_missing_layers_of_multi_token_prediction(
     )
     config = tiny.config("deepseek-v3")
     arrays = tiny.tensors(config)
-    # damaged: the hint would be wrong
+    # the checkpoint is damaged, so the hint would be wrong
     for lost in ("model.layers.4.enorm.weight", "model.norm.weight"):
         (tmp_path / lost).mkdir()
         tiny.write_weights(tmp_path / lost, {k: v for k, v in arrays.items() if k != lost})

@@ -26,7 +26,7 @@ SINCE_0_19 = [int(part) for part in VERSION.split(".")[:2]] >= [0, 19]
 WORLD = 4
 LOGITS_ATOL = 1e-4  # tolerance of fp32 logits of size 1 to 10; a clean run is 100 times closer
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
-# of llama-rope-scaled: megatron-core computes it, pretrain_gpt.py does not hand it on
+# for llama-rope-scaled: megatron-core uses the factor, but pretrain_gpt.py does not pass it on
 INEXACT = ["rope_factor"]
 SIZES: list[dict[str, Any]] = [{}, {"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 2}]
 MOE_SIZES: list[dict[str, Any]] = [
@@ -260,7 +260,7 @@ def test_a_checkpoint_without_args_needs_like(
 
 
 # megatron-core 0.19 gives the queries of deepseek-v3-plain a norm that the model does not have,
-# with Transformer Engine: not loadable, and refused
+# with Transformer Engine. Such a checkpoint cannot be loaded, and mckpt refuses it
 NOT_LOADABLE = [("deepseek-v3-plain", "transformer_engine")] if SINCE_0_19 else []
 KEY_CASES = [
     (case, impl, size)
@@ -384,8 +384,8 @@ def test_the_files_are_those_that_rank_generator_gives(
             assert {(u[1], u[2], u[3], u[4]) for u in users} == {(t, p, e, t % etp)}
 
 
-# Fields of TransformerConfig that change how fast, on what, or with what training a model runs, or
-# that the args above imply; not what it computes.
+# Fields of TransformerConfig that do not change the logits: they set speed, devices or training, or
+# the args above imply them.
 INERT = frozenset(
     """
     tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards

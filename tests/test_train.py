@@ -231,7 +231,7 @@ def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(
     wrong = torch.nn.functional.gelu(
         x if bias is None else x + bias, approximate="none" if fused else "tanh"
     )
-    assert (forward(stock) - wrong).abs().max() > 1e-4  # so that the next line can fail
+    assert (forward(stock) - wrong).abs().max() > 1e-4  # otherwise the next line could not fail
     torch.testing.assert_close(forward(mine), forward(stock), rtol=0, atol=1e-6)
 
 
