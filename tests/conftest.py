@@ -31,9 +31,8 @@ def work(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModel]:
-    """A function (case, dtype) -> the Hugging Face directory of a tiny model.
-
-    Each is written once. A test that changes one must copy it, which is checked at the end.
+    """A function (case, dtype) -> the Hugging Face directory of a tiny model. Each is written once.
+    A test that changes one must copy it, which is checked at the end.
     """
     root = tmp_path_factory.mktemp("tiny")
     stamped: dict[Path, dict[Path, int]] = {}
@@ -50,7 +49,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyModel]:
 
 
 def stamps(root: Path) -> dict[Path, int]:
-    """When each file and folder below a directory was last changed."""
+    """Returns the time at which each file and folder below a directory was last changed."""
     return {path: path.stat().st_mtime_ns for path in root.rglob("*")}
 
 
@@ -62,6 +61,7 @@ def sources(tiny_model: TinyModel) -> dict[str, Path]:
 
 @pytest.fixture(scope="session")
 def src(tiny_model: TinyModel) -> Path:
+    """The Hugging Face directory of the case qwen3 in bf16."""
     return tiny_model("qwen3")
 
 
@@ -92,7 +92,7 @@ def made(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, src):
-    """A save directory whose checkpoint is an iteration."""
+    """A save directory whose checkpoint is an iteration, not a release."""
     root = tmp_path_factory.mktemp("trained") / "ckpt"
     good("hf-to-megatron", src, root, "--iteration", 7, "--format", "torch")
     return root

@@ -1,5 +1,5 @@
-"""What a user meets: `mckpt` run in this process, checkpoints damaged on purpose, and what a run
-left behind.
+"""Runs `mckpt` as a user does, damages checkpoints on purpose, and reads the files that
+a run left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from unittest import mock
 
 import numpy as np
 
-from mckpt import cli
+from mckpt import api, cli
 from mckpt.containers import dcp_metadata, safe_pickle, torch_file
 from tests.tiny import tiny_random
 
@@ -30,7 +30,7 @@ Arrays = dict[str, Any]
 
 
 class Said(NamedTuple):
-    """How one run of mckpt ended."""
+    """The exit code and the output of one run of mckpt."""
 
     code: int
     out: str
@@ -42,7 +42,7 @@ class Said(NamedTuple):
 
 
 def mckpt(*args: Any) -> Said:
-    """Run `mckpt` with these arguments, without a process of its own."""
+    """Runs `mckpt` with these arguments in this process."""
     out, err = io.StringIO(), io.StringIO()
     with (
         mock.patch.object(sys, "argv", ["mckpt", *map(str, args)]),
@@ -58,15 +58,15 @@ def mckpt(*args: Any) -> Said:
 
 
 def good(*args: Any) -> Said:
-    """The same, and it must end well."""
+    """Runs `mckpt` in this process; it must exit with 0."""
     said = mckpt(*args)
     assert said.code == 0, f"mckpt {' '.join(map(str, args))} ended with {said.code}:\n{said.err}"
     return said
 
 
 def refused(code: int, *words: str, args: tuple[Any, ...], untouched: Path | None = None) -> str:
-    """mckpt must exit with `code`, say one error that has these words, no traceback, and leave
-    `untouched` as it was.
+    """Runs `mckpt`, which must exit with `code` and one error that contains these words, without a
+    traceback, and leave `untouched` unchanged. Returns the error.
     """
     before = None if untouched is None else tree(untouched)
     said = mckpt(*args)
@@ -102,9 +102,8 @@ def refuse_copy(
 
 
 def command_line(*args: Any, before: str = "") -> list[str]:
-    """The command line that runs `mckpt` with these arguments in a process of its own.
-
-    `before` is Python that runs first, such as one that changes a part of mckpt.
+    """Returns the command line that runs `mckpt` with these arguments in a process of its own.
+    `before` is Python that runs first, such as a change of a part of mckpt.
     """
     argv = ["mckpt", *map(str, args)]
     if not before:
@@ -130,9 +129,8 @@ def python(code: str, *args: Any) -> str:
 
 
 def tree(path: Path) -> dict[str, bytes | None]:
-    """Every file below a directory, hidden ones too, with its bytes; directories as None.
-
-    Empty where there is nothing.
+    """Returns every file below a directory, hidden ones too, with its bytes; directories as None.
+    The result is empty where the directory does not exist.
     """
     return (
         {
@@ -149,7 +147,7 @@ def hf(path: Path, case: str = "qwen3", **how: Any) -> Path:
 
 
 def shard(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and data of a .safetensors file."""
+    """Returns header and data of a .safetensors file."""
     raw = path.read_bytes()
     n = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + n]), raw[8 + n :]
@@ -167,8 +165,8 @@ def edit_json(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 class Pt:
-    """A torch.save file taken apart, without torch: `value` may be changed (tensors are records),
-    `data` holds the storages.
+    """A torch.save file taken apart without torch. `value` may be changed (tensors are records),
+    and `data` holds the storages.
     """
 
     def __init__(self, path: Path) -> None:
@@ -181,7 +179,7 @@ class Pt:
             os.close(fd)
 
     def put(self, dtype: str, shape: tuple[int, ...], data: bytes) -> Any:
-        """The record of a new tensor."""
+        """Returns the record of a new tensor."""
         key = str(len(self.data) + 1000)
         self.data[key] = data
         return safe_pickle.tensor(dtype, shape, key)
@@ -191,7 +189,7 @@ class Pt:
 
 
 def save_pt(path: Path, value: Any, data: dict[str, bytes]) -> None:
-    """Write a torch.save file of records and storages."""
+    """Writes a torch.save file of records and storages."""
     laid = torch_file.lay_out(value, path.stem)
     raw = bytearray(laid.size)
     for key, (at, n) in laid.data.items():
@@ -201,22 +199,44 @@ def save_pt(path: Path, value: Any, data: dict[str, bytes]) -> None:
     path.write_bytes(raw)
 
 
+def as_trained(
+    source: Path,
+    out: Path,
+    change: Callable[[dict[str, Any]], Any] = lambda args: None,
+    **wanted: Any,
+) -> Path:
+    """Writes `source` as a training run would leave it in the format `torch`; returns `out`.
+
+    `change` edits the args of each rank. The files that only mckpt writes are removed.
+    """
+    api.plan(source, out, format="torch", **wanted).run()
+    for path in (out / "release").glob(f"mp_rank_*/{PT}"):
+        file = Pt(path)
+        args = dict(safe_pickle.fields(file.value["args"]))
+        change(args)
+        file.value["args"] = safe_pickle.namespace(**args)
+        file.save()
+    for stray in (out / "release" / "mckpt.json", *(out / "hf").glob("*")):
+        stray.unlink()
+    (out / "hf").rmdir()
+    return out
+
+
 def hostile_pickle(mark: Path) -> bytes:
-    """A pickle that would run `touch mark` if anything it names were called."""
+    """Returns a pickle that would run `touch mark` if a reader called a function that it names."""
     return f"cos\nsystem\n(S'touch {mark}'\ntR.".encode()
 
 
 def save_hostile(path: Path, mark: Path) -> None:
-    """A torch.save file with such a pickle."""
+    """Writes a torch.save file with such a pickle."""
     made = torch_file.TorchFile(path.stem, hostile_pickle(mark), {})
     path.write_bytes(b"".join(piece for _, piece in made.fixed()))
 
 
 def emit(tensors: dict[str, Any], items: list[Any]) -> bytes:
-    """The .metadata of tensors, (dtype, shape, [(offsets, sizes)]) or None for an object, and
-    items, (key, offsets, file, offset, length).
-
-    One by one, so that what they say need not fit together.
+    """Returns the .metadata of `tensors`, (dtype, shape, [(offsets, sizes)]) or None for an object,
+    and of `items`, (key, offsets, file, offset, length). Tensors and items are written one by one,
+    so they may contradict each other.
     """
     files = list(dict.fromkeys(file for _, _, file, _, _ in items))
     pieces = dcp_metadata.emit_metadata(

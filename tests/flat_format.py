@@ -1,6 +1,6 @@
-"""A throwaway format: this file and a line in `mckpt.formats.FORMATS` are all that a new one needs.
+"""A format for tests: this file and a line in `mckpt.formats.FORMATS` are all that a new one needs.
 
-flat.bin     all tensors one behind the other, with the keys and shapes of the whole model
+flat.bin     all tensors one after the other, with the keys and shapes of the whole model
 flat.json    {"args": {...}, "tensors": {key: {dtype, shape, at}}}
 """
 
@@ -38,7 +38,7 @@ DATA, INDEX = "flat.bin", "flat.json"
 
 
 class Flat:
-    """An opened checkpoint. Its pickled common state is left out: args are plain values here."""
+    """An opened checkpoint. It has no pickled common state, because its args are plain values."""
 
     block = None
 
@@ -86,7 +86,9 @@ class Flat:
 def _stored(
     names: Names, padded_rows: int, at: dict[str, int], dtypes: dict[str, str]
 ) -> Iterator[Stored]:
-    """What is stored where: for each key all of its layers and experts, outermost."""
+    """Returns the place of every stored tensor: for each key all of its layers and experts,
+    outermost.
+    """
     scope = names.scope()
     for b in names.bound():
         whole = packed(b.rule, scope, padded_rows)

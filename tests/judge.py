@@ -65,7 +65,7 @@ import torch.distributed as dist
 from mckpt import launching
 from mckpt.trainer import build, cpu, forward, load, save, train
 
-TIMEOUT_S = 60  # of one collective: a rank that waits for one that failed gives up then
+TIMEOUT_S = 60  # limit of one collective, after which a rank stops waiting for one that failed
 
 
 def main() -> None:
@@ -88,12 +88,12 @@ def main() -> None:
         run_case(case, dist.PrefixStore(case["name"], store), rank, num_ranks, out)
         faulthandler.cancel_dump_traceback_later()
     store.set(f"bye{rank}", "")
-    if rank == 0:  # it may host the store
+    if rank == 0:  # this rank may host the store
         store.wait([f"bye{r}" for r in range(num_ranks)], datetime.timedelta(seconds=TIMEOUT_S))
 
 
 def die_with(parent: int) -> None:
-    """Ends this process group when the process that started it is gone (a test run that was
+    """Ends this process group when the process that started it has ended (a test run that was
     killed).
     """
     while True:
@@ -105,8 +105,8 @@ def die_with(parent: int) -> None:
 
 
 def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int, out: Path) -> None:
-    """One case on this rank; rank 0 gathers what the others say through the store, which outlives
-    their process groups.
+    """Runs one case on this rank. Rank 0 gathers the results of the others through the store, which
+    outlives their process groups.
     """
     limit = datetime.timedelta(seconds=5 * case.get("timeout", TIMEOUT_S))
     alone = case["kind"] in ("grid", "keys")
@@ -153,7 +153,7 @@ def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int,
 
 
 def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, world: int) -> None:
-    """The process groups of one case."""
+    """Starts the process groups of one case."""
     timeout_s = case.get("timeout", TIMEOUT_S)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
@@ -247,11 +247,11 @@ def keep_logits(
 
 @torch.no_grad()
 def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
-    """Every weight from a seeded normal, biases and norms (about 1) too, rounded to `dtype`; the
-    same whatever the parallel sizes.
+    """Fills every weight from a seeded normal, biases and norms (about 1) too, rounded to `dtype`.
+    The values are the same at all parallel sizes.
 
-    Each whole tensor is drawn under its torch_dist key and this rank's part cut out, so replicas
-    and tied copies agree as well.
+    Each whole tensor is drawn under its torch_dist key, and this rank's part is cut out, so
+    replicas and tied copies agree as well.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -259,7 +259,7 @@ def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
     for tensor in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
         if not isinstance(tensor, ShardedTensor):
             continue  # _extra_state
-        # one norm: its key depends on transformer_impl
+        # the key of this norm depends on transformer_impl
         key = tensor.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
         whole = (
             torch.randn(
@@ -287,8 +287,8 @@ def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
 def keys_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
-    """What the model of every rank would save, from torch's fake process group: one process plays
-    all ranks in turn.
+    """Returns the keys that the model of every rank would save. With torch's fake process group,
+    one process plays all ranks in turn.
     """
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -325,7 +325,9 @@ def keys_case(
 def grid_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
-    """Which rank reads and which writes which legacy file, by megatron-core's own RankGenerator."""
+    """Returns which rank reads and which writes which legacy file, by megatron-core's own
+    RankGenerator.
+    """
     from megatron.core.parallel_state import RankGenerator
 
     tp, pp, cp, ep = (case.get(name) or 1 for name in ("tp", "pp", "cp", "ep"))
@@ -351,7 +353,7 @@ def grid_case(
         )
         reads.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
         if position(dense, "dp", played) and position(expert, "dp", played):
-            continue  # neither is 0: does not write
+            continue  # only a rank with 0 in one of them writes
         files.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
     return {"files": files, "reads": reads}
 
@@ -359,7 +361,7 @@ def grid_case(
 def death_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
-    """For the judge's own test: the launch ends without a verdict."""
+    """Ends the launch without a verdict, for the judge's own test."""
     os._exit(1)
 
 
@@ -374,8 +376,8 @@ KINDS = {
 
 
 def fork_ranks() -> None:
-    """Every rank as a fork of this process, in which all that they need is imported: that takes 8 s
-    of CPU, which four of them then share.
+    """Starts every rank as a fork of this process, which has imported everything that they need:
+    the imports take 8 s of CPU, which four ranks then share.
     """
     import megatron.core.dist_checkpointing
     import megatron.core.distributed
@@ -395,7 +397,7 @@ def fork_ranks() -> None:
         finally:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0)  # what was found is in files
+            os._exit(0)  # the results are in files
     for pid in ranks:
         os.waitpid(pid, 0)
 

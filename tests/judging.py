@@ -1,5 +1,5 @@
 """Runs tests/judge.py or tests/stock.py for a test: starts the processes, waits with a limit, reads
-the results, leaves nothing running.
+the results, and leaves nothing running.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ def judge(
     timeout: float = 1200,
     program: str = "judge.py",
 ) -> dict[str, dict[str, Any]]:
-    """The result of every case by its name, with `logits` (an array) where the case gives them.
-
-    A failed case has ok False and error.
+    """Returns the result of every case by its name, with `logits` (an array) where the case gives
+    them. A failed case has ok False and an error.
 
     A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the
-    log, and the cases after it get a launch of their own. `timeout` is seconds for all of it.
-    `program` is judge.py or stock.py, which have the same door.
+    log, and the cases after it get a launch of their own. `timeout` is the limit of all launches
+    together, in seconds. `program` is judge.py or stock.py, which have the same interface.
     """
     directory.mkdir(parents=True, exist_ok=True)
     cases = [{"name": f"case{index:03d}"} | case for index, case in enumerate(cases)]
@@ -87,11 +86,11 @@ def launch(
     timeout: float,
     program: str,
 ) -> str:
-    """One run of the program on `world_size` ranks; returns its log.
+    """Runs the program once on `world_size` ranks; returns its log.
 
-    The ranks are started here rather than by torchrun, which puts every rank into a session of its
-    own, out of reach: here all of them, and the manager processes that megatron-core's saver forks,
-    are one process group that is killed at the end, come what may.
+    The ranks are not started by torchrun, because torchrun puts every rank into a session of its
+    own, where this function could not end it. Here all ranks, and the manager processes that
+    megatron-core's saver forks, are one process group, which is always killed at the end.
     """
     (directory / "cases.json").write_text(json.dumps(cases))
     path = [
@@ -139,5 +138,7 @@ def read_result(directory: Path, name: str) -> dict[str, Any]:
 
 
 def explain(result: dict[str, Any]) -> str:
-    """Why a case failed: the traceback of the rank that failed first."""
+    """Returns why a case failed: the traceback of the rank that failed first. Empty if
+    it passed.
+    """
     return "" if result["ok"] else f"{result['name']}: " + next(iter(result["error"].values()))

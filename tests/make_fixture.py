@@ -1,9 +1,8 @@
-"""Make fixtures/tiny-qwen3, the model of the README, and fixtures/configs/v5: python -m
-tests.make_fixture
+"""Makes fixtures/tiny-qwen3, the model of the README, and fixtures/configs/v5: `python -m
+tests.make_fixture`.
 
 The model is a Qwen3 of 120 thousand random parameters with a real byte-level tokenizer, small
-enough to be kept in git. Its vocabulary is larger than its tokenizer's, and odd, as published
-models' are.
+enough for git. Its vocabulary is odd and larger than its tokenizer's, as in published models.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ CHAT_TEMPLATE = (
 
 
 def byte_letters() -> list[str]:
-    """The letter that byte-level BPE writes for each of the 256 bytes: itself if printable, else
-    the next letter from U+0100.
+    """Returns the letter that byte-level BPE writes for each of the 256 bytes: itself if printable,
+    else the next letter from U+0100.
     """
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -67,8 +66,8 @@ def byte_letters() -> list[str]:
 
 
 def tokenizer() -> dict[str, Any]:
-    """The content of a tokenizer.json: byte-level BPE with the 256 bytes, eight merges and Qwen's
-    three special tokens.
+    """Returns the content of a tokenizer.json: byte-level BPE with the 256 bytes, eight merges and
+    Qwen's three special tokens.
     """
     words = [*byte_letters(), *(merge.replace(" ", "") for merge in MERGES)]
     flags = {
@@ -110,7 +109,7 @@ def tokenizer() -> dict[str, Any]:
 
 
 def write_tiny_qwen3(directory: Path) -> None:
-    """Write the model of the README."""
+    """Writes the model of the README."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", TINY_QWEN3)
     write_weights(directory, tensors(TINY_QWEN3, seed=2025))
@@ -133,7 +132,7 @@ def write_tiny_qwen3(directory: Path) -> None:
 
 
 def write_v5_configs(directory: Path) -> None:
-    """Write the published configs named in V5 as the installed transformers saves them (5 or
+    """Writes the published configs named in V5 as the installed transformers saves them (5 or
     later).
     """
     from transformers import AutoConfig

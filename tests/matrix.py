@@ -14,9 +14,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]  # what tests.judging.record writes
+Row = dict[str, Any]  # a line that tests.judging.record writes
 
-# From the strongest to the weakest; what each one proves stands in HEAD.
+# From the strongest to the weakest; HEAD explains what each one proves.
 JUDGES = ("stock trainer", "forward", "saved by megatron-core")
 HEAD = """# What Megatron-Core has judged
 

@@ -31,8 +31,8 @@ Row = tuple[int, int, dict[str, Any], Any]  # num_layers, pp, fields of Parallel
 
 
 def compact(grid: list[dict[str, Any]]) -> list[Row]:
-    """The rows that Parallel can say, of a grid of {"args": ..., "stages": [{pp, vp, layers}] |
-    "error": ..., "each_layer_once": bool}.
+    """Returns the rows that Parallel can express, of a grid of {"args": ..., "stages": [{pp, vp,
+    layers}] | "error": ..., "each_layer_once": bool}.
     """
     out: list[Row] = []
     refused = 0
@@ -40,7 +40,7 @@ def compact(grid: list[dict[str, Any]]) -> list[Row]:
         args = dict(one["args"])
         num_layers, pp = args.pop("num_layers"), args.pop("pp")
         said = {SHORT[k]: v for k, v in args.items() if k in SHORT}
-        # the other way to say vpp
+        # the other arg for vpp
         if (per := args.get("num_layers_per_virtual_pipeline_stage")) is not None:
             total = num_layers + len([k for k in said if k.startswith("account")])
             if total % (per * pp) or "first_stage_layers" in said:
@@ -68,12 +68,12 @@ def compact(grid: list[dict[str, Any]]) -> list[Row]:
 
 
 def rows() -> list[Row]:
-    """The committed rows."""
+    """Returns the committed rows."""
     return [(n, pp, said, answer) for n, pp, said, answer in json.loads(DATA.read_text())]
 
 
 def ask(num_layers: int, pp: int, said: dict[str, Any]) -> Any:
-    """Megatron-Core's answer, as in the file but for "lost"."""
+    """Returns Megatron-Core's answer, as in the file except for "lost"."""
     import torch
     from megatron.core import parallel_state
     from megatron.core.transformer import TransformerConfig

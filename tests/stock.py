@@ -58,7 +58,7 @@ from megatron.training.argument_utils import gpt_config_from_args
 from mckpt.trainer import cpu, forward
 from tests.judge import die_with
 
-TIMEOUT_S = 120  # of one collective; a case that takes twice as long is ended
+TIMEOUT_S = 120  # limit of one collective; a case that takes twice as long is ended
 # Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr
 # and --save-interval are demanded.
 RUN = """--no-load-optim --no-load-rng --no-save-optim --no-save-rng --save-interval 1
@@ -66,7 +66,7 @@ RUN = """--no-load-optim --no-load-rng --no-save-optim --no-save-rng --save-inte
     --use-cpu-initialization --distributed-backend gloo
     --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion
     """.split()  # noqa: SIM905
-# args that a test looks at
+# args that a test compares
 SHOWN = ("seq_length", "max_position_embeddings", "apply_rope_fusion", "padded_vocab_size")
 
 
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def fork(case: dict[str, Any], rank: int, out: Path) -> int:
-    """Starts one rank of a case; returns its process id. The rank leaves NAME.rankR behind."""
+    """Starts one rank of a case; returns its process id. The rank writes NAME.rankR."""
     if pid := os.fork():
         return pid
     started = time.monotonic()
@@ -115,7 +115,7 @@ def fork(case: dict[str, Any], rank: int, out: Path) -> int:
     try:
         with cpu.as_cuda():
             found = run(case, rank, out)
-    except BaseException:  # SystemExit too: argparse refuses a flag so
+    except BaseException:  # SystemExit too, because argparse raises it for a bad flag
         found = {"error": traceback.format_exc(), "failed_after_s": time.monotonic() - started}
     (out / f"{case['name']}.rank{rank}").write_text(json.dumps(found))
     # saving torch_dist leaves a multiprocessing.Manager
@@ -127,7 +127,7 @@ def fork(case: dict[str, Any], rank: int, out: Path) -> int:
 
 
 def report(path: Path, pid: int, started: float) -> dict[str, Any]:
-    """What a rank left; the rank is killed if it does not end in time."""
+    """Returns the result that a rank wrote. The rank is killed if it does not end in time."""
     while os.waitpid(pid, os.WNOHANG) == (0, 0):
         if time.monotonic() - started > 2 * TIMEOUT_S:
             os.kill(pid, signal.SIGKILL)
@@ -142,7 +142,7 @@ def report(path: Path, pid: int, started: float) -> dict[str, Any]:
 
 
 def stub() -> None:
-    """Answers what megatron.training asks of CUDA; done before the ranks are forked."""
+    """Replaces the answers of CUDA that megatron.training requests, before the ranks are forked."""
     cpu.install()
     # STUB: validate_args asks for the features of a GPU
     torch.cuda.get_device_capability = lambda *a, **k: (9, 0)
@@ -167,7 +167,7 @@ def stub() -> None:
 
 
 def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
-    """One rank of one case."""
+    """Runs one rank of one case."""
     sys.argv = ["pretrain_gpt.py", *case["flags"], *RUN]
     for flag, directory in (("--load", case["checkpoint"]), ("--save", case.get("save"))):
         sys.argv += [flag, directory] if directory else []
@@ -202,7 +202,7 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         raise ValueError(f"load_checkpoint did not set {left}")
     if case.get("tokens"):
         if args.multi_latent_attention:
-            # STUB: Triton kernels; the config was checked with what the launch line says
+            # STUB: Triton kernels; the config was checked with the flags of the launch line
             config.apply_rope_fusion = False
         logits = forward.logits(
             [getattr(chunk, "module", chunk) for chunk in chunks],
@@ -222,8 +222,8 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
 
 
 def refuse_second_try() -> None:
-    """load_checkpoint catches what a strict load raises, and loads again with strict=False: that
-    second load raises here.
+    """Makes a second load raise: load_checkpoint catches the error of a strict load, and loads
+    again with strict=False.
     """
     strictly = GPTModel.load_state_dict
 

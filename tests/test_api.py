@@ -15,7 +15,7 @@ from tests import tiny
 from tests.door import hf, tree
 
 
-def test_open(src, torch_dir, dist_dir):
+def test_open_reads_tensors_and_slices_of_every_format(src, torch_dir, dist_dir):
     arrays = tiny.tensors(tiny.config("qwen3"))
     q = arrays["model.layers.3.self_attn.q_proj.weight"]
     for path in (src, torch_dir, dist_dir):
@@ -63,7 +63,7 @@ def test_open(src, torch_dir, dist_dir):
         assert (ckpt.format, ckpt.dims["num_layers"]) == (ckpt.opened.format.name, 4)
 
 
-def test_open_pickled_and_threaded(torch_dir):
+def test_an_opened_checkpoint_can_be_pickled_and_read_by_threads(torch_dir):
     ckpt = package.open(torch_dir)
     again = pickle.loads(pickle.dumps(ckpt))
     piece = pickle.loads(pickle.dumps(ckpt["embed.weight"][3:5]))
@@ -76,7 +76,7 @@ def test_open_pickled_and_threaded(torch_dir):
     assert read == {name: tensor.numpy().tobytes() for name, tensor in again.items()}
 
 
-def test_open_reads_nothing_until_asked(tmp_path):
+def test_open_reads_no_tensor_until_it_is_used(tmp_path):
     src = hf(tmp_path / "src")
     ckpt = package.open(src)
     tensor = ckpt["embed.weight"][:2]
@@ -85,7 +85,7 @@ def test_open_reads_nothing_until_asked(tmp_path):
         tensor.numpy()
 
 
-def test_torch_tensors(dist_dir):
+def test_a_slice_converts_to_a_torch_tensor(dist_dir):
     torch = pytest.importorskip("torch")
     found = package.open(dist_dir)["layers.0.mlp.up.weight"][:3].torch()
     wanted = tiny.tensors(tiny.config("qwen3"))["model.layers.0.mlp.up_proj.weight"][:3]
@@ -94,7 +94,7 @@ def test_torch_tensors(dist_dir):
     )
 
 
-def test_plan_and_convert_from_python(src, torch_dir, tmp_path):
+def test_python_plans_and_converts(src, torch_dir, tmp_path):
     plan = package.plan(src, tmp_path / "d", format="torch", parallel=package.Parallel(tp=2, pp=2))
     assert "47 logical tensors" in plan.summary() and not (tmp_path / "d").exists()
     assert plan.run(max_memory="1MiB", threads=2)["plan"] == plan.digest

@@ -56,7 +56,7 @@ MAY = words(
         "trainer": "errors formats geometry launching",
     }
 )
-# and what they may not import even through others
+# The packages that they must not import, not even through other modules.
 FAR = words(
     {
         "geometry": "api checkpoint containers execute formats mapping",
@@ -65,7 +65,7 @@ FAR = words(
         "mapping": "api checkpoint execute formats",
     }
 )
-DOORS = ("cli", "mapping")  # packages whose __init__ only hands on what their modules define
+DOORS = ("cli", "mapping")  # Packages whose __init__ only re-exports names of their modules.
 
 
 @functools.cache
@@ -74,13 +74,13 @@ def tree(module: str) -> ast.Module:
 
 
 def folder(module: str) -> str:
-    """The package of a module; the module itself if it is in none."""
+    """Returns the package of a module, or the module itself if it belongs to no package."""
     return module.split(".")[0]
 
 
 def statements(node: ast.AST, top: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The imports below a node, those for type checkers left out; with `top` only those that run
-    when the module is imported.
+    """Returns the import statements below a node, without those for type checkers. With `top`,
+    returns only those that run when the module is imported.
     """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
@@ -93,7 +93,7 @@ def statements(node: ast.AST, top: bool) -> Iterator[ast.Import | ast.ImportFrom
 
 
 def imported(module: str, top: bool = False) -> set[str]:
-    """Full dotted names of all that a module imports."""
+    """Returns the full dotted names of everything that a module imports."""
     out = set()
     for node in statements(tree(module), top):
         if isinstance(node, ast.Import):
@@ -106,7 +106,7 @@ def imported(module: str, top: bool = False) -> set[str]:
 
 @functools.cache
 def ours(module: str) -> set[str]:
-    """The modules of mckpt that a module imports, at any depth of its code."""
+    """Returns the modules of mckpt that a module imports, at any depth of its code."""
     out = set()
     for name in imported(module):
         if name.split(".")[0] == "mckpt":
@@ -117,12 +117,12 @@ def ours(module: str) -> set[str]:
                     "mckpt",
                 )
             )
-    return out - {"mckpt", "lazy"}  # lazy is numpy under another name
+    return out - {"mckpt", "lazy"}  # `lazy` is numpy, imported on first use
 
 
 @functools.cache
 def reach(module: str) -> set[str]:
-    """Everything a module imports, through others too."""
+    """Returns everything that a module imports, also through other modules."""
     out: set[str] = set()
     todo = [module]
     while todo:
@@ -132,8 +132,8 @@ def reach(module: str) -> set[str]:
     return out
 
 
-def test_the_imports_are_seen() -> None:
-    """The functions that find imports do find them, so the tests below can fail."""
+def test_the_functions_that_find_imports_work() -> None:
+    """Otherwise the tests below could not fail."""
     assert {"geometry.box", "errors", "formats.base", "mapping", "geometry.packing"} <= ours(
         "formats.megatron.torch"
     )
@@ -142,25 +142,25 @@ def test_the_imports_are_seen() -> None:
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if folder(m) in MAY])
-def test_arrows_point_one_way(module: str) -> None:
+def test_modules_import_only_the_packages_that_they_may(module: str) -> None:
     assert {folder(m) for m in ours(module)} <= MAY[folder(module)] | {folder(module)}
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if folder(m) in FAR])
-def test_what_is_never_reached(module: str) -> None:
+def test_modules_do_not_reach_forbidden_packages_through_others(module: str) -> None:
     assert not {folder(m) for m in reach(module)} & FAR[folder(module)]
 
 
-def test_no_cycles() -> None:
+def test_imports_form_no_cycle() -> None:
     assert [m for m in MODULES if m not in ("mckpt", *DOORS) and m in reach(m)] == []
 
 
-def test_every_package_is_named() -> None:
+def test_every_package_has_an_import_rule() -> None:
     assert {folder(m) for m in MODULES} - {"__init__", "__main__", "lazy"} == set(MAY)
 
 
 def test_nothing_imports_the_trainer() -> None:
-    """Only the commands that run the trainer import it, when they run it."""
+    """Only the commands that run the trainer import it, and only when they run it."""
     for module in MODULES:
         if not module.startswith("trainer"):
             assert not any("trainer" in name for name in imported(module, top=True)), module
@@ -184,7 +184,7 @@ def test_the_core_touches_no_files(module: str) -> None:
     assert not calls & {"open", "print", "input", "eval", "exec", "compile", "__import__"}
 
 
-def test_who_prints_and_who_has_threads() -> None:
+def test_only_listed_modules_use_threads_and_none_prints() -> None:
     for module in MODULES:
         if module.split(".")[0] == "trainer":
             continue
@@ -224,8 +224,8 @@ def test_no_pickle_is_loaded_by_pickle() -> None:
 
 
 def test_nothing_heavy_is_imported_by_a_module() -> None:
-    """At the top of a module outside the trainer; `LogicalTensor.torch()` imports torch when it is
-    called.
+    """No module outside the trainer imports a heavy package at its top. `LogicalTensor.torch()`
+    imports torch when it is called.
     """
     for module in MODULES:
         if module.split(".")[0] != "trainer":
@@ -244,7 +244,9 @@ FAMILY = re.compile("|".join(FAMILIES), re.IGNORECASE)
 
 
 def spoken(module: ast.Module) -> set[int]:
-    """Strings that only people read: docstrings, messages of errors, help of options."""
+    """Returns the strings that only people read: docstrings, error messages and the help of
+    options.
+    """
     out = set()
     for node in ast.walk(module):
         parts: list[ast.AST] = []
@@ -262,7 +264,7 @@ def spoken(module: ast.Module) -> set[int]:
 
 
 def model_names(module: ast.Module) -> list[str]:
-    """Names of model families in what the code computes with."""
+    """Returns the names of model families in strings that the code computes with."""
     quiet = spoken(module)
     found = []
     for node in ast.walk(module):
@@ -292,7 +294,7 @@ def test_no_model_is_named_in_code() -> None:
         "match x:\n case 'MistralForCausalLM': pass",
     ],
 )
-def test_a_named_model_is_seen(code: str) -> None:
+def test_the_check_finds_a_model_name_in_code(code: str) -> None:
     assert model_names(ast.parse(code))
 
 
@@ -329,7 +331,7 @@ def test_help_imports_little() -> None:
 
 
 def test_inspecting_a_model_imports_no_numpy(tiny_model: TinyModel) -> None:
-    """Importing numpy takes longer than reading the headers of most models."""
+    """The import of numpy would take longer than reading the headers of most models."""
     source = str(tiny_model("llama"))
     python(
         """

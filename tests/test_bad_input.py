@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.door import (
-    TRACKER,
-    refused,
-)
+from tests.door import TRACKER, refused
 
 ONE = "model.safetensors"
 
@@ -50,38 +47,23 @@ SIZES = {
 
 
 @pytest.mark.parametrize("case", SIZES)
-def test_sizes_that_do_not_fit(tiny_model, tmp_path, case):
+def test_sizes_that_do_not_fit_are_refused(tiny_model, tmp_path, case):
     model, options, words = SIZES[case]
     src = tiny_model(model)
     refused(2, *words, args=("hf-to-megatron", src, tmp_path / "dst", *options), untouched=tmp_path)
 
 
-def test_a_setting_or_family_that_the_config_denies(made, tmp_path):
-    src = made["one"]
-    refused(
-        4,
-        "num_layers",
-        "4",
-        "7",
-        args=("hf-to-megatron", src, tmp_path / "d", "--set", "num_layers=7"),
-        untouched=tmp_path,
-    )
-    refused(
-        4,
-        "'nope'",
-        "qwen3",
-        args=("hf-to-megatron", src, tmp_path / "d", "--family", "nope"),
-        untouched=tmp_path,
-    )
-    refused(
-        4,
-        "/nope.yaml",
-        args=("hf-to-megatron", src, tmp_path / "d", "--mapping", "/nope.yaml"),
-        untouched=tmp_path,
-    )
+def test_a_setting_or_family_that_the_config_denies_is_refused(made, tmp_path):
+    for option, value, words in (
+        ("--set", "num_layers=7", ("num_layers", "4", "7")),
+        ("--family", "nope", ("'nope'", "qwen3")),
+        ("--mapping", "/nope.yaml", ("/nope.yaml",)),
+    ):
+        args = ("hf-to-megatron", made["one"], tmp_path / "d", option, value)
+        refused(4, *words, args=args, untouched=tmp_path)
 
 
-def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
+def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monkeypatch):
     import mckpt as package
     from mckpt.conversion import run as execute
 
@@ -101,7 +83,7 @@ def test_a_source_that_changes_while_it_is_read(made, tmp_path, monkeypatch):
     assert not (tmp_path / "dst" / TRACKER).exists()
 
 
-def test_no_checkpoint_at_all(tmp_path):
+def test_a_source_without_a_checkpoint_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for src, word in (
@@ -115,7 +97,7 @@ def test_no_checkpoint_at_all(tmp_path):
         )
 
 
-def test_an_unreadable_file(made, tmp_path, monkeypatch):
+def test_an_unreadable_file_is_refused(made, tmp_path, monkeypatch):
     import mckpt.containers.safetensors as module
 
     def refuse(*args: Any, **named: Any) -> Any:

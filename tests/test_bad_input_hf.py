@@ -95,7 +95,7 @@ SAFETENSORS = {
 
 
 @pytest.mark.parametrize("case", SAFETENSORS)
-def test_damaged_safetensors(made, tmp_path, case):
+def test_a_damaged_safetensors_file_is_refused(made, tmp_path, case):
     damage, words = SAFETENSORS[case]
     refuse_copy(made, tmp_path, "one", damage, 3, words)
 
@@ -151,7 +151,7 @@ SHARDS = {
 
 
 @pytest.mark.parametrize("case", SHARDS)
-def test_shards_and_their_index(made, tmp_path, case):
+def test_shards_that_contradict_their_index_are_refused(made, tmp_path, case):
     damage, words = SHARDS[case]
     refuse_copy(made, tmp_path, "many", damage, 3, words)
 
@@ -199,12 +199,12 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_tensors_against_config(made, tmp_path, case):
+def test_tensors_that_contradict_the_config_are_refused(made, tmp_path, case):
     damage, code, words = TENSORS[case]
     refuse_copy(made, tmp_path, "one", damage, code, words)
 
 
-def test_mixed_dtypes_can_be_cast(made, tmp_path):
+def test_a_dtype_option_casts_mixed_dtypes(made, tmp_path):
     shutil.copytree(made["one"], tmp_path / "src")
     arrays(lambda a: a.update({DOWN: a[DOWN].astype("f4")}))(tmp_path / "src")
     good("hf-to-megatron", tmp_path / "src", tmp_path / "dst", "--dtype", "bf16")
@@ -271,7 +271,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_configs(made, tmp_path, case):
+def test_a_bad_config_is_refused(made, tmp_path, case):
     damage, code, words = CONFIGS[case]
     refuse_copy(made, tmp_path, "one", damage, code, words)
 
@@ -282,8 +282,8 @@ def test_configs(made, tmp_path, case):
 def write_bin(
     directory: Path, found: dict[str, Any], view: Any = None, name: str = "pytorch_model.bin"
 ) -> Path:
-    """A .bin by hand. view(key, array) -> (elements of a storage, offset, strides) or None for a
-    dense one.
+    """Writes a .bin file and its config.json without torch; returns the directory. `view(key,
+    array)` returns (elements of a storage, offset, strides), or None for a dense tensor.
     """
     from collections import OrderedDict
 
@@ -308,8 +308,8 @@ def transposed(key: str, array: Any) -> Any:
 
 
 def inside(key: str, array: Any) -> Any:
-    """Every second column of a matrix that is framed by other numbers; every third element of a
-    vector.
+    """Stores a matrix as every second column of a larger one that is filled with another number,
+    and a vector as every third element.
     """
     if array.ndim == 2:
         store = np.full((array.shape[0] + 2, array.shape[1] * 2 + 3), 7, array.dtype)
@@ -321,14 +321,14 @@ def inside(key: str, array: Any) -> Any:
 
 
 @pytest.mark.parametrize("view", [None, transposed, inside])
-def test_bin_dense_and_strided(made, tmp_path, view):
+def test_dense_and_strided_tensors_of_a_bin_file_convert(made, tmp_path, view):
     src = write_bin(tmp_path / "src", tiny.tensors(tiny.config("qwen3")), view)
     good("hf-to-megatron", src, tmp_path / "dst", "--format", "torch", "--tp", 2)
     assert mckpt("diff", made["one"], src).code == 0
     assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
-def test_bin_with_an_index(made, tmp_path):
+def test_bin_files_with_an_index_convert_and_a_lost_one_is_refused(made, tmp_path):
     found = list(tiny.tensors(tiny.config("qwen3")).items())
     src, names = (
         tmp_path / "src",
@@ -347,7 +347,7 @@ def test_bin_with_an_index(made, tmp_path):
     )
 
 
-def test_bin_damaged(tmp_path):
+def test_a_damaged_bin_file_is_refused(tmp_path):
     found = tiny.tensors(tiny.config("qwen3"))
     src, mark = tmp_path / "src", tmp_path / "mark"
     args = ("hf-to-megatron", src, tmp_path / "dst")
@@ -371,7 +371,7 @@ def test_bin_damaged(tmp_path):
 # ---- values
 
 
-def test_tied_weights_must_be_one(tmp_path):
+def test_tied_weights_that_differ_are_refused(tmp_path):
     src = hf(tmp_path / "src", "qwen3-tied")
     found = tiny.tensors(tiny.config("qwen3-tied"))
     found["lm_head.weight"] = found["model.embed_tokens.weight"].copy()

@@ -52,7 +52,7 @@ def args_of(**fields: Any) -> Any:
 
 
 def alone(damage: Any) -> Any:
-    """Applies the damage, and removes the files that repeat what the args say."""
+    """Applies the damage, and removes the files that repeat the content of the args."""
     return lambda src: (
         damage(src),
         shutil.rmtree(src / "hf"),
@@ -159,34 +159,14 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("case", TORCH)
-def test_damaged_torch(made, tmp_path, case):
-    damage, code, words = TORCH[case]
-    refuse_copy(made, tmp_path, "torch", damage, code, words)
-
-
-@pytest.mark.parametrize("rank", ["00_000", "01_001"])
-def test_hostile_rank(made, tmp_path, rank):
-    mark = tmp_path / "mark"
-    refuse_copy(
-        made,
-        tmp_path,
-        "torch",
-        lambda src: save_hostile(src / f"release/mp_rank_{rank}" / PT, mark),
-        8,
-        (rank, "refused"),
-    )
-    assert not mark.exists()
-
-
-def test_args_missing_but_described(made, tmp_path):
+def test_like_replaces_args_that_are_missing(made, tmp_path):
     shutil.copytree(made["torch"], tmp_path / "src")
     alone(ranks(lambda pt: pt.value.pop("args")))(tmp_path / "src")
     good("megatron-to-hf", tmp_path / "src", tmp_path / "dst", "--like", made["one"])
     assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
-def test_vocab_size_and_iteration_that_are_not_there(made, tmp_path):
+def test_an_impossible_vocab_size_or_iteration_is_refused(made, tmp_path):
     src, dst = made["torch"], tmp_path / "d"
     refused(
         3,
@@ -213,7 +193,7 @@ def test_vocab_size_and_iteration_that_are_not_there(made, tmp_path):
     )
 
 
-def test_a_replica_that_differs(made, tmp_path):
+def test_check_replicas_finds_a_replica_that_differs(made, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(made["torch"], src)
     key = "decoder.layers.0.self_attention.q_layernorm.weight"
@@ -225,18 +205,18 @@ def test_a_replica_that_differs(made, tmp_path):
     said = mckpt(*args, "--check-replicas")
     assert said.code == 3 and all(w in said.err for w in refused_words), said.err
     assert not (tmp_path / "dst").exists()
-    good(*args)  # the first rank's is read
+    good(*args)  # without --check-replicas, the copy of the first rank is read
     assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
-def test_optimizer_is_left_behind_only_when_asked(made, tmp_path):
+def test_the_optimizer_is_left_behind_only_with_no_optimizer(made, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(made["torch"], src)
 
     def more(pt: Pt) -> None:
         pt.value["optimizer"] = {"state": pt.put("float32", (2,), bytes(8))}
         pt.value["rng_state"] = [{"random": 1}]
-        # a key of tensors that nobody knows
+        # a key with tensors that mckpt does not know
         pt.value["ema"] = {"weight": pt.put("float32", (2,), bytes(8))}
         pt.value["note"] = "kept"
 
@@ -258,7 +238,7 @@ def test_optimizer_is_left_behind_only_when_asked(made, tmp_path):
     assert value["args"].state["no_save_optim"] is True
 
 
-def test_optimizer_of_torch_dist(made, tmp_path):
+def test_the_optimizer_of_torch_dist_is_left_behind_only_with_no_optimizer(made, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(made["dist"], src)
 
@@ -281,7 +261,9 @@ def test_optimizer_of_torch_dist(made, tmp_path):
 
 
 def metadata(change: Any) -> Any:
-    """Returns a damage that calls change(tensors, items) on the content of .metadata."""
+    """Returns a function that damages a checkpoint: it calls change(tensors, items) on the content
+    of .metadata.
+    """
 
     def damage(src: Path) -> None:
         path = src / "release" / ".metadata"
@@ -331,7 +313,7 @@ def item(change: Any) -> Any:
 WORDS = "embedding.word_embeddings.weight"
 
 
-def test_more_files_than_may_be_open(made, tmp_path, monkeypatch):
+def test_a_checkpoint_with_more_files_than_may_be_open_is_read(made, tmp_path, monkeypatch):
     monkeypatch.setattr(torch_dist_writing, "FILE_BYTES", 1000)
     good("hf-to-megatron", made["one"], tmp_path / "dst")
     assert len(list(tmp_path.glob("dst/release/*.distcp"))) > 35
@@ -424,28 +406,42 @@ DIST = {
 }
 
 
-@pytest.mark.parametrize("case", DIST)
-def test_damaged_torch_dist(made, tmp_path, case):
-    damage, code, words = DIST[case]
-    refuse_copy(made, tmp_path, "dist", damage, code, words)
+# ---- both formats
+
+DAMAGES = {"torch": TORCH, "dist": DIST}
 
 
-@pytest.mark.parametrize("name", [".metadata", "common.pt"])
-def test_hostile_torch_dist(made, tmp_path, name):
+@pytest.mark.parametrize(("kind", "case"), [(k, case) for k in DAMAGES for case in DAMAGES[k]])
+def test_a_damaged_checkpoint_is_refused(made, tmp_path, kind, case):
+    damage, code, words = DAMAGES[kind][case]
+    refuse_copy(made, tmp_path, kind, damage, code, words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("torch", f"mp_rank_00_000/{PT}"),
+        ("torch", f"mp_rank_01_001/{PT}"),
+        ("dist", ".metadata"),
+        ("dist", "common.pt"),
+    ],
+)
+def test_a_hostile_pickle_is_refused_and_not_run(made, tmp_path, kind, name):
     mark = tmp_path / "mark"
 
     def damage(src: Path) -> None:
+        path = src / "release" / name
         if name == ".metadata":
-            (src / "release" / name).write_bytes(hostile_pickle(mark))
+            path.write_bytes(hostile_pickle(mark))
         else:
-            save_hostile(src / "release" / name, mark)
+            save_hostile(path, mark)
 
-    refuse_copy(made, tmp_path, "dist", damage, 8, (name, "refused"))
+    refuse_copy(made, tmp_path, kind, damage, 8, (name, "refused"))
     assert not mark.exists()
 
 
 def test_metadata_that_only_calls_a_function_names_its_file(made, tmp_path):
-    """The call is recorded and not made; the record has no fields."""
+    """The reader records the call without making it, and the record has no fields."""
 
     def damage(src: Path) -> None:
         (src / "release/.metadata").write_bytes(b"\x80\x02cposix\nsystem\nX\x04\0\0\0true\x85R.")
@@ -454,7 +450,7 @@ def test_metadata_that_only_calls_a_function_names_its_file(made, tmp_path):
     refuse_copy(made, tmp_path, "dist", damage, 8, words)
 
 
-def test_lost_common_state_is_noted(made, tmp_path):
+def test_the_plan_reports_a_lost_common_state(made, tmp_path):
     lone = tmp_path / "lone"
     shutil.copytree(made["dist"], lone)
     shutil.rmtree(lone / "hf")

@@ -27,55 +27,57 @@ from mckpt.geometry.packing import Packed, Placed, buffer, shard
 # ----------------------------------------------------------------------------------------- literals
 
 
-def test_row_major() -> None:
+def test_row_major_strides() -> None:
     assert row_major((2, 3, 4)) == (12, 4, 1)
     assert row_major((5,)) == (1,)
     assert row_major(()) == ()
 
 
-def test_overlap() -> None:
+def test_overlap_of_two_boxes() -> None:
     assert overlap(Box((0, 0), (4, 4)), Box((2, 3), (4, 4))) == Box((2, 3), (2, 1))
     assert overlap(Box((0, 0), (4, 4)), Box((1, 1), (2, 2))) == Box((1, 1), (2, 2))
-    assert overlap(Box((0, 0), (4, 4)), Box((4, 0), (1, 4))) is None  # they touch
+    assert overlap(Box((0, 0), (4, 4)), Box((4, 0), (1, 4))) is None  # the boxes only touch
     assert overlap(Box((3,), (2,)), Box((0,), (3,))) is None
     assert overlap(Box((), ()), Box((), ())) == Box((), ())  # a scalar
 
 
-def test_a_k_head_in_a_packed_qkv() -> None:
-    """k[8:12] of [16, 64] lies in rows 40..44 of the packed [64, 64]: one run."""
+def test_a_k_head_in_a_packed_qkv_is_one_move() -> None:
+    """k[8:12] of [16, 64] lies in rows 40..44 of the packed [64, 64], which are one run of
+    elements.
+    """
     source = Piece("k", Box((0, 0), (16, 64)), 0, (64, 1))
     target = Piece("k", Box((8, 0), (4, 64)), 40 * 64, (64, 1))
     assert moves(source, target) == [Move(1, 4 * 64, 8 * 64, 0, 1, 40 * 64, 0, 1)]
 
 
-def test_columns_of_a_row_parallel_weight() -> None:
+def test_columns_of_a_row_parallel_weight_are_one_move() -> None:
     """Columns 3..6 of [4, 6], which rank 1 of 2 holds as [4, 3]: four rows of three."""
     source = Piece("o", Box((0, 0), (4, 6)), 0, (6, 1))
     target = Piece("o", Box((0, 3), (4, 3)), 0, (3, 1))
     assert moves(source, target) == [Move(4, 3, 3, 6, 1, 0, 3, 1)]
 
 
-def test_a_transpose() -> None:
-    """[2, 3] row-major -> the same stored as [3, 2]: element (i, j) goes from 3i + j to i + 2j."""
+def test_a_transpose_is_one_move() -> None:
+    """Stores a row-major [2, 3] as [3, 2]: element (i, j) goes from 3i + j to i + 2j."""
     source = Piece("w", Box((0, 0), (2, 3)), 0, (3, 1))
     target = Piece("w", Box((0, 0), (2, 3)), 0, (1, 2))
     assert moves(source, target) == [Move(2, 3, 0, 3, 1, 0, 1, 2)]
 
 
-def test_nothing_shared_nothing_moved() -> None:
+def test_boxes_that_share_nothing_need_no_move() -> None:
     assert moves(Piece("w", Box((0,), (4,)), 0, (1,)), Piece("w", Box((4,), (4,)), 0, (1,))) == []
 
 
-def test_coalesce() -> None:
+def test_coalesce_joins_neighbours() -> None:
     def one(run: int, src: int, dst: int) -> Move:
         return Move(1, run, src, 0, 1, dst, 0, 1)
 
-    # they follow each other on both sides
+    # the moves are neighbours in source and target
     assert coalesce([one(4, 4, 104), one(4, 0, 100)]) == [one(8, 0, 100)]
     assert coalesce([one(4, 0, 100), one(4, 10, 104), one(4, 20, 108)]) == [
         Move(3, 4, 0, 10, 1, 100, 4, 1)
     ]
-    # of different widths
+    # moves of different widths stay apart
     assert coalesce([one(4, 0, 0), one(3, 10, 4)]) == [one(4, 0, 0), one(3, 10, 4)]
     stepped = [Move(1, 4, 0, 0, 2, 0, 0, 1), Move(1, 4, 8, 0, 2, 4, 0, 1)]
     assert coalesce(stepped) == stepped
@@ -125,7 +127,7 @@ def test_gaps_reports_faults() -> None:
     assert gaps([], 5)[0].tolist() == [[0, 5]]
 
 
-def test_restride() -> None:
+def test_restride_changes_start_and_strides() -> None:
     # columns 0..3 of rows 1 and 2 of a dense [3, 4]
     piece = Piece("w", Box((0, 0), (2, 3)), 4, (4, 1))
     assert restride(piece, (3, 4), (10, 2)) == piece._replace(start=10, strides=(10, 2))
@@ -138,7 +140,7 @@ def test_restride() -> None:
 
 @st.composite
 def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """A box that is not empty, inside the shape."""
+    """Draws a box that is not empty and lies inside the shape."""
     offset = tuple(draw(st.integers(0, n - 1)) for n in shape)
     return Box(
         offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True))
@@ -147,8 +149,8 @@ def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 @st.composite
 def held(draw: st.DrawFn, box: Box) -> tuple[Piece, int]:
-    """The box somewhere in a flat buffer of so many elements: its axes in any order, with gaps
-    between rows, and extra axes around.
+    """Draws a piece that places the box in a flat buffer of a given number of elements. Its axes
+    have any order, and there may be gaps between rows and extra axes.
     """
     order = draw(st.permutations(range(len(box.shape))))
     padded = [box.shape[a] + draw(st.integers(0, 2)) for a in order]
@@ -163,14 +165,14 @@ def held(draw: st.DrawFn, box: Box) -> tuple[Piece, int]:
 
 
 def view(flat: np.ndarray, piece: Piece) -> np.ndarray:
-    """The piece's box as numpy sees it in the buffer."""
+    """Returns the box of the piece as a numpy view of the buffer."""
     return np.lib.stride_tricks.as_strided(
         flat[piece.start :], piece.box.shape, [s * flat.itemsize for s in piece.strides]
     )
 
 
 def execute(listed: list[Move], source: np.ndarray, target: np.ndarray) -> None:
-    """Moves, element by element, as their names say."""
+    """Carries out moves element by element, by the names of their fields."""
     for m in listed:
         for row in range(m.rows):
             for i in range(m.run):
@@ -180,7 +182,7 @@ def execute(listed: list[Move], source: np.ndarray, target: np.ndarray) -> None:
 
 
 def elements(listed: list[Move]) -> list[tuple[int, int]]:
-    """(source element, target element) of all moves, sorted."""
+    """Returns the sorted pairs (source element, target element) of all moves."""
     return sorted(
         (
             m.src_start + r * m.src_pitch + i * m.src_step,
@@ -242,8 +244,8 @@ def test_moves_are_numpy_slices(data: st.DataObject, shape: tuple[int, ...]) -> 
 
 @given(st.data())
 def test_coalesce_moves_the_same_elements(data: st.DataObject) -> None:
-    """Cut a copy of rows at any places, on a grid that makes neighbours likely, and shuffle: the
-    same elements move, in no more moves.
+    """Cuts a copy of rows at random places, on a grid that makes neighbours likely, and shuffles
+    the parts. coalesce must move the same elements in at most as many moves.
     """
     width = data.draw(st.integers(1, 4))
     count = data.draw(st.integers(1, 12))
@@ -270,13 +272,13 @@ def test_coalesce_makes_one_move_of_many() -> None:
 def test_a_restrided_piece_is_the_same_piece_of_a_view(
     data: st.DataObject, shape: tuple[int, ...]
 ) -> None:
-    """Where it can be said at all, element i of the box is the same element of the tensor;
-    single-axis pieces can always be said.
+    """Where restride returns a piece, element i of the box is the same element of the tensor. It
+    returns one for every box along a single axis.
     """
     viewed, size = data.draw(held(Box((0,) * len(shape), shape)))
     flat = np.arange(size)
     tensor = view(flat, viewed)
-    if data.draw(st.booleans()):  # a box of it, axes in any order
+    if data.draw(st.booleans()):  # a box of the view, with axes in any order
         box = data.draw(boxes(shape))
         order = data.draw(st.permutations(range(len(shape))))
         dense = row_major(shape)
@@ -290,7 +292,7 @@ def test_a_restrided_piece_is_the_same_piece_of_a_view(
         must = all(n > 1 or s == 1 for n, s in zip(shape, dense, strict=True)) and len(
             set(dense)
         ) == len(dense)
-    else:  # of another rank: the flat tensor
+    else:  # the flat tensor has another rank
         run = data.draw(st.integers(1, math.prod(shape)))
         piece, must = Piece("w", Box((0,), (run,)), 0, (1,)), run <= shape[-1] and shape[-1] > 1
     found = restride(piece, shape, viewed.strides)
@@ -308,7 +310,7 @@ def test_a_restrided_piece_is_the_same_piece_of_a_view(
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Boxes that cover the shape exactly once, by cutting again and again."""
+    """Draws boxes that cover the shape exactly once, by repeated cuts."""
     out = [Box((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
         box = out.pop(draw(st.integers(0, len(out) - 1)))
@@ -338,7 +340,7 @@ def test_a_partition_tiles_and_a_faulty_one_does_not(
     assert "boxes overlap" in str(tiles([*parts, one], shape))
     if rest:
         other = data.draw(st.sampled_from(rest))
-        # the same volume perhaps, and still a hole and an overlap
+        # the volume may be the same, with a hole and an overlap
         assert tiles([*rest, other], shape) is not None
 
 
@@ -377,7 +379,9 @@ def test_gaps_are_the_elements_that_numpy_does_not_mark(data: st.DataObject) -> 
     st.lists(st.integers(1, 3), min_size=1, max_size=3),
     st.integers(1, 3),
 )
-def test_shards_tile_once(kind: str, size: int, parts: list[int], columns: int) -> None:
+def test_shards_cover_each_member_once(
+    kind: str, size: int, parts: list[int], columns: int
+) -> None:
     """The shards of all ranks cover each member exactly once, and each buffer is full."""
     shapes = [(n * size, columns * size) for n in parts]
     placed, at = [], 0
@@ -396,9 +400,9 @@ def test_shards_tile_once(kind: str, size: int, parts: list[int], columns: int) 
         assert tiles(found[name], shape) is None
 
 
-def test_moves_across_ranks_of_different_size() -> None:
-    """An expert's weight into one slice of a stack [experts, rows, columns], and out of
-    it again.
+def test_moves_between_a_tensor_and_a_slice_of_a_stack() -> None:
+    """Moves an expert's weight into one slice of a stack [experts, rows, columns], and out of it
+    again.
     """
     rng = np.random.default_rng(0)
     stack = rng.integers(0, 1000, (3, 4, 5))
@@ -410,8 +414,8 @@ def test_moves_across_ranks_of_different_size() -> None:
     assert (alone == stack[2]).all()
 
 
-def test_gaps_cost_nothing_for_long_runs() -> None:
-    rows, columns = 2**22, 2**20  # eight terabytes if every element were listed
+def test_gaps_of_long_runs_are_not_listed_by_element() -> None:
+    rows, columns = 2**22, 2**20  # a list of every element would take eight terabytes
     piece = Piece("t", Box((0, 0), (rows, columns)), 0, (columns, 1))
     free, wrong = gaps([piece], (rows + 2) * columns)
     assert wrong is None

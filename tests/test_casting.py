@@ -1,4 +1,4 @@
-"""Casts in the execution, against torch's own."""
+"""Casts of the execution give the values of torch's own casts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.test_execute import RNG, copies, copy, run
 
 
 def specials():
-    """Bits of float32 at every edge: subnormals, ties, infinities, NaN, and what float16 and
-    bfloat16 cannot hold.
+    """Returns float32 bit patterns at every edge: subnormals, ties, infinities, NaN, and values
+    that float16 or bfloat16 cannot hold.
     """
     edges = [
         0,
@@ -49,8 +49,8 @@ def specials():
 @pytest.mark.parametrize("src", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("dst", ["float32", "float16", "bfloat16"])
 def test_casts_are_those_of_torch(tmp_path, src, dst):
-    """Bit for bit, but for the payload of NaN: torch's own differs between its vector and its
-    scalar loops.
+    """The values are equal bit for bit, except the payload of NaN, in which torch's vector and
+    scalar loops differ themselves.
     """
     torch = pytest.importorskip("torch")
     bits = specials() if src == "float32" else np.arange(1 << 16, dtype="u2")
@@ -78,7 +78,7 @@ def test_casts_are_those_of_torch(tmp_path, src, dst):
 
 @pytest.mark.parametrize("run_of", [10000, 100000], ids=["pieces of rows", "rows in pieces"])
 @pytest.mark.parametrize("src", ["float32", "bfloat16"])
-def test_overflow_names_the_place(tmp_path, src, run_of):
+def test_an_overflow_error_names_the_place(tmp_path, src, run_of):
     """Infinities of the source do not count as overflow."""
     data, size, wrong = (
         np.ones(3 * run_of, numpy_dtype(src)),
@@ -95,7 +95,7 @@ def test_overflow_names_the_place(tmp_path, src, run_of):
     assert caught.value.tensor == 5
 
 
-def test_pieces_are_each_element_once():
+def test_pieces_cover_each_element_once():
     for shape in [
         (1, 1),
         (7, 10),

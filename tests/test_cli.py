@@ -1,6 +1,5 @@
-"""The command line: help, usage errors, inspect, plan, mappings and diff.
-
-The commands that convert are in test_cli_convert.py.
+"""The command line: help, usage errors, inspect, plan, mappings and diff. The commands that convert
+are in test_cli_convert.py.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def test_help_explains_every_option_in_80_columns(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     said = good(*command, "--help").out
     assert max(map(len, said.splitlines())) <= 80
-    assert "..." not in said.partition("Commands:")[2]  # click cuts long summaries
+    assert "..." not in said.partition("Commands:")[2]  # click truncates long summaries
     found: Any = cli.cli
     for name in command:
         found = found.commands[name]
@@ -66,7 +65,7 @@ def test_a_shell_completes_commands_and_options():
         assert (done.stdout, done.stderr) == (f"plain,{wanted}\n", "")
 
 
-def test_usage_errors(src, tmp_path):
+def test_wrong_usage_exits_with_2(src, tmp_path):
     for args in (
         (),
         ("frobnicate",),
@@ -80,7 +79,7 @@ def test_usage_errors(src, tmp_path):
     assert good("--version").out.startswith("mckpt ")
 
 
-def test_wrong_direction(src, torch_dir, tmp_path):
+def test_a_conversion_in_the_wrong_direction_names_the_right_command(src, torch_dir, tmp_path):
     dst = tmp_path / "d"
     refused(2, "mckpt reshard", args=("hf-to-megatron", torch_dir, dst), untouched=tmp_path)
     refused(2, "mckpt hf-to-megatron", args=("reshard", src, dst), untouched=tmp_path)
@@ -94,7 +93,7 @@ def test_wrong_direction(src, torch_dir, tmp_path):
 
 
 def test_a_closed_pipe_does_not_end_with_the_exit_code_of_a_difference(src):
-    """`mckpt inspect | head` must not end with exit code 1, which means different."""
+    """`mckpt inspect | head` must not exit with 1, the exit code of a difference."""
     read, write = os.pipe()
     os.close(read)
     process = subprocess.run(
@@ -107,7 +106,7 @@ def test_a_closed_pipe_does_not_end_with_the_exit_code_of_a_difference(src):
     assert process.returncode == 7 and b"Traceback" not in process.stderr, process.stderr
 
 
-def test_internal_errors_say_so(monkeypatch, src):
+def test_an_internal_error_is_reported_as_one(monkeypatch, src):
     monkeypatch.setattr("mckpt.checkpoint.inspection.inspect", lambda source, most: 1 // 0)
     said = mckpt("inspect", src)
     assert said.code == 70 and "ZeroDivisionError" in said.err and "internal error" in said.err
@@ -116,7 +115,7 @@ def test_internal_errors_say_so(monkeypatch, src):
 # ---- inspect, plan, mappings
 
 
-def test_inspect(src, torch_dir, dist_dir):
+def test_inspect_reports_format_files_and_tensors(src, torch_dir, dist_dir):
     for path, form, files in ((src, "hf", 1), (torch_dir, "torch", 4), (dist_dir, "torch_dist", 1)):
         found = good("inspect", path, "--json").json
         assert (found["format"], found["files"]) == (form, files)
@@ -129,14 +128,14 @@ def test_inspect(src, torch_dir, dist_dir):
     assert good("inspect", torch_dir / "release", "--json").json["format"] == "torch"
 
 
-def test_inspect_tells_problems_of_the_files(tmp_path):
+def test_inspect_lists_problems_of_the_files(tmp_path):
     src = hf(tmp_path / "src", max_shard_size=120_000)
     sorted(src.glob("model-*"))[1].unlink()
     assert any("model-00002" in p for p in good("inspect", src, "--json").json["problems"])
     assert "problem: model-00002" in good("inspect", src).out
 
 
-def test_inspect_megatron_args(src, torch_dir, dist_dir, tmp_path):
+def test_inspect_prints_the_launch_line(src, torch_dir, dist_dir, tmp_path):
     flags = good("inspect", torch_dir, "--megatron-args", "--json").json
     assert (
         flags["--num-layers"],
@@ -161,7 +160,7 @@ def test_inspect_megatron_args(src, torch_dir, dist_dir, tmp_path):
     )
 
 
-def test_plan(src, torch_dir, tmp_path):
+def test_plan_reports_sizes_and_writes_nothing(src, torch_dir, tmp_path):
     plan = good("plan", src, tmp_path / "d", "--tp", 2, "--pp", 2, "--to", "torch", "--json").json
     assert plan["target"]["format"] == "torch" and plan["source"]["tensors"] == 47
     assert plan["target"]["bytes"] == sum(f["bytes"] for f in plan["target"]["files"])
@@ -176,7 +175,7 @@ def test_plan(src, torch_dir, tmp_path):
     assert tree(tmp_path) == {}
 
 
-def test_reshard_takes_short_names_of_sizes_too(torch_dir, tmp_path):
+def test_reshard_accepts_short_names_of_sizes(torch_dir, tmp_path):
     short = good("reshard", torch_dir, tmp_path / "a", "--tp", 4, "--pp", 1, "--json").json
     long = good(
         "reshard", torch_dir, tmp_path / "b", "--target-tp", 4, "--target-pp", 1, "--json"
@@ -238,7 +237,7 @@ def test_plan_ends_as_the_run_would_where_the_destination_is_refused(src, torch_
     assert tree(tmp_path) == before
 
 
-def test_every_error_is_json_if_json_is_asked_for(src, tmp_path, monkeypatch):
+def test_every_error_is_json_with_the_json_option(src, tmp_path, monkeypatch):
     cases = (
         (("inspect", tmp_path / "gone", "--json"), "SourceError", 3, "does not exist"),
         (("inspect", src, "--frobnicate", "--json"), "UsageError", 2, "--frobnicate"),
@@ -279,7 +278,7 @@ def test_every_error_is_json_if_json_is_asked_for(src, tmp_path, monkeypatch):
     assert "ValueError: odd" in found["message"] and "Traceback" in found["traceback"]
 
 
-def test_notes_are_json_events_if_json_is_asked_for(src, tmp_path):
+def test_notes_are_json_events_with_the_json_option(src, tmp_path):
     good("hf-to-megatron", src, tmp_path / "d", "--iteration", 5)
     said = good("hf-to-megatron", src, tmp_path / "d", "--iteration", 3, "--json").err
     assert "--update-tracker" in next(
@@ -301,7 +300,7 @@ def test_a_size_without_a_unit_is_refused_if_it_is_tiny(src, tmp_path):
         good("hf-to-megatron", src, tmp_path / str(i), "--max-memory", size)
 
 
-def test_a_name_of_the_hub_is_told_how_to_be_fetched(tmp_path, monkeypatch):
+def test_the_error_for_a_name_of_the_hub_shows_how_to_fetch_the_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     said = refused(
         3,
@@ -338,7 +337,7 @@ def test_inspect_uses_plain_words(torch_dir, dist_dir, src):
     assert "in 1 chunk\n" in text and "in 4 chunks\n" in text and "1 chunks" not in text
 
 
-def test_mappings(src, tmp_path):
+def test_mappings_lists_shows_and_checks_files(src, tmp_path):
     families = good("mappings", "list", "--json").json
     assert families["hf"]["qwen3"] == ["Qwen3ForCausalLM"] and "gpt" in families["megatron"]
     assert "hf/qwen3  Qwen3ForCausalLM" in good("mappings", "list").out
@@ -370,7 +369,7 @@ def test_mappings(src, tmp_path):
     refused(4, "gone.yaml", args=("mappings", "check", tmp_path / "gone.yaml"))
 
 
-def test_own_mapping_and_family(src, tmp_path):
+def test_a_custom_mapping_or_family_converts_an_unknown_architecture(src, tmp_path):
     strange = hf(tmp_path / "strange")
     edit_json(strange / "config.json", lambda c: c.update(architectures=["MineForCausalLM"]))
     refused(
@@ -396,7 +395,7 @@ def changed(src: Path, to: Path, change: Any) -> Path:
     return to
 
 
-def test_diff_exit_codes(src, torch_dir, dist_dir, tmp_path):
+def test_diff_exits_with_1_if_checkpoints_differ(src, torch_dir, dist_dir, tmp_path):
     assert good("diff", src, torch_dir).out.startswith("the same to the last bit: 47 tensors")
     assert good("diff", torch_dir, dist_dir, "--json").json["same"] is True
     name = "model.layers.2.mlp.up_proj.weight"
@@ -417,7 +416,7 @@ def test_diff_exit_codes(src, torch_dir, dist_dir, tmp_path):
         refused(2, "atol", args=("diff", src, src, "--atol", atol))
 
 
-def test_diff_counts_bits_unless_told_otherwise(src, tmp_path):
+def test_diff_compares_bits_without_atol(src, tmp_path):
     name = "model.norm.weight"
 
     def payload(bits: int) -> Any:
@@ -430,7 +429,7 @@ def test_diff_counts_bits_unless_told_otherwise(src, tmp_path):
     said = mckpt("diff", one, two)
     assert said.code == 1 and "nan 0x7fc0 against nan 0x7fc1" in said.out
     assert mckpt("diff", one, two, "--atol", 0).code == 0
-    # a NaN is at no distance from a number
+    # the distance of a NaN from a number is undefined
     assert mckpt("diff", src, one, "--atol", 1000).code == 1
 
     zero, minus = (
@@ -448,7 +447,7 @@ def test_diff_counts_bits_unless_told_otherwise(src, tmp_path):
     )
 
 
-def test_diff_of_other_models_and_dtypes(tiny_model, src):
+def test_diff_reports_another_model_or_dtype(tiny_model, src):
     deeper = tiny_model("qwen3-tied")
     said = mckpt("diff", src, deeper)
     assert said.code == 1 and "only in" in said.out

@@ -1,4 +1,4 @@
-"""The command line that converts: hf-to-megatron, megatron-to-hf, reshard, and their options."""
+"""The commands that convert, and their options: hf-to-megatron, megatron-to-hf and reshard."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_json_of_a_conversion_is_the_manifest(src, tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["crc32", "sha256", "none"])
-def test_checksums(src, tmp_path, algorithm):
+def test_the_manifest_has_the_checksum_of_each_file(src, tmp_path, algorithm):
     import hashlib
     import zlib
 
@@ -53,7 +53,7 @@ def test_checksums(src, tmp_path, algorithm):
         ), name
 
 
-def test_dtype_and_back(src, tmp_path):
+def test_dtype_casts_and_casts_back(src, tmp_path):
     good("hf-to-megatron", src, tmp_path / "wide", "--dtype", "fp32")
     assert package.open(tmp_path / "wide")["layers.0.attn.q.weight"].dtype == "float32"
     good("megatron-to-hf", tmp_path / "wide", tmp_path / "back", "--dtype", "bf16")
@@ -61,7 +61,7 @@ def test_dtype_and_back(src, tmp_path):
     assert json.loads((tmp_path / "back" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_max_shard_size(torch_dir, src, tmp_path):
+def test_max_shard_size_limits_each_file(torch_dir, src, tmp_path):
     good("megatron-to-hf", torch_dir, tmp_path / "d", "--max-shard-size", "100KB")
     shards = sorted((tmp_path / "d").glob("model-*.safetensors"))
     index = json.loads((tmp_path / "d" / "model.safetensors.index.json").read_text())
@@ -75,7 +75,7 @@ def test_max_shard_size(torch_dir, src, tmp_path):
     refused(2, "'0'", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--max-shard-size", "0"))
 
 
-def test_tokenizer_files_are_copied_to_the_byte(torch_dir, tmp_path):
+def test_tokenizer_files_are_copied_byte_for_byte(torch_dir, tmp_path):
     given = tmp_path / "tokenizer"
     (given / "sub" / "deep").mkdir(parents=True)
     files = {
@@ -108,7 +108,7 @@ def test_tokenizer_files_are_copied_to_the_byte(torch_dir, tmp_path):
     )
 
 
-def test_side_files_survive_the_way_there_and_back(torch_dir, src, tmp_path):
+def test_side_files_survive_a_round_trip(torch_dir, src, tmp_path):
     good("megatron-to-hf", torch_dir, tmp_path / "d")
     written = tree(tmp_path / "d")
     assert {
@@ -116,7 +116,7 @@ def test_side_files_survive_the_way_there_and_back(torch_dir, src, tmp_path):
     }.items() <= written.items()
 
 
-def test_like_and_set(torch_dir, src, tmp_path):
+def test_like_and_set_describe_the_model_and_wrong_values_are_refused(torch_dir, src, tmp_path):
     lone = alone(torch_dir, tmp_path / "lone")
     planned = good("plan", lone, tmp_path / "p", "--like", src, "--set", "rope_theta=5")
     assert "Hugging Face directory, with rope_theta changed to 5 (--set)" in planned.out
@@ -128,35 +128,16 @@ def test_like_and_set(torch_dir, src, tmp_path):
     assert (tmp_path / "like" / "config.json").read_bytes() == (src / "config.json").read_bytes()
     other = hf(tmp_path / "other")
     edit_json(other / "config.json", lambda c: c.update(intermediate_size=80))
-    refused(
-        4,
-        "ffn_size",
-        "64",
-        "80",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--like", other),
-        untouched=tmp_path,
-    )
-    refused(
-        3,
-        "gone: no such directory",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--like", tmp_path / "gone"),
-        untouched=tmp_path,
-    )
-    refused(
-        3,
-        "[64, 48]",
-        "[80, 48]",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=80"),
-        untouched=tmp_path,
-    )
-    refused(
-        2,
-        "ffn_size",
-        "'x'",
-        args=("megatron-to-hf", lone, tmp_path / "d", "--set", "ffn_size=x"),
-        untouched=tmp_path,
-    )
-    good("megatron-to-hf", lone, tmp_path / "args")  # its args say all
+    for code, option, value, words in (
+        (4, "--like", other, ("ffn_size", "64", "80")),
+        (3, "--like", tmp_path / "gone", ("gone: no such directory",)),
+        (3, "--set", "ffn_size=80", ("[64, 48]", "[80, 48]")),
+        (2, "--set", "ffn_size=x", ("ffn_size", "'x'")),
+    ):
+        args = ("megatron-to-hf", lone, tmp_path / "d", option, value)
+        refused(code, *words, args=args, untouched=tmp_path)
+    # without an option, the args of the checkpoint state every dim
+    good("megatron-to-hf", lone, tmp_path / "args")
     assert mckpt("diff", src, tmp_path / "args").code == 0
 
 
@@ -167,7 +148,7 @@ def edit_ranks(root: Path, change: Any) -> None:
         pt.save()
 
 
-def test_rows_beyond_the_vocabulary(torch_dir, src, tmp_path):
+def test_rows_beyond_the_vocabulary_are_reported_or_kept(torch_dir, src, tmp_path):
     lone = tmp_path / "lone"
     shutil.copytree(torch_dir, lone)
     last = Pt(lone / "release" / "mp_rank_01_000" / PT)
@@ -192,7 +173,7 @@ def test_rows_beyond_the_vocabulary(torch_dir, src, tmp_path):
     assert json.loads((tmp_path / "kept" / "config.json").read_text())["vocab_size"] == 256
 
 
-def test_vocab_size_is_asked_for_and_checked(torch_dir, src, tmp_path):
+def test_an_unknown_vocab_size_is_required_and_checked(torch_dir, src, tmp_path):
     lone = alone(torch_dir, tmp_path / "lone")
     edit_ranks(lone, lambda pt: pt.value["args"].state.update(vocab_size=None))
     refused(
@@ -207,11 +188,11 @@ def test_vocab_size_is_asked_for_and_checked(torch_dir, src, tmp_path):
     )
     good("megatron-to-hf", lone, tmp_path / "d", "--vocab-size", 193)
     assert mckpt("diff", src, tmp_path / "d").code == 0
-    # of no matter between Megatron checkpoints
+    # a reshard does not need the size of the vocabulary
     good("reshard", lone, tmp_path / "r", "--target-tp", 4)
 
 
-def test_reshard_keeps_what_it_does_not_know(torch_dir, src, tmp_path):
+def test_reshard_keeps_args_that_it_does_not_know(torch_dir, src, tmp_path):
     lone = tmp_path / "lone"
     shutil.copytree(torch_dir, lone)
     odd = safe_pickle.glob("somebody.plugin", "Policy")(3, "x")
@@ -243,7 +224,7 @@ def test_reshard_keeps_what_it_does_not_know(torch_dir, src, tmp_path):
     assert mckpt("diff", src, tmp_path / "d").code == 0
 
 
-def test_reshard_formats_there_and_back(torch_dir, src, tmp_path):
+def test_a_reshard_to_another_format_and_back_changes_nothing(torch_dir, src, tmp_path):
     good("reshard", torch_dir, tmp_path / "a", "--target-format", "torch_dist", "--target-tp", 4)
     good(
         "reshard",

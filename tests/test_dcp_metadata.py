@@ -1,4 +1,4 @@
-"""The metadata of torch_dist, against torch's own code."""
+"""mckpt and torch read and write the same .metadata of torch_dist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TENSORS = {
 
 
 def write_dist(path, tensors=TENSORS):
-    """A directory whose every tensor is 0, 1, 2 ... -> its items."""
+    """Writes a torch_dist directory whose tensors are all 0, 1, 2 ...; returns its items."""
     items, end = [], 0
     with open(path / "__0_0.distcp", "wb") as f:
         for key, tensor in tensors.items():
@@ -75,7 +75,7 @@ def test_torch_reads_the_metadata_and_items(tmp_path):
     assert [(*k, *v) for k, v in md.items.items()] == items
 
 
-def test_reads_what_torch_and_megatron_write(tmp_path):
+def test_metadata_of_torch_and_megatron_are_read(tmp_path):
     dcp.save(
         {"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True
     )
@@ -89,7 +89,7 @@ def test_reads_what_torch_and_megatron_write(tmp_path):
     with open(tmp_path / "d" / file, "rb") as f:
         where = torch_file.item_data_offset(f.fileno(), at, length, 96, "x", "float32", (4, 6))
         assert os.pread(f.fileno(), 96, where) == struct.pack("<f", 1) * 24
-    # the plans that Megatron-Core appends, and its own class names
+    # Megatron-Core adds plans and has class names of its own
     value = pickle.loads((tmp_path / "d" / ".metadata").read_bytes())
     value.all_local_plans = [value.state_dict_metadata, value.storage_data]
     value.mcore_data = {}
@@ -103,7 +103,7 @@ def test_reads_what_torch_and_megatron_write(tmp_path):
     assert dcp_metadata.read_metadata(renamed).items == md.items
 
 
-def test_all_that_is_wrong_is_listed():
+def test_an_error_lists_everything_that_is_wrong():
     def error(tensors, items):
         with pytest.raises(SourceError) as e:
             dcp_metadata.read_metadata(emit(tensors, items), "m")
@@ -131,7 +131,7 @@ def test_all_that_is_wrong_is_listed():
         assert "not a file name" in error({"b": None}, [("b", None, name, 0, 1)])
 
 
-def test_uneven_chunks_tile():
+def test_uneven_chunks_that_cover_a_tensor_are_read():
     chunks = [
         ((0, 0), (2, 3)),
         ((0, 3), (1, 1)),
@@ -144,9 +144,9 @@ def test_uneven_chunks_tile():
     assert dcp_metadata.read_metadata(emit(tensors, items)).tensors == tensors
 
 
-def test_many_chunks_are_cheap():
-    """The scan reads chunks and items as whole objects, whoever wrote them: 20,000 take 0.3 s,
-    opcode by opcode 0.9 s.
+def test_many_chunks_are_read_fast():
+    """The scan reads chunks and items as whole objects, whoever wrote them. 20,000 of them take 0.3
+    s, and 0.9 s opcode by opcode.
     """
     from torch.distributed.checkpoint import metadata as of_torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -175,7 +175,7 @@ def test_many_chunks_are_cheap():
     }
     theirs = pickle.dumps(kinds.Metadata({"a": described}, {"a": ("a",)}, stored))
     for data in (ours, theirs):
-        assert len(scanning._OBJECT.findall(data)) > 59_000  # of 60,000 objects
+        assert len(scanning._OBJECT.findall(data)) > 59_000  # 60,000 objects are in the file
         began = time.process_time()
         found = dcp_metadata.read_metadata(data)
         assert time.process_time() - began < 2
@@ -185,8 +185,8 @@ def test_many_chunks_are_cheap():
         )
 
 
-def test_numbers_of_every_width():
-    """A row of opcodes has the width of its largest number, and torch reads the same from it."""
+def test_torch_reads_numbers_of_every_width():
+    """Every row of opcodes has the width of its largest number."""
     for largest in (1, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**40, 2**62):
         at, names = np.array([0, largest, 7]), ["a", "é"]
         tensors = {"w": ("float32", (3, 5)), "s": ("float32", ())}
@@ -226,7 +226,7 @@ def test_numbers_of_every_width():
         assert (described.size, [c.offsets[0] for c in described.chunks]) == ((3, 5), [0, 1, 2])
 
 
-def test_flips_in_metadata_raise_nothing_else(tmp_path):
+def test_damaged_metadata_raises_only_mckpt_errors(tmp_path):
     write_dist(tmp_path)
     dcp.save(
         {"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True

@@ -29,7 +29,7 @@ PLAIN = {"gated": False, "activation": "gelu"}
 LAYERNORM = {"norm": "layernorm"}
 PADDED_ROWS = 256
 DENSE, MIXTURE = Parallel(tp=2, pp=2), Parallel(tp=2, pp=2, ep=2, etp=1)
-# name -> case of tests/tiny.py, dims in which the model is not that case
+# name -> (case of tests/tiny.py, dims that replace those of the case)
 MODELS: dict[str, tuple[str, Dims, Parallel]] = {
     "layernorm": ("qwen3", LAYERNORM, DENSE),
     "biases": ("qwen3", BIASES, DENSE),
@@ -55,7 +55,7 @@ def dims_of(name: str, tiny_model: TinyModel) -> Dims:
 
 
 def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
-    """The dialect's choices for these layers and the installed megatron-core."""
+    """Returns the dialect's choices for these layers and the installed megatron-core."""
     dialect = mapping.load("megatron", "gpt")
     by_version = dialect.choices_for(dialect.version(version("megatron-core")))
     return {
@@ -67,7 +67,9 @@ def chosen_by(impl: str, dims: Dims) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def real(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
-    """Names and shapes of the models that megatron-core builds for these dims."""
+    """Returns names and shapes of the tensors of the models that megatron-core builds for these
+    dims.
+    """
     cases = []
     for name, impl in CASES:
         dims, parallel = dims_of(name, tiny_model), MODELS[name][2]
@@ -110,7 +112,7 @@ def test_every_tensor_of_the_model_has_a_rule(
 def torch_dist_tensors(
     dims: Dims, chosen: dict[str, Any], parallel: Parallel
 ) -> dict[str, list[int]]:
-    """Key -> shape of every tensor that a torch_dist checkpoint gets."""
+    """Returns key -> shape of every tensor that a torch_dist checkpoint contains."""
     dialect = mapping.load("megatron", "gpt")
     layers = dialect.say_choices(dialect.write(dims, chosen)).get("layers", "stacked")
     scope = dialect.scope(dims, keys="global", layers=layers, pp=parallel.pp, **chosen)
@@ -124,8 +126,8 @@ def torch_dist_tensors(
 def torch_tensors(
     dims: Dims, chosen: dict[str, Any], parallel: Parallel
 ) -> dict[str, list[dict[str, list[int]]]]:
-    """Directory of a rank -> key -> shape of every tensor of each virtual stage that its
-    file gets.
+    """Returns the directory of a rank -> key -> shape of every tensor in its file, with one dict
+    for each virtual stage.
     """
     dialect = mapping.load("megatron", "gpt")
     scope = dialect.scope(dims, keys="local", layers="stacked", pp=parallel.pp, **chosen)

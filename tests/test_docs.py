@@ -1,8 +1,8 @@
-"""The pages for readers are true: their commands and Python run, and what they show of files and of
-output is there.
+"""The pages for readers are true: their commands and Python run, and the files and the output that
+they show exist.
 
 All blocks of a page run in their order in one folder, which holds links to the files of the
-repository. Comments above a block say how:
+repository. Comments above a block control it:
 
     <!-- not run: reason -->      a `sh` or `python` block that does not run; all others do
     <!-- needs megatron-core -->  the block and all behind it run in the judges' tier only
@@ -35,7 +35,7 @@ PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")
 )
 BLOCK = re.compile(r"^((?:<!-- .*? -->\n)*)```(\w*)\n(.*?)^```$", re.M | re.S)
 COMMENT = re.compile(r"<!-- (\w+(?: run)?)(?::? (.*?))? -->")
-# the network is not for tests
+# tests must not use the network
 INSTALL = re.compile(r"(?:\S*python3? -m venv \S+ && )?\S*pip install [^&\n]*(?:&& |\n)")
 LIMIT_S = 300
 
@@ -64,8 +64,8 @@ def runs(block: Block) -> bool:
 
 
 def run_page(page: str, folder: Path, judged: bool) -> list[str]:
-    """Runs the blocks of a page in `folder`, up to the first that needs Megatron-Core if not
-    `judged`; returns what is not as the page says.
+    """Runs the blocks of a page in `folder`, without `judged` only up to the first block that needs
+    Megatron-Core. Returns the statements of the page that are wrong.
     """
     for path in ROOT.iterdir():
         if not path.name.startswith(".") and path.name != "demo":
@@ -122,7 +122,7 @@ def run_page(page: str, folder: Path, judged: bool) -> list[str]:
 
 
 def bare(line: str) -> str:
-    """The line without a comment of YAML and without the spaces around it."""
+    """Returns the line without its YAML comment and without the spaces around it."""
     return line.split("  #")[0].strip()
 
 

@@ -30,7 +30,7 @@ RNG = np.random.default_rng(7)
 
 
 def copy(rows, run, src, dst, *, tensor=0, cast=0):
-    """One COPY; src and dst are (file, at, pitch, step)."""
+    """Returns one COPY. `src` and `dst` are (file, at, pitch, step)."""
     return (
         tensor,
         src[0],
@@ -53,7 +53,7 @@ def copies(*rows):
 
 
 def reference(plan, casts, sources, sizes):
-    """The target files as bytes, element by element in numpy."""
+    """Returns the target files as bytes, copied element by element in numpy."""
     out = [np.zeros(size, "u1") for size in sizes]
     for c in plan:
         src_type, dst_type = (numpy_dtype(name) for name in casts[c["cast"]])
@@ -82,7 +82,7 @@ def nothing(crc_of):
 
 
 def run(tmp, plan, casts, data, sizes, fixed=nothing, **options):
-    """Executes into tmp/staging: (bytes of the targets, checksums)."""
+    """Executes into tmp/staging; returns (bytes of the targets, checksums)."""
     sources = []
     for i, d in enumerate(data):
         sources.append(str(tmp / f"source{i}"))
@@ -115,7 +115,9 @@ BUDGETS = [64 << 10, 1 << 20, 64 << 20]
 
 
 def columns(sources, targets, rows, width, item=2):
-    """A (rows, width) matrix in `sources` column shards to `targets` column shards."""
+    """Plans the copy of a (rows, width) matrix from `sources` column shards to `targets` column
+    shards.
+    """
     out = []
     s, t = width // sources, width // targets
     n = max(sources, targets)
@@ -136,13 +138,13 @@ def columns(sources, targets, rows, width, item=2):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize(("sources", "targets"), [(1, 8), (8, 1), (8, 2), (2, 8), (1, 1)])
-def test_column_shards(tmp_path, sources, targets, budget):
+def test_column_shards_are_cut_and_joined(tmp_path, sources, targets, budget):
     plan, src, dst = columns(sources, targets, 700, 1024)
     check(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, max_memory=budget, threads=2)
 
 
 @pytest.mark.parametrize("budget", [16 << 10, *BUDGETS])
-def test_rows_wider_than_the_budget(tmp_path, budget):
+def test_rows_wider_than_the_budget_are_copied(tmp_path, budget):
     plan, src, dst = columns(4, 1, 5, 4 * 20000)
     check(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, max_memory=budget, threads=2)
 
@@ -166,8 +168,10 @@ def test_each_source_byte_is_read_once(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("writer", ["rows", "columns"])
-def test_transpose(tmp_path, budget, writer):
-    """`(300, 500)` to `(500, 300)`, said in target rows or in source rows."""
+def test_a_transpose_is_copied(tmp_path, budget, writer):
+    """Transposes (300, 500) to (500, 300), with moves that follow the target rows or the source
+    rows.
+    """
     c = {
         "rows": copy(500, 300, (0, 10, 2, 1000), (0, 6, 600, 2)),
         "columns": copy(300, 500, (0, 10, 1000, 2), (0, 6, 2, 600)),
@@ -184,9 +188,9 @@ def test_transpose(tmp_path, budget, writer):
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_interleaved_gate_and_up(tmp_path, budget):
-    """`[g0 u0 g1 u1 ...]` of every row to gate and up apart, transposed, and back: pairs of tensors
-    that fill rows only together.
+def test_interleaved_gate_and_up_are_split_and_joined(tmp_path, budget):
+    """Splits `[g0 u0 g1 u1 ...]` of every row into gate and up, transposed, and joins them again.
+    Neither of the two tensors fills a row alone.
     """
     rows, f = 64, 900
     apart = [
@@ -213,9 +217,9 @@ def test_interleaved_gate_and_up(tmp_path, budget):
 
 @settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_any_copies(tmp_path_factory, data):
-    """Any affine copies: sources may overlap, targets tile a grid whose order and gaps
-    are drawn.
+def test_any_affine_copies_match_numpy(tmp_path_factory, data):
+    """Any affine copies: sources may overlap, and targets tile a grid whose order and gaps are
+    random.
     """
     draw = data.draw
     names = ["float32", "bfloat16", "float16", "uint8", "int64"]
@@ -246,7 +250,7 @@ def test_any_copies(tmp_path_factory, data):
                 pitch, step, start = ways * m * di + gap, ways * di, base + k * di
             else:
                 pitch, step, start = di, n * di + gap, base + k * (m * (n * di + gap))
-            if draw(st.integers(0, 9)):  # else a hole
+            if draw(st.integers(0, 9)):  # otherwise the element stays a hole
                 rows.append(copy(n, m, src, (file, start, pitch, step), tensor=tensor, cast=tensor))
         at[file] = base + ways * n * m * di + (n + ways * m) * gap
         sizes[file] = at[file] + draw(st.integers(0, 20))
@@ -278,8 +282,10 @@ def test_any_copies(tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("checksum", ["none", "crc32", "sha256"])
-def test_fixed_bytes_and_checksums(tmp_path, checksum):
-    """`[head | data | hole | data | tail]`, the tail made of the crc of what is before it."""
+def test_fixed_bytes_are_in_the_file_and_its_checksum(tmp_path, checksum):
+    """The file is `[head | data | hole | data | tail]`, and the tail is made from the crc of the
+    bytes before it.
+    """
     data = random_bytes(300000)
     plan = copies(
         copy(1, 50000, (0, 0, 0, 2), (0, 64, 0, 2)),
@@ -304,7 +310,7 @@ def test_fixed_bytes_and_checksums(tmp_path, checksum):
     assert asked == [crcs if checksum == "crc32" else None]
 
 
-def test_many_copies_are_cut_cheaply():
+def test_many_copies_are_cut_fast():
     """50,000 copies take 0.2 s and 8 MB, in chains of any length; a large model has 500,000."""
     num = 50_000
     plan = np.zeros(num, COPY)
@@ -330,7 +336,7 @@ def test_many_copies_are_cut_cheaply():
     assert time.process_time() - began < 2
 
 
-def test_no_copies(tmp_path):
+def test_a_plan_without_copies_writes_zeros(tmp_path):
     got, sums = run(tmp_path, copies(), [], [], [5, 0])
     assert got == [bytes(5), b""]
     assert sums == [f"crc32:{zlib.crc32(bytes(5)):08x}", "crc32:00000000"]
@@ -354,7 +360,7 @@ def test_progress_ends_at_the_total(tmp_path):
 # Failure
 
 
-def test_truncated_source(tmp_path):
+def test_a_truncated_source_is_an_error_with_the_place(tmp_path):
     with pytest.raises(
         SourceError, match=r"source0 is truncated: wanted 1000 bytes at 500, got 400"
     ):
@@ -367,7 +373,7 @@ def test_truncated_source(tmp_path):
         )
 
 
-def test_missing_source(tmp_path):
+def test_a_missing_source_is_an_error_with_its_name(tmp_path):
     outputs = [TargetFile("a", 10, nothing)]
     with pytest.raises(StorageError, match=r"cannot open .*absent"):
         execute(
@@ -379,7 +385,7 @@ def test_missing_source(tmp_path):
         )
 
 
-def test_too_large_for_the_filesystem(tmp_path):
+def test_an_output_larger_than_the_free_space_is_refused(tmp_path):
     with pytest.raises(
         StorageError, match=r"needs \d+ bytes more, its filesystem has \d+ bytes free"
     ):
@@ -387,7 +393,7 @@ def test_too_large_for_the_filesystem(tmp_path):
     assert list((tmp_path / "staging").iterdir()) == []
 
 
-def test_more_files_than_descriptors(tmp_path, monkeypatch):
+def test_more_files_than_descriptors_are_copied(tmp_path, monkeypatch):
     monkeypatch.setattr(files.resource, "getrlimit", lambda what: (64, 64))
     plan = copies(*(copy(1, 50, (k, 0, 0, 2), (k, 0, 0, 2)) for k in range(60)))
     check(tmp_path, plan, SAME, [random_bytes(100) for _ in range(60)], [100] * 60, threads=3)
@@ -446,8 +452,8 @@ def child(folder, nbytes, delay=0.0, budget=64 << 20):
 
 
 def test_memory_does_not_grow_with_the_data(tmp_path):
-    """Peak RSS above an idle process, for 32 MiB and 256 MiB of source: at most the budget and a
-    tenth.
+    """For 32 MiB and for 256 MiB of source, the peak RSS above an idle process is at most the
+    budget and a tenth.
     """
     for nbytes in (32 << 20, 256 << 20):
         folder = tmp_path / str(nbytes)

@@ -1,4 +1,4 @@
-"""The expressions of mapping files: their values, and what is no expression."""
+"""The expressions of mapping files: their values, and the Python that they refuse."""
 
 from __future__ import annotations
 
@@ -66,15 +66,15 @@ SCOPE = {
         (1.5, 1.5),
     ],
 )
-def test_expressions(text: Any, value: Any) -> None:
+def test_expressions_have_these_values(text: Any, value: Any) -> None:
     assert Expression(text)(SCOPE) == value
 
 
-def test_names_are_the_free_ones() -> None:
+def test_names_lists_only_free_names() -> None:
     assert Expression("[i + layer for i in range(n) if moe[i]]").names == {"layer", "n", "moe"}
 
 
-# not in the language: no calls but of a few functions, no attributes but of dicts, no statements
+# outside the language: statements, calls of other functions, attributes of anything but dicts
 NO_EXPRESSIONS = r"""
 __import__('os')
 ().__class__
@@ -133,7 +133,7 @@ ODD = ["", "\x00", "(" * 500 + ")" * 500, "+".join("1" * 1500)]
 
 
 @pytest.mark.parametrize("text", [*NO_EXPRESSIONS.strip().split("\n"), *ODD])
-def test_other_python_is_no_expression(text: str) -> None:
+def test_other_python_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
         Expression(text)
 
@@ -163,15 +163,15 @@ any
 
 @pytest.mark.parametrize("text", NO_VALUES.strip().split("\n"))
 def test_an_expression_without_a_value_is_an_error(text: str) -> None:
-    """Refused when it is parsed or when it is asked for, at once either way, and as the
-    one error.
+    """The error is raised when the expression is parsed or when it is evaluated. It is immediate
+    and always of the same class.
     """
     with pytest.raises(ExpressionError):
         Expression(text)(SCOPE)
 
 
-def test_attributes_read_dicts_only() -> None:
-    """Never an attribute of a Python object, whatever its name."""
+def test_attributes_read_only_dicts() -> None:
+    """An attribute never reads a Python object, whatever its name."""
 
     class Secret:
         k = "secret"

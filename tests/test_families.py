@@ -30,7 +30,7 @@ from tests import tiny
 from tests.tiny import TinyModel
 
 INEXACT = ["rope_factor"]  # of llama-rope-scaled
-# some layers dense: what torch_dist can only say with one key for each layer
+# some layers are dense, so torch_dist needs one key for each layer
 MIXED = "qwen3-moe-mixed"
 CASES = (*tiny.CASES, MIXED)
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain", MIXED)
@@ -90,7 +90,7 @@ def config(case: str) -> dict[str, Any]:
 
 
 def tensors(case: str, dtype: str) -> dict[str, np.ndarray]:
-    """Name -> values of every tensor of the case, by hand."""
+    """Returns name -> values of every tensor of the case, made by hand."""
     if case != MIXED:
         return tiny.tensors(config(case), dtype)
     out = tiny.tensors(config(case), dtype)
@@ -110,9 +110,8 @@ def tensors(case: str, dtype: str) -> dict[str, np.ndarray]:
 
 
 def fits(case: str, f: Form) -> bool:
-    """Whether Megatron could build the case in this form.
-
-    Other tests see that mckpt refuses the rest.
+    """Returns whether Megatron could build the case in this form; other tests see that mckpt
+    refuses.
     """
     c = config(case)
     moe = case in MOE
@@ -135,7 +134,7 @@ def fits(case: str, f: Form) -> bool:
 
 @functools.cache
 def possible(case: str) -> list[Form]:
-    """Every form that fits the case."""
+    """Returns every form that fits the case."""
     return [
         f for f in (Form(*values) for values in itertools.product(*AXES.values())) if fits(case, f)
     ]
@@ -143,9 +142,8 @@ def possible(case: str) -> list[Form]:
 
 @functools.cache
 def forms(case: str) -> list[Form]:
-    """Returns at least LEGS forms in which every value of every axis occurs that fits the case.
-
-    The choice is greedy, among a seeded sample.
+    """Returns at least LEGS of the possible forms, with every value of every axis that fits the
+    case.
     """
     rng = random.Random(case)
     every = possible(case)
@@ -168,8 +166,8 @@ CHAINS = [
 
 
 def safetensors(directory: Path) -> dict[str, tuple[str, list[int], bytes]]:
-    """Name -> (dtype, shape, bytes) of every tensor in the directory's files, read with json and
-    slices.
+    """Returns name -> (dtype, shape, bytes) of every tensor in the directory's files, read with
+    json and slices.
     """
     out: dict[str, tuple[str, list[int], bytes]] = {}
     for path in sorted(directory.glob("*.safetensors")):
@@ -203,7 +201,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return out
 
 
-def test_the_chains_meet_every_value_with_every_case() -> None:
+def test_the_chains_cover_every_value_of_every_axis() -> None:
     for case in CASES:
         mine = [a for c, a, _ in CHAINS if c == case]
         for axis, values in AXES.items():
@@ -221,12 +219,11 @@ def test_the_chains_meet_every_value_with_every_case() -> None:
 @pytest.mark.parametrize(
     ("case", "a", "b"), CHAINS, ids=[f"{case}--{a}--{b}" for case, a, b in CHAINS]
 )
-def test_there_resharded_and_back(
+def test_a_model_comes_back_after_a_reshard_bit_for_bit(
     case: str, a: Form, b: Form, sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Converts HF -> a -> b -> HF.
-
-    In chains with an odd number, the args alone describe the model on the way back.
+    """Converts HF -> a -> b -> HF. In chains with an odd number, only the args describe the model
+    on the way back.
     """
     odd = CHAINS.index((case, a, b)) % 2
     mckpt.plan(sources[case], tmp_path / "a", **a.target()).run()
@@ -285,7 +282,7 @@ def test_shards_are_cut_at_the_size(sources: dict[str, Path], tmp_path: Path) ->
     assert all(before[1] + after[0] > 60_000 for before, after in itertools.pairwise(sizes))
 
 
-def test_shards_are_of_about_the_same_size(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_shards_have_about_the_same_size(sources: dict[str, Path], tmp_path: Path) -> None:
     """There are no more files than necessary, and none is larger than the limit."""
     mckpt.plan(sources["qwen3-moe"], tmp_path / "a").run()
     mckpt.plan(tmp_path / "a", tmp_path / "hf", format="hf", max_shard_size=700_000).run()
@@ -297,7 +294,7 @@ def test_shards_are_of_about_the_same_size(sources: dict[str, Path], tmp_path: P
 
 
 def safetensors_of(path: Path) -> list[int]:
-    """Bytes of each tensor of a file."""
+    """Returns the bytes of each tensor of a file."""
     raw = path.read_bytes()
     header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
     return [
@@ -308,7 +305,7 @@ def safetensors_of(path: Path) -> list[int]:
 
 
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 400))
-def test_files_are_cut_in_order(sizes: list[int], most: int) -> None:
+def test_files_hold_the_tensors_in_order(sizes: list[int], most: int) -> None:
     files = hf_format.cut(sizes, most)
     assert files[0] == 0 and all(
         after - before in (0, 1) for before, after in itertools.pairwise(files)
@@ -337,7 +334,7 @@ UNEVEN: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("said", UNEVEN, ids=[str(Parallel(**s)) for s in UNEVEN])
 @pytest.mark.parametrize("case", ["llama-tied", "qwen3-moe"])
-def test_uneven_pipelines(
+def test_uneven_pipelines_convert_and_come_back(
     case: str, said: dict[str, Any], sources: dict[str, Path], tmp_path: Path
 ) -> None:
     """Converts to `torch`, where layers are numbered within a stage, and back to even stages."""
@@ -356,7 +353,9 @@ def test_uneven_pipelines(
     same_tensors(tmp_path / "back", tensors(case, "bfloat16"))
 
 
-def test_uneven_pipelines_that_do_not_fit(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_uneven_pipelines_that_do_not_fit_are_refused(
+    sources: dict[str, Path], tmp_path: Path
+) -> None:
     for said in ({"pp": 2, "first_stage_layers": 4}, {"pp": 2, "layout": "Ett|tttL"}, {"pp": 3}):
         with pytest.raises(mckpt.errors.UsageError):
             mckpt.plan(sources["llama"], tmp_path / "a", format="torch", parallel=Parallel(**said))
@@ -364,7 +363,9 @@ def test_uneven_pipelines_that_do_not_fit(sources: dict[str, Path], tmp_path: Pa
 
 
 def raw_torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """(key, uint16 array) of each bf16 tensor of a model_optim_rng.pt whose tensors are dense."""
+    """Returns (key, uint16 array) of each bf16 tensor of a model_optim_rng.pt whose tensors are
+    dense.
+    """
     with path.open("rb") as f:
         value, data = torch_file.read(f.fileno(), str(path))
         for key, record in value["model"].items():
@@ -378,7 +379,9 @@ def raw_torch(path: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 @pytest.mark.parametrize("case", ["llama", "llama-tied"])
 def test_padding_is_zero_and_dropped(case: str, sources: dict[str, Path], tmp_path: Path) -> None:
-    """131 and 149 rows over 4 ranks, to a multiple of 64 x 4: rank by rank against numpy."""
+    """Pads 131 and 149 rows over 4 ranks to a multiple of 64 x 4, and compares each rank with
+    numpy.
+    """
     mckpt.plan(
         sources[case], tmp_path / "a", format="torch", parallel=Parallel(tp=4), divisible_by=64
     ).run()
@@ -402,7 +405,9 @@ def test_padding_is_zero_and_dropped(case: str, sources: dict[str, Path], tmp_pa
 def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(
     sources: dict[str, Path], tmp_path: Path
 ) -> None:
-    """In `torch` Megatron computes the logits with a copy there; one that differs is found."""
+    """In the format `torch`, Megatron computes the logits with the copy on the last stage. mckpt
+    reports a copy that differs.
+    """
     mckpt.plan(sources["llama-tied"], tmp_path / "a", format="torch", parallel=Parallel(pp=2)).run()
     first, last = (
         tmp_path / "a" / "release" / f"mp_rank_00_{i:03d}" / "model_optim_rng.pt" for i in (0, 1)
@@ -426,7 +431,7 @@ def test_a_tied_embedding_lies_on_the_first_and_the_last_stage(
         mckpt.plan(tmp_path / "a", tmp_path / "back", format="hf").run(check_replicas=True)
 
 
-def test_the_layout_of_one_rank_by_hand(sources: dict[str, Path], tmp_path: Path) -> None:
+def test_one_rank_has_the_layout_computed_by_hand(sources: dict[str, Path], tmp_path: Path) -> None:
     """Checks rank 1 of the second stage of qwen3 at tp 2, pp 2 against numpy alone."""
     mckpt.plan(
         sources["qwen3"],
@@ -468,10 +473,8 @@ def test_the_layout_of_one_rank_by_hand(sources: dict[str, Path], tmp_path: Path
         assert np.array_equal(held[name], array), name
 
 
-def test_stacked_and_per_layer_keys(sources: dict[str, Path], tmp_path: Path) -> None:
-    """torch_dist has one key for all layers, but for a model of mixed layers; a reshard keeps what
-    it finds.
-    """
+def test_torch_dist_has_stacked_or_layer_keys(sources: dict[str, Path], tmp_path: Path) -> None:
+    """Only a model of mixed layers needs per-layer keys. A reshard keeps what it finds."""
     for case, key in (
         ("qwen3-moe", "decoder.layers.self_attention.linear_proj.weight"),
         (MIXED, "decoder.layers.3.self_attention.linear_proj.weight"),
@@ -485,10 +488,10 @@ def test_stacked_and_per_layer_keys(sources: dict[str, Path], tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("case", ["llama", "mixtral"])
-def test_fp32_stays_fp32_and_casts_are_asked_for(
+def test_fp32_stays_fp32_unless_a_cast_is_requested(
     tiny_model: TinyModel, case: str, tmp_path: Path
 ) -> None:
-    """fp32 comes back bit for bit, and bf16 is rounded as ml_dtypes rounds."""
+    """fp32 comes back bit for bit, and a cast to bf16 rounds as ml_dtypes does."""
     source = tiny_model(case, "float32")
     mckpt.plan(source, tmp_path / "a", format="torch", parallel=Parallel(tp=2)).run()
     mckpt.plan(tmp_path / "a", tmp_path / "back", format="hf").run()

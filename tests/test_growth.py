@@ -23,10 +23,12 @@ NAMES = {"hf", *formats.FORMATS}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v3"])
-def test_a_format_in_one_file(
+def test_a_new_format_is_one_file(
     family: str, tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It converts in all directions, is compared and inspected, and replaces another format."""
+    """The format converts in all directions, is compared and inspected, and replaces another
+    format.
+    """
     listed = formats.Listed("tests.flat_format", megatron=True)
     monkeypatch.setitem(formats.FORMATS, "flat", listed)
     source = tiny_model(family)
@@ -62,7 +64,7 @@ tensors:
 
 
 def write_dialect(folder: Path) -> None:
-    """A dialect, and a part of one, which lies in a folder below."""
+    """Writes a dialect, and a part of it in a folder below."""
     (folder / "other.yaml").write_text(DIALECT)
     (folder / "parts").mkdir(exist_ok=True)
     (folder / "parts" / "norms.yaml").write_text(NORMS)
@@ -70,7 +72,7 @@ def write_dialect(folder: Path) -> None:
 
 @pytest.fixture
 def own_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of the mapping files that a test may change."""
+    """Returns a copy of the mapping files that a test may change."""
     folder = tmp_path / "mappings"
     shutil.copytree(FOLDER, folder)
 
@@ -86,10 +88,10 @@ def own_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
-def test_a_dialect_in_one_file(
+def test_a_new_dialect_is_one_file(
     form: str, tiny_model: TinyModel, tmp_path: Path, own_mappings: Path
 ) -> None:
-    """It is written where it is asked for, and found from the keys where it is read."""
+    """The dialect is written on request, and recognised from the keys when it is read."""
     write_dialect(own_mappings / "megatron")
     source = tiny_model("llama")
     mckpt.convert(source, tmp_path / "other", format=form, dialect="other")
@@ -105,7 +107,7 @@ def test_a_dialect_in_one_file(
     assert mckpt.verify(source, tmp_path / "other", level="bytes").verdict == "pass"
 
 
-def test_the_family_names_its_dialect(
+def test_a_family_file_can_name_its_dialect(
     tiny_model: TinyModel, tmp_path: Path, own_mappings: Path
 ) -> None:
     write_dialect(own_mappings / "megatron")
@@ -116,7 +118,7 @@ def test_the_family_names_its_dialect(
     assert mckpt.open(tmp_path / "out").mapping.name == "other"
 
 
-def test_a_name_that_is_not_declared(own_mappings: Path) -> None:
+def test_a_dialect_must_declare_the_names_that_it_uses(own_mappings: Path) -> None:
     path = own_mappings / "megatron" / "other.yaml"
     path.write_text("extends: gpt\nalso:\n  new_arg: new_fact\n")
     with pytest.raises(MappingError, match=r"yaml:3: also: new_arg: 'new_fact' is not"):
@@ -143,28 +145,30 @@ def test_a_name_that_is_not_declared(own_mappings: Path) -> None:
         ),
     ],
 )
-def test_what_a_dialect_must_not_say(text: str, why: str, own_mappings: Path) -> None:
+def test_a_bad_dialect_is_refused(text: str, why: str, own_mappings: Path) -> None:
     (own_mappings / "megatron" / "other.yaml").write_text(text)
     with pytest.raises(MappingError, match=why):
         mapping.load("megatron", "other")
 
 
-def test_a_dialect_that_is_not_there(tmp_path: Path) -> None:
-    """A file elsewhere would write a checkpoint that nothing could read again."""
+def test_an_unknown_dialect_is_refused(tmp_path: Path) -> None:
+    """A dialect in any other file is refused, because nothing could read its checkpoint again."""
     source = tiny.tiny_random("llama", tmp_path / "hf")
     for dialect in ("nope", str(tmp_path / "own.yaml")):
         with pytest.raises(UsageError, match=r"no dialect .*; known: gpt"):
             mckpt.plan(source, tmp_path / "out", dialect=dialect)
 
 
-def test_the_table_says_what_the_formats_say() -> None:
+def test_the_table_of_formats_agrees_with_their_modules() -> None:
     for name, listed in formats.FORMATS.items():
         found = formats.get(name)
         assert (found.name, found.megatron) == (name, listed.megatron)
 
 
 def test_no_format_is_named_outside_of_its_file() -> None:
-    """Code asks a format what it can do. Of its name it knows only which one is the default."""
+    """Code asks a format for its abilities. The only format that it knows by name is the default
+    one.
+    """
     wrong = []
     for path in sorted((ROOT / "mckpt").rglob("*.py")):
         inside = path.relative_to(ROOT / "mckpt").parts[0]

@@ -21,7 +21,9 @@ from tests.door import TRACKER, command_line, good, mckpt, refused, tree
 
 
 def loadable(dst: Path) -> bool:
-    """Whether transformers, Megatron's loaders or mckpt would take anything there for whole."""
+    """Returns whether transformers, Megatron's loaders or mckpt would accept anything there as a
+    complete checkpoint.
+    """
     units = [dst, *(p for p in dst.glob("*") if not p.name.startswith("."))] if dst.exists() else []
     if any(
         (p / n).exists()
@@ -38,7 +40,7 @@ def loadable(dst: Path) -> bool:
     return mckpt("inspect", dst).code == 0
 
 
-def test_full_disk(tmp_path, src, monkeypatch):
+def test_a_full_disk_leaves_no_checkpoint(tmp_path, src, monkeypatch):
     real, wrote = os.pwrite, []
 
     def full(fd: int, data: Any, at: int) -> int:
@@ -64,9 +66,8 @@ def test_full_disk(tmp_path, src, monkeypatch):
 
 
 def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
-    """Starts mckpt in a process of its own; `before` is Python that runs first.
-
-    A shell that runs the tests in the background would make all of them ignore SIGINT.
+    """Starts mckpt in a process of its own. `before` is Python that runs first. SIGINT is restored,
+    because a shell makes its background jobs ignore it.
     """
     start = "import os, signal\nfrom mckpt.conversion import run\n"
     start += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -74,7 +75,7 @@ def run(*args: Any, before: str = "") -> subprocess.Popen[bytes]:
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_file_size_limit(tmp_path, src):
+def test_a_limit_of_the_file_size_leaves_no_checkpoint(tmp_path, src):
     dst = tmp_path / "dst"
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))"
     assert resource.RLIMIT_FSIZE is not None
@@ -96,18 +97,17 @@ CALLS = {
 DEATHS = [(name, count) for name, counts in CALLS.items() for count in counts]
 
 
-# these are called in other places too, with other names
+# other code calls these functions too, for other names
 ENDS = {"unlink": "publishing", "rmtree": ".mckpt-"}
 
 
 class Killed(BaseException):
-    """The process is taken away; nothing may catch it."""
+    """Stands for the end of the process, so no code may catch it."""
 
 
 def dying(name: str, count: int, *args: Any) -> bool:
-    """Runs mckpt and kills it at call number `count` of a function of os or shutil.
-
-    Returns False if there are fewer such calls.
+    """Runs mckpt and kills it at call number `count` of a function of os or shutil. Returns False
+    if there are fewer such calls.
     """
     calls: list[int] = []
     module = shutil if name == "rmtree" else os
@@ -115,7 +115,7 @@ def dying(name: str, count: int, *args: Any) -> bool:
 
     def one(*a: Any, **k: Any) -> Any:
         counts = name not in ENDS or Path(a[0]).name.startswith(ENDS[name])
-        counts = counts and not str(a[0]).endswith(".tmp")  # the journal's
+        counts = counts and not str(a[0]).endswith(".tmp")  # the journal calls it
         calls.extend([1] * counts)
         if counts and len(calls) == count:
             raise Killed
@@ -130,8 +130,8 @@ def dying(name: str, count: int, *args: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["unit", "hf", "hf over another"])
-def test_killed_at_any_point(tmp_path, src, trained, kind):
-    """The rest is not a checkpoint, and the same command completes it."""
+def test_a_run_killed_at_any_point_is_completed(tmp_path, src, trained, kind):
+    """The unfinished output is not a checkpoint, and the same command completes it."""
     args = ("hf-to-megatron", src) if kind == "unit" else ("megatron-to-hf", trained)
     more = ("--overwrite",) if "over" in kind else ()
     good(*args, tmp_path / "whole")
@@ -150,9 +150,9 @@ def test_killed_at_any_point(tmp_path, src, trained, kind):
                 count,
             )
         if more and (dst / "config.json").exists():
-            # the old one or the new one, and no mixture
+            # the old checkpoint or the new one, and no mixture
             assert mckpt("diff", dst, src).code == 0, (name, count)
-        good(*args, dst, *(more or ["--overwrite"] * published))  # then all is there
+        good(*args, dst, *(more or ["--overwrite"] * published))  # the new checkpoint is complete
         assert tree(dst) == tree(tmp_path / "whole"), (name, count)
     assert died >= 5
 
@@ -179,7 +179,9 @@ def another(tmp_path_factory, tiny_model):
 def test_only_the_same_command_replaces_the_files_of_a_killed_run(
     tmp_path, trained, another, name, count, over
 ):
-    """The same command may replace its own half without --overwrite, but not another checkpoint."""
+    """The same command may replace its own unfinished files without --overwrite, but not another
+    checkpoint.
+    """
     dst = tmp_path / "dst"
     if over:
         good("megatron-to-hf", another, dst)
@@ -193,11 +195,11 @@ def test_only_the_same_command_replaces_the_files_of_a_killed_run(
             untouched=dst,
         )
     good("megatron-to-hf", another, dst, "--overwrite")
-    # though its mark may be there still
+    # although its mark may still exist
     refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)
 
 
-def test_killed_again_and_again(tmp_path, trained):
+def test_a_run_killed_several_times_is_completed(tmp_path, trained):
     good("megatron-to-hf", trained, tmp_path / "whole")
     args = ("megatron-to-hf", trained, tmp_path / "dst")
     for name, count in (
@@ -213,7 +215,7 @@ def test_killed_again_and_again(tmp_path, trained):
     assert tree(tmp_path / "dst") == tree(tmp_path / "whole")
 
 
-def test_a_mark_names_files_and_not_names(tmp_path, trained, another):
+def test_files_that_replaced_those_of_a_killed_run_need_overwrite(tmp_path, trained, another):
     dst = tmp_path / "dst"
     assert dying("unlink", 1, "megatron-to-hf", trained, dst)
     for path in [p for p in dst.iterdir() if p.is_file()]:
@@ -223,7 +225,7 @@ def test_a_mark_names_files_and_not_names(tmp_path, trained, another):
     refused(6, "--overwrite", args=("megatron-to-hf", trained, dst), untouched=dst)
 
 
-def test_no_resume_keeps_what_was_replaced_until_the_end(tmp_path, trained, another):
+def test_no_resume_keeps_the_replaced_output_until_the_end(tmp_path, trained, another):
     dst = tmp_path / "dst"
     good("megatron-to-hf", another, dst)
     assert dying("rename", 4, "megatron-to-hf", trained, dst, "--overwrite")
@@ -232,7 +234,7 @@ def test_no_resume_keeps_what_was_replaced_until_the_end(tmp_path, trained, anot
     assert any(p.name == "replaced" for p in dst.glob(".mckpt-*/*"))
 
 
-def test_config_json_comes_after_the_rest_is_on_the_disk(tmp_path, trained, monkeypatch):
+def test_config_json_is_renamed_after_all_other_files_are_on_disk(tmp_path, trained, monkeypatch):
     done: list[str] = []
     rename, sync = os.rename, publishing.sync
     monkeypatch.setattr(os, "rename", lambda a, b: (done.append(Path(b).name), rename(a, b)))
@@ -247,8 +249,8 @@ def test_config_json_comes_after_the_rest_is_on_the_disk(tmp_path, trained, monk
     assert not any(n.endswith(".safetensors") for n in done[at:])
 
 
-def test_a_staging_directory_that_will_not_go(tmp_path, src, monkeypatch):
-    """NFS keeps the open lock file under another name, and so the directory too."""
+def test_a_staging_directory_that_cannot_be_removed_is_harmless(tmp_path, src, monkeypatch):
+    """NFS keeps the open lock file under another name, so its directory cannot be removed."""
     real = os.rmdir
 
     def stuck(path: Any, *a: Any, **k: Any) -> None:
@@ -266,7 +268,7 @@ def test_a_staging_directory_that_will_not_go(tmp_path, src, monkeypatch):
     assert mckpt("diff", src, tmp_path / "dst").code == 0
 
 
-def test_staging_directories_of_other_plans_are_named(tmp_path, src):
+def test_staging_directories_of_other_plans_are_reported(tmp_path, src):
     dst = tmp_path / "dst"
     assert dying("rename", 1, "hf-to-megatron", src, dst, "--tp", 2)
     (left,) = dst.glob(".mckpt-*")
@@ -280,7 +282,7 @@ def test_staging_directories_of_other_plans_are_named(tmp_path, src):
     assert (left / "data" / "more").exists()
     lock = os.open(left / "lock", os.O_RDWR)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one that runs
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a run that is still alive
         assert str(left) not in good("hf-to-megatron", src, dst, "--iteration", 4).err
     finally:
         os.close(lock)
@@ -327,7 +329,7 @@ def test_an_interrupted_run_is_reported_and_is_not_a_checkpoint(tmp_path, src, t
     assert "unfinished: A run of mckpt was interrupted here" in good("inspect", tmp_path / "0").out
 
 
-def test_ctrl_c(tmp_path, src):
+def test_ctrl_c_leaves_no_checkpoint(tmp_path, src):
     dst = tmp_path / "dst"
     wait = "import time; run.publish = lambda *a, **k: (print('here', flush=True), time.sleep(60))"
     process = run("hf-to-megatron", src, dst, before=wait)
@@ -349,6 +351,6 @@ def test_no_resume_starts_afresh(tmp_path, src, monkeypatch):
         )
         assert mckpt("hf-to-megatron", src, dst).code == 7
     for path in dst.rglob("__0_0.distcp"):
-        path.write_bytes(bytes(path.stat().st_size))  # what a bad disk may have made of it
+        path.write_bytes(bytes(path.stat().st_size))  # a bad disk may have damaged it
     good("hf-to-megatron", src, dst, "--no-resume")
     assert mckpt("diff", src, dst).code == 0

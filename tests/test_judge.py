@@ -1,131 +1,43 @@
-"""The judge itself: the real megatron-core saves, reshards and runs six families to the same
-logits, and those are transformers' logits.
+"""The judge itself: the real Megatron-Core saves, reshards and runs every family of FAMILIES, and
+its logits are those of transformers at every parallel size.
 
-No code of the converter takes part. The conversion to transformers below is written by hand with
-view and cat, so that the judge is known to be right before it judges anything.
+No code of the converter takes part, so that the judge is known to be right before it judges
+anything.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-# importing them here would cost every run 5 s
-if not (find_spec("megatron.core") and find_spec("transformers")):
-    pytest.skip("megatron-core or transformers is not installed", allow_module_level=True)
-
-import torch
-
+from tests.judged_models import (
+    DENSE,
+    EXPERTS,
+    FAMILIES,
+    GROUPS,
+    HEADS,
+    HIDDEN,
+    LATENT,
+    LAYERS,
+    LLAMA3,
+    MOE,
+    MOE_FFN,
+    TE,
+    TOKENS,
+    VOCAB,
+    transformers_logits,
+)
 from tests.judging import explain, judge
 
 pytestmark = pytest.mark.judge
 
-LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, PADDED_VOCAB = 4, 96, 16, 8, 56, 150, 160
-EXPERTS, TOPK, MOE_FFN = 12, 3, 20
-TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, 61)).tolist()
 
-DENSE = {
-    "num_layers": LAYERS,
-    "hidden_size": HIDDEN,
-    "ffn_hidden_size": FFN,
-    "num_attention_heads": HEADS,
-    "num_query_groups": GROUPS,
-    "group_query_attention": True,
-    "kv_channels": HIDDEN // HEADS,
-    "max_position_embeddings": 128,
-    "seq_length": 128,
-    "normalization": "RMSNorm",
-    "norm_epsilon": 1e-5,
-    "layernorm_epsilon": 1e-5,
-    "position_embedding_type": "rope",
-    "add_position_embedding": False,
-    "rotary_base": 10000,
-    "rotary_percent": 1.0,
-    "rotary_interleaved": False,
-    "use_rope_scaling": False,
-    "rope_scaling_factor": 8.0,
-    "swiglu": True,
-    "add_bias_linear": False,
-    "add_qkv_bias": False,
-    "qk_layernorm": False,
-    "untie_embeddings_and_output_weights": True,
-    "vocab_size": VOCAB,
-    "padded_vocab_size": PADDED_VOCAB,
-    "make_vocab_size_divisible_by": 32,
-    "num_experts": None,
-    "transformer_impl": "local",
-    "params_dtype": "torch.float32",
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "no_save_optim": True,
-    "no_save_rng": True,
-}
-MOE = DENSE | {
-    "num_experts": EXPERTS,
-    "moe_ffn_hidden_size": MOE_FFN,
-    "moe_router_topk": TOPK,
-    "moe_router_pre_softmax": False,
-    "moe_router_score_function": "softmax",
-    "moe_router_load_balancing_type": "none",
-    "moe_grouped_gemm": False,
-    "moe_layer_freq": 1,
-}
-QWEN3 = {
-    "qk_layernorm": True,
-    "kv_channels": 10,
-    "layernorm_epsilon": 1e-6,
-    "norm_epsilon": 1e-6,
-    "rotary_base": 1000000,
-}
-LLAMA3 = {
-    "use_rope_scaling": True,
-    "rope_scaling_factor": 32.0,
-    "rotary_base": 500000,
-    "untie_embeddings_and_output_weights": False,
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": DENSE,
-    "llama3": DENSE | LLAMA3,
-    "mistral": DENSE | {"rotary_base": 1000000},
-    "qwen2": (
-        DENSE
-        | {
-            "add_qkv_bias": True,
-            "layernorm_epsilon": 1e-6,
-            "norm_epsilon": 1e-6,
-            "rotary_base": 1000000,
-        }
-    ),
-    "qwen3": DENSE | QWEN3,
-    "mixtral": MOE | {"rotary_base": 1000000},
-    "qwen3_moe": MOE | QWEN3,
-}
-
-
-TE = {"transformer_impl": "transformer_engine", "moe_grouped_gemm": True}
-LATENT = {
-    "multi_latent_attention": True,
-    "qk_layernorm": True,
-    "group_query_attention": False,
-    "num_query_groups": HEADS,
-    "q_lora_rank": 24,
-    "kv_lora_rank": 16,
-    "qk_head_dim": 10,
-    "qk_pos_emb_head_dim": 4,
-    "v_head_dim": 8,
-    "rope_type": "rope",
-}
-
-
-def test_sizes_of_another_run_do_not_stay() -> None:
-    """megatron-core 0.19 stores tp times gtp_weight_remat_size in the args, which are then built at
-    other sizes.
+def test_derived_sizes_of_another_run_are_not_used() -> None:
+    """megatron-core 0.19 stores the product of tp and gtp_weight_remat_size in the args. The model
+    is then built at other sizes.
     """
     from mckpt.trainer import build
 
@@ -144,7 +56,7 @@ def test_sizes_of_another_run_do_not_stay() -> None:
 def loads(
     directory: Path, tag: str, sizes: list[dict[str, int]], **others: Any
 ) -> list[dict[str, Any]]:
-    """Forward cases on one checkpoint, named TAG-tp2pp2."""
+    """Returns forward cases on one checkpoint, named TAG-tp2pp2."""
     case = {"kind": "forward", "checkpoint": str(directory), "tokens": TOKENS} | others
     return [
         {"name": f"{tag}-" + "".join(f"{key}{value}" for key, value in size.items())} | case | size
@@ -170,8 +82,8 @@ def saves(
 
 @pytest.fixture(scope="module")
 def results(work: Path) -> dict[str, dict[str, Any]]:
-    """One launch of 4 ranks: every family saved at tp2 pp2 in both formats, and loaded at other
-    sizes.
+    """Results of one launch of 4 ranks: every family is saved at tp2 pp2 in both formats, and
+    loaded at other sizes.
     """
     cases: list[dict[str, Any]] = []
     for family, args in FAMILIES.items():
@@ -188,7 +100,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
         cases += saves(work / f"{family}-torch", f"{family}-torch", args, "torch", **size)
         cases += loads(work / f"{family}-torch", f"{family}-torch", [size])
         cases += saves(work / f"{family}-whole", f"{family}-whole", args, "torch")
-    # pipelines that are not even, and virtual stages in legacy files
+    # uneven pipelines, and virtual stages in the format `torch`
     cases += loads(
         work / "llama3-torch_dist",
         "llama3-first",
@@ -208,7 +120,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
     cases += loads(work / "llama3-torch_dist", "llama3-account", [{"pp": 3}], args=split)
     cases += saves(work / "llama3-vpp", "llama3-vpp", DENSE | LLAMA3, "torch", pp=2, vpp=2, tp=2)
     cases += loads(work / "llama3-vpp", "llama3-vpp", [{"tp": 2, "pp": 2, "vpp": 2}])
-    # another function: the tests below ask for another result
+    # another model, so other logits or an error
     cases += loads(
         work / "llama3-torch_dist", "other-rope", [{"tp": 2}], args={"use_rope_scaling": False}
     )
@@ -241,7 +153,7 @@ def results(work: Path) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_logits_at_every_parallel_size(
+def test_the_logits_are_the_same_at_every_parallel_size(
     results: dict[str, dict[str, Any]], family: str
 ) -> None:
     same_logits(results, family, results[f"{family}-whole-save"]["logits"])
@@ -260,9 +172,11 @@ def same_logits(results: dict[str, dict[str, Any]], family: str, reference: np.n
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_logits_of_transformers(
+def test_the_logits_are_those_of_transformers(
     results: dict[str, dict[str, Any]], work: Path, family: str
 ) -> None:
+    import torch
+
     model = torch.load(
         work / f"{family}-whole" / "iter_0000001" / "mp_rank_00" / "model_optim_rng.pt",
         weights_only=False,
@@ -290,7 +204,9 @@ def test_keys_that_the_model_does_not_read_are_listed(results: dict[str, dict[st
     assert results["other-tied-tp2"]["unread"] == ["output_layer.weight"]
 
 
-def test_without_args_and_in_bf16(results: dict[str, dict[str, Any]]) -> None:
+def test_a_checkpoint_without_args_and_in_bf16_is_judged(
+    results: dict[str, dict[str, Any]],
+) -> None:
     saved, loaded = results["bare-save"], results["bare-pp2"]
     assert not explain(saved) + explain(loaded)
     np.testing.assert_allclose(loaded["logits"], saved["logits"], atol=1e-4, rtol=0)
@@ -300,8 +216,8 @@ def test_without_args_and_in_bf16(results: dict[str, dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The Transformer Engine layer specs on the stand-in of tests/fake_te; keys and grids; a launch
-    with faults.
+    """Results of a launch with the layer specs of Transformer Engine on the stand-in of
+    tests/fake_te. It has cases of keys and grids too, and some that fail on purpose.
     """
     cases: list[dict[str, Any]] = []
     for family in ("llama3", "qwen3_moe"):
@@ -358,7 +274,7 @@ def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict
         args=TE,
     )
     cases += loads(work / "qwen3_moe-torch_dist", "from-local-moe", [{"tp": 2}], args=TE)
-    # down projections: cut in the one, whole in the other
+    # one layer spec cuts the down projections, the other keeps them whole
     for of, other in (("local", "transformer_engine"), ("transformer_engine", "local")):
         directory = work / f"latent-{of}"
         cases += saves(
@@ -377,8 +293,7 @@ def te_results(work: Path, results: dict[str, dict[str, Any]]) -> dict[str, dict
     cases.append({"name": "grid-wide-tp", "kind": "grid", "tp": 4, "pp": 2, "ep": 2, "etp": 1})
     cases.append({"name": "grid-wide-ep", "kind": "grid", "tp": 2, "ep": 4, "etp": 1})
     cases.append({"name": "grid-cp", "kind": "grid", "tp": 2, "cp": 2, "pp": 2})
-    # one rank fails while the other waits for it; then one dies; the cases after them must not feel
-    # it
+    # one rank fails while the other waits for it, then one dies; neither may affect the later cases
     (work / "llama-torch" / "iter_0000001" / "mp_rank_01_001" / "model_optim_rng.pt").unlink()
     cases += loads(work / "llama-torch", "fault", [{"tp": 2, "pp": 2}], timeout=8)
     cases += loads(work / "te-llama3-torch_dist", "after-fault", [{"tp": 2, "pp": 2}])
@@ -394,7 +309,7 @@ def test_transformer_engine_specs_give_the_logits_of_the_local_ones(
     same_logits(te_results, family, results[f"{family}-whole-save"]["logits"])
 
 
-def test_each_spec_reads_the_other(
+def test_each_layer_spec_reads_checkpoints_of_the_other(
     results: dict[str, dict[str, Any]], te_results: dict[str, dict[str, Any]]
 ) -> None:
     loaded = {
@@ -415,7 +330,7 @@ def test_each_spec_reads_the_other(
 
 
 @pytest.mark.parametrize("of", ["local", "transformer_engine"])
-def test_each_spec_reads_what_the_other_cuts(
+def test_each_layer_spec_reads_tensors_that_the_other_cuts(
     te_results: dict[str, dict[str, Any]], of: str
 ) -> None:
     saved, loaded = te_results[f"latent-{of}-save"], te_results[f"latent-{of}-other-tp2pp2ep2etp1"]
@@ -425,7 +340,7 @@ def test_each_spec_reads_what_the_other_cuts(
     )
 
 
-def test_keys(te_results: dict[str, dict[str, Any]]) -> None:
+def test_keys_and_shapes_of_stored_tensors(te_results: dict[str, dict[str, Any]]) -> None:
     for name in ("llama3-te", "llama3-local", "qwen3_moe-te", "qwen3_moe-local"):
         assert not explain(te_results[f"keys-{name}"])
     stored = te_results["keys-qwen3_moe-te"]["torch_dist"]
@@ -453,12 +368,12 @@ def test_keys(te_results: dict[str, dict[str, Any]]) -> None:
         HIDDEN,
     ]
     assert "embedding.word_embeddings.weight" in files["mp_rank_00_000_000"][0]
-    # tied: the last stage's copy
+    # the last stage has a copy of the tied weight
     assert "output_layer.weight" in te_results["keys-llama3-local"]["torch"]["mp_rank_01_001"][1]
     assert "output_layer.weight" not in te_results["keys-llama3-local"]["torch_dist"]
 
 
-def test_grid(te_results: dict[str, dict[str, Any]]) -> None:
+def test_files_of_each_grid_of_ranks(te_results: dict[str, dict[str, Any]]) -> None:
     assert sorted(te_results["grid-wide-tp"]["files"]) == [
         "mp_rank_00_000_000",
         "mp_rank_00_001_000",
@@ -493,119 +408,3 @@ def test_a_failed_case_harms_no_other(
         np.testing.assert_allclose(
             te_results[name]["logits"], results["llama3-whole-save"]["logits"], atol=1e-4, rtol=0
         )
-
-
-def transformers_logits(family: str, model: dict[str, Any]) -> np.ndarray:
-    """The logits of the transformers model that holds the weights of `model`, a whole (tp1 pp1)
-    local-spec state dict of Megatron.
-    """
-    import transformers
-
-    args = FAMILIES[family]
-    config = {
-        "num_hidden_layers": LAYERS,
-        "hidden_size": HIDDEN,
-        "intermediate_size": FFN,
-        "vocab_size": VOCAB,
-        "max_position_embeddings": 128,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
-        "head_dim": args["kv_channels"],
-        "num_experts_per_tok": TOPK,
-        "rms_norm_eps": args["layernorm_epsilon"],
-        "tie_word_embeddings": not args["untie_embeddings_and_output_weights"],
-        "attn_implementation": "eager",
-        "sliding_window": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": float(args["rotary_base"])},
-    }
-    if family == "llama3":
-        scaling = {
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-        config["rope_parameters"] |= {"rope_type": "llama3"} | scaling
-    if family == "mixtral":
-        config |= {"intermediate_size": MOE_FFN, "num_local_experts": EXPERTS}
-    if family == "qwen3_moe":
-        config |= {"moe_intermediate_size": MOE_FFN, "num_experts": EXPERTS, "norm_topk_prob": True}
-    name = {
-        "llama": "Llama",
-        "llama3": "Llama",
-        "mistral": "Mistral",
-        "qwen2": "Qwen2",
-        "qwen3": "Qwen3",
-        "mixtral": "Mixtral",
-        "qwen3_moe": "Qwen3Moe",
-    }[family]
-    hf = (
-        getattr(transformers, f"{name}ForCausalLM")(
-            getattr(transformers, f"{name}Config")(**config)
-        )
-        .float()
-        .eval()
-    )
-    weights = {
-        "model.embed_tokens.weight": model["embedding.word_embeddings.weight"][:VOCAB],
-        "lm_head.weight": model[
-            (
-                "output_layer.weight"
-                if "output_layer.weight" in model
-                else "embedding.word_embeddings.weight"
-            )
-        ][:VOCAB],
-        "model.norm.weight": model["decoder.final_layernorm.weight"],
-    }
-    for layer in range(LAYERS):
-        megatron = {
-            key.removeprefix(f"decoder.layers.{layer}."): value
-            for key, value in model.items()
-            if key.startswith(f"decoder.layers.{layer}.")
-        }
-        weights |= {
-            f"model.layers.{layer}.{key}": value
-            for key, value in transformers_layer(megatron, args["kv_channels"]).items()
-        }
-    result = hf.load_state_dict(weights, strict=True)
-    assert not result.missing_keys
-    with torch.no_grad():
-        return hf(torch.tensor(TOKENS)).logits.numpy()
-
-
-def transformers_layer(layer: dict[str, Any], head_dim: int) -> dict[str, Any]:
-    """One layer of Megatron under transformers' names in memory."""
-    heads = HEADS // GROUPS  # of one query group: [q0 q1 k v | q2 q3 k v | ...]
-    out = {
-        "input_layernorm.weight": layer["input_layernorm.weight"],
-        "post_attention_layernorm.weight": layer["pre_mlp_layernorm.weight"],
-        "self_attn.o_proj.weight": layer["self_attention.linear_proj.weight"],
-    }
-    for kind in ("weight", "bias"):
-        if f"self_attention.linear_qkv.{kind}" in layer:
-            groups = layer[f"self_attention.linear_qkv.{kind}"].unflatten(
-                0, (GROUPS, (heads + 2) * head_dim)
-            )
-            parts = groups.split([heads * head_dim, head_dim, head_dim], dim=1)
-            out |= {
-                f"self_attn.{x}_proj.{kind}": part.flatten(0, 1)
-                for x, part in zip("qkv", parts, strict=True)
-            }
-    for x in "qk":
-        if f"self_attention.{x}_layernorm.weight" in layer:
-            out[f"self_attn.{x}_norm.weight"] = layer[f"self_attention.{x}_layernorm.weight"]
-    if "mlp.router.weight" not in layer:
-        gate, up = layer["mlp.linear_fc1.weight"].chunk(2)
-        return out | {
-            "mlp.gate_proj.weight": gate,
-            "mlp.up_proj.weight": up,
-            "mlp.down_proj.weight": layer["mlp.linear_fc2.weight"],
-        }
-    expert = "mlp.experts.local_experts.{}.linear_fc{}.weight"
-    return out | {
-        "mlp.gate.weight": layer["mlp.router.weight"],
-        "mlp.experts.gate_up_proj": torch.stack(
-            [layer[expert.format(e, 1)] for e in range(EXPERTS)]
-        ),
-        "mlp.experts.down_proj": torch.stack([layer[expert.format(e, 2)] for e in range(EXPERTS)]),
-    }

@@ -46,8 +46,8 @@ KEPT = "mckpt-mapping.yaml"
 
 @pytest.fixture(scope="module")
 def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a model of the user's own, its family file of two parts, and a Megatron
-    checkpoint made with them.
+    """A directory with a custom model, its family file of two parts, and a Megatron checkpoint made
+    with them.
     """
     root = tmp_path_factory.mktemp("mine")
     (root / "maps").mkdir()
@@ -88,7 +88,7 @@ def test_later_commands_need_neither_the_mapping_nor_the_permission(
         in said
     )
     assert "inexact: activation is 'gelu_tanh', and gpt would compute with 'silu'" in said
-    for ckpt in (mine / "ckpt", tmp_path / "tp2"):  # what a reshard writes keeps all of it too
+    for ckpt in (mine / "ckpt", tmp_path / "tp2"):  # the output of a reshard keeps them too
         assert good("diff", ckpt, mine / "ckpt").out.startswith(
             "the same to the last bit: 39 tensors"
         )
@@ -97,7 +97,7 @@ def test_later_commands_need_neither_the_mapping_nor_the_permission(
         )
         assert "inexact: activation" in good("inspect", ckpt).out
         said = mckpt("verify", mine / "hf", ckpt, "--level", "bytes")
-        # no model like its source
+        # its config names another model than the source
         assert (
             said.code == 1
             and "activation: the config says gelu_tanh, and the args mean silu" in said.out
@@ -134,7 +134,9 @@ def test_the_kept_family_file_is_complete_on_its_own(mine: Path) -> None:
     )
 
 
-def test_a_family_file_that_extends_only_what_mckpt_has_is_kept_to_the_byte(tmp_path: Path) -> None:
+def test_a_family_file_that_extends_only_shipped_files_is_kept_byte_for_byte(
+    tmp_path: Path,
+) -> None:
     source = hf(tmp_path / "src")
     edit_json(source / "config.json", lambda c: c.update(architectures=["MineForCausalLM"]))
     text = b"# mine\narchitectures: [MineForCausalLM]\nextends: qwen3\n"
@@ -155,7 +157,7 @@ def test_a_family_file_that_extends_only_what_mckpt_has_is_kept_to_the_byte(tmp_
     )
 
 
-def test_a_family_that_was_named_is_recorded(tmp_path: Path) -> None:
+def test_a_family_given_by_name_is_recorded(tmp_path: Path) -> None:
     source = hf(tmp_path / "src")
     edit_json(source / "config.json", lambda c: c.update(architectures=["MineForCausalLM"]))
     good("hf-to-megatron", source, tmp_path / "d", "--family", "qwen3")
@@ -167,7 +169,7 @@ def test_a_family_that_was_named_is_recorded(tmp_path: Path) -> None:
     assert good("diff", tmp_path / "d", tmp_path / "back").out.startswith(
         "the same to the last bit: 47 tensors"
     )
-    # a family that mckpt has, not a file
+    # a family of mckpt, given by name
     good("hf-to-megatron", source, tmp_path / "named", "--mapping", "qwen3")
     assert good("diff", tmp_path / "d", tmp_path / "named").out.startswith(
         "the same to the last bit: 47 tensors"
@@ -177,7 +179,9 @@ def test_a_family_that_was_named_is_recorded(tmp_path: Path) -> None:
 def test_a_family_file_that_is_not_stored_is_not_named_in_the_manifest(
     tiny_model: TinyModel, mine: Path, tmp_path: Path
 ) -> None:
-    """A checkpoint without hf/ has no place for it; back in Hugging Face's format it has one."""
+    """A checkpoint without hf/ has no place for the family file. Converted to Hugging Face, it has
+    one.
+    """
     good("hf-to-megatron", tiny_model("llama"), tmp_path / "d")
     for path in [*(tmp_path / "d" / "hf").iterdir(), tmp_path / "d" / "release" / "mckpt.json"]:
         path.unlink()
@@ -223,7 +227,7 @@ def test_checkpoints_of_one_directory_share_the_family_file(mine: Path, tmp_path
     good(*args, "--mapping", mine / "maps" / "mine.yaml", "--iteration", 3)
 
 
-def test_args_still_have_to_agree_in_what_was_not_allowed(mine: Path, tmp_path: Path) -> None:
+def test_args_must_agree_in_everything_that_was_not_allowed(mine: Path, tmp_path: Path) -> None:
     good("reshard", mine / "ckpt", tmp_path / "d", "--target-tp", 2)
     manifest = tmp_path / "d" / "release" / "mckpt.json"
     edit_json(manifest, lambda m: m["inexact"].clear())
@@ -240,13 +244,13 @@ def test_args_still_have_to_agree_in_what_was_not_allowed(mine: Path, tmp_path: 
     refused(4, "norm_eps", args=("diff", tmp_path / "d", mine / "ckpt"))
 
 
-# ---- layers of multi-token prediction that config.json counts and that are not there
+# ---- layers of multi-token prediction that config.json counts but the files do not contain
 
 
 @pytest.fixture(scope="module")
 def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek-V3 as transformers saves it: without its layers of multi-token prediction, with
-    their count in config.json.
+    """Writes a DeepSeek-V3 as transformers saves it: without its layers of multi-token prediction,
+    although config.json counts them.
     """
     root = tmp_path_factory.mktemp("headless") / "hf"
     root.mkdir()
@@ -257,7 +261,7 @@ def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_missing_layers_of_multi_token_prediction_are_named_as_such(
+def test_the_error_names_missing_layers_of_multi_token_prediction(
     headless: Path, tmp_path: Path
 ) -> None:
     args = ("hf-to-megatron", headless, tmp_path / "d")
@@ -270,7 +274,7 @@ def test_missing_layers_of_multi_token_prediction_are_named_as_such(
     )
     config = tiny.config("deepseek-v3")
     arrays = tiny.tensors(config)
-    # damaged: the hint would be wrong
+    # the checkpoint is damaged, so the hint would be wrong
     for lost in ("model.layers.4.enorm.weight", "model.norm.weight"):
         (tmp_path / lost).mkdir()
         tiny.write_weights(tmp_path / lost, {k: v for k, v in arrays.items() if k != lost})
@@ -351,7 +355,7 @@ def test_a_setting_is_refused_if_the_tensors_disagree_or_cannot_tell(
 def test_settings_correct_the_config_that_is_written_from_another_directory(
     tmp_path: Path, headless: Path
 ) -> None:
-    """--like with a config.json that counts layers which the Megatron checkpoint does not have."""
+    """--like names a config.json that counts layers which the Megatron checkpoint does not have."""
     good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0")
     for name in ("hf", "release"):
         for path in (tmp_path / "d" / name).glob("*.json" if name == "hf" else "mckpt.json"):
@@ -374,13 +378,15 @@ def test_settings_correct_the_config_that_is_written_from_another_directory(
 def test_a_family_file_in_a_directory_without_a_manifest_is_used(
     mine: Path, tmp_path: Path
 ) -> None:
-    """A trainer saved further iterations into the same save directory: only hf/ tells of the
+    """A trainer saved further iterations into the same save directory, so only hf/ tells the
     family.
     """
     good("reshard", mine / "ckpt", tmp_path / "d", "--target-tp", 2)
     (tmp_path / "d" / "release" / "mckpt.json").unlink()
     assert Checkpoint(tmp_path / "d").named.mapping == str(tmp_path / "d" / "hf" / KEPT)
-    with pytest.raises(MappingError, match="activation"):  # nothing records what was allowed
+    with pytest.raises(
+        MappingError, match="activation"
+    ):  # nothing records which differences were allowed
         _ = Checkpoint(tmp_path / "d").dims
     assert (
         Checkpoint(tmp_path / "d", Known(settings={"activation": "gelu_tanh"})).dims["activation"]

@@ -1,4 +1,4 @@
-"""Reading logical tensors: functions that read whole tensors hold only a few MB of them."""
+"""Functions that read whole logical tensors hold only a few MB of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mapping files: one broken file for each rule, and a file of the user's own."""
+"""Mapping files: one broken file for each rule, and a custom family file."""
 
 from __future__ import annotations
 
@@ -208,8 +208,8 @@ def test_the_error_of_a_broken_file_names_the_line(what: str, tmp_path: Path) ->
         mapping.load("hf", str(path))
 
 
-def test_braces() -> None:
-    """One rule for each word, on both sides."""
+def test_braces_expand_to_one_rule_for_each_word() -> None:
+    """Both sides of a rule have the same words in braces, and each word gives one rule."""
     rules = {r.key: r.of for r in mapping.load("hf", "llama").rules}
     for word in "qkv":
         assert rules[f"model.layers.{{layer}}.self_attn.{word}_proj.weight"] == (
@@ -218,7 +218,7 @@ def test_braces() -> None:
     assert not any("," in key for key in rules)
 
 
-def test_all_problems_at_once(tmp_path: Path) -> None:
+def test_an_error_lists_all_problems_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "my.yaml"
     path.write_text(
         "dims:\n  no_such: x\ntensors:\n  a: nothing\n  b: {of: embed.weight, tp: diagonal}\n"
@@ -228,14 +228,14 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
     assert [f"my.yaml:{line}:" in str(caught.value) for line in (2, 4, 5)] == [True] * 3
 
 
-def test_a_line_of_the_base_is_named_in_the_base(tmp_path: Path) -> None:
+def test_an_error_in_a_base_file_names_the_base_file(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("tensors:\n  a: nothing\n")
     (tmp_path / "my.yaml").write_text("# one\n# two\n# three\nextends: base\n")
     with pytest.raises(MappingError, match=r"base\.yaml:2: a: "):
         mapping.load("hf", str(tmp_path / "my.yaml"))
 
 
-def test_no_such_file(tmp_path: Path) -> None:
+def test_a_missing_mapping_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         MappingError,
         match=r"no mapping 'lama'; known: .*llama, mistral.*path of a file that ends in \.yaml",
@@ -259,9 +259,9 @@ def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in ("hf", "megatron") for name in mapping.names(kind)]
 )
-def test_every_file_that_comes_with_mckpt(kind: str, name: str) -> None:
-    """It is a mapping; every dim without a neutral value is said; every inert key is no key of a
-    dim.
+def test_every_shipped_mapping_file_is_complete(kind: str, name: str) -> None:
+    """The file has rules, sets every dim that has no neutral value, and lists no key of a dim as
+    inert.
     """
     file = mapping.load(kind, name)
     assert file.rules
@@ -274,17 +274,17 @@ def test_every_file_that_comes_with_mckpt(kind: str, name: str) -> None:
     assert not file.inert & {k for d in file.dims.values() for k in d.keys}
 
 
-def test_a_mapping_is_frozen() -> None:
+def test_a_loaded_mapping_cannot_be_changed() -> None:
     loaded: Any = mapping.load("hf", "llama")
     with pytest.raises(AttributeError):
         loaded.rules = ()
     assert mapping.load("hf", "qwen3") is mapping.load("hf", "qwen3")
     before = len(mapping.load("hf", "llama").rules)
-    mapping.load("hf", "mixtral")  # which takes rules of its base away
+    mapping.load("hf", "mixtral")  # mixtral.yaml removes rules of its base
     assert len(mapping.load("hf", "llama").rules) == before
 
 
-# ------------------------------------------------------------------------- a file of the user's own
+# ------------------------------------------------------------------------ a custom family file
 
 
 MINE = """
@@ -311,7 +311,7 @@ blocks:
 
 
 def mine(directory: Path) -> dict[str, np.ndarray]:
-    """The tiny Llama under MINE's names, its weights fused by numpy; returns its tensors."""
+    """Writes the tiny Llama under MINE's names, its weights fused by numpy; returns its tensors."""
     arrays = tiny.tensors(tiny.config("llama"))
     out = {
         "wte.weight": arrays["model.embed_tokens.weight"],
@@ -344,9 +344,9 @@ def mine(directory: Path) -> dict[str, np.ndarray]:
     return out
 
 
-def test_a_file_of_the_users_own(tmp_path: Path) -> None:
-    """Another prefix, other names, fused weights: to Megatron, where it is the Llama it was made
-    of, and back under its own names.
+def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
+    """The file has another prefix, other names and fused weights. Its model becomes the Llama in
+    Megatron, and comes back under its own names.
     """
     (tmp_path / "mine.yaml").write_text(MINE)
     arrays = mine(tmp_path / "mine")
@@ -390,10 +390,10 @@ blocks:
 """
 
 
-def test_all_tensors_that_the_other_side_lacks_are_one_error(
+def test_one_error_lists_all_tensors_that_the_other_side_lacks(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    """A family file without two norms; `mappings check` finds the same."""
+    """The family file lacks two norms, and `mappings check` reports the same two."""
     (tmp_path / "mine.yaml").write_text(WITHOUT_NORMS)
     source = tiny_model("llama")
     known = mckpt.Known(mapping=str(tmp_path / "mine.yaml"))
@@ -416,10 +416,10 @@ def test_all_tensors_that_the_other_side_lacks_are_one_error(
     assert list(caught.value.problems) == lacking
 
 
-def test_a_plan_asks_for_what_the_target_model_has(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """A family whose norms are LayerNorms, and which names no biases for them: Megatron's model has
-    biases.
-    """
+def test_a_plan_requires_every_tensor_of_the_target_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The family has LayerNorms without biases, but Megatron's model has biases."""
     (tmp_path / "mine.yaml").write_text("extends: llama\ndims:\n  norm: {const: layernorm}\n")
     source = tiny_model("llama")
     with pytest.raises(MappingError) as caught:
@@ -432,8 +432,8 @@ def test_a_plan_asks_for_what_the_target_model_has(tiny_model: TinyModel, tmp_pa
     ]
 
 
-def test_a_model_that_its_file_does_not_fit(tmp_path: Path) -> None:
-    """Missing, left over and of another shape, all at once."""
+def test_a_model_that_does_not_fit_its_family_file_is_refused(tmp_path: Path) -> None:
+    """One error lists tensors that are missing, left over and of another shape."""
     (tmp_path / "mine.yaml").write_text(MINE)
     mine(tmp_path / "mine")
     arrays = tiny.tensors({**tiny.config("llama"), "num_hidden_layers": 1})

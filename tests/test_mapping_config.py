@@ -1,4 +1,6 @@
-"""Configs by the mapping files that come with mckpt: read, written, refused and inexact."""
+"""The mapping files that come with mckpt read, write and refuse configs, and report
+inexact dims.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,8 @@ TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
 
 
 def bears(config: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config that bear on logits, by the names of transformers 4; null is as absent.
-
-    Listed by hand, apart from mappings/.
+    """Returns the keys of a config that change logits, by the names of transformers 4. A null
+    counts as absent. The list is written by hand, apart from mappings/.
     """
     keys = """
         vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -51,9 +52,9 @@ def bears(config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [*CONFIGS, *TINY], ids=[*IDS, *(f"tiny/{p.name}" for p in TINY)])
-def test_write_of_read_is_the_config(path: Path) -> None:
-    """On every key that bears on logits; what is written beyond them is what transformers takes for
-    granted.
+def test_a_config_comes_back_from_its_dims(path: Path) -> None:
+    """The written config equals the one that was read, in every key that changes logits. Any
+    further key has the default of transformers.
     """
     config = json.loads(path.read_text())
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
@@ -63,15 +64,15 @@ def test_write_of_read_is_the_config(path: Path) -> None:
     assert {k: found.get(k) for k in wanted} == wanted
     assert family.read(written) == dims
     assert family.inexact(dims) == {}
-    # which is about how weights are stored, and not the family's
+    # it describes how weights are stored, so no family lists it
     assert set(family.unknown(config)) <= {"quantization_config"}
     assert all(type(v) in (int, float, bool, str, list, type(None)) for v in dims.values())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=IDS)
-def test_megatron_args_say_what_the_config_says(path: Path) -> None:
-    """Through Megatron's args and back: equal dims, but for what the plan calls inexact; and one
-    family is chosen from args alone.
+def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
+    """The dims are the same after Megatron's args were written and read, except those that the plan
+    calls inexact. The args alone decide on one family.
     """
     config = json.loads(path.read_text())
     name = mapping.family_with(config["architectures"][0])
@@ -150,7 +151,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_config_that_cannot_be_read_lists_all(what: str) -> None:
+def test_an_error_lists_all_problems_of_a_config(what: str) -> None:
     changed, messages = REFUSED[what]
     with pytest.raises(MappingError) as caught:
         mapping.load("hf", "llama").read(llama(**changed), source="some/config.json")
@@ -161,7 +162,7 @@ def test_a_config_that_cannot_be_read_lists_all(what: str) -> None:
     assert "could not be read" not in text
 
 
-def test_known_dims_fill_silence_and_must_agree() -> None:
+def test_given_dims_fill_gaps_and_must_agree_with_the_config() -> None:
     family = mapping.load("hf", "llama")
     assert family.read(llama(vocab_size="drop"), {"vocab_size": 9})["vocab_size"] == 9
     assert family.read(llama(), {"vocab_size": 131})["vocab_size"] == 131
@@ -182,8 +183,8 @@ def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
     ).inert | {"one_key", "another"}
 
 
-def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
-    """By megatron-core (multi_latent_attention.py), and by no family."""
+def test_yarn_scaling_of_scores_without_yarn_is_inexact() -> None:
+    """megatron-core scales them (multi_latent_attention.py), and no family does."""
     dialect, family = mapping.load("megatron", "gpt"), mapping.load("hf", "deepseek_v3")
     args = dialect.write(family.read(tiny.config("deepseek-v3-plain")))
     assert dialect.read(args)["rope_type"] == "default"
@@ -192,7 +193,9 @@ def test_scores_of_latent_attention_are_scaled_without_yarn_too() -> None:
 
 
 def test_an_arg_without_a_dim_is_refused() -> None:
-    """Expectations of the dialect: unset is as listed, another value is another model."""
+    """The dialect lists the expected value of such args. An unset arg has that value, and any other
+    value is another model.
+    """
     dialect = mapping.load("megatron", "gpt")
     dims = mapping.load("hf", "llama").read(llama())
     args = dialect.write(dims)
@@ -223,7 +226,7 @@ LLAMA3 = {
         ({"mlp_bias": True}, "qkv_bias"),
     ],
 )
-def test_inexact_names_the_dim(changed: dict[str, Any], name: str) -> None:
+def test_the_report_of_an_inexact_dim_names_it(changed: dict[str, Any], name: str) -> None:
     found = mapping.load("megatron", "gpt").inexact(
         mapping.load("hf", "llama").read(llama(**changed))
     )
@@ -246,8 +249,8 @@ def test_a_window_is_inexact_and_refused_by_a_plan(tmp_path: Path) -> None:
     mckpt.plan(source, tmp_path / "out", allow_inexact=["sliding_window"])
 
 
-def test_unknown_keys_of_a_config() -> None:
-    """Those that say nothing are no trouble; a plan to Megatron refuses the others by name."""
+def test_unknown_keys_with_a_value_are_listed() -> None:
+    """Keys whose value is empty are ignored, and a plan to Megatron refuses all others by name."""
     family = mapping.load("hf", "llama")
     assert family.unknown(
         llama(final_logit_softcapping=30.0, new_flag=False, other=None, empty=[], nothing={})
@@ -290,7 +293,7 @@ def test_an_unknown_key_is_refused_by_a_plan(tmp_path: Path) -> None:
         ("moe_layers=[0, 1]", ("moe_layers", [0, 1])),
     ],
 )
-def test_settings(text: str, value: Any) -> None:
+def test_a_setting_is_parsed(text: str, value: Any) -> None:
     assert mapping.parse_setting(text) == value
 
 
@@ -298,6 +301,6 @@ def test_settings(text: str, value: Any) -> None:
     "text",
     ["num_layers", "layers=3", "num_layers=three", "tied=3", "num_layers=-1", "num_layers=[", "=3"],
 )
-def test_settings_refused(text: str) -> None:
+def test_a_bad_setting_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"--set {text!r}")):
         mapping.parse_setting(text)

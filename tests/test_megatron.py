@@ -1,7 +1,6 @@
-"""Megatron-Core builds, loads and runs what mckpt writes; transformers runs what it writes back.
-
-Everything runs in few launches of tests/judge.py, because each costs the import of megatron-core on
-every rank.
+"""Megatron-Core builds, loads and runs the checkpoints that mckpt writes, and transformers runs
+those that mckpt writes back. Few launches of tests/judge.py have many cases each, because every
+launch imports megatron-core on every rank.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ pytestmark = pytest.mark.judge
 VERSION = version("megatron-core")
 SINCE_0_19 = [int(part) for part in VERSION.split(".")[:2]] >= [0, 19]
 WORLD = 4
-LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10; a clean run is 100 times closer
+LOGITS_ATOL = 1e-4  # tolerance of fp32 logits of size 1 to 10; a clean run is 100 times closer
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
-# of llama-rope-scaled: megatron-core computes it, pretrain_gpt.py does not hand it on
+# for llama-rope-scaled: megatron-core uses the factor, but pretrain_gpt.py does not pass it on
 INEXACT = ["rope_factor"]
 SIZES: list[dict[str, Any]] = [{}, {"tp": 2, "pp": 2}, {"tp": 4}, {"pp": 2}]
 MOE_SIZES: list[dict[str, Any]] = [
@@ -57,7 +56,9 @@ def sizes_of(case: str, form: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def forward(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Every case converted to either format, and run by megatron-core at several sizes."""
+    """Results of every case, converted to either format and run by megatron-core at
+    several sizes.
+    """
     cases = []
     for case, source in sources.items():
         tokens = tiny.tokens(case).tolist()
@@ -109,7 +110,7 @@ def forward(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
                 **size,
             }
         )
-    for case in ("qwen3", "mixtral"):  # a key for each layer, though all are alike
+    for case in ("qwen3", "mixtral"):  # one key for each layer, although all layers are alike
         out = work / "per_layer" / case
         mckpt.plan(sources[case], out, transformer_impl="local", layer_keys="per_layer").run()
         cases.append(
@@ -126,7 +127,7 @@ def forward(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_megatron_core_computes_what_transformers_does(
+def test_megatron_core_computes_the_logits_of_transformers(
     case: str, sources: dict[str, Path], forward: dict[str, dict[str, Any]]
 ) -> None:
     reference = tiny.hf_logits(sources[case], tiny.tokens(case))
@@ -169,8 +170,8 @@ def test_megatron_core_finds_per_layer_keys(
 
 @pytest.fixture(scope="module")
 def saved(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """Models that megatron-core itself initialised and saved, with args as Megatron-LM writes them,
-    and their logits.
+    """Results with models that megatron-core itself initialised and saved, with args as Megatron-LM
+    writes them.
     """
     cases = []
     for case, source in sources.items():
@@ -207,7 +208,7 @@ def saved(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def megatron_args(source: Path) -> dict[str, Any]:
-    """The args of a run that trains this model, as plain values."""
+    """Returns the args of a run that trains this model, as plain values."""
 
     ckpt = mckpt.open(source)
     given = {
@@ -220,7 +221,7 @@ def megatron_args(source: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", tiny.CASES)
-def test_transformers_computes_what_megatron_core_saved(
+def test_transformers_computes_the_logits_of_checkpoints_of_megatron_core(
     case: str, work: Path, saved: dict[str, dict[str, Any]], sources: dict[str, Path]
 ) -> None:
     for form in ("torch_dist", "torch"):
@@ -231,7 +232,7 @@ def test_transformers_computes_what_megatron_core_saved(
             work / "saved" / f"{case}-{form}", out, format="hf", allow_inexact=INEXACT
         )
         planned.run(check_replicas=True)
-        # what was allowed is said
+        # the output lists the differences that were allowed
         assert list(planned.facts["inexact"]) == ["rope_factor"] * (case == "llama-rope-scaled")
         apart = np.abs(tiny.hf_logits(out, tiny.tokens(case)) - result["logits"]).max()
         assert apart < LOGITS_ATOL
@@ -259,7 +260,7 @@ def test_a_checkpoint_without_args_needs_like(
 
 
 # megatron-core 0.19 gives the queries of deepseek-v3-plain a norm that the model does not have,
-# with Transformer Engine: not loadable, and refused
+# with Transformer Engine. Such a checkpoint cannot be loaded, and mckpt refuses it
 NOT_LOADABLE = [("deepseek-v3-plain", "transformer_engine")] if SINCE_0_19 else []
 KEY_CASES = [
     (case, impl, size)
@@ -309,7 +310,7 @@ def names(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("case", "impl", "size"), KEY_CASES)
-def test_keys_and_shapes_are_those_of_the_model(
+def test_keys_and_shapes_are_those_of_the_model_of_megatron_core(
     case: str,
     impl: str,
     size: dict[str, Any],
@@ -340,8 +341,8 @@ def test_keys_and_shapes_are_those_of_the_model(
     assert set(stored.directories) == set(real["torch"])
     for directory, models in real["torch"].items():
         for held, model in zip(stored._rank(directory).models, models, strict=True):
-            # of what is no weight only the key counts; the final norm is Transformer Engine's in
-            # either spec where that is installed
+            # Only weights are compared by shape. Where Transformer Engine is installed, both layer
+            # specs have its final norm
             wanted = {
                 k: None if k.endswith("_extra_state") else shape for k, shape in model.items()
             }
@@ -351,11 +352,11 @@ def test_keys_and_shapes_are_those_of_the_model(
 
 
 @pytest.mark.skipif(not SINCE_0_19, reason="up to 0.18 the model is built as it is")
-def test_megatron_core_wants_a_norm_that_the_model_does_not_have(
+def test_megatron_core_requires_a_norm_that_the_model_does_not_have(
     names: dict[str, dict[str, Any]],
 ) -> None:
-    """The reason why gpt.yaml refuses it: with the norm gone from megatron-core, the refusal has
-    to go as well.
+    """gpt.yaml refuses the model for this reason. When megatron-core no longer builds that norm,
+    the refusal must be removed.
     """
     real = names["not-loadable"]
     assert real["ok"], explain(real)
@@ -365,7 +366,7 @@ def test_megatron_core_wants_a_norm_that_the_model_does_not_have(
 
 
 @pytest.mark.parametrize(("tp", "pp", "ep", "etp"), GRID)
-def test_the_files_are_those_of_rank_generator(
+def test_the_files_are_those_that_rank_generator_gives(
     tp: int, pp: int, ep: int, etp: int, names: dict[str, dict[str, Any]]
 ) -> None:
     real = names[f"grid-{tp}-{pp}-{ep}-{etp}"]
@@ -383,8 +384,8 @@ def test_the_files_are_those_of_rank_generator(
             assert {(u[1], u[2], u[3], u[4]) for u in users} == {(t, p, e, t % etp)}
 
 
-# Fields of TransformerConfig that change how fast, on what, or with what training a model runs, or
-# that the args above imply; not what it computes.
+# Fields of TransformerConfig that do not change the logits: they set speed, devices or training, or
+# the args above imply them.
 INERT = frozenset(
     """
     tensor_parallel_num_weight_shards expert_tensor_parallel_num_weight_shards
@@ -459,8 +460,8 @@ INERT = frozenset(
 )
 
 
-@pytest.mark.filterwarnings("ignore")  # of what megatron-core imports
-def test_every_field_of_megatron_core_is_spoken_of() -> None:
+@pytest.mark.filterwarnings("ignore")  # megatron-core's imports cause it
+def test_every_config_field_of_megatron_core_is_accounted_for() -> None:
     """A field that a new megatron-core adds must be a dim, be expected at its neutral value, or be
     known to change nothing.
     """
@@ -475,5 +476,5 @@ def test_every_field_of_megatron_core_is_spoken_of() -> None:
         | set(dialect.expect)
         | INERT
     )
-    # those of TransformerConfig, and more
+    # MLATransformerConfig has all fields of TransformerConfig, and more
     assert {field.name for field in dataclasses.fields(MLATransformerConfig)} <= known

@@ -1,4 +1,4 @@
-"""Any pickle of a .metadata is read as Python's own unpickler reads it, or refused."""
+"""Every pickle of a .metadata is either read as Python's own unpickler reads it, or refused."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ pytest.importorskip("torch.distributed.checkpoint")
 
 
 def many(shared: bool, planner: bool) -> Any:
-    """torch's Metadata of tensors in hundreds of chunks each, with numbers of every width and
-    objects among the items.
+    """Returns torch's Metadata of tensors in hundreds of chunks each, with numbers of every width
+    and objects among the items.
     """
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -42,7 +42,7 @@ def many(shared: bool, planner: bool) -> Any:
             m.TensorProperties(getattr(torch, dtype)), size(shape), chunks
         )
         for n, chunk in enumerate(chunks):
-            at = n * (1 << 23 if key == "a" else 100)  # to beyond 2**31
+            at = n * (1 << 23 if key == "a" else 100)  # the numbers grow beyond 2**31
             index = m.MetadataIndex(
                 key, chunk.offsets if shared else size(chunk.offsets), n if n % 50 == 0 else None
             )
@@ -63,7 +63,7 @@ def read(data: bytes) -> Any:
 
 
 class Kept:
-    """Any class that a .metadata names, which keeps its state."""
+    """Stands for any class that a .metadata names, and keeps its state."""
 
     def __new__(cls, *args: Any) -> Kept:
         return object.__new__(cls)
@@ -78,8 +78,8 @@ class OfPython(pickle.Unpickler):
 
 
 def by_python(data: bytes) -> Any:
-    """The tensors and items in the pickle of a .metadata, in order, as Python's own unpickler makes
-    them.
+    """Returns the tensors and items in the pickle of a .metadata, in order, as Python's own
+    unpickler makes them.
     """
     value = OfPython(io.BytesIO(data)).load()
     tensors = {
@@ -95,7 +95,7 @@ def by_python(data: bytes) -> Any:
 
 
 def found(data: bytes) -> Any:
-    """The same as mckpt reads it."""
+    """Returns the same as by_python, read by mckpt."""
     md = dcp_metadata.read_metadata(data)
     return list(md.tensors.items()), list(md.items.items())
 
@@ -113,10 +113,9 @@ def test_chunks_and_items_are_read_as_python_reads_them(protocol: int) -> None:
 
 
 class ByHand:
-    """A .metadata of one tensor in 400 chunks, opcode by opcode, with what no pickler writes put
-    where a case wants it.
-
-    All but the first chunk are empty, so that nothing else tells that some are not there.
+    """Builds a .metadata of one tensor in 400 chunks, opcode by opcode. A case can insert opcodes
+    that no pickler writes. All chunks but the first are empty, so only their number shows that some
+    are missing.
     """
 
     def __init__(self) -> None:
@@ -135,7 +134,7 @@ class ByHand:
         self.size, self.dtype = self.known(b"ctorch\nSize\n"), self.known(b"ctorch\nfloat32\n")
 
     def known(self, opcodes: bytes) -> bytes:
-        """Puts it into the memo and pops it; what gets it."""
+        """Puts an object into the memo and pops it; returns the opcodes that get it."""
         self.head += opcodes + b"\x940"
         self.num += 1
         return b"j" + struct.pack("<I", self.num - 1)
@@ -144,7 +143,7 @@ class ByHand:
         return self.known(b"\x8c" + bytes([len(text)]) + text.encode())
 
     def axis(self, n: int) -> bytes:
-        """torch.Size([n])."""
+        """Returns the opcodes of torch.Size([n])."""
         return self.size + b"(M" + struct.pack("<H", n) + b"t\x85R"
 
     def chunk(self, n: int) -> bytes:
@@ -160,7 +159,7 @@ class ByHand:
         )
 
     def of_chunk(self, offset: bytes) -> bytes:
-        """An item at that offset."""
+        """Returns the opcodes of an item at that offset."""
         index = (
             self.MetadataIndex
             + b")\x81}(\x8c\x03fqn\x8c\x01a\x8c\x06offset"
@@ -175,7 +174,7 @@ class ByHand:
         )
 
     def in_chunk(self, offsets: bytes) -> bytes:
-        """A chunk at those offsets."""
+        """Returns the opcodes of a chunk at those offsets."""
         return self.ChunkStorageMetadata + b")\x81}(\x8c\x07offsets" + offsets + b"\x8c\x05sizesNub"
 
     def whole(
@@ -255,7 +254,7 @@ def get(n: int) -> bytes:
     return b"j" + struct.pack("<I", n)
 
 
-def test_chunks_that_are_touched_again() -> None:
+def test_chunks_that_change_after_they_were_built_are_read_or_refused() -> None:
     """Streams that no pickler writes are read as Python reads them, or refused."""
     made = ByHand()
     assert len(read(made.whole()).items) == 400
@@ -300,8 +299,8 @@ def test_chunks_that_are_touched_again() -> None:
     assert accepted >= 8
 
 
-def test_chunks_of_two_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are returned in the order of the pickle."""
+def test_chunks_of_two_shapes_in_turns_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader returns them in the order of the pickle."""
     made = ByHand()
 
     def chunk(n: int) -> bytes:
@@ -318,7 +317,7 @@ def test_chunks_of_two_shapes_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(data) == by_python(data)
 
 
-def test_long_names() -> None:
+def test_names_longer_than_255_bytes_are_read() -> None:
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
@@ -332,8 +331,8 @@ def test_long_names() -> None:
 
 
 def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> Any:
-    """torch's Metadata of chunks in the order in which ranks wrote them, with strings of their own;
-    numbers, lengths of names and order vary.
+    """Returns torch's Metadata of chunks in the order in which ranks wrote them. Each rank has
+    strings of its own, and numbers, lengths of names and order vary.
     """
     from torch.distributed.checkpoint import metadata as m
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -368,15 +367,17 @@ def ranked(layers: int, experts: int, per_layer: bool, num: random.Random) -> An
 
 @pytest.mark.parametrize("per_layer", [False, True])
 def test_metadata_gathered_from_ranks_is_read_as_python_reads_it(per_layer: bool) -> None:
-    """Chunks and items whose numbers take 1 to 9 bytes in turns, and whose names are texts here and
-    memo entries there.
+    """The numbers of chunks and items take 1 to 9 bytes in turns, and their names are texts in some
+    and memo entries in others.
     """
     data = pickle.dumps(ranked(6, 200, per_layer, random.Random(per_layer)), 4)
     assert found(data) == by_python(data)
 
 
-def test_planner_data_nests_and_shares_as_it_likes() -> None:
-    """Neither lists nested 10**5 deep nor 2**200 shared ones exhaust the stack or take for ever."""
+def test_deep_or_shared_planner_data_is_read() -> None:
+    """Lists nested 10**5 deep do not exhaust the stack, and 2**200 shared ones do not take for
+    ever.
+    """
     value = many(False, False)
     nested = pickle.dumps(value, 4).replace(
         b"\x8c\x0cplanner_data\x94N", b"\x8c\x0cplanner_data\x94" + b"]" * 100_000 + b"a" * 99_999
@@ -391,10 +392,7 @@ def test_planner_data_nests_and_shares_as_it_likes() -> None:
 
 @pytest.mark.parametrize("which", ["in order", "gathered"])
 def test_damaged_metadata_is_read_as_python_reads_it_or_refused(which: str) -> None:
-    """Damaged metadata is either read as Python reads it, or refused with a MckptError.
-
-    The damage changes any byte, or moves some bytes.
-    """
+    """The damage changes any byte, or moves some bytes."""
     rng = random.Random(1)
     data = pickle.dumps(many(False, False) if which == "in order" else ranked(2, 60, True, rng), 4)
     sound = 0

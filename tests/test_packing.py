@@ -1,5 +1,5 @@
-"""Packings are *right*: against references written with reshape, concatenate and split, which know
-nothing of boxes.
+"""Packings are right: they equal references written with reshape, concatenate and split, which do
+not use boxes.
 
 A round trip proves no packing: with k and v exchanged in `qkv`, every round trip passes. So the
 second half packs wrongly on purpose, and asserts that the comparison with the reference fails.
@@ -17,12 +17,12 @@ from mckpt.geometry import packing
 from mckpt.geometry.box import Box, Piece, gaps, tiles
 from mckpt.geometry.packing import PACKINGS, Packed, PackingError, Shape, buffer, padded, shard
 
-# no two alike; 3 q heads in each query group
+# all sizes differ; 3 q heads in each query group
 HEADS, GROUPS, HEAD_DIM, HIDDEN, FFN, VOCAB = 12, 4, 6, 20, 24, 13
 
 
 def tensor(seed: int, *shape: int) -> np.ndarray:
-    """Random values, no two alike."""
+    """Returns random values, all of them different."""
     return np.random.RandomState(seed).permutation(math.prod(shape)).reshape(shape) + 1000 * seed
 
 
@@ -44,7 +44,7 @@ EMBED, NORM = tensor(12, VOCAB, HIDDEN), tensor(13, HIDDEN)
 
 
 def reference_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray, groups: int = GROUPS) -> np.ndarray:
-    """One query group after the other: its q heads, its k head, its v head (Megatron-Core,
+    """Stacks one query group after the other: its q heads, its k head, its v head (Megatron-Core,
     attention.py, get_query_key_value_tensors).
     """
     parts = [x.reshape(groups, -1, *x.shape[1:]) for x in (q, k, v)]
@@ -52,8 +52,8 @@ def reference_qkv(q: np.ndarray, k: np.ndarray, v: np.ndarray, groups: int = GRO
 
 
 def reference_gated(gate: np.ndarray, up: np.ndarray, ways: int) -> list[np.ndarray]:
-    """Every rank has its part of gate above its part of up, because SwiGLU chunks the local output
-    in two (mlp.py, glu).
+    """Gives every rank its part of gate above its part of up, because SwiGLU chunks the local
+    output in two (mlp.py, glu).
     """
     return [
         np.concatenate(both) for both in zip(np.split(gate, ways), np.split(up, ways), strict=True)
@@ -61,8 +61,8 @@ def reference_gated(gate: np.ndarray, up: np.ndarray, ways: int) -> list[np.ndar
 
 
 def reference_vocab(embed: np.ndarray, rows: int, ways: int) -> list[np.ndarray]:
-    """Zeros below the true rows, then equal ranges of rows (tensor_parallel/layers.py,
-    VocabParallelEmbedding).
+    """Adds zeros below the true rows, and splits into equal ranges of rows
+    (tensor_parallel/layers.py, VocabParallelEmbedding).
     """
     return np.split(
         np.concatenate([embed, np.zeros((rows - len(embed), embed.shape[1]), embed.dtype)]), ways
@@ -73,7 +73,9 @@ def reference_vocab(embed: np.ndarray, rows: int, ways: int) -> list[np.ndarray]
 
 
 def store(shape: Shape, pieces: Sequence[Piece], members: Sequence[np.ndarray]) -> np.ndarray:
-    """The buffer that the pieces describe, filled from the members; zero where no piece is."""
+    """Returns the buffer that the pieces describe, filled from the members. Elements of no piece
+    are zero.
+    """
     out = np.zeros(math.prod(shape), int)
     for p in pieces:
         cut = tuple(slice(o, o + n) for o, n in zip(p.box.offset, p.box.shape, strict=True))
@@ -94,7 +96,7 @@ def shards(
     rows: int = 0,
     transposed: bool = False,
 ) -> list[np.ndarray]:
-    """What each tensor-parallel rank holds, as mckpt places it."""
+    """Returns the buffer of each tensor-parallel rank, as mckpt places it."""
     whole = PACKINGS[pack]([m.shape for m in members], groups)
     if rows:
         whole = padded(whole, rows)
@@ -165,7 +167,7 @@ def check_concat(ways: int = 1) -> None:
 
 
 def check_transposed(ways: int = 1) -> None:
-    """A square weight too: nothing but the values can tell."""
+    """Compares a square weight too, in which only the values show a transpose."""
     square = tensor(14, FFN, FFN)
     same(
         shards("one", [square], "row", ways, transposed=True),
@@ -199,7 +201,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
 
 @pytest.mark.parametrize("ways", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", CHECKS)
-def test_against_the_reference(name: str, ways: int) -> None:
+def test_packings_equal_the_reference(name: str, ways: int) -> None:
     """tp 8 is more than the 4 query groups, and leaves ranks that hold only padding of the
     vocabulary.
     """
@@ -208,7 +210,7 @@ def test_against_the_reference(name: str, ways: int) -> None:
 
 @pytest.mark.parametrize(("groups", "heads"), [(1, 6), (6, 6), (2, 6)])
 @pytest.mark.parametrize("ways", [1, 2, 4])
-def test_multi_query_and_multi_head(groups: int, heads: int, ways: int) -> None:
+def test_qkv_packs_multi_query_and_multi_head_attention(groups: int, heads: int, ways: int) -> None:
     q, k, v = tensor(1, heads * 4, 5), tensor(2, groups * 4, 5), tensor(3, groups * 4, 5)
     same(
         shards("qkv", [q, k, v], "column", ways, groups=groups),
@@ -216,26 +218,26 @@ def test_multi_query_and_multi_head(groups: int, heads: int, ways: int) -> None:
     )
 
 
-def test_replicated() -> None:
+def test_replicated_tensors_are_whole_on_every_rank() -> None:
     same(shards("one", [NORM], "replicated", 3), [NORM] * 3)
     same(shards("one", [DOWN], "replicated", 2), [DOWN] * 2)
 
 
-def test_vocab_without_padding() -> None:
+def test_vocab_is_padded_only_where_rows_require_it() -> None:
     same(shards("one", [EMBED], "vocab", 1, rows=VOCAB), [EMBED])
     ours = shards("one", [EMBED], "vocab", 4, rows=16)
     assert (ours[3][1:] == 0).all()
     assert (ours[3][0] == EMBED[12]).all()
 
 
-def test_literal() -> None:
-    """[ q0 q1 k0 v0 | q2 q3 k1 v1 ], one row each."""
+def test_qkv_packs_a_literal_example() -> None:
+    """The packed rows are [ q0 q1 k0 v0 | q2 q3 k1 v1 ]."""
     q, k, v = np.array([[10], [11], [12], [13]]), np.array([[20], [21]]), np.array([[30], [31]])
     (ours,) = shards("qkv", [q, k, v], "column", 1, groups=2)
     assert ours.ravel().tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
 
 
-def test_shapes_that_do_not_fit() -> None:
+def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(PackingError, match=r"k \[7, 5\] does not fall into 2 query groups"):
         packing.qkv([(8, 5), (7, 5), (8, 5)], 2)
     with pytest.raises(PackingError, match=r"v \[8, 6\]"):
@@ -248,7 +250,7 @@ def test_shapes_that_do_not_fit() -> None:
         shard(packing.one([(10, 6)], 1), "column", 0, 4)
     with pytest.raises(PackingError, match="6 columns are not divisible by 4"):
         shard(packing.one([(8, 6)], 1), "row", 0, 4)
-    # each part on its own: 10 rows would
+    # each part is divided on its own; the 10 rows of both would be divisible
     with pytest.raises(PackingError, match="5 rows are not divisible by 2"):
         shard(packing.gated([(5, 6), (5, 6)], 1), "column", 0, 2)
 
@@ -259,7 +261,7 @@ Pack = Callable[[Sequence[Shape], int], Packed]
 
 
 def exchanged(original: Pack, a: int, b: int) -> Pack:
-    """Members a and b in each other's place."""
+    """Returns the pieces with members a and b exchanged."""
 
     def mutant(shapes: Sequence[Shape], groups: int) -> Packed:
         packed = original(shapes, groups)
@@ -272,14 +274,14 @@ def exchanged(original: Pack, a: int, b: int) -> Pack:
 
 
 def shifted(original: Pack, rows: int) -> Pack:
-    """Every q box taken from so many rows on, around the end: an interleave that is one
+    """Takes every q box from a later row, wrapping around the end, so that the interleave is one
     head off.
     """
 
     def mutant(shapes: Sequence[Shape], groups: int) -> Packed:
         packed = original(shapes, groups)
         q = shapes[0][0]
-        # heads one by one, so that none crosses the end
+        # head by head, so that no head crosses the end
         placed = []
         for p in packed.placed:
             if p.member:
@@ -298,12 +300,12 @@ def shifted(original: Pack, rows: int) -> Pack:
 
 
 def uninterleaved(shapes: Sequence[Shape], groups: int) -> Packed:
-    """[ q | k | v ], as Hugging Face fuses them."""
+    """Packs [ q | k | v ], as Hugging Face fuses them."""
     return packing.concat(shapes, groups)
 
 
 def cut_as_one(shapes: Sequence[Shape], groups: int) -> Packed:
-    """[ gate | up ] cut as a whole: rank 0 of 2 gets all of gate."""
+    """Cuts [ gate | up ] as a whole, so that rank 0 of 2 gets all of gate."""
     return packing.concat(shapes, groups)
 
 
@@ -326,18 +328,18 @@ MUTANTS: list[tuple[str, str, Pack, list[str], int]] = [
 @pytest.mark.parametrize(
     ("what", "pack", "mutant", "names", "ways"), MUTANTS, ids=[m[0] for m in MUTANTS]
 )
-def test_a_wrong_packing_is_seen(
+def test_the_comparison_finds_a_wrong_packing(
     what: str, pack: str, mutant: Pack, names: list[str], ways: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`same` fails, and nothing else does: the mutant still covers everything exactly once."""
+    """Only `same` fails: the wrong packing still covers everything exactly once."""
     monkeypatch.setitem(PACKINGS, pack, mutant)
     for name in names:
         with pytest.raises(AssertionError, match=r"rank \d: \d+ of \d+ elements differ"):
             CHECKS[name](ways)
 
 
-def test_a_transposed_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even of a square weight, where no shape can tell."""
+def test_the_comparison_finds_a_transposed_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison fails even for a square weight, where the shape is right."""
     whole = buffer
 
     def mutant(
@@ -360,7 +362,7 @@ def test_a_transposed_buffer_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         ("column", "check_gated"),
     ],
 )
-def test_shards_of_the_wrong_rank_are_seen(
+def test_the_comparison_finds_shards_of_the_wrong_rank(
     kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = shard

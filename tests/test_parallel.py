@@ -22,7 +22,7 @@ ROWS = placement.rows()
 
 
 def placed(num_layers: int, pp: int, said: dict[str, Any]) -> Any:
-    """Ours, as the rows say it; None where refused."""
+    """Returns the placement by mckpt, in the form of the rows; None where mckpt refuses."""
     try:
         stages = Parallel(pp=pp, **said).stages(num_layers)
     except UsageError:
@@ -31,8 +31,8 @@ def placed(num_layers: int, pp: int, said: dict[str, Any]) -> Any:
 
 
 def test_layers_lie_where_megatron_places_them() -> None:
-    """All that Megatron accepts, and all that it refuses; where it would lose or double layers, a
-    refusal.
+    """mckpt accepts and refuses the same sizes as Megatron, and also refuses those at which
+    Megatron would lose or double layers.
     """
     wrong = []
     for num_layers, pp, said, answer in ROWS:
@@ -46,9 +46,9 @@ def test_layers_lie_where_megatron_places_them() -> None:
 
 
 @pytest.mark.judge
-def test_the_rows_are_what_megatron_core_says() -> None:
-    """The installed one, asked again; it accepts some of what validate_args has refused
-    before it.
+def test_the_installed_megatron_core_gives_the_same_placement() -> None:
+    """The installed megatron-core gives the answers of the rows. It accepts some sizes that
+    validate_args has already refused.
     """
     pytest.importorskip("megatron.core")
     asked = [row for i, row in enumerate(ROWS) if i % 5 == 0 or "layout" in row[2]]
@@ -63,7 +63,7 @@ def test_the_rows_are_what_megatron_core_says() -> None:
     assert not apart
 
 
-def test_literals() -> None:
+def test_stages_of_small_models() -> None:
     assert Parallel(pp=2).stages(4) == [[[0, 1]], [[2, 3]]]
     assert Parallel(pp=2, vpp=2).stages(4) == [[[0], [2]], [[1], [3]]]
     assert Parallel(pp=3, first_stage_layers=1, last_stage_layers=1).stages(4) == [
@@ -110,7 +110,7 @@ def test_every_layer_lies_once(
         ("E(t*2|)*1ttL", "Ett|ttL"),
     ],
 )
-def test_layout_strings(layout: str, same: str) -> None:
+def test_short_and_long_forms_of_a_layout_are_equal(layout: str, same: str) -> None:
     assert Parallel(pp=2, layout=layout).stages(4) == Parallel(pp=2, layout=same).stages(4)
     assert (
         Parallel(pp=2, layout=layout).vpp
@@ -186,7 +186,7 @@ def test_hostile_layouts_are_refused_at_once(layout: Any, message: str) -> None:
         ({"pp": 60000, "vpp": 60000}, "more than 65536 ranks"),
     ],
 )
-def test_numbers_that_are_no_sizes_are_refused(said: dict[str, Any], message: str) -> None:
+def test_impossible_sizes_are_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Parallel(**said)
 
@@ -221,12 +221,14 @@ def test_numbers_that_are_no_sizes_are_refused(said: dict[str, Any], message: st
         ),
     ],
 )
-def test_layers_that_do_not_fit(said: dict[str, Any], num_layers: int, message: str) -> None:
+def test_layers_that_do_not_fit_are_refused(
+    said: dict[str, Any], num_layers: int, message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         Parallel(**said).stages(num_layers)
 
 
-def test_experts() -> None:
+def test_experts_must_be_divisible_by_ep() -> None:
     Parallel(ep=4).check(8)
     Parallel(tp=2).check(0)
     with pytest.raises(UsageError, match="ep 2: this model has no experts; leave --ep out"):
@@ -243,13 +245,13 @@ def test_experts() -> None:
         ("qwen3", "intermediate_size", None),
         ("qwen3-moe", "moe_intermediate_size", None),
         ("deepseek-v3", "intermediate_size", None),
-        ("deepseek-v3", "moe_intermediate_size", 1),  # the shared expert alone
+        ("deepseek-v3", "moe_intermediate_size", 1),  # at etp 1, tp cuts only the shared expert
     ],
 )
 def test_a_wrong_tp_names_every_tp_that_can_be_planned(
     case: str, width: str, etp: int | None, tmp_path: Path
 ) -> None:
-    """The MLP, its experts and the shared expert must be divisible by tp, as well as the heads."""
+    """The heads, the MLP, its experts and the shared expert must all be divisible by tp."""
     config = {**tiny.config(case), width: 6}
     tiny.write_json(tmp_path / "config.json", config)
     tiny.write_weights(tmp_path, tiny.tensors(config))
@@ -269,8 +271,10 @@ def test_a_wrong_tp_names_every_tp_that_can_be_planned(
         assert message.endswith(f"; choose a tp of {', '.join(map(str, fit))}")
 
 
-def test_files() -> None:
-    """(r % tp, r // etp % ep) over the ranks of a stage: with etp != tp not all of tp x ep."""
+def test_files_of_tensor_and_expert_ranks() -> None:
+    """The files are (r % tp, r // etp % ep) over the ranks of a stage. With etp != tp they are not
+    all of tp x ep.
+    """
     assert Parallel(tp=2, ep=2).files(experts=False) == [(0, 0), (1, 0)]
     assert Parallel(tp=2, ep=2).files(experts=True) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert Parallel(tp=2, ep=2, etp=1).files(experts=True) == [(0, 0), (1, 1)]
@@ -290,8 +294,8 @@ def test_etp_that_does_not_divide_tp_has_no_files(tiny_model: TinyModel, tmp_pat
     mckpt.plan(source, tmp_path / "out", format="torch_dist", parallel=Parallel(etp=2))
 
 
-def test_directories() -> None:
-    """mp_rank_TT[_PPP][_EEE]; a number wider than its field is not cut (Megatron-LM,
+def test_directory_names_have_a_field_for_each_size() -> None:
+    """The name is mp_rank_TT[_PPP][_EEE]. A number wider than its field is not cut (Megatron-LM,
     checkpointing.py, get_checkpoint_name).
     """
     assert Parallel(tp=2).directory(1, 0, 0) == "mp_rank_01"
@@ -317,17 +321,17 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("one", EXAMPLES, ids=str)
-def test_args_both_ways(one: Parallel) -> None:
+def test_sizes_come_back_from_their_args(one: Parallel) -> None:
     assert Parallel.of_args(one.args()) == one
     assert Parallel.of_args({**one.args(), "unknown": 1}).args() == one.args()
 
 
-def test_args_as_megatron_keeps_them() -> None:
+def test_args_that_megatron_writes_are_read() -> None:
     assert Parallel.of_args({}) == Parallel()
     assert Parallel.of_args(
         {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     ) == Parallel(tp=2)
-    # Megatron leaves it there at pp 1
+    # Megatron keeps this arg at pp 1
     assert Parallel.of_args({"virtual_pipeline_model_parallel_size": 4}) == Parallel()
     stages = [["embedding", "decoder"], ["decoder", "decoder"], ["decoder"], ["loss"]]
     assert (
@@ -357,13 +361,13 @@ def test_args_as_megatron_keeps_them() -> None:
         {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": [["decoder", 3]]},
     ],
 )
-def test_args_that_are_none(args: dict[str, Any]) -> None:
+def test_bad_args_of_sizes_are_refused(args: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         Parallel.of_args(args)
 
 
-def test_with() -> None:
-    """None keeps what is there; another pipeline takes the uneven split of the old one away."""
+def test_with_replaces_only_given_sizes() -> None:
+    """None keeps the present value. Another pipeline drops the uneven split of the old one."""
     even = Parallel(tp=2, pp=4, vpp=2, ep=2, etp=1)
     assert even.with_() == even
     assert even.with_(tp=8, pp=None, layout=None, account_for_loss=False) == Parallel(
@@ -375,7 +379,7 @@ def test_with() -> None:
     assert uneven.with_(tp=4) == Parallel(tp=4, pp=3, first_stage_layers=1)
     assert uneven.with_(pp=2) == Parallel(tp=2, pp=2)
     assert uneven.with_(last_stage_layers=2) == Parallel(tp=2, pp=3, last_stage_layers=2)
-    assert uneven.with_(tp=2, pp=3) == uneven  # said again, not another
+    assert uneven.with_(tp=2, pp=3) == uneven  # the same sizes given again change nothing
     laid = Parallel(tp=2, pp=2, layout="Et|t|t|tL")
     assert laid.with_(tp=1) == Parallel(pp=2, layout="Et|t|t|tL")
     assert laid.with_(pp=4) == Parallel(tp=2, pp=4)
@@ -385,6 +389,6 @@ def test_with() -> None:
         even.with_(first_stage_layers=1, account_for_loss=True)
 
 
-def test_text() -> None:
+def test_sizes_print_as_text() -> None:
     assert str(Parallel()) == "tp 1, pp 1"
     assert str(Parallel(tp=2, pp=2, etp=1, layout="Et|tL")) == "tp 2, pp 2, layout Et|tL"

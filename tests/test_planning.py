@@ -1,6 +1,5 @@
-"""Plans: their copies give the right files, and seeded faults are refused.
-
-Nothing here knows a format.
+"""Copies of a plan give the right files, and plans with seeded faults are refused. Nothing here
+uses a format.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ SIZES = {"float32": 4, "bfloat16": 2}
 
 
 class Form:
-    """Builds a layout: each `add` puts stored tensors of one geometry into files, one buffer after
+    """Builds a layout. Each `add` puts stored tensors of one geometry into files, one buffer after
     the other.
     """
 
     def __init__(self, num_files: int) -> None:
-        self.ends = [16] * num_files  # bytes; something else begins each file
+        self.ends = [16] * num_files  # bytes before the first tensor of each file
         self.stored: list[Stored] = []
 
     def add(
@@ -93,7 +92,9 @@ class Form:
         transposed: bool = False,
         **more: Any,
     ) -> None:
-        """A packing of members, cut for `ways` ranks, a rank's buffers from file `rank` on."""
+        """Adds a packing of members, cut for `ways` ranks, with the buffers of a rank in files from
+        `rank` on.
+        """
         whole = PACKINGS[pack]([SHAPES[m] for m in members], 2)
         whole = padded(whole, rows) if rows else whole
         for rank in range(ways):
@@ -113,19 +114,19 @@ class Form:
 
 
 def plain(dtype: str = "float32") -> Form:
-    """Every tensor on its own, as Hugging Face keeps them."""
+    """Returns every tensor on its own, as Hugging Face stores them."""
     form = Form(2)
     for i, name in enumerate(SHAPES):
         form.pack(name, "one", [name], "replicated", 1, dtype=dtype)
-        form.ends[i % 2] += 4  # no neighbours
+        form.ends[i % 2] += 4  # gaps between the tensors
     return form
 
 
 def fused(
     ways: int = 2, dtype: str = "float32", qkv: Sequence[str] = "qkv", skip: str = ""
 ) -> Form:
-    """Packed and cut, as Megatron keeps them; `down` transposed, the vocabulary padded, the norm on
-    every rank.
+    """Returns packed and cut tensors, as Megatron stores them: `down` transposed, the vocabulary
+    padded, the norm on every rank.
     """
     form = Form(3)
     rules: dict[str, Callable[[], None]] = {
@@ -221,7 +222,7 @@ def interpret(
     return out
 
 
-# ----------------------------------------------------------------------------------- what a join is
+# ------------------------------------------------------------------------------- correct joins
 
 
 @pytest.mark.parametrize("form", [plain(), fused(1), fused(2)], ids=["plain", "fused", "shards"])
@@ -246,21 +247,23 @@ def test_dense_tensors_are_one_copy_each() -> None:
 
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_there_and_back(ways: int, dtype: str) -> None:
-    """plain -> fused equals what `fill` makes directly, and back is the identity on every byte."""
+def test_plain_to_fused_and_back_restores_every_byte(ways: int, dtype: str) -> None:
+    """plain -> fused gives the files that `fill` makes directly, and the way back restores every
+    byte.
+    """
     a, b = plain(dtype), fused(ways, dtype)
     there = interpret(join(a.layout(), b.layout()), fill(a), b.ends)
     assert there == fill(b)
     assert interpret(join(b.layout(), a.layout()), there, a.ends) == fill(a)
 
 
-def test_resharding() -> None:
+def test_resharding_gives_the_files_of_the_other_size() -> None:
     a, b = fused(1), fused(2)
     assert interpret(join(a.layout(), b.layout()), fill(a), b.ends) == fill(b)
     assert interpret(join(b.layout(), a.layout()), fill(b), a.ends) == fill(a)
 
 
-def test_copies_are_in_order_of_reading_and_have_names() -> None:
+def test_copies_are_in_reading_order_and_have_names() -> None:
     joined = join(fused(2).layout(), plain().layout())
     where = list(
         zip(joined.copies["src_file"].tolist(), joined.copies["src_at"].tolist(), strict=True)
@@ -282,8 +285,8 @@ def test_casts_are_listed() -> None:
 
 @st.composite
 def random_forms(draw: st.DrawFn) -> Form:
-    """Each tensor cut into random boxes, each box in a buffer of its own, some transposed, in a
-    random order and file.
+    """Draws layouts: each tensor is cut into random boxes, each box has a buffer of its own, and
+    some are transposed, in a random order and file.
     """
     form = Form(draw(st.integers(1, 3)))
     todo = []
@@ -307,13 +310,13 @@ def random_forms(draw: st.DrawFn) -> Form:
 
 @settings(max_examples=15)
 @given(random_forms(), random_forms())
-def test_any_layout_into_any_other_and_back(a: Form, b: Form) -> None:
+def test_any_layout_converts_to_any_other_and_back(a: Form, b: Form) -> None:
     there = interpret(join(a.layout(), b.layout()), fill(a), b.ends)
     assert there == fill(b)
     assert interpret(join(b.layout(), a.layout()), there, a.ends) == fill(a)
 
 
-# --------------------------------------------------------------------------------- what is no cover
+# ------------------------------------------------------------------------------- plans with faults
 
 
 def refused(source: Layout, target: Layout) -> str:
@@ -331,7 +334,7 @@ def changed(form: Form, key: str, **fields: Any) -> Layout:
 
 
 @pytest.mark.parametrize("skip", ["embed", "norm", "o", "fc2"])
-def test_a_rule_removed(skip: str) -> None:
+def test_a_missing_rule_is_refused(skip: str) -> None:
     name = {
         "embed": "embed.weight",
         "norm": "layers.0.norm.weight",
@@ -346,7 +349,7 @@ def test_a_rule_removed(skip: str) -> None:
     )
 
 
-def test_one_layer_or_expert_removed() -> None:
+def test_a_missing_layer_or_expert_is_refused() -> None:
     def without(layer: int, expert: int) -> Layout:
         s = next(
             s for s in plain().stored if s.key.startswith("layers.{layer}.experts.{expert}.up")
@@ -364,7 +367,7 @@ def test_one_layer_or_expert_removed() -> None:
     )
 
 
-def test_a_shard_removed() -> None:
+def test_a_missing_shard_is_refused() -> None:
     layout = fused(2).layout()
     layout.stored = [s for s in layout.stored if s.key != "o of rank 1"]
     assert "target: layers.0.o.weight [6, 12]: 36 of 72 elements are covered" in refused(
@@ -375,7 +378,7 @@ def test_a_shard_removed() -> None:
     )
 
 
-def test_a_duplicate() -> None:
+def test_a_duplicate_is_refused() -> None:
     layout = plain().layout()
     layout.stored.append(next(s for s in layout.stored if s.key.startswith("layers.{layer}.o")))
     text = refused(layout, fused().layout())
@@ -397,19 +400,19 @@ def test_a_duplicate() -> None:
     )
 
 
-def test_a_replica_that_is_not_marked() -> None:
+def test_a_replica_that_is_not_marked_is_refused() -> None:
     layout = changed(fused(2), "norm of rank 1", replica=False)
     assert "boxes overlap: [6] at [0] and [6] at [0]" in refused(layout, plain().layout())
 
 
-def test_pieces_that_share_an_element() -> None:
+def test_pieces_that_share_an_element_are_refused() -> None:
     s = next(s for s in fused(1).stored if s.key == "qkv of rank 0")
     pieces = (*s.pieces[:-1], s.pieces[-1]._replace(start=s.pieces[-1].start - 6))
     text = refused(plain().layout(), changed(fused(1), s.key, pieces=pieces))
     assert "target: qkv of rank 0 [20, 6]: two pieces share element 102 of the buffer" in text
 
 
-def test_a_piece_outside() -> None:
+def test_a_piece_outside_its_buffer_is_refused() -> None:
     s = next(s for s in fused(1).stored if s.key == "o of rank 0")
     text = refused(
         plain().layout(), changed(fused(1), s.key, pieces=(s.pieces[0]._replace(start=1),))
@@ -417,7 +420,7 @@ def test_a_piece_outside() -> None:
     assert "o of rank 0 [6, 12]: a piece reaches outside the 72 elements of the buffer" in text
 
 
-def test_a_hole() -> None:
+def test_a_hole_is_refused() -> None:
     """A forgotten piece leaves elements unwritten and a tensor uncovered; both are reported."""
     s = next(s for s in fused(1).stored if s.key == "qkv of rank 0")
     text = refused(plain().layout(), changed(fused(1), s.key, pieces=s.pieces[:-1]))
@@ -428,15 +431,15 @@ def test_a_hole() -> None:
     assert "target: layers.0.v.weight [4, 6]: 12 of 24 elements are covered" in text
 
 
-def test_padding_only_where_it_is_allowed() -> None:
+def test_padding_is_refused_where_it_is_not_allowed() -> None:
     text = refused(plain().layout(), changed(fused(2), "embed of rank 1", padding=False))
     assert "embed of rank 1 [8, 6]: 36 of 48 elements hold nothing that the mapping names" in text
-    # nothing is said of what a view leaves out
+    # elements that a view leaves out are not reported
     join(changed(fused(2), "embed of rank 1", padding=False, view=True), plain().layout())
 
 
-def test_a_tensor_of_another_size() -> None:
-    """The source's k is narrower than the target's."""
+def test_a_tensor_of_another_size_is_refused() -> None:
+    """The k of the source is narrower than that of the target."""
     form = plain()
     name = "layers.{layer}.k.weight"
     layout = changed(
@@ -450,7 +453,7 @@ def test_a_tensor_of_another_size() -> None:
     )
 
 
-def test_all_problems_at_once() -> None:
+def test_one_error_lists_all_problems_of_a_plan() -> None:
     layout = changed(fused(2, skip="norm"), "o of rank 0", pieces=())
     text = refused(plain().layout(), layout)
     for part in (
@@ -463,9 +466,8 @@ def test_all_problems_at_once() -> None:
 
 
 def test_exchanged_k_and_v_still_cover_every_element() -> None:
-    """So a proof of cover and a round trip are not enough.
-
-    tests/test_packing.py compares with references that know no boxes.
+    """A proof of cover and a round trip are therefore not enough. tests/test_packing.py compares
+    with references that use no boxes.
     """
     a, right, wrong = plain(), fused(1), fused(1, qkv="qvk")
     there = interpret(join(a.layout(), wrong.layout()), fill(a), wrong.ends)

@@ -1,4 +1,4 @@
-"""What a run reports while it goes on."""
+"""A run reports its progress."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tests.door import TRACKER, edit_json, good, hf, mckpt, refused, tree
 # ---- refusals
 
 
-def test_near_the_source(tmp_path):
+def test_a_destination_at_inside_or_above_the_source_is_refused(tmp_path):
     src = hf(tmp_path / "deep" / "src")
     (tmp_path / "link").symlink_to(src)
     (tmp_path / "above").symlink_to(tmp_path / "deep")
@@ -42,7 +42,7 @@ def test_near_the_source(tmp_path):
     )
 
 
-def test_a_save_directory_is_a_source_as_a_whole(tmp_path, trained):
+def test_a_save_directory_that_contains_the_source_is_refused(tmp_path, trained):
     shutil.copytree(trained, tmp_path / "ckpt")
     refused(
         6,
@@ -52,7 +52,7 @@ def test_a_save_directory_is_a_source_as_a_whole(tmp_path, trained):
     )
 
 
-def test_destination_that_cannot_be(tmp_path, src):
+def test_an_impossible_destination_is_refused(tmp_path, src):
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at" / "all")
     refused(6, "is a file", args=("hf-to-megatron", src, tmp_path / "file"), untouched=tmp_path)
@@ -63,7 +63,7 @@ def test_destination_that_cannot_be(tmp_path, src):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_read_only_destination(tmp_path, src):
+def test_a_read_only_destination_is_refused(tmp_path, src):
     (tmp_path / "dst").mkdir(mode=0o555)
     said = mckpt("hf-to-megatron", src, tmp_path / "dst")
     assert said.code == 7 and "Permission denied" in said.err
@@ -75,10 +75,10 @@ def test_dry_run_writes_nothing(tmp_path, src):
     assert tree(tmp_path) == {}
 
 
-# ---- what is there already
+# ---- files that already exist
 
 
-def test_existing_output_needs_overwrite(tmp_path, src, trained):
+def test_an_existing_output_requires_overwrite(tmp_path, src, trained):
     for args, there in (
         (("hf-to-megatron", src, tmp_path / "m"), "release"),
         (("megatron-to-hf", trained, tmp_path / "h"), "config.json"),
@@ -109,7 +109,7 @@ def test_overwrite_replaces_one_unit_and_nothing_else(tmp_path, src):
 @pytest.mark.parametrize(
     "name", ["notes.txt", "checkpoint-100/optimizer.pt", ".git/HEAD", "sub/config.json"]
 )
-def test_overwrite_never_takes_foreign_files(tmp_path, trained, name):
+def test_overwrite_never_removes_foreign_files(tmp_path, trained, name):
     dst = tmp_path / "dst"
     good("megatron-to-hf", trained, dst)
     (dst / name).parent.mkdir(exist_ok=True)
@@ -123,7 +123,7 @@ def test_overwrite_never_takes_foreign_files(tmp_path, trained, name):
     )
 
 
-def test_overwrite_never_takes_foreign_files_of_a_unit(tmp_path, src):
+def test_overwrite_never_removes_foreign_files_of_a_unit(tmp_path, src):
     dst = tmp_path / "dst"
     good("hf-to-megatron", src, dst)
     (dst / "release" / "wandb").mkdir()
@@ -131,7 +131,7 @@ def test_overwrite_never_takes_foreign_files_of_a_unit(tmp_path, src):
     refused(6, "wandb/run", args=("hf-to-megatron", src, dst, "--overwrite"), untouched=tmp_path)
 
 
-def test_overwrite_of_what_mckpt_wrote_with_its_side_files(tmp_path, src, trained):
+def test_overwrite_replaces_an_output_with_its_side_files(tmp_path, src, trained):
     tokenizer = tmp_path / "tokenizer"
     (tokenizer / "nested").mkdir(parents=True)
     (tokenizer / "nested" / "odd.bpe").write_bytes(b"\0\1")
@@ -140,7 +140,7 @@ def test_overwrite_of_what_mckpt_wrote_with_its_side_files(tmp_path, src, traine
     assert "nested/odd.bpe" not in tree(tmp_path / "dst")
 
 
-def test_a_link_in_place_of_a_unit_loses_the_link_alone(tmp_path, src):
+def test_overwrite_of_a_link_removes_only_the_link(tmp_path, src):
     good("hf-to-megatron", src, tmp_path / "real")
     (tmp_path / "dst").mkdir()
     (tmp_path / "dst" / "release").symlink_to(tmp_path / "real" / "release")
@@ -152,7 +152,7 @@ def test_a_link_in_place_of_a_unit_loses_the_link_alone(tmp_path, src):
 # ---- the tracker, and DST/hf
 
 
-def test_tracker_moves_forward_only(tmp_path, src):
+def test_the_tracker_only_moves_forward(tmp_path, src):
     dst = tmp_path / "dst"
 
     def tracker() -> str:
@@ -178,11 +178,11 @@ def test_tracker_moves_forward_only(tmp_path, src):
     )
 
 
-def test_units_without_a_tracker(tmp_path, src):
+def test_several_units_without_a_tracker_require_an_iteration(tmp_path, src):
     dst = tmp_path / "dst"
     good("hf-to-megatron", src, dst, "--iteration", 5)
     (dst / TRACKER).unlink()
-    good("inspect", dst)  # there is but one
+    good("inspect", dst)  # there is only one unit
     good("hf-to-megatron", src, dst, "--iteration", 6)
     (dst / TRACKER).unlink()
     refused(
@@ -190,7 +190,7 @@ def test_units_without_a_tracker(tmp_path, src):
     )
 
 
-def test_side_files_of_another_model(tmp_path, src):
+def test_side_files_of_another_model_are_refused(tmp_path, src):
     dst, other = tmp_path / "dst", hf(tmp_path / "other")
     good("hf-to-megatron", src, dst)
     edit_json(other / "config.json", lambda c: c.update(rope_theta=5))
@@ -212,7 +212,9 @@ def test_side_files_of_another_model(tmp_path, src):
     good("hf-to-megatron", src, dst, "--iteration", 3)
 
 
-def test_side_files_of_another_model_where_the_source_has_none(tiny_model, tmp_path, src, trained):
+def test_a_source_without_side_files_is_refused_beside_those_of_another_model(
+    tiny_model, tmp_path, src, trained
+):
     dst, lone, other = tmp_path / "dst", tmp_path / "lone", tiny_model("qwen3-tied")
     shutil.copytree(trained, lone)
     shutil.rmtree(lone / "hf")
@@ -225,7 +227,7 @@ def test_side_files_of_another_model_where_the_source_has_none(tiny_model, tmp_p
 # ---- files that are copied whole
 
 
-def test_side_files_are_looked_at_before_anything_is_written(tmp_path, trained):
+def test_side_files_are_checked_before_anything_is_written(tmp_path, trained):
     source = hf(tmp_path / "src")
     (source / "tokenizer.json").unlink()
     (source / "tokenizer.json").symlink_to(tmp_path / "blobs" / "1234")
@@ -247,7 +249,7 @@ def test_side_files_are_looked_at_before_anything_is_written(tmp_path, trained):
 
 
 @pytest.mark.parametrize("when", ["before the run", "in the run"])
-def test_side_files_that_change(tmp_path, when, monkeypatch):
+def test_side_files_that_change_after_the_plan_are_refused(tmp_path, when, monkeypatch):
     source = hf(tmp_path / "src")
     (source / "tokenizer.json").write_text("{}")
     planned = package.plan(source, tmp_path / "dst")
@@ -265,7 +267,7 @@ def test_side_files_that_change(tmp_path, when, monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 3_000_000])
-def test_a_copied_file_that_grows_or_shrinks(tmp_path, trained, size):
+def test_a_copied_file_that_grows_or_shrinks_is_refused(tmp_path, trained, size):
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     (tokenizer / "tokenizer.json").write_bytes(bytes(2_000_000))
@@ -281,7 +283,7 @@ def test_a_copied_file_that_grows_or_shrinks(tmp_path, trained, size):
 # ---- two at once
 
 
-def test_the_same_command_twice_at_once(tmp_path, src, monkeypatch):
+def test_the_same_command_started_twice_is_refused_once(tmp_path, src, monkeypatch):
     planned, again = package.plan(src, tmp_path / "dst"), package.plan(src, tmp_path / "dst")
     inside, go = threading.Event(), threading.Event()
     real = run_module.publish
@@ -304,7 +306,7 @@ def test_the_same_command_twice_at_once(tmp_path, src, monkeypatch):
     assert mckpt("diff", src, tmp_path / "dst").code == 0
 
 
-def test_two_plans_of_one_unit(tmp_path, src):
+def test_a_second_plan_of_the_same_unit_is_refused(tmp_path, src):
     one, two = (
         package.plan(src, tmp_path / "dst"),
         package.plan(src, tmp_path / "dst", parallel=package.Parallel(tp=2)),
@@ -321,7 +323,7 @@ def test_two_plans_of_one_unit(tmp_path, src):
 
 
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
-def test_same_command_same_bytes(tiny_model, tmp_path, form):
+def test_the_same_command_writes_the_same_bytes(tiny_model, tmp_path, form):
     src = tiny_model("qwen3-moe")
     trees = []
     for threads in (1, 4, 1):

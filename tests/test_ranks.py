@@ -1,4 +1,8 @@
-"""Several processes share one run: the output is that of one process, and nobody waits for ever."""
+"""Several processes share one run. The output is that of one process, and none of them waits for
+ever.
+
+The tests of test_rank_sessions.py need only one process.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,11 @@ import pytest
 
 import mckpt
 from mckpt import errors
-from mckpt.execute import ranks
-from mckpt.execute.ranks import Gone, Ranks, Session
 from tests import door
 from tests.tiny import TinyModel
 
-AT_ONCE = 6  # scenarios; their processes wait nearly all of the time
-# Python that a process runs first, each for one change of mckpt
+AT_ONCE = 6  # number of scenarios that run at a time; their processes wait nearly all of it
+# Each of these is Python that a process runs first, to change one part of mckpt
 SOON = "import mckpt.execute.ranks as r; r.LOOK_S, r.DEAD_S = 0.3, 3.0"
 DEAD_SOON = "import mckpt.execute.ranks as r; r.DEAD_S = 2.0"
 DIES = """
@@ -69,7 +71,7 @@ def source(tiny_model: TinyModel) -> Path:
 
 
 def environment(rank: int, size: int, tmp_path: Path, run: str = "") -> dict[str, str]:
-    """The environment of one rank, in which a tiny model has many units."""
+    """Returns the environment of one rank, in which a tiny model has many units."""
     custom = tmp_path / "sitecustomize.py"
     if not custom.exists():  # a rank that starts must not find it half-written
         custom.write_text("import mckpt.execute.units as u\nu.UNIT = 64 << 10\nu.SLAB = 16 << 10\n")
@@ -99,19 +101,18 @@ def wait(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.parametrize(("form", "run"), [("torch", "a"), ("torch_dist", "")])
-def test_the_output_is_that_of_one_process(
+def test_several_ranks_write_the_output_of_one_process(
     source: Path, tmp_path: Path, form: str, run: str
 ) -> None:
-    """Runs have a name under srun and --workers, and none under torchrun.
-
-    Without a name, the others know rank 0 by its heartbeat.
+    """Runs have a name under srun and --workers, and none under torchrun. Without a name, the other
+    ranks recognise rank 0 by its heartbeat.
     """
     arguments = ["hf-to-megatron", source, "PLACE", "--format", form, "--tp", 2]
     door.good(*arguments[:2], tmp_path / "one", *arguments[3:])
     arguments[2] = tmp_path / "three"
     ended = wait([start(arguments, rank, 3, tmp_path, run) for rank in (2, 1, 0)])
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
-    assert [bool(out) for _, out, _ in ended] == [False, False, True]  # rank 0 does the talking
+    assert [bool(out) for _, out, _ in ended] == [False, False, True]  # only rank 0 prints
     assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
     again = wait(
         [
@@ -123,7 +124,7 @@ def test_the_output_is_that_of_one_process(
     assert door.tree(tmp_path / "three") == door.tree(tmp_path / "one")
 
 
-def test_workers(source: Path, tmp_path: Path) -> None:
+def test_workers_write_the_output_of_one_process(source: Path, tmp_path: Path) -> None:
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch", "--tp", 2)
     options = ("--format", "torch", "--tp", 2, "--workers", 3)
     door.run(door.command_line("hf-to-megatron", source, tmp_path / "three", *options))
@@ -148,8 +149,8 @@ def test_many_workers_leave_nothing_behind(source: Path, tmp_path: Path) -> None
 def ranks_end(
     arguments: list[Any], order: tuple[int, ...], tmp_path: Path, run: str, before: str = SOON
 ) -> list[tuple[int, str]]:
-    """Starts these ranks of 2, each when the one before has ended, within a minute; returns their
-    exit codes and what they wrote to stderr.
+    """Starts these ranks of 2, each when the one before has ended, with a limit of a minute;
+    returns their exit codes and their output on stderr.
     """
     line, ended = door.command_line(*arguments, before=before), []
     for rank in order:
@@ -165,7 +166,7 @@ def ranks_end(
 
 
 def rank_1_of_2_never_comes(made: Path, source: Path, tmp_path: Path) -> None:
-    """Rank 0 stops waiting and does the share of rank 1."""
+    """Rank 0 stops waiting and copies the share of rank 1."""
     arguments = ["hf-to-megatron", source, tmp_path / "two"]
     ((code, said),) = ranks_end(arguments, (0,), tmp_path, "x", DEAD_SOON)
     assert code == 0, said
@@ -173,7 +174,7 @@ def rank_1_of_2_never_comes(made: Path, source: Path, tmp_path: Path) -> None:
 
 
 def rank_1_dies_and_is_replaced(made: Path, source: Path, tmp_path: Path) -> None:
-    """Rank 1 dies after one unit, without a word to rank 0."""
+    """Rank 1 dies after one unit and reports nothing to rank 0."""
     arguments = ["hf-to-megatron", source, tmp_path / "two", "--format", "torch", "--threads", 1]
     killed = start(arguments, 1, 2, tmp_path, "x", DIES)
     ((code, said),) = ranks_end(arguments, (0,), tmp_path, "x", DEAD_SOON)
@@ -182,10 +183,12 @@ def rank_1_dies_and_is_replaced(made: Path, source: Path, tmp_path: Path) -> Non
     assert door.tree(tmp_path / "two") == door.tree(made / "torch")
 
 
-def what_rank_0_is_refused_for_the_others_find_too(
+def all_ranks_end_with_the_error_of_rank_0(
     made: Path, source: Path, tmp_path: Path, run: str
 ) -> None:
-    """All ranks end with rank 0's exit code and error, in any order, and leave nothing behind."""
+    """All ranks end with the exit code and the error of rank 0, in any order, and leave nothing
+    behind.
+    """
     out = tmp_path / "out"
     arguments = ["hf-to-megatron", source, out]
     shutil.copytree(made / "tp2", out)
@@ -204,7 +207,7 @@ def what_rank_0_is_refused_for_the_others_find_too(
     assert [code for code, _ in ended] == [2, 2], ended
 
 
-def a_place_where_another_works_is_refused(
+def a_destination_where_another_run_works_is_refused(
     made: Path, source: Path, tmp_path: Path, run: str
 ) -> None:
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
@@ -218,18 +221,18 @@ def a_place_where_another_works_is_refused(
     finally:
         other.kill()
         other.communicate()
-    # its name is in the lock still
+    # the lock still contains its name
     both = wait([start(arguments, rank, 2, tmp_path, run) for rank in (1, 0)])
     assert [code for code, _, _ in both] == [0, 0], both
 
 
-def an_error_of_rank_0_before_the_others_came(
+def a_late_rank_finds_the_error_of_rank_0(
     made: Path, source: Path, tmp_path: Path, run: str
 ) -> None:
     """Rank 1 finds the error of rank 0, which has ended.
 
-    In a run without a name the error may be of an earlier run: rank 1 believes it once it has
-    waited for rank 0 as long as for a dead one.
+    In a run without a name the error may be of an earlier run. Rank 1 accepts it after it has
+    waited for rank 0 as long as for a dead rank.
     """
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
     ended = ranks_end(arguments, (0, 1), tmp_path, run, f"{SOON}\n{FULL}")
@@ -240,12 +243,11 @@ def an_error_of_rank_0_before_the_others_came(
         assert [code for code, _, _ in both] == [0, 0], both
 
 
-def ranks_that_miss_each_other_with_overwrite(
+def ranks_that_miss_each_other_end_with_overwrite(
     made: Path, source: Path, tmp_path: Path, run: str, order: tuple[int, int]
 ) -> None:
-    """The destination already holds the files of the same plan, of this run or an earlier one.
-
-    No rank waits longer than for one that died.
+    """The destination already holds the files of the same plan, of this run or an earlier one. No
+    rank waits longer than for one that died.
     """
     out = tmp_path / "out"
     shutil.copytree(made / "torch_dist", out)
@@ -257,27 +259,27 @@ def ranks_that_miss_each_other_with_overwrite(
     assert manifest.stat().st_mtime_ns > written
 
 
-# the longest first; "x" is a run with a name, as under srun, and "" one without, as under torchrun
+# The longest come first. "x" is a run with a name, as under srun; "" has none, as under torchrun.
 SCENARIOS: list[tuple[Any, ...]] = [
-    (ranks_that_miss_each_other_with_overwrite, "x", (0, 1)),
-    (ranks_that_miss_each_other_with_overwrite, "x", (1, 0)),
-    (ranks_that_miss_each_other_with_overwrite, "", (0, 1)),
-    (ranks_that_miss_each_other_with_overwrite, "", (1, 0)),
-    (an_error_of_rank_0_before_the_others_came, ""),
-    (a_place_where_another_works_is_refused, "x"),
-    (a_place_where_another_works_is_refused, ""),
-    (what_rank_0_is_refused_for_the_others_find_too, "x"),
-    (what_rank_0_is_refused_for_the_others_find_too, ""),
+    (ranks_that_miss_each_other_end_with_overwrite, "x", (0, 1)),
+    (ranks_that_miss_each_other_end_with_overwrite, "x", (1, 0)),
+    (ranks_that_miss_each_other_end_with_overwrite, "", (0, 1)),
+    (ranks_that_miss_each_other_end_with_overwrite, "", (1, 0)),
+    (a_late_rank_finds_the_error_of_rank_0, ""),
+    (a_destination_where_another_run_works_is_refused, "x"),
+    (a_destination_where_another_run_works_is_refused, ""),
+    (all_ranks_end_with_the_error_of_rank_0, "x"),
+    (all_ranks_end_with_the_error_of_rank_0, ""),
     (rank_1_dies_and_is_replaced,),
     (rank_1_of_2_never_comes,),
-    (an_error_of_rank_0_before_the_others_came, "x"),
+    (a_late_rank_finds_the_error_of_rank_0, "x"),
 ]
 NAMES = ["-".join([scenario.__name__, *map(str, case)]) for scenario, *case in SCENARIOS]
 
 
 @pytest.fixture(scope="module")
 def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`source` as one process converts it."""
+    """Checkpoints of `source` that one process converted."""
     root = tmp_path_factory.mktemp("made")
     mckpt.plan(source, root / "torch_dist").run()
     mckpt.plan(source, root / "torch", format="torch").run()
@@ -305,10 +307,10 @@ def begun(
 # ---- ranks that work together
 
 
-def test_a_run_whose_rank_0_was_killed_goes_on_at_another_start(
+def test_a_run_whose_rank_0_was_killed_continues_at_another_start(
     source: Path, tmp_path: Path
 ) -> None:
-    """Rank 0 dies when it has done one unit; the three that start then believe its journal."""
+    """Rank 0 dies after one unit. The three ranks that start next rely on its journal."""
     door.good("hf-to-megatron", source, tmp_path / "one", "--format", "torch")
     out = tmp_path / "three"
     arguments = ["hf-to-megatron", source, out, "--format", "torch", "--threads", 1]
@@ -322,8 +324,8 @@ def test_a_run_whose_rank_0_was_killed_goes_on_at_another_start(
     assert door.tree(out) == door.tree(tmp_path / "one")
 
 
-def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
-    """Both end with the error of the one, and nothing is published."""
+def test_a_rank_that_fails_ends_all_ranks(source: Path, tmp_path: Path) -> None:
+    """Both ranks end with the error of rank 1, and nothing is published."""
     arguments = ["hf-to-megatron", source, tmp_path / "out"]
     both = [start(arguments, 0, 2, tmp_path, "y"), start(arguments, 1, 2, tmp_path, "y", FAILS)]
     (code, _, said), (other, _, _) = wait(both)
@@ -332,8 +334,10 @@ def test_a_rank_that_fails_ends_all(source: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "release").exists()
 
 
-def test_no_leave_to_write(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write everywhere, so the answer of the system is replaced here."""
+def test_a_destination_without_permission_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so the test replaces os.access."""
     planned = mckpt.plan(source, tmp_path / "a" / "out", helps=True)
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     with pytest.raises(errors.StorageError, match=f"no permission to write to {tmp_path}$"):
@@ -341,161 +345,10 @@ def test_no_leave_to_write(source: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert not (tmp_path / "a").exists()
 
 
-LAUNCHERS = [
-    ("", Ranks()),
-    ("RANK=3 WORLD_SIZE=8", Ranks(3, 8)),
-    ("RANK=3 WORLD_SIZE=8 LOCAL_WORLD_SIZE=4", Ranks(3, 8, local=4)),
-    # a batch script, which is not one of the tasks
-    ("SLURM_PROCID=0 SLURM_NTASKS=4", Ranks()),
-    (
-        "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=4 SLURM_JOB_ID=7 SLURM_STEP_ID=2",
-        Ranks(1, 4, "7.2."),
-    ),
-    (
-        "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=65 SLURM_STEP_TASKS_PER_NODE=4(x16),1",
-        Ranks(1, 65, "..", local=4),
-    ),
-    (
-        "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 PMIX_NAMESPACE=n",
-        Ranks(1, 2, "n"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("environ", "expected"), LAUNCHERS)
-def test_the_environment_of_each_launcher_tells_the_ranks(environ: str, expected: Ranks) -> None:
-    assert Ranks.of_environment(dict(word.split("=") for word in environ.split())) == expected
-
-
-@pytest.mark.parametrize(
-    "environ", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}]
-)
-def test_an_environment_without_a_valid_rank_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(errors.UsageError, match="in the environment"):
-        Ranks.of_environment(environ)
-
-
-def test_ranks_of_one_machine_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 64)
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(64)))
-    assert [Ranks(0, 8, local=n).cores for n in (1, 4, 100)] == [64, 16, 1]
-    # bound by the launcher: these are its own
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    assert Ranks(0, 8, local=4).cores == 8
-
-
-@pytest.mark.parametrize("count", [0, 1, 7, 64, 1000])
-@pytest.mark.parametrize("size", [1, 3, 8, 512])
-def test_shares_are_all(count: int, size: int) -> None:
-    shares = [Ranks(0, size).share(count, rank) for rank in range(size)]
-    assert [item for share in shares for item in share] == list(range(count))
-    assert max(map(len, shares)) - min(map(len, shares)) <= 1
-
-
-def test_a_line_of_an_earlier_run_is_not_believed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line of an earlier run without a name is recognised because it does not change."""
-    monkeypatch.setattr(ranks, "START_S", 0.3)
-    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
-    for run in ("old", ""):
-        with Session(tmp_path, Ranks(0, 2, run)) as old:
-            old.open()
-        for other in {"new", run} - {"old"}:
-            with pytest.raises(errors.StorageError, match="rank 0 has not begun"):
-                Session(tmp_path, Ranks(1, 2, other)).join(lambda late: False)
-    with (
-        Session(tmp_path, Ranks(0, 3)) as larger,
-        pytest.raises(errors.StorageError, match="rank 0 has not begun"),
-    ):
-        larger.open()
-        Session(tmp_path, Ranks(1, 2)).join(lambda late: False)  # its share would be another
-    for run in ("new", ""):
-        with (
-            Session(tmp_path, Ranks(0, 2, run)) as first,
-            Session(tmp_path, Ranks(1, 2, run)) as second,
-        ):
-            first.open()
-            second.join(lambda late: False)
-
-
-def test_when_rank_0_is_done_or_dead_or_begins_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
-
-    def both() -> tuple[Session, Session]:
-        first, second = (Session(tmp_path, Ranks(rank, 2, "r")) for rank in (0, 1))
-        first.open()
-        second.join(lambda late: False)
-        return first, second
-
-    first, second = both()
-    monkeypatch.setattr(ranks, "DEAD_S", 0.3)
-    first.over.set()
-    with pytest.raises(errors.StorageError, match="not been heard of"):
-        second.listen()
-    first, second = both()
-    with pytest.raises(errors.SourceError), first:
-        raise errors.SourceError("a file is short")
-    with pytest.raises(errors.SourceError, match="rank 0: a file is short"):
-        second.listen()
-    first, second = both()
-    with pytest.raises(ZeroDivisionError), first:
-        print(1 / 0)
-    with pytest.raises(RuntimeError, match=r"(?s)rank 0: Traceback.*ZeroDivisionError"):
-        second.listen()
-    first, second = both()
-    again = Session(tmp_path, Ranks(0, 2, "r"))
-    first.over.set()
-    again.open()
-    with pytest.raises(errors.StorageError, match="rank 0 has begun anew"):
-        second.listen()
-    with pytest.raises(errors.StorageError, match="rank 0 has begun anew"):
-        second.meet(lambda rank: None)
-    again.over.set()
-    first, second = both()
-    shutil.rmtree(tmp_path / "ranks")
-    with pytest.raises(Gone):
-        second.listen()
-
-
-def test_a_stopped_process_does_not_take_the_others_for_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ranks, "BEAT_S", 0.05)
-    monkeypatch.setattr(ranks, "DEAD_S", 0.5)
-    with (
-        Session(tmp_path, Ranks(0, 2, "r")) as first,
-        Session(tmp_path, Ranks(1, 2, "r")) as second,
-    ):
-        first.open()
-        second.join(lambda late: False)
-        first.over.set()
-        second.beat()
-        now = ranks.time.monotonic
-        monkeypatch.setattr(ranks.time, "monotonic", lambda: now() + 3600)
-        second.beat()
-        assert second.lives(0)
-
-
-def test_lines_of_another_run_are_ignored(tmp_path: Path) -> None:
-    """A process of a run that is over reports its share as done.
-
-    Nothing but its line tells that run from this one.
+def test_a_journal_of_removed_files_is_ignored(source: Path, tmp_path: Path) -> None:
+    """The files of a run were removed, and one of its processes wrote into the journal
+    afterwards.
     """
-    with Session(tmp_path, Ranks(0, 2)) as old, Session(tmp_path, Ranks(1, 2)) as straggler:
-        old.open()
-        straggler.line |= {"id": old.line["id"], "steps": 2}
-        with Session(tmp_path, Ranks(0, 2)) as first:
-            first.open()
-            straggler._write(straggler.line)
-            first._look(1)
-            assert not first.lines
-
-
-def test_a_journal_of_other_files_is_not_believed(source: Path, tmp_path: Path) -> None:
-    """The files of a run were removed, and one of its processes still wrote into the journal."""
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--format", "torch", "--threads", "1"]
     assert wait([start(arguments, 0, 1, tmp_path, before=DIES)])[0][0] == 9
     (staging,) = (tmp_path / "out").glob(".mckpt-*")

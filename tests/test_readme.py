@@ -26,7 +26,7 @@ def test_ci_runs_the_test_command() -> None:
     assert "pytest" in TESTS[0]
 
 
-def test_ci_runs_what_megatron_core_judges_with_the_newest_version_too() -> None:
+def test_ci_runs_the_judges_with_the_newest_megatron_core_too() -> None:
     script = (ROOT / ".ci" / "run").read_text()
     assert "-m 'judge and not gpu and not slow'" in script
     starts = re.compile(
@@ -44,7 +44,7 @@ def test_ci_runs_what_megatron_core_judges_with_the_newest_version_too() -> None
         )
 
 
-def test_every_command_is_there_and_in_the_readme() -> None:
+def test_the_readme_names_every_command_and_no_other() -> None:
     named = set(re.findall(r"^mckpt ([a-z-]+)", README, re.M))
     assert named == set(cli.commands)
 

@@ -130,7 +130,9 @@ def facts(num_layers: int = 8, **others: Any) -> dict[str, Any]:
 
 
 def failing() -> dict[str, Any]:
-    """Parts at layers.4.mlp, the 15th point; all beyond differ, layer 7's end infinitely."""
+    """Returns facts of a verdict that fails at layers.4.mlp, the 15th point, and at all later ones.
+    The difference at the end of layer 7 is infinite.
+    """
     out = facts(training=TRAINING, dims=BYTES["dims"], resharded="from tp 4")
     for p in out["points"][14:]:
         p["difference"] = 5.0
@@ -155,7 +157,9 @@ def failing() -> dict[str, Any]:
 
 
 class Page(HTMLParser):
-    """Elements and text of a page; fails where a tag is closed out of turn, or an SVG is no XML."""
+    """Collects elements and text of a page. Fails where a tag is closed out of turn, or an SVG is
+    not XML.
+    """
 
     def __init__(
         self, found: dict[str, Any], verdict: str = "fail", reason: str = "they differ"
@@ -196,7 +200,7 @@ STATES, LOGITS, LOSSES = (
 )
 
 
-def test_what_is_said() -> None:
+def test_the_page_has_the_facts_of_the_verdict() -> None:
     passed, failed = Page(facts(), "pass"), Page(failing())
     for said in (
         "PASS",
@@ -231,7 +235,7 @@ def test_what_is_said() -> None:
 
 
 @pytest.mark.parametrize("num_layers", [1, 8, 94])
-def test_one_mark_a_point(num_layers: int) -> None:
+def test_each_point_has_one_mark(num_layers: int) -> None:
     found = facts(num_layers, sizes={"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1})
     drawn = Page(found).marks(STATES)
     assert len(drawn) == len(found["points"]) == 3 * num_layers + 2
@@ -240,7 +244,7 @@ def test_one_mark_a_point(num_layers: int) -> None:
     } == {"a"}
 
 
-def test_the_first_point_beyond_and_the_edges() -> None:
+def test_the_first_point_beyond_the_tolerance_is_marked() -> None:
     found, page = failing(), Page(failing())
     drawn = {p["point"]: mark for p, mark in zip(found["points"], page.marks(STATES), strict=True)}
     assert [p for p, (_, _, kind) in drawn.items() if kind == "first"] == ["layers.4.mlp"]
@@ -262,7 +266,7 @@ def test_the_first_point_beyond_and_the_edges() -> None:
     }
 
 
-def test_values_on_scales() -> None:
+def test_scales_place_values() -> None:
     log = charts.Scale.of([0.0, 3e-5, 2e-2, math.inf, math.nan], 300, 0, log=True)
     assert [log(v) for v in (0.0, 1e-5, 1e-3, 1e-1, math.inf, math.nan)] == [
         300,
@@ -298,7 +302,7 @@ def test_values_on_scales() -> None:
     ]
 
 
-def test_marks_lie_in_the_picture() -> None:
+def test_all_marks_lie_inside_the_picture() -> None:
     found = Page(failing())
     assert set(found.svgs) == {STATES, LOGITS, LOSSES} and len(found.marks(LOSSES)) == 6
     for title, svg in found.svgs.items():
@@ -312,7 +316,7 @@ def test_marks_lie_in_the_picture() -> None:
     assert (up[1], right[0], left[0]) == (charts.TOP, 504, charts.LEFT)
 
 
-def test_where_layers_and_experts_lie() -> None:
+def test_the_page_shows_the_ranks_of_layers_and_experts() -> None:
     text = Page(failing()).text
     assert (
         "stage 0ranks 0 to 3embed, 0 to 14 to 5stage 1ranks 4 to 72 to 36 to 7, norm, head" in text
@@ -328,7 +332,7 @@ def test_where_layers_and_experts_lie() -> None:
 
 
 def spoilt(value: Any) -> Any:
-    """All its text hostile."""
+    """Returns facts whose text is all hostile."""
     if isinstance(value, dict):
         return {k: spoilt(v) for k, v in value.items()}
     return (
@@ -360,9 +364,9 @@ def test_hostile_text_stays_text_and_nothing_comes_from_outside() -> None:
     assert not {"\x00", "\x1b", "\u202e", "\udcff"} & set(bad.page)
 
 
-def test_what_is_missing_is_left_out() -> None:
+def test_missing_facts_are_left_out() -> None:
     for key in (whole := failing() | BYTES):
-        if key not in ("sizes", "ranks", "tokens"):  # which come with points and coverage
+        if key not in ("sizes", "ranks", "tokens"):  # these three come with points and coverage
             Page({k: v for k, v in whole.items() if k != key})
     assert "Logits" not in Page({}).text
     text = Page(BYTES).text
@@ -383,7 +387,7 @@ def test_what_is_missing_is_left_out() -> None:
     )
 
 
-def test_a_file_is_whole_or_not_there(tmp_path: Path) -> None:
+def test_the_file_is_complete_or_absent(tmp_path: Path) -> None:
     verdict, broken = (
         Verdict("pass", [], facts()),
         Verdict("pass", [], facts(points=[{"point": "embed"}])),

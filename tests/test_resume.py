@@ -1,4 +1,4 @@
-"""An execution that failed or was killed goes on: the same call completes the rest."""
+"""The same call completes an execution that failed or was killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def small_units(monkeypatch, nbytes):
 
 
 def many(units=8, nbytes=1 << 20):
-    """A flat copy per unit, of one source to one target: (plan, data, sizes)."""
+    """Returns a plan with a flat copy for each unit, of one source to one target: (plan, data,
+    sizes).
+    """
     plan = copies(
         *(
             copy(1, nbytes // 2, (0, k * nbytes * 2, 0, 2), (0, k * nbytes, 0, 2), tensor=k)
@@ -44,7 +46,7 @@ def many(units=8, nbytes=1 << 20):
     return plan, [random_bytes(2 * units * nbytes)], [units * nbytes]
 
 
-def test_no_space_midway(tmp_path, monkeypatch):
+def test_a_run_that_found_no_space_is_completed(tmp_path, monkeypatch):
     """The error has its cause, and the same call completes the rest."""
     small_units(monkeypatch, 1 << 20)
     plan, data, sizes = many()
@@ -73,7 +75,7 @@ def test_no_space_midway(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["torn", "other", "gone"])
-def test_damaged_journal_is_not_believed(tmp_path, monkeypatch, damage):
+def test_a_damaged_journal_is_ignored(tmp_path, monkeypatch, damage):
     small_units(monkeypatch, 1 << 20)
     plan, data, sizes = many()
 
@@ -96,7 +98,7 @@ def test_damaged_journal_is_not_believed(tmp_path, monkeypatch, damage):
     assert len(again) == (8 if damage == "gone" else 1)
 
 
-def test_checksum_of_units_done_without(tmp_path, monkeypatch):
+def test_units_copied_without_a_checksum_get_one(tmp_path, monkeypatch):
     small_units(monkeypatch, 1 << 20)
     plan, data, sizes = many()
 
@@ -115,7 +117,7 @@ def normal_source(folder, nbytes):
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
+def test_a_killed_run_is_completed(tmp_path, how, monkeypatch):
     """The next run does only the units without a journal entry, and the bytes are right.
 
     SIGINT ends the first run within a second.
@@ -130,7 +132,7 @@ def test_killed_midway_then_completed(tmp_path, how, monkeypatch):
     process.send_signal(how)
     code = process.wait()
     assert code == {signal.SIGKILL: -9, signal.SIGINT: 130}[how]
-    assert time.monotonic() - start < 3  # a second, where the machine does nothing else
+    assert time.monotonic() - start < 3  # one second on an idle machine
     before = {p.name: p.read_bytes() for p in tmp_path.glob("staging/done/*[0-9]")}
     assert 5 <= len(before) < 20
 

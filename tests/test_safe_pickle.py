@@ -1,4 +1,4 @@
-"""Pickles: nothing that they name runs, and hostile ones are refused in one line."""
+"""Nothing that a pickle names runs, and hostile pickles are refused in one line."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_nothing_runs(tmp_path, protocol):
+def test_nothing_that_a_pickle_names_runs(tmp_path, protocol):
     marker = tmp_path / "marker"
     value = {
         "args": Evil(os.system, f"touch '{marker}'"),
@@ -41,7 +41,7 @@ def test_nothing_runs(tmp_path, protocol):
     assert sp.short(got["e"]).endswith("eval object>")
     assert not marker.exists()
     pickle.loads(data)
-    assert marker.exists()  # the plain unpickler would have run it
+    assert marker.exists()  # Python's own unpickler does run it
 
 
 def u32(n):
@@ -135,7 +135,7 @@ assert after - before < 100 << 10, after
     python(code, ROOT)
 
 
-def test_deep_nesting():
+def test_deep_nesting_is_read_but_not_written():
     deep = sp.loads(b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b".", "x")
     with pytest.raises(PickleError, match="nested too deeply"):
         sp.dumps(deep)
@@ -147,7 +147,7 @@ def test_many_shared_references_stay_small():
     laughs = (
         b"\x80\x02]q\x00" + b"".join(b"](h%ch%ceq%c" % (i, i, i + 1) for i in range(100)) + b"."
     )
-    with pytest.raises(PickleError):  # a hundred values on the stack
+    with pytest.raises(PickleError):  # the stack has a hundred values
         sp.loads(laughs, "x")
     value = []
     for _ in range(100):
@@ -214,7 +214,7 @@ def test_plain_values_are_written_as_cpython_does(value):
     assert pickle.loads(sp.dumps(sp.loads(pickle.dumps(value, 4), "x"))) == value
 
 
-def test_records_are_written_as_they_were():
+def test_records_are_written_as_they_were_read():
     import argparse
     import pathlib
 
@@ -239,7 +239,7 @@ def test_records_are_written_as_they_were():
     assert sp.dumps(sp.loads(out, "x")) == out
 
 
-def test_fields_and_plain():
+def test_fields_and_plain_give_plain_values():
     import argparse
     import pathlib
 
@@ -265,7 +265,7 @@ def test_fields_and_plain():
         sp.fields(3)
 
 
-def test_tensor_views():
+def test_as_tensor_reads_views_of_a_storage():
     assert sp.as_tensor(sp.tensor("bfloat16", (3, 4), "7")) == ("bfloat16", (3, 4), (4, 1), "7", 0)
     assert sp.as_tensor(sp.tensor("float8_e4m3fn", (3, 4), "7")) == (
         "float8_e4m3fn",
@@ -294,8 +294,8 @@ def test_tensor_views():
             sp.as_tensor(build(storage, *args))
 
 
-def test_flips_raise_nothing_else():
-    """5,000 damaged pickles: each is read, or is one PickleError."""
+def test_damaged_pickles_raise_only_pickle_errors():
+    """Each of 5,000 damaged pickles is read, or raises a PickleError."""
     import argparse
 
     value = {
@@ -335,15 +335,15 @@ def test_a_bomb_behind_many_values_is_found(protocol):
 
 
 class Size(tuple):
-    """Is pickled by the opcodes of a torch.Size."""
+    """Pickles to the opcodes of a torch.Size."""
 
     def __reduce__(self):
         return Size, (tuple(self),)
 
 
 def objects(rng, num):
-    """Objects with the opcodes of chunks and items: with up to three sizes, of ranks 0 to 9, and
-    numbers of every width.
+    """Draws objects with the opcodes of chunks and items: with up to three sizes, of ranks 0 to 9,
+    and numbers of every width.
     """
     import argparse
 
@@ -375,7 +375,7 @@ def refusal(data):
 
 @pytest.fixture
 def by_opcode(monkeypatch):
-    """A function that calls another while `scan` follows each opcode by itself."""
+    """Returns a function that calls another one while `scan` follows each opcode by itself."""
 
     def call(function, *args):
         with monkeypatch.context() as only:
@@ -390,7 +390,7 @@ def test_objects_have_the_effect_of_their_opcodes(seed, by_opcode):
     """The scan of a damaged pickle refuses the same byte for the same reason as when it follows
     each opcode.
 
-    Only a memo index that nothing has set may be left to the unpickler, which refuses it.
+    An exception is a memo index that nothing has set: the unpickler may refuse that one.
     """
     rng = random.Random(seed)
     tensors = OrderedDict(
@@ -432,8 +432,8 @@ def test_objects_have_the_effect_of_their_opcodes(seed, by_opcode):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_objects_do_not_shift_the_memo(seed, by_opcode):
-    """A nest of tuples that begins with the memo entry next after 1000 objects is found, and the
-    entry after it is not set.
+    """A nest of tuples that begins at the memo entry after 1000 objects is found, and the next
+    entry is not set.
     """
     data = pickle.dumps(objects(random.Random(seed), 1000), 4)
     num = sum(op.name == "MEMOIZE" for op, _, _ in pickletools.genops(data))
@@ -449,7 +449,9 @@ def test_objects_do_not_shift_the_memo(seed, by_opcode):
 
 
 def test_nests_by_memo_entries_are_found():
-    """Otherwise each tuple could hold the one before it, and hashing the last takes 2**60 steps."""
+    """Otherwise each tuple could hold the one before it, and hashing the last would take 2**60
+    steps.
+    """
     head = (
         b"\x80\x02](" + b"".join(b"Nr" + u32(i) + b"0" for i in range(70000)) + b"cos\nsystem\n)R"
     )
@@ -464,7 +466,7 @@ def test_nests_by_memo_entries_are_found():
             sp.loads(head + links + b"}j" + u32(last) + b"Nse.", "x")
 
 
-def test_gc_is_left_as_it_was():
+def test_reading_restores_the_garbage_collector():
     import gc
 
     with pytest.raises(PickleError):

@@ -15,8 +15,8 @@ from mckpt.containers.entries import Entry
 
 
 def write(path: Path, nbytes: int, **tensors: Any) -> int:
-    """A file of these tensors, (dtype, shape, begin, end), in this order; the byte where its data
-    begin.
+    """Writes a file of tensors, (dtype, shape, begin, end), in this order; returns the byte at
+    which their data begin.
     """
     header = {
         name: {"dtype": t[0], "shape": t[1], "data_offsets": t[2:]} for name, t in tensors.items()
@@ -30,8 +30,10 @@ def index(directory: Path, **weight_map: str) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_any_lawful_headers(tmp_path: Path) -> None:
-    """Tensors out of the order of the data, empty ones, scalars, and a file without tensors."""
+def test_every_valid_header_is_read(tmp_path: Path) -> None:
+    """The headers have tensors out of the order of the data, empty tensors, scalars, or
+    no tensor.
+    """
     first = write(
         tmp_path / "a.safetensors",
         14,
@@ -53,8 +55,8 @@ def test_any_lawful_headers(tmp_path: Path) -> None:
     assert not safetensors.read([])
 
 
-def test_offsets_of_many_digits(tmp_path: Path) -> None:
-    """Numbers near the largest possible file size, some of them beyond it."""
+def test_offsets_of_many_digits_are_read(tmp_path: Path) -> None:
+    """The numbers are near the largest possible file size, some of them beyond it."""
     for end, what in (
         (10**17, "truncated"),
         (2**62 - 1, "truncated"),
@@ -70,7 +72,9 @@ def test_offsets_of_many_digits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nbytes, begin", [(8, 1), (9, 1), (12, 4)])
-def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin: int) -> None:
+def test_a_hole_at_the_start_of_a_later_file_is_refused(
+    tmp_path: Path, nbytes: int, begin: int
+) -> None:
     """The end of the file before must not count as the end of a tensor before the hole."""
     write(tmp_path / "a.safetensors", begin, one=("U8", [begin], 0, begin))
     write(tmp_path / "b.safetensors", nbytes, two=("U8", [8], begin, begin + 8))
@@ -81,7 +85,7 @@ def test_a_hole_at_the_start_of_a_later_file(tmp_path: Path, nbytes: int, begin:
 
 
 def raw(path: Path, text: str, nbytes: int = 0) -> list[str]:
-    """A file of a header as it stands."""
+    """Writes a file with this header, unchanged."""
     path.write_bytes(len(text.encode()).to_bytes(8, "little") + text.encode() + bytes(nbytes))
     return [str(path)]
 
@@ -89,7 +93,7 @@ def raw(path: Path, text: str, nbytes: int = 0) -> list[str]:
 TENSOR = '"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
 
 
-def test_metadata_that_seem_to_end_early(tmp_path: Path) -> None:
+def test_metadata_with_braces_in_a_text_are_skipped(tmp_path: Path) -> None:
     paths = raw(tmp_path / "a.safetensors", '{"__metadata__":{"note":"a}, b"},' + TENSOR + "}", 1)
     assert list(safetensors.read(paths)) == ["t"]
 
@@ -112,7 +116,7 @@ def test_metadata_that_seem_to_end_early(tmp_path: Path) -> None:
     ],
     ids=["metadata", "name", "field", "shape"],
 )
-def test_headers_that_no_library_writes(tmp_path: Path, header: str, what: str) -> None:
+def test_headers_that_no_library_writes_are_refused(tmp_path: Path, header: str, what: str) -> None:
     with pytest.raises(mckpt.errors.SourceError, match=what):
         safetensors.read(raw(tmp_path / "a.safetensors", header, 1))
 

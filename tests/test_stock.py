@@ -57,17 +57,17 @@ pytestmark = [
         absent,
         reason="megatron.training is not installed: wheels of megatron-core have it from 0.17 on",
     ),
-    pytest.mark.filterwarnings("ignore"),  # of what torch and transformers import
+    pytest.mark.filterwarnings("ignore"),  # torch and transformers cause it by their imports
 ]
 
 TE, LOCAL = "transformer_engine", "local"
 FORMATS = ("torch_dist", "torch")
 MLA = ("deepseek-v3", "deepseek-v3-plain")
 MOE = ("mixtral", "qwen3-moe", "qwen3-moe-raw", *MLA)
-NOT_LOADABLE = "deepseek-v3-plain"  # with Transformer Engine, from 0.19 on
-# of llama-rope-scaled: the stock trainer computes with 8, whatever --rope-scaling-factor says
+NOT_LOADABLE = "deepseek-v3-plain"  # cannot be loaded with Transformer Engine from 0.19 on
+# llama-rope-scaled: the stock trainer computes with 8, whatever the value of --rope-scaling-factor
 INEXACT = ["rope_factor"]
-LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10
+LOGITS_ATOL = 1e-4  # tolerance of fp32 logits of size 1 to 10
 CONFIGS = sorted((tiny.FIXTURES / "configs").glob("*.json"))
 
 
@@ -97,7 +97,9 @@ def named(case: str, form: str, impl: str) -> str:
 
 
 def launch_line(checkpoint: Path) -> list[str]:
-    """What bash makes of the megatron_args.sh of a checkpoint; megatron_args.json says the same."""
+    """Returns the words that bash reads from the megatron_args.sh of a checkpoint, and checks that
+    megatron_args.json has the same.
+    """
     unit = checkpoint / "release"
     script = f'. {unit / megatron_args.SHELL} && printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'
     words = subprocess.run(
@@ -116,7 +118,7 @@ def flat(flags: dict[str, Any]) -> list[str]:
 
 
 def without(flag: str, flags: list[str]) -> list[str]:
-    """The launch line without a flag that has no value."""
+    """Returns the launch line without a flag that has no value."""
     assert flag in flags
     return [word for word in flags if word != flag]
 
@@ -151,7 +153,7 @@ def convert(
 
 @pytest.fixture(scope="module")
 def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
-    """All cases, in one launch for each layer spec."""
+    """Results of all cases, from one launch for each layer spec."""
     local = [convert(work, sources, *one) for one in CASES if one[2] == LOCAL]
     local.append(convert(work, sources, "deepseek-v3", "torch_dist", LOCAL))
     te = [convert(work, sources, *one) for one in CASES if one[2] == TE]
@@ -201,7 +203,7 @@ def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def published(path: Path) -> megatron_args.Launch:
-    """The launch line of a published model, from its config.json alone, for 8 ranks."""
+    """Returns the launch line of a published model for 8 ranks, from its config.json alone."""
     config = json.loads(path.read_text())
     dims = mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
     size = Parallel(tp=2, ep=4, etp=1) if dims["num_experts"] else Parallel(tp=2)
@@ -211,7 +213,7 @@ def published(path: Path) -> megatron_args.Launch:
 
 
 def renamed(checkpoint: Path, form: str, work: Path) -> Path:
-    """A copy of a checkpoint of qwen3 in which the first tensor's name is another."""
+    """Returns a copy of a checkpoint of qwen3 in which the first tensor has another name."""
     out = work / f"{checkpoint.name}-renamed"
     shutil.copytree(checkpoint, out)
     old, new = "decoder.final_layernorm.weight", "decoder.final_norm.weight"
@@ -240,8 +242,8 @@ def renamed(checkpoint: Path, form: str, work: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def references(work: Path, sources: dict[str, Path]) -> dict[str, np.ndarray]:
-    """transformers' logits of each source, computed as the stock trainer will: llama-rope-scaled
-    with a factor of 8.
+    """Returns transformers' logits of each source, computed as the stock trainer will:
+    llama-rope-scaled with a factor of 8.
     """
     scaling = {**tiny.config("llama-rope-scaled")["rope_scaling"], "factor": 8.0}
     stock = tiny.tiny_random(
@@ -256,7 +258,7 @@ def references(work: Path, sources: dict[str, Path]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("case", "form", "impl"), CASES, ids=[named(*one) for one in CASES])
-def test_the_stock_trainer_computes_what_transformers_does(
+def test_the_stock_trainer_computes_the_logits_of_transformers(
     case: str,
     form: str,
     impl: str,
@@ -300,14 +302,14 @@ def test_a_checkpoint_of_the_stock_trainer_comes_back_bit_for_bit(
         if back[name].dtype != wanted[name].dtype or back[name].tobytes() != wanted[name].tobytes()
     ] == []
     assert [back[name].shape for name in wanted] == [array.shape for array in wanted.values()]
-    # config.json, made of the stock trainer's own args
+    # config.json is made from the stock trainer's own args
     assert mckpt.open(out).dims == mckpt.open(sources[case]).dims
 
 
 def test_the_stock_trainer_ignores_the_rope_factor(
     sources: dict[str, Path], results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
 ) -> None:
-    """So mckpt asks for --allow-inexact: with the source's own factor the logits differ."""
+    """mckpt therefore requires --allow-inexact. With the source's own factor the logits differ."""
     case = "llama-rope-scaled"
     own = tiny.hf_logits(sources[case], tiny.tokens(case))
     assert (
@@ -323,7 +325,9 @@ def test_the_local_spec_cannot_build_mla(results: dict[str, dict[str, Any]]) -> 
 def test_the_stock_trainer_cannot_load_mla_without_q_lora(
     sources: dict[str, Path], work: Path, results: dict[str, dict[str, Any]]
 ) -> None:
-    """This is why mckpt refuses: a checkpoint for 0.18 lacks the weight that the error names."""
+    """mckpt refuses the model for this reason: a checkpoint for 0.18 lacks the weight that the
+    error names.
+    """
     with pytest.raises(mckpt.errors.MckptError, match=r"linear_q_proj\.layer_norm_weight"):
         mckpt.plan(sources[NOT_LOADABLE], work / "nowhere")
     if version("megatron-core") >= "0.19":
@@ -332,7 +336,7 @@ def test_the_stock_trainer_cannot_load_mla_without_q_lora(
         )
 
 
-def test_a_flag_behind_the_launch_line_wins(results: dict[str, dict[str, Any]]) -> None:
+def test_a_flag_after_the_launch_line_overrides_it(results: dict[str, dict[str, Any]]) -> None:
     assert results["appended"]["ok"], explain(results["appended"])
     assert results["appended"]["args"]["seq_length"] == 64
     assert results["appended"]["args"]["max_position_embeddings"] == 1024
@@ -355,7 +359,7 @@ def test_the_launch_line_of_a_published_model_is_accepted(
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_flag_that_is_dropped_is_noticed(
+def test_the_judge_finds_a_missing_flag(
     form: str, results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
 ) -> None:
     result = results[f"dropped-flag-{form}"]
@@ -363,12 +367,12 @@ def test_a_flag_that_is_dropped_is_noticed(
         assert "tries again with strict=False" in explain(result) and "q_layernorm" in explain(
             result
         )
-    else:  # keys that no parameter asks for are not read
+    else:  # torch_dist ignores keys that no parameter requests
         assert np.abs(result["logits"] - references["qwen3"]).max() > 100 * LOGITS_ATOL
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_renamed_key_is_noticed(form: str, results: dict[str, dict[str, Any]]) -> None:
+def test_the_judge_finds_a_renamed_key(form: str, results: dict[str, dict[str, Any]]) -> None:
     assert "decoder.final_layernorm.weight" in explain(results[f"renamed-key-{form}"])
 
 

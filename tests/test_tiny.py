@@ -1,4 +1,4 @@
-"""The tiny checkpoints are as transformers saves them, and any change moves their logits."""
+"""The tiny checkpoints are those that transformers saves, and every change moves their logits."""
 
 from __future__ import annotations
 
@@ -13,18 +13,8 @@ import numpy as np
 import pytest
 
 from tests.door import python
-from tests.make_fixture import (
-    CHAT_TEMPLATE,
-    MERGES,
-    SPECIAL,
-    TINY_QWEN3,
-    V5,
-    byte_letters,
-    write_tiny_qwen3,
-)
 from tests.tiny import (
     CASES,
-    FIXTURES,
     Config,
     TinyModel,
     config,
@@ -41,14 +31,15 @@ from tests.tiny import (
     write_weights,
 )
 
-PUBLISHED = tuple(sorted(path.stem for path in (FIXTURES / "configs").glob("*.json")))
 PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 FAMILIES = {"deepseek_v3", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"}
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Models this small are faster with one thread, most of all beside other tests."""
+    """Gives torch one thread, because models this small run faster with one, most of all beside
+    other tests.
+    """
     import torch
 
     before = torch.get_num_threads()
@@ -58,13 +49,13 @@ def one_thread() -> Iterator[None]:
 
 
 def few(case: str) -> np.ndarray:
-    """The first 64 tokens of each row: enough for all but rope scaling."""
+    """Returns the first 64 tokens of each row, which are enough for everything but rope scaling."""
     return tokens(case)[:, :64]
 
 
 def in_memory(c: Config) -> Any:
-    """A transformers model of a config.json's content, never on disk; its values are transformers'
-    own.
+    """Returns a transformers model of a config.json's content that was never on disk, with
+    transformers' own values.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -76,7 +67,7 @@ def in_memory(c: Config) -> Any:
 
 
 def fill(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
-    """Copy tensors, by their names on disk, into a model.
+    """Copies tensors, by their names on disk, into a model.
 
     In memory transformers 5 stacks the experts, [experts, gate|up, hidden] and [experts, hidden,
     ffn], and calls Mixtral's block mlp.
@@ -101,16 +92,16 @@ def fill(model: Any, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def decoder(c: Config) -> dict[str, np.ndarray]:
-    """The tensors without those of multi-token prediction, of which transformers
-    computes nothing.
+    """Returns the tensors without those of multi-token prediction, which transformers
+    does not use.
     """
     arrays = tensors(c)
     return {name: arrays[name] for name in decoder_only(c, arrays)}
 
 
 def computed(case: str, ids: np.ndarray, **settings: Any) -> np.ndarray:
-    """The logits of the case, with other settings in config.json if any, from a model that was
-    never on disk.
+    """Returns the logits of the case from a model that was never on disk. `settings` replace
+    entries of config.json.
     """
     model = in_memory({**config(case), **settings})
     fill(model, decoder(config(case)))
@@ -119,7 +110,7 @@ def computed(case: str, ids: np.ndarray, **settings: Any) -> np.ndarray:
 
 @cache
 def reference(case: str) -> np.ndarray:
-    """The case's logits of few()."""
+    """Returns the case's logits of few()."""
     return computed(case, few(case))
 
 
@@ -129,7 +120,7 @@ def change(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits(case: str, tmp_path: Path) -> None:
+def test_logits_are_finite_and_depend_on_tokens_and_seed(case: str, tmp_path: Path) -> None:
     tiny_random(case, tmp_path / "a")
     found = hf_logits(tmp_path / "a", few(case))
     assert found.dtype == np.float32 and found.shape == (
@@ -147,8 +138,8 @@ def test_logits(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_tiny_random_is_what_transformers_saves(case: str, tmp_path: Path) -> None:
-    # transformers would not save them
+def test_tiny_random_writes_the_bytes_that_transformers_saves(case: str, tmp_path: Path) -> None:
+    # transformers would not save the layers of multi-token prediction
     none = {"num_nextn_predict_layers": 0} if "num_nextn_predict_layers" in config(case) else {}
     tiny(case, tmp_path / "saved", **none)
     tiny_random(case, tmp_path / "written", **none)
@@ -167,7 +158,7 @@ def test_tiny_random_is_what_transformers_saves(case: str, tmp_path: Path) -> No
         ).read_bytes(), file
 
 
-def test_names_by_hand() -> None:
+def test_shapes_has_these_names() -> None:
     qwen2, mixtral, tied = (
         shapes(config("qwen2")),
         shapes(config("mixtral")),
@@ -180,10 +171,9 @@ def test_names_by_hand() -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_tensor_is_seen(case: str) -> None:
-    """New values for all tensors of one kind in the last layer must move the logits.
-
-    So must two kinds that are exchanged.
+def test_every_tensor_moves_the_logits(case: str) -> None:
+    """New values for all tensors of one kind in the last layer must move the logits. Exchanging two
+    kinds must do so too.
     """
     c = config(case)
     arrays = decoder(c)
@@ -222,10 +212,10 @@ def test_every_tensor_is_seen(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_hyperparameter_is_seen(case: str) -> None:
+def test_every_hyperparameter_moves_the_logits(case: str) -> None:
     c = config(case)
     edits: list[dict[str, Any]] = [{"rope_theta": 10000.0}, {"rope_theta": 1000000.0}]
-    # of which transformers knows but one epsilon, too small to be seen
+    # transformers has only one epsilon for this family, too small to move the logits
     if c["model_type"] == "deepseek_v3":
         edits += [{"routed_scaling_factor": 2.0}, {"n_group": 8, "topk_group": 3}]
     else:
@@ -243,10 +233,10 @@ def test_every_hyperparameter_is_seen(case: str) -> None:
         )
 
 
-def test_rope_scaling_is_seen() -> None:
+def test_rope_scaling_moves_the_logits() -> None:
     case = "llama-rope-scaled"
     scaling = config(case)["rope_scaling"]
-    # what megatron-core has as constants
+    # megatron-core has these values as constants
     assert (
         scaling["low_freq_factor"],
         scaling["high_freq_factor"],
@@ -262,7 +252,7 @@ def test_rope_scaling_is_seen() -> None:
 @pytest.mark.parametrize(
     "case", ["deepseek-v3", "deepseek-v3-plain", "mixtral", "qwen3-moe", "qwen3-moe-raw"]
 )
-def test_every_expert_is_hit(tiny_model: TinyModel, case: str) -> None:
+def test_every_expert_gets_a_token(tiny_model: TinyModel, case: str) -> None:
     model = load(tiny_model(case))
     chosen: list[np.ndarray] = []
 
@@ -272,7 +262,7 @@ def test_every_expert_is_hit(tiny_model: TinyModel, case: str) -> None:
     dense = config(case).get("first_k_dense_replace", 0)
     for layer in model.model.layers[dense:]:
         layer.mlp.gate.register_forward_hook(router)
-    logits(model, few(case))  # so that they are hit by any longer input too
+    logits(model, few(case))  # any longer input then reaches them too
     experts = next(
         config(case)[key]
         for key in ("num_experts", "num_local_experts", "n_routed_experts")
@@ -284,8 +274,8 @@ def test_every_expert_is_hit(tiny_model: TinyModel, case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_sizes_differ(case: str) -> None:
-    """So that a dimension that is exchanged for another cannot pass."""
+def test_all_sizes_of_a_case_differ(case: str) -> None:
+    """If two sizes were equal, a test could not find that one replaced the other."""
     c = config(case)
     layers = "num_hidden_layers num_attention_heads num_key_value_heads hidden_size"
     sizes = {key: c[key] for key in f"{layers} intermediate_size vocab_size".split()}
@@ -322,7 +312,7 @@ def test_the_cases_cover_every_family() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_dtypes(dtype: str, tmp_path: Path) -> None:
+def test_other_dtypes_have_the_bytes_of_transformers(dtype: str, tmp_path: Path) -> None:
     tiny("qwen2", tmp_path / "saved", dtype)
     tiny_random("qwen2", tmp_path / "written", dtype)
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (
@@ -332,7 +322,7 @@ def test_dtypes(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", ["llama-tied", "mixtral"])
-def test_shards_and_bin_and_v5(case: str, tmp_path: Path) -> None:
+def test_shards_bin_files_and_v5_configs_have_the_same_logits(case: str, tmp_path: Path) -> None:
     size = sum(array.nbytes for array in tensors(config(case)).values())
     directories = [
         tiny(case, tmp_path / "saved", max_shard_size=size // 3),
@@ -392,181 +382,3 @@ def test_tiny_random_needs_no_torch(tmp_path: Path) -> None:
         assert not {"torch", "transformers", "safetensors"} & set(sys.modules)
         """
     python(code, tmp_path)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_configs(name: str) -> None:
-    """transformers reads each, and its model on the meta device has the tensors of shapes()."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    c = json.loads((FIXTURES / "configs" / f"{name}.json").read_text())
-    assert "torch_dtype" in c and "rope_parameters" not in c
-    # transformers has its model, but not under this name
-    kind = "deepseek_v3" if c["model_type"] == "kimi_k2" else c["model_type"]
-    assert kind in FAMILIES
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**{**c, "model_type": kind}))
-    whole = shapes(c)
-    table = {key: whole[key] for key in decoder_only(c, whole)}
-    biases = [
-        tensor for key, tensor in model.named_buffers() if key.endswith("e_score_correction_bias")
-    ]
-    assert sum(tensor.numel() for tensor in [*model.parameters(), *biases]) == sum(
-        int(np.prod(shape)) for shape in table.values()
-    )
-    for key, tensor in model.state_dict().items():
-        if ".experts." not in key and not (key == "lm_head.weight" and c["tie_word_embeddings"]):
-            assert (
-                table[
-                    (
-                        key.replace(".mlp.gate.", ".block_sparse_moe.gate.")
-                        if c["model_type"] == "mixtral"
-                        else key
-                    )
-                ]
-                == tensor.shape
-            )
-
-
-def test_published_sizes() -> None:
-    """Total parameters, as the model cards say."""
-    billions = {
-        "llama-2-7b": 6.74,
-        "llama-3.1-8b": 8.03,
-        "llama-3.2-1b": 1.24,
-        "llama-3.3-70b": 70.55,
-        "mistral-7b-v0.1": 7.24,
-        "deepseek-v3": 684.49,
-        "kimi-k2": 1026.41,
-        "mistral-7b-v0.3": 7.25,
-        "mistral-nemo": 12.25,
-        "mixtral-8x22b": 140.62,
-        "mixtral-8x7b": 46.70,
-        "qwen2-0.5b": 0.49,
-        "qwen2-7b": 7.62,
-        "qwen2.5-72b": 72.71,
-        "qwen2.5-7b-instruct": 7.62,
-        "qwen3-0.6b": 0.60,
-        "qwen3-235b-a22b": 235.09,
-        "qwen3-30b-a3b": 30.53,
-        "qwen3-32b": 32.76,
-        "qwen3-8b": 8.19,
-    }
-    found = {}
-    for name in PUBLISHED:
-        table = shapes(json.loads((FIXTURES / "configs" / f"{name}.json").read_text()))
-        found[name] = round(sum(int(np.prod(shape)) for shape in table.values()) / 1e9, 2)
-    assert found == billions
-
-
-@pytest.mark.parametrize("name", V5)
-def test_v5_configs(name: str) -> None:
-    """They have the same content as the published ones, with the keys of transformers 5."""
-    from transformers import AutoConfig
-
-    path = FIXTURES / "configs" / "v5" / f"{name}.json"
-    old, new = (
-        AutoConfig.from_pretrained(p).to_dict()
-        for p in (FIXTURES / "configs" / f"{name}.json", path)
-    )
-    for key in ("transformers_version", "_name_or_path"):
-        old.pop(key), new.pop(key)
-    assert old == new
-    written = json.loads(path.read_text())
-    assert {"rope_parameters", "dtype"} <= set(written) and not {
-        "rope_theta",
-        "rope_scaling",
-        "torch_dtype",
-    } & set(written)
-
-
-def test_shipped_model(tmp_path: Path) -> None:
-    """fixtures/tiny-qwen3 is what `python -m tests.make_fixture` makes, and transformers and
-    tokenizers read it.
-    """
-    from transformers import AutoTokenizer
-
-    shipped = FIXTURES / "tiny-qwen3"
-    write_tiny_qwen3(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
-        path.name for path in shipped.iterdir()
-    )
-    for path in tmp_path.iterdir():
-        assert path.read_bytes() == (shipped / path.name).read_bytes(), path.name
-    assert sum(path.stat().st_size for path in shipped.iterdir()) < 300_000
-
-    tokenizer = AutoTokenizer.from_pretrained(shipped)
-    text = "the man in the rain: 12 \N{SNOWMAN}\n\ttabs"
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text and 256 + MERGES.index("Ġ the") in ids
-    assert len(tokenizer) == 256 + len(MERGES) + len(SPECIAL) < TINY_QWEN3["vocab_size"]
-    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (
-        TINY_QWEN3["bos_token_id"],
-        TINY_QWEN3["eos_token_id"],
-    )
-    assert tokenizer.chat_template == CHAT_TEMPLATE
-    chat = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
-    )
-    assert chat == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    assert len(set(byte_letters())) == 256
-
-    found = hf_logits(shipped, np.array([ids]))
-    assert np.isfinite(found).all() and 0.5 < found.std() < 5
-
-
-@pytest.mark.parametrize(
-    ("family", "config_class"),
-    [
-        ("llama", "LlamaConfig"),
-        ("mistral", "MistralConfig"),
-        ("qwen2", "Qwen2Config"),
-        ("qwen3", "Qwen3Config"),
-        ("mixtral", "MixtralConfig"),
-        ("qwen3_moe", "Qwen3MoeConfig"),
-    ],
-)
-def test_a_key_that_is_absent_means_what_transformers_takes_it_for(
-    family: str, config_class: str
-) -> None:
-    """The defaults of a family file against those of the config class: a published config.json
-    leaves keys out.
-    """
-    import transformers
-
-    from mckpt import mapping
-
-    needed = (
-        "num_hidden_layers",
-        "hidden_size",
-        "vocab_size",
-        "num_attention_heads",
-        "intermediate_size",
-    )
-    known = getattr(transformers, config_class)()
-    dims = mapping.load("hf", family).read({key: getattr(known, key) for key in needed})
-    rope = known.rope_parameters
-    said = {
-        "num_query_groups": known.num_key_value_heads,
-        "max_positions": known.max_position_embeddings,
-        "norm_eps": known.rms_norm_eps,
-        "rope_theta": rope["rope_theta"],
-        "tied": known.tie_word_embeddings,
-        "sliding_window": (
-            known.sliding_window
-            if getattr(known, "use_sliding_window", True) and hasattr(known, "sliding_window")
-            else None
-        ),
-        "head_dim": (
-            getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads
-        ),
-    }
-    if family in ("mixtral", "qwen3_moe"):
-        said |= {"experts_per_token": known.num_experts_per_tok}
-    if family == "qwen3_moe":
-        said |= {
-            "expert_ffn_size": known.moe_intermediate_size,
-            "normalize_topk": known.norm_topk_prob,
-        }
-    assert {name: dims[name] for name in said} == said

@@ -1,4 +1,4 @@
-"""The container of torch.save, against torch's own code."""
+"""mckpt and torch read and write the same files of torch.save."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sample():
 
 
 def rebuilt(path, stem):
-    """The file at `path` laid out again from what was read of it, its data copied."""
+    """Lays out the file at `path` again from the content that was read, with its data copied."""
     data = path.read_bytes()
     fd = os.open(path, os.O_RDONLY)
     value, ranges = torch_file.read(fd, str(path))
@@ -55,7 +55,7 @@ def rebuilt(path, stem):
 
 
 def without_id(data):
-    """The file but for the serialization id and its checksums."""
+    """Returns the file without the serialization id and its checksums."""
     with zipfile.ZipFile(io.BytesIO(data)) as z:
         info = z.infolist()[-1]
         assert info.filename.endswith("serialization_id")
@@ -73,14 +73,14 @@ def saved(tmp_path):
     return tmp_path / "s.pt"
 
 
-def test_equals_torchs_own_writer(saved):
+def test_the_file_equals_that_of_torch(saved):
     golden, ours = rebuilt(saved, "s")
     assert without_id(golden) == without_id(ours)
     assert zipfile.ZipFile(io.BytesIO(ours)).testzip() is None
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_torch_loads_it(saved, mmap):
+def test_torch_loads_the_file(saved, mmap):
     saved.write_bytes(rebuilt(saved, "s")[1])
     with torch.serialization.safe_globals([argparse.Namespace]):
         got = torch.load(saved, weights_only=True, mmap=mmap)
@@ -96,8 +96,8 @@ def test_torch_loads_it(saved, mmap):
 
 
 @pytest.mark.parametrize("numel", [0, 1, 1 << 20, (1 << 32) - 1, 1 << 32, 5 << 30])
-def test_layout_of_any_size(tmp_path, numel):
-    """Against torch's skip_data; past 4 GiB both files are sparse."""
+def test_the_layout_is_that_of_torch_at_any_size(tmp_path, numel):
+    """The layout is that of torch's skip_data. Past 4 GiB both files are sparse."""
     path = tmp_path / "big.pt"
     value = {
         "a": torch.empty(numel, dtype=torch.uint8, device="meta"),
@@ -113,7 +113,7 @@ def test_layout_of_any_size(tmp_path, numel):
     assert torch_file.read(fd, "big")[1] == laid.data
     for at, piece in laid.fixed():
         golden = os.pread(fd, len(piece), at)
-        # the serialization id and its two crcs
+        # the serialization id and its two checksums
         assert sum(x != y for x, y in zip(golden, piece, strict=True)) <= 48
     os.close(fd)
 
@@ -144,7 +144,7 @@ def refused(tmp_path, data, match):
         torch_file.read(f.fileno(), "bad.pt")
 
 
-def test_lying_zips_are_refused(saved, tmp_path):
+def test_inconsistent_zips_are_refused(saved, tmp_path):
     data = saved.read_bytes()
     with zipfile.ZipFile(saved) as z:
         infos = {i.filename.split("/", 1)[1]: i for i in z.infolist()}
@@ -174,12 +174,12 @@ def test_lying_zips_are_refused(saved, tmp_path):
     refused(tmp_path, data.replace(b"data.pkl", b"date.pkl"), "without data.pkl")
 
 
-def test_old_formats_say_how_to_go_on(tmp_path):
+def test_the_error_for_an_old_format_gives_the_cure(tmp_path):
     torch.save({"a": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     refused(tmp_path, (tmp_path / "old.pt").read_bytes(), "before 1.6, .* re-save it")
 
 
-def test_flips_in_a_file_raise_nothing_else(saved, tmp_path):
+def test_damaged_files_raise_only_mckpt_errors(saved, tmp_path):
     data, rng = saved.read_bytes(), random.Random(3)
     path = tmp_path / "flip.pt"
     for _ in range(1500):
@@ -196,7 +196,7 @@ def test_flips_in_a_file_raise_nothing_else(saved, tmp_path):
                 pass
 
 
-def test_many_records_are_cheap(tmp_path):
+def test_many_records_are_read(tmp_path):
     value = {f"layers.{i}": sp.tensor("bfloat16", (2, 3), str(i)) for i in range(20_000)}
     laid = torch_file.lay_out(value, "m")
     with open(tmp_path / "m.pt", "wb+") as f:
@@ -216,7 +216,7 @@ def test_equal_pickles_are_parsed_once(tmp_path, monkeypatch):
     )
     values = [{"args": stage, "w": sp.tensor("bfloat16", (2, 3), "0")} for stage in range(3)]
     reader = torch_file.TorchFileReader()
-    for stage in (0, 0, 1, 1, 1, 0, 2, 2, 1):  # 1 was dropped for 2
+    for stage in (0, 0, 1, 1, 1, 0, 2, 2, 1):  # the pickle of 2 replaced that of 1
         laid = torch_file.lay_out(values[stage], "m")
         path = tmp_path / "m.pt"
         path.write_bytes(b"")
@@ -229,7 +229,7 @@ def test_equal_pickles_are_parsed_once(tmp_path, monkeypatch):
                 and ranges == laid.data == torch_file.read(f.fileno(), "read")[1]
             )
     assert [p for p in parsed if p != "read"] == ["0", "1", "2", "1"]
-    # what a pickle names is looked for in each file
+    # the storages that a pickle names are looked up in each file
     body = torch_file.TorchFile("m", sp.dumps(values[0]), {})
     path.write_bytes(b"".join(piece for _, piece in body.fixed()))
     with open(path, "rb") as f:
@@ -238,7 +238,7 @@ def test_equal_pickles_are_parsed_once(tmp_path, monkeypatch):
                 reader.read(f.fileno(), "m")
 
 
-def test_items_are_found_by_their_heads(tmp_path, monkeypatch):
+def test_items_with_a_known_head_are_read(tmp_path, monkeypatch):
     torch_file._HEADS.clear()
     path = tmp_path / "__0_0.distcp"
     items = []
@@ -270,7 +270,7 @@ def test_items_are_found_by_their_heads(tmp_path, monkeypatch):
                 os.pread(f.fileno(), t.nbytes, where)
                 == t.contiguous().view(torch.uint8).numpy().tobytes()
             )
-        assert len(reads) == 4  # the second is known by the first
+        assert len(reads) == 4  # the second item has the head of the first
         at, length, _ = items[0]
         for dtype, shape in (("bfloat16", (2, 3)), ("float32", (3, 2))):
             with pytest.raises(SourceError, match="should be"):

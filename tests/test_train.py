@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-# importing it here would cost every run 5 s, those that deselect this file too
+# importing it here would cost every run 5 s, also a run that deselects this file
 if not find_spec("megatron.core"):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
@@ -21,9 +21,9 @@ import mckpt
 from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import data
 from tests import door
+from tests.judged_models import DENSE as PLAIN
+from tests.judged_models import LLAMA3, MOE, QWEN3, VOCAB
 from tests.judging import explain, judge
-from tests.test_judge import DENSE as PLAIN
-from tests.test_judge import LLAMA3, MOE, QWEN3, VOCAB
 from tests.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
@@ -46,7 +46,9 @@ JOB = {
 
 @pytest.fixture(scope="module")
 def results(work: Path) -> dict[str, dict[str, Any]]:
-    """One launch of 4 ranks. Runs that save end at step 2 of 4; those resumed go on from there."""
+    """Results of one launch of 4 ranks. The runs that save do so at step 2 of 4, and the resumed
+    runs continue from there.
+    """
 
     def run(name: str, checkpoint: str, **others: Any) -> dict[str, Any]:
         saves = (
@@ -108,10 +110,10 @@ def curve(results: dict[str, dict[str, Any]], name: str, key: str = "loss") -> l
 
 @pytest.mark.parametrize("tag", ["dense", "moe"])
 @pytest.mark.parametrize("key", ["loss", "grad_norm"])
-def test_the_same_at_every_parallel_size(
+def test_the_losses_are_the_same_at_every_parallel_size(
     results: dict[str, dict[str, Any]], tag: str, key: str
 ) -> None:
-    # one rank has every token of every sequence: there is nothing to cut
+    # one rank has every token of every sequence, so nothing is cut
     expected = curve(results, f"{tag}-one", key)
     others = [name for name in results if name.startswith(f"{tag}-") and name != f"{tag}-one"]
     assert len(others) == {"dense": 8, "moe": 5}[tag]
@@ -128,7 +130,7 @@ def test_the_loss_falls(results: dict[str, dict[str, Any]]) -> None:
         assert min(losses) < losses[0] - 0.2, name
 
 
-def test_bf16_and_the_way_back_to_it(results: dict[str, dict[str, Any]]) -> None:
+def test_a_run_in_bf16_resumes_exactly(results: dict[str, dict[str, Any]]) -> None:
     whole = curve(results, "bf16-whole")
     np.testing.assert_allclose(whole, curve(results, "dense-dp4"), rtol=5e-3)
     assert curve(results, "bf16-saved") + curve(results, "bf16-resumed") == whole
@@ -148,7 +150,7 @@ def test_a_trained_checkpoint_converts_back(results: dict[str, dict[str, Any]], 
         np.testing.assert_allclose(a[key].numpy(), b[key].numpy(), atol=1e-4, err_msg=key)
 
 
-def test_the_command_on_jsonl(results: dict[str, dict[str, Any]], work: Path) -> None:
+def test_the_command_trains_on_jsonl(results: dict[str, dict[str, Any]], work: Path) -> None:
     random = np.random.RandomState(0)
     with (work / "text.jsonl").open("w") as file:
         for length in (7, 40, 3, 90):
@@ -187,12 +189,12 @@ DOCUMENTS = [
         ({"add_bias_linear": False, "bias_gelu_fusion": False}, False),
     ],
 )
-@pytest.mark.filterwarnings("ignore")  # of what megatron-core imports
+@pytest.mark.filterwarnings("ignore")  # megatron-core's imports cause it
 def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(
     changed: dict[str, Any], fused: bool
 ) -> None:
-    """MLP.forward of megatron-core with the config of the trainer, and with the one that
-    pretrain_gpt.py makes of these args.
+    """Compares MLP.forward of megatron-core with the config of the trainer, and with the one that
+    pretrain_gpt.py makes from these args.
     """
     import torch
     from megatron.core.transformer.mlp import MLP
@@ -223,13 +225,13 @@ def test_gelu_is_the_form_that_megatron_core_runs_with_these_args(
             linear_fc1=Linear(bias),
             linear_fc2=Linear(None),
         )
-        with torch.compiler.set_stance("force_eager"):  # the fused function is compiled otherwise
+        with torch.compiler.set_stance("force_eager"):  # otherwise the fused function is compiled
             return MLP.forward(layer, x)[0]
 
     wrong = torch.nn.functional.gelu(
         x if bias is None else x + bias, approximate="none" if fused else "tanh"
     )
-    assert (forward(stock) - wrong).abs().max() > 1e-4  # so that the next line can fail
+    assert (forward(stock) - wrong).abs().max() > 1e-4  # otherwise the next line could not fail
     torch.testing.assert_close(forward(mine), forward(stock), rtol=0, atol=1e-6)
 
 
@@ -246,7 +248,9 @@ def test_a_common_state_kept_as_an_object_is_read_or_refused_with_the_cure(
         return
     with pytest.raises(SourceError, match=r"has no common\.pt.*0\.19.*--common-state file"):
         load.read_args(tmp_path / "ckpt")
-    mckpt.plan(tmp_path / "ckpt", tmp_path / "file", format="torch_dist").run()  # the cure
+    mckpt.plan(
+        tmp_path / "ckpt", tmp_path / "file", format="torch_dist"
+    ).run()  # the error gives this cure
     assert load.read_args(tmp_path / "file").num_layers == 4
 
 
@@ -289,7 +293,7 @@ def test_every_token_is_a_label_once_an_epoch() -> None:
     assert [source(i).tolist() for i in range(7)] != [source(7 + i).tolist() for i in range(7)]
 
 
-def test_the_same_tokens_from_bin_and_jsonl(tmp_path: Path) -> None:
+def test_bin_and_jsonl_give_the_same_tokens(tmp_path: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(str(tmp_path / "text.bin"), dtype=np.int32)
@@ -309,7 +313,7 @@ def test_the_same_tokens_from_bin_and_jsonl(tmp_path: Path) -> None:
         assert len(rows[0]) == 7
 
 
-def test_data_that_does_not_fit(tmp_path: Path) -> None:
+def test_data_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     args = Namespace(**{"vocab_size": 9})
     path = tmp_path / "text.jsonl"
     path.write_text('{"tokens": [1, 2, 3, 12]}\n')

@@ -1,4 +1,4 @@
-"""The verdict: every seeded fault is found and named, and the clean twin passes."""
+"""The verdict finds and names every seeded fault, and the clean twin passes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests import door, tiny
 pytestmark = pytest.mark.judge
 
 MODEL = "decoder.layers"
-HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # of the case below
+HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # sizes of the case below
 State = dict[str, torch.Tensor]
-# its name, what the verdict has to name, and how it is seeded
+# its name, the name that the verdict must contain, and the function that seeds it
 Fault = tuple[str, str, Callable[[State, Any], None]]
 
 
@@ -71,7 +71,7 @@ def swap_gate_and_up(state: State, args: Any) -> None:
 
 
 def miss_norm_offset(state: State, args: Any) -> None:
-    """The weight that zero-centered norms (--apply-layernorm-1p) want, in a model without them."""
+    """Subtracts 1 from a norm, as if the model had zero-centered norms (--apply-layernorm-1p)."""
     state[f"{MODEL}.1.input_layernorm.weight"] -= 1
 
 
@@ -138,7 +138,7 @@ FAULTS: list[Fault] = [
 
 
 def seed(clean: Path, destination: Path, change: Callable[[State, Any], None]) -> Path:
-    """A copy of a `torch` checkpoint with one fault in it."""
+    """Makes a copy of a `torch` checkpoint with one fault in it."""
     shutil.copytree(clean, destination)
     (path,) = destination.glob("release/mp_rank_*/model_optim_rng.pt")
     saved = torch.load(path, weights_only=False)
@@ -149,7 +149,7 @@ def seed(clean: Path, destination: Path, change: Callable[[State, Any], None]) -
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf, clean, and fault0 to fault13."""
+    """A folder with hf, clean, and fault0 to fault13."""
     directory = tmp_path_factory.mktemp("faults")
     conversion(directory)
     for index, (_, _, change) in enumerate(FAULTS):
@@ -164,7 +164,7 @@ def verdicts(directory: Path) -> dict[str, mckpt.Verdict]:
     return dict(zip(["clean", *(name for name, _, _ in FAULTS)], found, strict=True))
 
 
-def test_clean_passes(verdicts: dict[str, mckpt.Verdict]) -> None:
+def test_a_clean_checkpoint_passes(verdicts: dict[str, mckpt.Verdict]) -> None:
     clean = verdicts["clean"]
     assert (clean.verdict, clean.reasons, clean.exit_code) == ("pass", [], 0)
     for found in clean.facts["logits"].values():
@@ -182,7 +182,9 @@ def test_clean_passes(verdicts: dict[str, mckpt.Verdict]) -> None:
 @pytest.mark.parametrize(
     ("name", "named"), [fault[:2] for fault in FAULTS], ids=[fault[0] for fault in FAULTS]
 )
-def test_fault_is_found(verdicts: dict[str, mckpt.Verdict], name: str, named: str) -> None:
+def test_every_fault_is_found_and_named(
+    verdicts: dict[str, mckpt.Verdict], name: str, named: str
+) -> None:
     found = verdicts[name]
     assert found.exit_code == 1
     expect(json.loads(json.dumps(found.json())), named)
@@ -198,7 +200,7 @@ def expect(said: dict[str, Any], named: str) -> None:
     assert any(named in reason for reason in said["reasons"]), said["reasons"]
 
 
-def test_a_fault_of_the_converter_itself(
+def test_a_fault_of_the_converter_itself_is_found(
     directory: Path, verdicts: dict[str, mckpt.Verdict], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The verdict finds k and v that are exchanged in the packing itself.
@@ -233,7 +235,7 @@ def test_a_fault_of_the_converter_itself(
 @pytest.mark.parametrize(
     ("index", "expected"), [(0, "pass"), (1, "fail")], ids=["clean", "transposed"]
 )
-def test_context_parallelism(
+def test_context_parallelism_is_verified_in_a_second_run(
     directory: Path, verdicts: dict[str, mckpt.Verdict], index: int, expected: str
 ) -> None:
     """Context parallelism runs once more, in the checkpoint's dtype alone.
@@ -290,7 +292,7 @@ def test_one_low_bit_fails_at_every_level(
     assert found.exit_code == 1 and found.reasons[0].startswith(expected)
 
 
-def test_args_of_another_shape_are_a_verdict(directory: Path, tmp_path: Path) -> None:
+def test_args_of_another_shape_fail_without_a_crash(directory: Path, tmp_path: Path) -> None:
     """The error of megatron-core about such args becomes a FAIL, not a crash."""
 
     def widen(state: State, args: Any) -> None:
@@ -326,14 +328,14 @@ def test_sizes_that_cannot_run_are_refused_first(
 
 
 @pytest.mark.parametrize("index", [0, 13])
-def test_bytes(directory: Path, index: int) -> None:
+def test_the_level_bytes_finds_every_fault(directory: Path, index: int) -> None:
     assert mckpt.verify(directory / "hf", directory / "clean", level="bytes").verdict == "pass"
     found = mckpt.verify(directory / "hf", directory / f"fault{index}", level="bytes")
     assert found.exit_code == 1
     assert len(found.reasons) == 1 and FAULTS[index][1] in found.reasons[0]
 
 
-def test_bytes_sees_dims_of_any_formats(directory: Path, tmp_path: Path) -> None:
+def test_the_level_bytes_compares_dims_of_all_formats(directory: Path, tmp_path: Path) -> None:
     other = tiny.tiny_random(
         "qwen3-moe",
         tmp_path / "hf",
@@ -351,7 +353,7 @@ def test_bytes_sees_dims_of_any_formats(directory: Path, tmp_path: Path) -> None
         assert found.exit_code == 1 and "rope_theta" in found.reasons[0], found.reasons
 
 
-def test_bytes_sees_args(directory: Path) -> None:
+def test_the_level_bytes_finds_changed_args(directory: Path) -> None:
     for index, (_, named, change) in enumerate(FAULTS):
         if change in (change_rope_base, change_epsilon, tie_output):
             found = mckpt.verify(directory / "hf", directory / f"fault{index}", level="bytes")
@@ -360,7 +362,7 @@ def test_bytes_sees_args(directory: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", range(len(FAULTS)), ids=[fault[0] for fault in FAULTS])
-def test_every_fault_through_the_command(directory: Path, index: int) -> None:
+def test_the_command_finds_every_fault(directory: Path, index: int) -> None:
     both = (directory / "hf", directory / f"fault{index}")
     done = door.run(
         door.command_line("verify", *both, "--json", "--device", "cpu"), code=1, timeout=600

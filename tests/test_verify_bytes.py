@@ -1,4 +1,6 @@
-"""The verdict on the stored values: copies, casts, padding, and what it must call incomplete."""
+"""The verdict on the stored values: copies, casts, padding, and results that it must call
+incomplete.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_copies_of_one_tensor_must_agree(tiny_model: TinyModel, tmp_path: Path) 
 
 
 def test_a_cast_passes_only_where_it_is_exact(tiny_model: TinyModel, tmp_path: Path) -> None:
-    """The manifest names the cast; each value must be exactly that cast of the source's."""
+    """The manifest names the cast, and each value must be exactly that cast of the
+    source's value.
+    """
     source = tiny_model("deepseek-v3", "float32")
     mckpt.plan(source, tmp_path / "bf16", dtype="bf16", parallel=mckpt.Parallel(tp=2)).run()
     mckpt.plan(
@@ -123,7 +127,7 @@ def test_values_that_a_cast_made_infinite_make_the_verdict_incomplete(tmp_path: 
     )
 
 
-def test_padding_that_no_conversion_makes_fails(tiny_model: TinyModel, tmp_path: Path) -> None:
+def test_padding_that_is_not_zero_fails(tiny_model: TinyModel, tmp_path: Path) -> None:
     """The rows of padding must be zero, because the softmax of a training run includes them."""
     source = tiny_model("llama")
     mckpt.plan(source, tmp_path / "megatron", format="torch").run()
@@ -138,7 +142,7 @@ def test_padding_that_no_conversion_makes_fails(tiny_model: TinyModel, tmp_path:
     )
 
 
-def test_ignored_weights_are_not_the_same(tmp_path: Path) -> None:
+def test_ignored_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
     source = tiny.tiny_random("qwen3", tmp_path / "hf")
     family = tmp_path / "less.yaml"
     family.write_text(

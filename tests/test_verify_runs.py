@@ -1,4 +1,4 @@
-"""The runs of the verdict: their tokens, sizes, noise and coverage, and those that train."""
+"""The runs of the verdict: their tokens, sizes, noise and coverage, and the runs that train."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_logits_agree_when_the_hugging_face_side_was_cast(
     assert uncast.verdict == "fail" and logits["max_abs"] > FAULT * logits["tolerance"]
 
 
-def test_choices_that_transformers_itself_changes_are_left_out() -> None:
+def test_tokens_whose_experts_change_in_transformers_itself_are_left_out() -> None:
     class Kept(dict[str, np.ndarray]):
         files = property(lambda self: list(self))
 
@@ -95,7 +95,7 @@ def test_a_suspicious_noise_is_measured_again(
     assert reference.measured_noise(None, None, [], tmp_path, 0) is None  # type: ignore[arg-type]
 
 
-def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
+def test_an_expert_that_no_token_reaches_makes_the_verdict_incomplete(tmp_path: Path) -> None:
     """The verdict is INCOMPLETE, because the weights of that expert could be anything.
 
     The experts' width is not a multiple of 8, which grouped kernels refuse. The conversion casts to
@@ -113,7 +113,7 @@ def test_an_expert_that_no_token_reaches(tmp_path: Path) -> None:
     weights = tiny.tensors(
         {**tiny.config("qwen3-moe"), "num_experts_per_tok": 1, **width}, "float32"
     )
-    weights["model.layers.2.mlp.gate.weight"][5] = 0  # of 24 scores some other is above 0
+    weights["model.layers.2.mlp.gate.weight"][5] = 0  # one of the other 23 scores is above 0
     tiny.write_weights(source, weights)
     mckpt.plan(source, tmp_path / "megatron", format="torch_dist", dtype="bf16").run()
     command = [
@@ -171,7 +171,7 @@ def test_a_run_that_proves_too_little_is_incomplete(
     assert why is None or why in found[0]
 
 
-def test_tokens_of_a_file(tmp_path: Path) -> None:
+def test_tokens_are_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "tokens.jsonl"
     path.write_text('[1, 2, 3]\n{"tokens": [4, 5]}\n')
     assert read_tokens(path, 6) == [[1, 2, 3], [4, 5]]
@@ -196,7 +196,7 @@ def test_tokens_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
-def test_other_sizes_are_others(num_ranks: int) -> None:
+def test_the_second_run_has_other_parallel_sizes(num_ranks: int) -> None:
     dims = {
         "num_heads": 16,
         "num_query_groups": 8,
@@ -213,7 +213,7 @@ def test_other_sizes_are_others(num_ranks: int) -> None:
         other_sizes(first, {**dims, "num_heads": 1, "num_layers": 1, "num_experts": 0}, {})
 
 
-def test_a_port_that_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", launching.free_port()))
         taken.listen()

@@ -1,9 +1,9 @@
 """Tiny Hugging Face checkpoints of every case in fixtures/tiny, and transformers' logits of a
 checkpoint.
 
-Every tensor is filled from a seeded normal: transformers zero-initialises biases and sets norms to
-1, and a converter that loses such a tensor would pass. Names and shapes are written out below by
-hand, apart from mappings/ and from mckpt, as an oracle for both.
+Every tensor is filled from a seeded normal distribution, because transformers fills biases with 0
+and norms with 1, so that a converter that loses such a tensor would pass. Names and shapes are
+written out below by hand, apart from mappings/ and from mckpt, to check both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TinyModel = Callable[..., Path]  # of the fixture tiny_model: (case, dtype) -> d
 
 
 def config(case: str) -> Config:
-    """The config.json of a case, with the keys of transformers 4 (rope_theta, rope_scaling,
+    """Returns the config.json of a case, with the keys of transformers 4 (rope_theta, rope_scaling,
     torch_dtype) as published ones have them.
     """
     found: Config = json.loads((FIXTURES / "tiny" / f"{case}.json").read_text())
@@ -48,11 +48,11 @@ def config(case: str) -> Config:
 
 
 def tokens(case: str, rows: int = 2, seed: int = 1) -> np.ndarray:
-    """Random tokens [rows, length] over the whole vocabulary, as long as the model allows, at most
-    512.
+    """Returns random tokens [rows, length] over the whole vocabulary, as long as the model allows,
+    at most 512.
 
-    512, because llama3's rope scaling begins at a wavelength of 2048: over 64 tokens it turns no
-    pair by more than 0.06 radians.
+    Llama 3's rope scaling needs 512, because it begins at a wavelength of 2048: over 64 tokens it
+    turns no pair by more than 0.06 radians.
     """
     c = config(case)
     return np.random.RandomState(seed).randint(
@@ -61,7 +61,9 @@ def tokens(case: str, rows: int = 2, seed: int = 1) -> np.ndarray:
 
 
 def shapes(c: Config) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of every tensor on disk, for a config.json of one of the seven families."""
+    """Returns name -> shape of every tensor on disk, for a config.json of one of the seven
+    families.
+    """
     hidden, heads, groups, vocab = (
         c["hidden_size"],
         c["num_attention_heads"],
@@ -139,7 +141,7 @@ def shapes(c: Config) -> dict[str, tuple[int, ...]]:
 
 
 def _latent_attention(c: Config, at: str) -> dict[str, tuple[int, ...]]:
-    """The projections of DeepSeek's attention in the layer `at`."""
+    """Returns the projections of DeepSeek's attention in the layer `at`."""
     hidden, heads, latent = c["hidden_size"], c["num_attention_heads"], c["kv_lora_rank"]
     nope, rope, value, rank = (
         c["qk_nope_head_dim"],
@@ -176,38 +178,38 @@ def values(name: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
 
 
 def _values(name: str, drawn: np.random.RandomState, shape: tuple[int, ...]) -> np.ndarray:
-    """Standard normal values, scaled such that the logits depend on every tensor."""
+    """Returns normal values, scaled such that the logits depend on every tensor."""
     normal: np.ndarray = drawn.standard_normal(shape).astype(np.float32)
     if name.endswith(("q_norm.weight", "k_norm.weight")):
-        # scores are all but symmetric in the two: at 0.2, exchanging them is hardly seen
+        # scores are nearly symmetric in q and k: at 0.2, exchanging them hardly moves the logits
         return 1 + np.float32(0.6) * normal
     if name.endswith("norm.weight"):
         return 1 + np.float32(0.2) * normal
     if name.endswith("e_score_correction_bias"):
-        # sigmoid scores lie in 0 to 1: more, and the same experts are chosen for all tokens
+        # sigmoid scores lie in 0 to 1: a larger bias chooses the same experts for all tokens
         return np.float32(0.05) * normal
     if name.endswith(".bias"):
-        # a bias of k is the same for all keys but for the rotation: at 0.2 it is hardly seen
+        # without rotation, a bias of k is the same for all keys: at 0.2 it hardly moves the logits
         return np.float32(0.6) * normal
     if name == "model.embed_tokens.weight":
         return np.float32(0.25) * normal
-    # in units of 1/sqrt(inputs), so that no layer drowns the others. Attention adds what all tokens
-    # of a row share: with 1.3 for o_proj too, 128 tokens leave some experts unused
+    # In units of 1/sqrt(inputs), so that no layer dominates the others. Attention adds a part that
+    # all tokens of a row share: with 1.3 for o_proj too, 128 tokens leave some experts unused
     gain = 0.9 if name.endswith("o_proj.weight") else 1.3
     return np.float32(gain / math.sqrt(shape[-1])) * normal
 
 
 def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.ndarray]:
-    """Every tensor of a config, in `dtype` (ml_dtypes.bfloat16 for bfloat16)."""
+    """Returns every tensor of a config, in `dtype` (ml_dtypes.bfloat16 for bfloat16)."""
     copies = {
         ".embed_tokens.weight": "model.embed_tokens.weight",
         ".shared_head.head.weight": "lm_head.weight",
-    }  # of multi-token prediction
+    }  # tensors of multi-token prediction are copies
     of = {
         name: next((whole for end, whole in copies.items() if name.endswith(end)), name)
         for name in shapes(c)
     }
-    # as published
+    # published checkpoints have this dtype
     kinds = {
         name: "float32" if name.endswith("e_score_correction_bias") else dtype for name in shapes(c)
     }
@@ -218,7 +220,7 @@ def tensors(c: Config, dtype: str = "bfloat16", seed: int = 0) -> dict[str, np.n
 
 
 def decoder_only(c: Config, names: Iterable[str]) -> list[str]:
-    """The names that are not of a layer of multi-token prediction."""
+    """Returns the names that do not belong to a layer of multi-token prediction."""
     return [
         name
         for name in names
@@ -228,8 +230,8 @@ def decoder_only(c: Config, names: Iterable[str]) -> list[str]:
 
 
 def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write one .safetensors file, wider dtypes first and then in order of name as the safetensors
-    library does, by nothing but json and tobytes.
+    """Writes one .safetensors file with json and tobytes alone. Wider dtypes come first, then the
+    order is that of the names, as in the safetensors library.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -251,7 +253,7 @@ def write_safetensors(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 def write_weights(
     directory: Path, arrays: Mapping[str, np.ndarray], max_shard_size: int | None = None
 ) -> None:
-    """Write model.safetensors, or model-0000i-of-0000n.safetensors of at most max_shard_size bytes
+    """Writes model.safetensors, or model-0000i-of-0000n.safetensors of at most max_shard_size bytes
     of data each, and their index.
     """
     files = _files(arrays, max_shard_size, "model", "safetensors")
@@ -263,8 +265,8 @@ def write_weights(
 def _files(
     arrays: Mapping[str, np.ndarray], max_shard_size: int | None, stem: str, suffix: str
 ) -> dict[str, list[str]]:
-    """File -> the names in it, filled in the order given; a tensor larger than max_shard_size has a
-    file of its own.
+    """Returns file -> the names in it, filled in the order given. A tensor larger than
+    max_shard_size has a file of its own.
     """
     groups: list[list[str]] = [[]]
     held = 0
@@ -296,13 +298,13 @@ def _write_index(
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write as transformers writes config.json: two spaces, sorted keys, a newline at the end."""
+    """Writes as transformers writes config.json: two spaces, sorted keys, a newline at the end."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def _write_side_files(directory: Path, c: Config) -> None:
-    """generation_config.json and the tokenizer's files: valid JSON, the tokenizer only looks like
-    one.
+    """Writes generation_config.json and the tokenizer's files. They are valid JSON, but the
+    tokenizer does not work.
     """
     write_json(
         directory / "generation_config.json",
@@ -332,8 +334,8 @@ def tiny_random(
     max_shard_size: int | None = None,
     **changes: Any,
 ) -> Path:
-    """Write the checkpoint that tiny() writes, byte for byte, without torch and transformers:
-    milliseconds, for property tests.
+    """Writes the checkpoint that tiny() writes, byte for byte, in milliseconds and without torch
+    and transformers, so that property tests can use it.
 
     `changes` replace entries of the case's config.json.
     """
@@ -343,74 +345,6 @@ def tiny_random(
     write_json(directory / "config.json", c)
     _write_side_files(directory, c)
     return directory
-
-
-def quantised(
-    arrays: Mapping[str, np.ndarray],
-    block: tuple[int, int] = (128, 128),
-    scale_dtype: str = "float32",
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Tensors as block-quantised checkpoints hold them, with the scales of linears behind all else;
-    and what they are worth, in bfloat16.
-
-    Linears are what published ones quantise: matrices but for embeddings, the head and routers.
-    Each block's largest value becomes 448.
-    """
-    held, scales, worth = {}, {}, {}
-    for name, array in arrays.items():
-        if (
-            array.ndim != 2
-            or "embed" in name
-            or name.endswith("head.weight")
-            or name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight"))
-        ):
-            held[name] = worth[name] = array
-            continue
-        rows, columns = (-(-n // b) for n, b in zip(array.shape, block, strict=True))
-        scale = np.empty((rows, columns), DTYPES[scale_dtype][1])
-        codes = np.empty(array.shape, ml_dtypes.float8_e4m3fn)
-        value = np.empty(array.shape, ml_dtypes.bfloat16)
-        for i in range(rows):
-            for j in range(columns):
-                at = (
-                    slice(i * block[0], (i + 1) * block[0]),
-                    slice(j * block[1], (j + 1) * block[1]),
-                )
-                scale[i, j] = np.abs(array[at].astype(np.float32)).max() / 448
-                codes[at] = (array[at].astype(np.float32) / np.float32(scale[i, j])).astype(
-                    codes.dtype
-                )
-                value[at] = (codes[at].astype(np.float32) * np.float32(scale[i, j])).astype(
-                    value.dtype
-                )
-        held[name], scales[f"{name}_scale_inv"], worth[name] = codes, scale, value
-    return {**held, **scales}, worth
-
-
-def tiny_quantised(
-    case: str,
-    directory: Path,
-    block: tuple[int, int] = (128, 128),
-    max_shard_size: int | None = None,
-    scale_dtype: str = "float32",
-    **changes: Any,
-) -> dict[str, np.ndarray]:
-    """Write the case's checkpoint with its linears in 8 bits; returns what its tensors are worth,
-    in bfloat16.
-    """
-    tiny_random(case, directory, **changes)
-    held, worth = quantised(tensors({**config(case), **changes}), block, scale_dtype)
-    (directory / "model.safetensors").unlink()
-    write_weights(directory, held, max_shard_size)
-    c = json.loads((directory / "config.json").read_text())
-    method = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
-    }
-    write_json(directory / "config.json", {**c, "quantization_config": method})
-    return worth
 
 
 def tiny(
@@ -424,7 +358,8 @@ def tiny(
     v5: bool = False,
     **changes: Any,
 ) -> Path:
-    """Write the case's checkpoint as transformers' own save_pretrained does; returns the directory.
+    """Writes the case's checkpoint as transformers' own save_pretrained does; returns the
+    directory.
 
     The config.json has the keys of transformers 4, or with v5 those that transformers 5 writes.
     With bin, the weights are pytorch_model.bin (or several and their index) in place of
@@ -460,8 +395,8 @@ def tiny(
 
 
 def load(directory: Path, dtype: str = "float32") -> Any:
-    """The transformers model of a checkpoint; AssertionError when a tensor is missing, unexpected
-    or of another shape.
+    """Returns the transformers model of a checkpoint. Raises AssertionError if a tensor is missing,
+    unexpected or of another shape.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -474,7 +409,7 @@ def load(directory: Path, dtype: str = "float32") -> Any:
         attn_implementation="eager",
         output_loading_info=True,
     )
-    # layers of multi-token prediction, behind the decoder's, are none of transformers' model
+    # transformers' model has no layers of multi-token prediction, which follow the decoder's
     info["unexpected_keys"] = decoder_only(model.config.to_dict(), info["unexpected_keys"])
     wrong = {kind: found for kind, found in info.items() if found}
     assert not wrong, f"{directory}: transformers reports {wrong}"
@@ -482,7 +417,7 @@ def load(directory: Path, dtype: str = "float32") -> Any:
 
 
 def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """fp32 logits [batch, seq, vocab] of tokens [batch, seq]."""
+    """Returns fp32 logits [batch, seq, vocab] of tokens [batch, seq]."""
     import torch
 
     with torch.no_grad():
@@ -495,7 +430,7 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 
 def hf_logits(directory: Path, tokens: np.ndarray) -> np.ndarray:
-    """transformers' fp32 logits [batch, seq, vocab] of a checkpoint; AssertionError when it does
-    not load whole.
+    """Returns transformers' fp32 logits [batch, seq, vocab] of a checkpoint. Raises AssertionError
+    if the checkpoint does not load completely.
     """
     return logits(load(directory), tokens)

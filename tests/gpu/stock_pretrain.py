@@ -340,7 +340,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason(log: str) -> str:
-    """The message of the first error that a rank raised, or else the end of the log."""
+    """Returns the message of the first error that a rank raised, or else the end of the log."""
     found = re.search(
         r"^(?:\[rank\d+\]: ?)?([A-Z]\w*(?:Error|Exception|Exit)\b|\S+\.py: error: )",
         log,
@@ -350,7 +350,7 @@ def reason(log: str) -> str:
 
 
 def problems_of(log: str, losses: list[str]) -> list[str]:
-    """Returns what is wrong in the log of a run with exit code 0."""
+    """Returns the problems in the log of a run with exit code 0."""
     out = []
     if "load_return" in log:
         line = next(line for line in log.splitlines() if "load_return" in line)

@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Machine:
-    """What a command may use."""
+    """The devices, the time and the selection that a command may use."""
 
     device: str  # cuda or cpu
     gpus: int  # on a CPU: the ranks that may run at a time
@@ -69,7 +69,9 @@ class Machine:
 
 
 class Running:
-    """The process of a case. Its environment carries a mark, and so do all processes it starts."""
+    """The process of a case. Its environment carries a mark that all processes of the
+    case inherit.
+    """
 
     def __init__(self, case: Case, gpus: list[int], work: Path, device: str) -> None:
         self.case, self.gpus, self.started = case, gpus, time.monotonic()
@@ -227,7 +229,7 @@ def last_line(text: str) -> str:
 
 
 def one_case(function: Callable[[Json], Json], path: Path) -> None:
-    """In the process of a case: calls the function, and writes result.json beside the job."""
+    """Calls the function of the case in its own process, and writes result.json beside the job."""
     import traceback
 
     try:

@@ -21,12 +21,12 @@ EARLY = 5
 
 
 class Run(NamedTuple):
-    """A row about one run that goes on from a checkpoint."""
+    """A row about one run that continues from a checkpoint."""
 
     kind: str  # weights or resumed
     dtype: str
     sizes: str
-    source: str  # what it starts from: a format, or the checkpoint itself
+    source: str  # its start: a format, or the checkpoint itself
     steps: str
     last_loss: str
     apart: str
@@ -40,7 +40,9 @@ HEAD += ["apart, all steps"]
 
 
 def falling(runs: Runs) -> Iterator[list[str]]:
-    """dtype, steps, mean loss of the first and the last steps, verdict, tokens/s."""
+    """Returns rows of dtype, steps, mean loss of the first and the last steps, verdict,
+    tokens/s.
+    """
     for dtype in DTYPES:
         if f"{dtype}/start" in runs:
             run = runs[f"{dtype}/start"]
@@ -53,7 +55,7 @@ def falling(runs: Runs) -> Iterator[list[str]]:
 
 
 def rows(runs: Runs) -> list[Run]:
-    """Every run that goes on, beside the one that it must agree with."""
+    """Returns every run that continues, beside the one that it must agree with."""
     out = []
     for dtype in DTYPES:
         for key, run in sorted(runs.items(), reverse=True):
@@ -79,12 +81,12 @@ def row(runs: Runs, kind: str, dtype: str, sizes: str, source: str, run: Json) -
 
 
 def uninterrupted(runs: Runs, dtype: str, steps: int) -> list[float] | None:
-    """The last losses of the first run, with which a resumed run must agree."""
+    """Returns the last losses of the first run, with which a resumed run must agree."""
     return runs[f"{dtype}/start"]["losses"][-steps:] if f"{dtype}/start" in runs else None
 
 
 def itself(runs: Runs, dtype: str) -> list[float] | None:
-    """The losses of the short run from the saved checkpoint itself, without a reshard."""
+    """Returns the losses of the short run from the saved checkpoint itself, without a reshard."""
     for key, run in runs.items():
         if key.startswith(f"{dtype}/weights/") and key.endswith("/itself"):
             losses: list[float] = run["losses"]
@@ -100,7 +102,9 @@ def tolerance(runs: Runs, dtype: str) -> float | None:
 
 
 def back(runs: Runs) -> Iterator[list[str]]:
-    """dtype, step, loss of transformers, loss of the trainer, apart, tolerance, verdict."""
+    """Returns rows of dtype, step, loss of transformers, loss of the trainer, difference,
+    tolerance, verdict.
+    """
     for dtype in DTYPES:
         if f"{dtype}/back" in runs:
             run = runs[f"{dtype}/back"]
@@ -114,7 +118,7 @@ def back(runs: Runs) -> Iterator[list[str]]:
 
 
 def summary(rows: list[Run]) -> Iterator[list[str]]:
-    """run, dtype, how many are the same, largest difference, tolerance."""
+    """Returns rows of run, dtype, how many are the same, largest difference, tolerance."""
     for kind, dtype in dict.fromkeys((row.kind, row.dtype) for row in rows):
         mine = [row for row in rows if (row.kind, row.dtype) == (kind, dtype)]
         same = sum(row.verdict == "the same" for row in mine)

@@ -95,7 +95,7 @@ def introduction(found: Found) -> Iterator[str]:
 
 
 def margins(found: Found) -> Iterator[str]:
-    """The least margin of all fp32 verdicts of the results, if there are any."""
+    """Returns the least margin of all fp32 verdicts of the results, if there are any."""
     every = []
     for key, line in found.items():
         for v in line.get("result", {}).get("verdicts", {}).values():
@@ -134,7 +134,9 @@ def of_grid(found: Found) -> Iterator[str]:
 
 
 def of_size(records: list[Json], size: str, impl: str) -> tuple[str, str]:
-    """How many passed, and their least margin: in fp32, or of cp in the checkpoint's dtype."""
+    """Returns how many passed, and their least margin: in fp32, or of cp in the
+    checkpoint's dtype.
+    """
     cp = size == sizes.name(sizes.CP)
     if cp and impl == LOCAL:
         return "", ""
@@ -291,7 +293,7 @@ def of_verdicts(records: list[Json]) -> Iterator[str]:
 
 
 def verdicts_of(runs: curves.Runs, model: str) -> list[Json]:
-    """The results of `back` as records that have verdicts."""
+    """Returns the results of `back` as records that have verdicts."""
     return [
         {"case": f"{model}, {dtype}", "dtype": dtype, "seconds": 0, "result": run}
         for dtype in curves.DTYPES

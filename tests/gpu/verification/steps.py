@@ -29,7 +29,9 @@ def cli(*arguments: Any) -> float:
 
 
 def verdicts(hf: str, checkpoints: dict[str, Path], job: Json) -> Json:
-    """Verifies all checkpoints in one launch; returns format -> what the pages tell of it."""
+    """Verifies all checkpoints in one launch; returns format -> the facts that the pages need of
+    it.
+    """
     options = levels.Options(
         device=job["device"],
         transformer_impl=job["impl"],

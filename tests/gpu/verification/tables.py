@@ -15,7 +15,7 @@ HEAD += ["rms", "rms (hf)", "margin", "s"]
 
 
 def verdict_rows(record: Json, label: str) -> Iterator[list[str]]:
-    """A row for each format of a record, under HEAD."""
+    """Returns a row for each format of a record, under HEAD."""
     seconds = f"{record['seconds']:.0f}"
     for form, v in record["result"]["verdicts"].items():
         verdict = v["verdict"] if v["verdict"] == "pass" else f"**{v['verdict']}**"
@@ -36,13 +36,17 @@ def verdict_rows(record: Json, label: str) -> Iterator[list[str]]:
 
 
 def float32(verdict: Json, size: str) -> Json:
-    """The figures of the fp32 logits; none for cp, which runs in the checkpoint's dtype alone."""
+    """Returns the figures of the fp32 logits. There are none for cp, which runs only in the
+    checkpoint's dtype.
+    """
     found: Json = verdict.get("logits", {}).get("float32", {})
     return found if size != sizes.name(sizes.CP) else {}
 
 
 def not_passed(records: Iterable[Json]) -> str:
-    """A list of the verdicts that are no pass, each reason once; empty if all passed."""
+    """Returns a list of the verdicts that did not pass, each reason once. It is empty if all
+    passed.
+    """
     why: dict[str, list[str]] = {}
     for record in records:
         for form, v in record["result"]["verdicts"].items():
@@ -59,7 +63,7 @@ def table(head: list[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def paragraph(text: str, first: str = "", rest: str = "") -> str:
-    """The text wrapped at 100 columns."""
+    """Returns the text wrapped at 100 columns."""
     return textwrap.fill(
         " ".join(text.split()),
         100,
@@ -75,5 +79,5 @@ def bullets(items: Iterable[str]) -> str:
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """Three digits; infinite numbers come as text."""
+    """Returns three digits. Infinite numbers come as text."""
     return "" if value is None else f"{float(value):.{digits}g}"

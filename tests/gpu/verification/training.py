@@ -46,8 +46,8 @@ WIDE = {
 
 
 def cases(work: Path, machine: Machine, steps: int, more: int, shrink: int) -> list[Case]:
-    """`steps` is the length of the first run, `more` that of the runs which begin with what it
-    saved. `shrink` divides the widths of the dense model, to rehearse.
+    """Returns the cases. `steps` is the length of the first run, and `more` that of the runs that
+    begin with its checkpoint. `shrink` divides the widths of the dense model, to rehearse.
     """
     ranks = 4 if machine.gpus >= 4 else 2
     # Vocabularies are multiples of 128: training moves rows of padding, which the softmax of the
@@ -74,7 +74,9 @@ def cases(work: Path, machine: Machine, steps: int, more: int, shrink: int) -> l
 
 
 def schedule(steps: int, warmup: int, lr: float) -> Json:
-    """The rate falls over twice the steps, so that it is not 0 where a run is resumed."""
+    """Returns a schedule in which the rate falls over twice the steps, so that it is not 0 where a
+    run is resumed.
+    """
     warmup = min(warmup, steps // 2)
     return {"steps": steps, "decay_steps": 2 * steps, "warmup": warmup, "lr": lr}
 
@@ -89,7 +91,7 @@ def cases_of(
     long: Json,
     short: Json,
 ) -> Iterator[Case]:
-    """The cases of one model in one dtype."""
+    """Returns the cases of one model in one dtype."""
     base, home, steps = BASE[ranks], folder / f"{model}-{dtype}", long["steps"]
     early = steps - short["steps"]  # the step of the first save
     where, start = f"training/{model}/{dtype}", f"training/{model}/{dtype}/start"
@@ -131,7 +133,7 @@ def cases_of(
 
 
 def start(job: Json) -> Json:
-    """Makes the model, converts it, and runs what everything else is compared with."""
+    """Makes the model, converts it, and runs the reference for all other runs."""
     home = Path(job["home"])
     hf, megatron = home / "hf", home / "start"
     shutil.rmtree(home, ignore_errors=True)
@@ -144,7 +146,9 @@ def start(job: Json) -> Json:
 
 
 def train(job: Json) -> Json:
-    """Goes on from what was saved; `reshard` names the format in which mckpt reshards it first."""
+    """Continues from a saved checkpoint. `reshard` names the format in which mckpt reshards it
+    first.
+    """
     checkpoint = job["train"]["checkpoint"]
     if "reshard" in job:
         # a size that is not given stays as it was
