@@ -1,4 +1,4 @@
-"""Starts the processes of the trainer and of `--workers`, and leaves none of them running."""
+"""Starts the processes of the trainer and of `--workers`, and ends all of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
 GRACE_S = 20  # seconds that a process has to end before it is killed
 
 ENVIRONMENT = {
-    # torch and megatron-core warn of things that a user cannot change
+    # hides warnings of torch and megatron-core about things that a user cannot change
     "PYTHONWARNINGS": "ignore",
     "TOKENIZERS_PARALLELISM": "false",
-    # transformers then reads the weights one after the other, always in the same order
+    # makes transformers read the weights one after the other, always in the same order
     "HF_DEACTIVATE_ASYNC_LOAD": "1",
-    # Transformer Engine otherwise asks cuBLAS for TF32 where fp32 is meant
+    # Without this, Transformer Engine lets cuBLAS compute fp32 products in TF32.
     "NVIDIA_TF32_OVERRIDE": "0",
     # megatron-core requires this with tensor parallelism
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -72,8 +72,8 @@ def world(sizes: dict[str, int]) -> int:
 
 
 def run_alone(module: str, job: dict[str, Any], device: str, num_ranks: int) -> None:
-    """Launches in a temporary directory; the ranks print to this process's stdout."""
-    import tempfile  # it imports random, see free_port
+    """Calls `launch` in a temporary directory; the ranks print to this process's stdout."""
+    import tempfile  # here, because it imports random, which is slow (see free_port)
 
     with tempfile.TemporaryDirectory(prefix="mckpt-") as directory:
         launch(module, job, Path(directory), device, num_ranks, show=True)
@@ -114,7 +114,7 @@ def launch(
 
 
 def _torchrun(num_ranks: int) -> list[str]:
-    """Returns the arguments that start several ranks; none for one rank."""
+    """Returns the arguments of Python that run torchrun; an empty list if there is one rank."""
     if num_ranks == 1:
         return []
     options = {
@@ -127,7 +127,7 @@ def _torchrun(num_ranks: int) -> list[str]:
 
 
 def _environment(device: str, num_ranks: int) -> dict[str, str]:
-    """Returns the environment of the ranks, in which they can import mckpt."""
+    """Returns the environment variables of the ranks, which let them import this mckpt."""
     package = str(Path(__file__).parent.parent)
     paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
@@ -135,7 +135,7 @@ def _environment(device: str, num_ranks: int) -> dict[str, str]:
         num_cores = len(os.sched_getaffinity(0))
         environ["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    if num_ranks == 1:  # otherwise torchrun sets these
+    if num_ranks == 1:  # torchrun, which sets these variables, is not used for one rank
         environ |= {
             "RANK": "0",
             "LOCAL_RANK": "0",
@@ -148,10 +148,10 @@ def _environment(device: str, num_ranks: int) -> dict[str, str]:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP do what Ctrl-C does while the block runs.
+    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, while the block runs.
 
-    By default they end this process alone, and leave its children running. Only the main thread can
-    set signal handlers; in another thread nothing changes.
+    By default these signals end this process alone, and its children go on running. Only the main
+    thread can set signal handlers; in another thread this function does nothing.
     """
     before: dict[int, Any] = {}
 
@@ -169,7 +169,9 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process; torchrun passes the signal on to its ranks, which have their own sessions."""
+    """Ends a process. If it is torchrun, it passes the signal on to its ranks, which run in
+    sessions of their own.
+    """
     if process.poll() is None:
         process.terminate()
         try:
@@ -203,8 +205,8 @@ def failure(directory: Path, module: str, code: int, log: Path) -> Exception:
 def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
     """Yields this process as rank 0 of `num`.
 
-    The other ranks are forks of this process, so they have its plan. They run `work` and end with
-    the block.
+    The other ranks are forks of this process, so they have its plan. They run `work`, and all of
+    them have ended when the block has.
     """
     if num == 1:
         yield ranks
@@ -212,8 +214,8 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
     import multiprocessing
 
     run, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
-    # The ranks that would share all cores of the machine; this process may use a part of them. The
-    # minus signs round up.
+    # Ranks takes the number of ranks on the whole machine. This process may be limited to some of
+    # its cores, so scale the number up to all cores. The minus signs round up.
     local = -(-num * (os.cpu_count() or 1) // len(os.sched_getaffinity(0)))
     others = [
         fork.Process(target=_quietly, args=(work, Ranks(rank, num, run, local)), daemon=True)
@@ -239,10 +241,10 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
 
 
 def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
-    """Runs `work` in a fork, which prints nothing.
+    """Runs `work` in a forked process, which prints nothing.
 
-    Ctrl-C reaches rank 0 only, which ends the others. If rank 0 is killed, the kernel kills the
-    others.
+    Ctrl-C reaches rank 0 only, and rank 0 then ends the other ranks. If rank 0 is killed, the
+    kernel kills the others.
     """
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -253,12 +255,12 @@ def _quietly(work: Callable[[Ranks], object], ranks: Ranks) -> None:
 
 
 def free_port() -> int:
-    """Returns a port of 127.0.0.1 that nobody listens on.
+    """Returns a port of 127.0.0.1 that no process listens on.
 
-    It is below 32768: the system assigns the ports from there on to any program that asks, and so
-    could assign this one before it is used.
+    The port is below 32768. The system gives the ports from 32768 on to any program that asks for
+    one, so it could give such a port away before the ranks use it.
     """
-    import random  # random and socket take 6 ms to import, and no conversion needs them
+    import random  # here: random and socket take 6 ms to import, and no conversion needs them
     import socket
 
     for port in random.sample(range(10_000, 30_000), 1_000):

@@ -16,7 +16,7 @@ import pytest
 import mckpt
 from mckpt import mapping
 from mckpt.formats.base import packed
-from mckpt.formats.megatron import torch as torch_format
+from mckpt.formats.megatron import torch_shards
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims
 from tests.judging import explain, judge
@@ -137,12 +137,12 @@ def torch_tensors(
     )
     out: dict[str, list[dict[str, list[int]]]] = {}
     for b in dialect.bind(scope):
-        for held in torch_format._shards(b, packed(b.rule, scope, PADDED_ROWS), parallel, grid):
+        for held in torch_shards.shards(b, packed(b.rule, scope, PADDED_ROWS), parallel, grid):
             for p in range(parallel.pp):
                 for t, e in held.files:
                     models = out.setdefault(
                         parallel.directory(t, p, e), [{} for _ in range(parallel.vpp)]
                     )
-                    for v, _, _, key in torch_format._instances(b, stages[p], p, parallel, dims, e):
+                    for v, _, _, key in torch_shards.instances(b, stages[p], p, parallel, dims, e):
                         models[v][key] = list(held.shape)
     return out

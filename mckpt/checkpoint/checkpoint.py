@@ -165,12 +165,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the dims that --allow-inexact let pass when mckpt wrote this Megatron checkpoint:
         its args may not be able to say them.
         """
-        dims = self.manifest.get("dims")
-        if not self.is_megatron or not isinstance(dims, dict):
-            return {}
         return {
             n: v
-            for n, v in dims.items()
+            for n, v in (self._recorded if self.is_megatron else {}).items()
             if n in mapping.hub().dims and (n in self.allowed or "config" in self.allowed)
         }
 
@@ -229,7 +226,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             )
         undescribed = self.is_megatron and self.args is None and self.described_by is None
         bridge = (self.opened.root / RUN_CONFIG).exists()
-        if undescribed and not bridge and isinstance(self.manifest.get("dims"), dict):
+        if undescribed and not bridge and self._recorded:
             out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
         for name, value in self.overruled.items():
             said = ", ".join(
@@ -279,51 +276,37 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         )
 
     def _megatron_dims(self, said: Mapping[str, Any]) -> Dims:
-        root = self.opened.root
-        known: dict[str, Any] = {}
-        if (described := self.described_by) is not None:
-            family, where = self._family(described), str(described / CONFIG)
-            known = family.read(read_config(described), {}, where, said)
-        granted = {
-            n: v for n, v in self.granted.items() if n not in known or mapping.equal(known[n], v)
-        }
-        recorded = self.manifest.get("dims")
-        if isinstance(recorded, dict):
-            known = {**recorded, **known}
+        """The dims of a Megatron checkpoint, from its args, else from run_config.yaml, else from
+        what is known without them.
+
+        said: dims that win over all others.
+        """
+        root, described, recorded = self.opened.root, self._described_dims(said), self._recorded
+        known = {**recorded, **described}
         if self.args is not None:
-            if all(
-                v is None
-                for v in (
-                    self.args.get("vocab_size"),
-                    known.get("vocab_size"),
-                    said.get("vocab_size"),
-                )
-            ):
-                padded = self.args.get("padded_vocab_size")
-                raise VocabSizeUnknown(
-                    f"{root}: its args do not contain the unpadded vocab_size"
-                    + (f", only the padded {padded}" if padded else "")
-                    + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
-                    " --like HF_DIR"
-                )
+            _require_vocab_size(root, self.args, known, said)
+            granted = {
+                n: v
+                for n, v in self.granted.items()
+                if n not in described or mapping.equal(described[n], v)
+            }
             return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
         if (bridge := root / RUN_CONFIG).exists():
             return run_config_dims(bridge, known, said)
-        known.update(said)
-        missing = [
-            n for n, dim in mapping.hub().dims.items() if n not in known and dim.neutral is None
-        ]
-        if missing:
-            raise UsageError(
-                f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
-                " HF_DIR, a directory whose config.json does"
-            )
-        neutral = {
-            n: dim.neutral(known)
-            for n, dim in mapping.hub().dims.items()
-            if n not in known and dim.neutral is not None
-        }
-        return {**known, **neutral}
+        return _completed(root, {**known, **said})
+
+    def _described_dims(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The dims of the config.json that describes a Megatron checkpoint; none without one."""
+        if (described := self.described_by) is None:
+            return {}
+        family, where = self._family(described), str(described / CONFIG)
+        return family.read(read_config(described), {}, where, said)
+
+    @property
+    def _recorded(self) -> dict[str, Any]:
+        """The dims that its manifest records; none without one."""
+        found = self.manifest.get("dims")
+        return found if isinstance(found, dict) else {}
 
     def padded(self) -> Checkpoint | None:
         """The same with the vocabulary's padding as part of it: what moves from Megatron to
@@ -448,3 +431,40 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         # opened anew: a pickle of open headers would be large
         self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__)
         self._dims = state["dims"]
+
+
+def _require_vocab_size(
+    root: Path, args: Mapping[str, Any], known: Mapping[str, Any], said: Mapping[str, Any]
+) -> None:
+    """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
+    vocab_size.
+    """
+    if any(found.get("vocab_size") is not None for found in (args, known, said)):
+        return
+    padded = args.get("padded_vocab_size")
+    raise VocabSizeUnknown(
+        f"{root}: its args do not contain the unpadded vocab_size"
+        + (f", only the padded {padded}" if padded else "")
+        + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
+        " --like HF_DIR"
+    )
+
+
+def _completed(root: Path, known: Mapping[str, Any]) -> Dims:
+    """The known dims of a checkpoint without args, and the neutral values of all others.
+
+    UsageError names the dims that have no neutral value.
+    """
+    dims = mapping.hub().dims
+    missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
+    if missing:
+        raise UsageError(
+            f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
+            " HF_DIR, a directory whose config.json does"
+        )
+    neutral = {
+        n: dim.neutral(known)
+        for n, dim in dims.items()
+        if n not in known and dim.neutral is not None
+    }
+    return {**known, **neutral}

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.containers.entries import Kind
 from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
@@ -28,15 +27,15 @@ from mckpt.formats.base import (
 )
 from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config
 from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
-from mckpt.geometry.box import Layout, Piece, Scales, Stored, whole_box
+from mckpt.formats.hf_scales import SCALES, Quantised
+from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import MappingFile, Rule
+from mckpt.mapping import MappingFile
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes, quantisation
 
-SCALES = "_scale_inv"  # what a quantised weight's key has more in the key of its scales
 ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
 
 
@@ -165,9 +164,8 @@ class HuggingFace:
                     scales = [keys[i] + SCALES for i in here[alike].tolist()]
                     known = entries.rows(scales)
                     used[known[known >= 0]] = True
-                    stored += self._scaled(
-                        rule, kind, pieces, where[:, alike], scales, known, problems
-                    )
+                    weights = Quantised(entries, self.files, kind, scales, known, self.block)
+                    stored += weights.stored(rule, pieces, where[:, alike], problems)
                 else:
                     stored += stored_of(
                         rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias
@@ -209,98 +207,6 @@ class HuggingFace:
             )
         problems.check()
         return Layout(self.files, stored, shapes_of(bound, scope), ignored, left_out)
-
-    def _scaled(
-        self,
-        rule: Rule,
-        kind: Kind,
-        pieces: tuple[Piece, ...],
-        where: np.ndarray,
-        names: list[str],
-        rows: np.ndarray,
-        problems: Problems,
-    ) -> list[Stored]:
-        """Returns the 8-bit weights of a rule with their scales, as stored tensors of dequantised
-        values.
-
-        where: as in `stored_of`. names [n]: the keys of the scales. rows [n]: their rows in
-        `entries`.
-        """
-        entries, block, shape = self.entries, self.block, kind.shape
-        holds = f"{list(shape)} holds {kind.dtype}, "
-        if block is None or len(shape) != 2:
-            lacks = (
-                "no weight_block_size (two numbers)"
-                if block is None
-                else f"blocks of {block[0]} x {block[1]}, and this is no matrix"
-            )
-            says = f"{QUANTISED} of config.json says {lacks}: dequantise it first"
-            problems.extend(f"{name.removesuffix(SCALES)} {holds}and {says}" for name in names)
-            problems.damaged = True
-            return []
-        wanted = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
-        fit = entries.are(
-            rows, [s.shape == wanted and s.dtype in quantisation.SCALES for s in entries.kinds]
-        )
-        for i in np.flatnonzero(~fit).tolist():
-            key = names[i].removesuffix(SCALES)
-            if (scales := entries.get(names[i])) is None:
-                problems.missing(
-                    f"{key} {holds}and {names[i]} {list(wanted)} is missing: find the file that has"
-                    " it, or dequantise the model"
-                )
-            elif scales.shape != wanted:
-                problems.missing(
-                    f"{names[i]} is {list(scales.shape)} in {self._file(names[i])}, and should be"
-                    f" {list(wanted)}: {key} is {list(shape)}, in blocks of {block[0]} x {block[1]}"
-                )
-            else:
-                problems.missing(
-                    f"{names[i]} holds {scales.dtype} in {self._file(names[i])}, and scales are"
-                    f" {', '.join(quantisation.SCALES)}"
-                )
-        strided = fit & entries.are(
-            rows, [(s.strides or kind.strides) is not None for s in entries.kinds]
-        )
-        at = np.flatnonzero(strided).tolist()
-        views = (
-            f"{names[i].removesuffix(SCALES)} {holds}and it or its scales are a view with strides;"
-            " save both as dense tensors"
-            for i in at
-        )
-        problems.extend(views)
-        problems.damaged |= bool(at)
-        # no block, however large it is said to be, is larger than the weight
-        height, width = map(min, block, shape)
-        out = []
-        for number, dtype in enumerate(quantisation.SCALES):
-            alike = fit & entries.are(rows, [s.dtype == dtype for s in entries.kinds])
-            if alike.any():
-                layers, experts, files, ats = where[:, alike]
-                grids = (
-                    ats,
-                    shape[1],
-                    height,
-                    width,
-                    entries.file[rows[alike]],
-                    entries.at[rows[alike]],
-                    number,
-                )
-                out.append(
-                    Stored(
-                        rule.key,
-                        quantisation.VALUES,
-                        shape,
-                        pieces,
-                        layers.astype("i4"),
-                        experts.astype("i4"),
-                        files.astype("i4"),
-                        ats,
-                        replica=rule.alias,
-                        scales=Scales(kind.dtype, np.stack(np.broadcast_arrays(*grids), 1)),
-                    )
-                )
-        return out
 
     def _file(self, key: str) -> str:
         """The name of the file that holds a tensor."""

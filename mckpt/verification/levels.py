@@ -271,83 +271,103 @@ class _Subject:
     def __init__(
         self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
     ) -> None:
-        right = Checkpoint(path, _known(left, options))
-        if not right.is_megatron:
-            raise UsageError(
-                f"{path}: is a Hugging Face directory; the second of the two is a Megatron"
-                " checkpoint"
-            )
+        right = _megatron(path, left, options)
         apart, unread = differing_dims(left, right)
-        self.given_args: dict[str, Any] | None = None
-        args = right.args
-        if args is None:  # Megatron-Bridge keeps none
-            args = self.given_args = _args_of(left, right)
+        # Megatron-Bridge keeps no args
+        self.given_args = _args_of(left, right) if right.args is None else None
         if not apart and not unread:
             _ = right.layout  # truncated, incomplete: SourceError
+        args = self.given_args or right.args or {}
         self.dtype = str(args.get("params_dtype") or "torch.float32").removeprefix("torch.")
+        self.casts = casts_between(left, right)
+        self.uncast = _uncast_keys(left, right) if self.casts else []
+        self.cast_back = [] if self.casts else casts_between(right, left)
         saved = right.parallel if right.opened.format.fixed_sizes else Parallel()
         wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
-        sizes = {
-            "tp": wanted.tp,
-            "pp": wanted.pp,
-            "vpp": wanted.vpp,
-            "ep": wanted.ep,
-            "etp": wanted.expert_tp,
-            "cp": options.cp,
-        }
         where = Path(path) if right.unit is None else right.unit.path
-        split = (
-            {k: v for k in SPLIT if (v := getattr(right.parallel, k))}
-            if (right.parallel.pp, right.parallel.vpp) == (wanted.pp, wanted.vpp)
-            else {}
-        )
-        self.casts = casts_between(left, right)
-        always = uncast(right)
-        pinned = (b for b in left.names.bound() if all(name in always for name in b.rule.of))
-        self.uncast = list(itertools.chain(*(b.keys() for b in pinned))) if self.casts else []
-        self.cast_back = [] if self.casts else casts_between(right, left)
-        cast = [
-            f"transformers runs with its weights cast to {', then '.join(self.casts)}, as"
-            " mckpt.json says"
-        ] * bool(self.casts)
-        cast += [
-            f"Megatron-Core runs with its weights cast to {', then '.join(self.cast_back)}, as"
-            " mckpt.json says"
-        ] * bool(self.cast_back)
-        notes = [*left.notes, *right.notes, *model_notes(left, right), *cast]
         self.pair = Pair(
             name,
             left,
             right,
             where,
-            sizes,
+            _run_sizes(wanted, options.cp),
             apart,
             unread,
-            notes,
+            [*left.notes, *right.notes, *model_notes(left, right), *self._cast_notes()],
             unlike_dims(left, right),
-            split,
+            _pipeline_split(right.parallel, wanted),
         )
         refuse_sizes(right.mapping, left.dims, wanted)
-        if options.cp > 1 and options.level == "train":
-            raise UsageError(
-                "--level train compares in fp32, which Transformer Engine's context parallelism"
-                " does not compute; leave --cp out"
-            )
-        if options.cp > 1 and self.dtype == "float32":
-            raise UsageError(
-                f"{path}: is fp32, which Transformer Engine's context parallelism does not compute;"
-                " leave --cp out"
-            )
+        _refuse_context_parallelism(path, self.dtype, options)
         self.run_path = where
         self.resharded = right.opened.format.fixed_sizes and wanted != saved
         if self.resharded:
             self.run_path = work / f"{name}.resharded"
             reshard(right, self.run_path, wanted)
 
+    def _cast_notes(self) -> list[str]:
+        """Notes on the casts with which the two sides run."""
+        sides = {"transformers": self.casts, "Megatron-Core": self.cast_back}
+        return [
+            f"{side} runs with its weights cast to {', then '.join(casts)}, as mckpt.json says"
+            for side, casts in sides.items()
+            if casts
+        ]
+
     def other_sizes(self) -> dict[str, int]:
         """The second layout of `train`."""
         return other_sizes(
             self.pair.sizes, self.pair.left.dims, self.pair.right.args or self.given_args or {}
+        )
+
+
+def _megatron(path: str | Path, left: Checkpoint, options: Options) -> Checkpoint:
+    """The Megatron checkpoint at a path; UsageError if it is a Hugging Face directory."""
+    right = Checkpoint(path, _known(left, options))
+    if not right.is_megatron:
+        raise UsageError(
+            f"{path}: is a Hugging Face directory; the second of the two is a Megatron checkpoint"
+        )
+    return right
+
+
+def _run_sizes(parallel: Parallel, cp: int) -> dict[str, int]:
+    """The sizes at which Megatron-Core runs."""
+    return {
+        "tp": parallel.tp,
+        "pp": parallel.pp,
+        "vpp": parallel.vpp,
+        "ep": parallel.ep,
+        "etp": parallel.expert_tp,
+        "cp": cp,
+    }
+
+
+def _pipeline_split(saved: Parallel, wanted: Parallel) -> dict[str, Any]:
+    """The fields of `saved` that split its pipeline unevenly; none for a run with other stages."""
+    if (saved.pp, saved.vpp) != (wanted.pp, wanted.vpp):
+        return {}
+    return {k: v for k in SPLIT if (v := getattr(saved, k))}
+
+
+def _uncast_keys(left: Checkpoint, right: Checkpoint) -> list[str]:
+    """The keys of the Hugging Face side whose tensors a cast of the whole model leaves alone."""
+    always = uncast(right)
+    pinned = (b for b in left.names.bound() if all(name in always for name in b.rule.of))
+    return list(itertools.chain(*(b.keys() for b in pinned)))
+
+
+def _refuse_context_parallelism(path: str | Path, dtype: str, options: Options) -> None:
+    """UsageError if --cp is given for a run in fp32."""
+    if options.cp > 1 and options.level == "train":
+        raise UsageError(
+            "--level train compares in fp32, which Transformer Engine's context parallelism"
+            " does not compute; leave --cp out"
+        )
+    if options.cp > 1 and dtype == "float32":
+        raise UsageError(
+            f"{path}: is fp32, which Transformer Engine's context parallelism does not compute;"
+            " leave --cp out"
         )
 
 

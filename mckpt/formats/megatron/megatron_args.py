@@ -1,7 +1,7 @@
-"""Megatron's args as the flags of its training program, as a shell array and as JSON.
+"""Turns Megatron's args into flags of its training program, as a shell array and as JSON.
 
-Megatron's own --use-checkpoint-args leaves out much of what changes the result (norm epsilon, q/k
-norms, rope scaling), so every output carries all of it.
+Megatron's own option --use-checkpoint-args skips many args that change the result, such as the
+epsilon of the norms, q/k norms and rope scaling. So both files contain the flags of all args.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SHELL, JSON = "megatron_args.sh", "megatron_args.json"
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch line as flag -> value, in the order of the dialect.
+    """The flags of a launch line and their values, in the order of the dialect.
 
     The value True stands for a flag without a value.
     """
 
     program: str  # such as pretrain_gpt.py
-    model: dict[str, Any]  # facts of the model: with others it is a different model
-    run: dict[str, Any]  # settings of the run: defaults that the user may change
+    model: dict[str, Any]  # facts of the model; changing one makes it a different model
+    run: dict[str, Any]  # settings of the run, which the user may change
 
     @property
     def flags(self) -> dict[str, Any]:
@@ -34,14 +34,21 @@ class Launch:
 
 
 def launch(dialect: MappingFile, args: Mapping[str, Any]) -> Launch:
-    """The launch line of a model with these args.
+    """Returns the launch line of a model with these args.
 
-    `flags` and `run_flags` of the dialect name the args and how each is said.
+    The entries `flags` and `run_flags` of the dialect list the args, and the flag of each.
     """
-    return Launch(dialect.trainer, _said(dialect.flags, args), _said(dialect.run_flags, args))
+    return Launch(dialect.trainer, _values(dialect.flags, args), _values(dialect.run_flags, args))
 
 
-def _said(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+def _values(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the flags and their values.
+
+    flags: for each arg, its flag; None stands for the arg's own name. Such an arg has no flag if it
+    is unset or False. A dict from values of the arg to flags selects one of these flags. A dict
+    with the key `flag` may have `unless` (an arg that makes this flag superfluous) and `join` (the
+    separator of a list's items).
+    """
     out: dict[str, Any] = {}
     for name, spec in flags.items():
         value = args.get(name)
@@ -51,8 +58,8 @@ def _said(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             spec, join = spec["flag"], spec.get("join")
         if isinstance(spec, dict):
-            if said := spec.get(value):
-                out[said] = True
+            if chosen := spec.get(value):
+                out[chosen] = True
             continue
         flag = spec if isinstance(spec, str) else "--" + name.replace("_", "-")
         if value is None or value is False:
@@ -63,8 +70,11 @@ def _said(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def shell(said: Launch) -> str:
-    """Returns a file to be sourced before `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`."""
+def shell(line: Launch) -> str:
+    """Returns a shell script that sets the array MEGATRON_ARGS to the flags.
+
+    The user sources it and then runs `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`.
+    """
 
     def lines(flags: Mapping[str, Any]) -> list[str]:
         return [
@@ -73,15 +83,15 @@ def shell(said: Launch) -> str:
         ]
 
     text = [
-        f"# Flags of {said.program} for this checkpoint. Source this file, then:",
-        f'#     {said.program} "${{MEGATRON_ARGS[@]}}"'
+        f"# Flags of {line.program} for this checkpoint. Source this file, then:",
+        f'#     {line.program} "${{MEGATRON_ARGS[@]}}"'
         " --load DIR --no-load-optim --no-load-rng ...",
         "MEGATRON_ARGS=(",
         (
             "    # Facts of the model. Do not change them: the weights would not load, or would"
             " compute something else."
         ),
-        *lines(said.model),
+        *lines(line.model),
         (
             "    # Settings of the run. You may change them: edit them here, or give a flag again"
             " after the array, because the last one wins"
@@ -94,16 +104,18 @@ def shell(said: Launch) -> str:
             "    # The files of a checkpoint in the format torch fit these parallel sizes and this"
             " --transformer-impl only."
         ),
-        *lines(said.run),
+        *lines(line.run),
     ]
     return "\n".join([*text, ")", ""])
 
 
-def files(said: Launch) -> dict[str, str]:
-    """File name -> text of the two files that lie beside a Megatron checkpoint."""
-    return {SHELL: shell(said), JSON: as_json(said)}
+def files(line: Launch) -> dict[str, str]:
+    """Returns the names and texts of the two files that mckpt writes beside a Megatron
+    checkpoint.
+    """
+    return {SHELL: shell(line), JSON: as_json(line)}
 
 
-def as_json(said: Launch) -> str:
-    """All flags as one object {flag: value}, true for a flag without a value."""
-    return json.dumps(said.flags, indent=2) + "\n"
+def as_json(line: Launch) -> str:
+    """Returns all flags as one JSON object. The value of a flag without a value is true."""
+    return json.dumps(line.flags, indent=2) + "\n"

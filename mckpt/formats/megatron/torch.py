@@ -12,36 +12,38 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.entries import Entry, entry_of
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
     Names,
     Problems,
     Shown,
-    Wanted,
     best_choices,
-    dtype_of,
     group,
     packed,
     shapes_of,
 )
 from mckpt.formats.megatron.common_state import Common, has_tensors
-from mckpt.geometry.box import Layout, Piece, Stored
-from mckpt.geometry.packing import Packed, PackingError, buffer, shard
+from mckpt.formats.megatron.torch_shards import (
+    FILE,
+    Shard,
+    directories,
+    instances,
+    shards,
+)
+from mckpt.formats.megatron.torch_writing import lay_out
+from mckpt.geometry.box import Layout, Stored
 from mckpt.geometry.parallel import Parallel
-from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound, MappingFile, Scope
-from mckpt.storage.files import TargetFile, unreadable
+from mckpt.mapping import Bound, MappingFile
+from mckpt.storage.files import unreadable
 
-FILE = "model_optim_rng.pt"
 CHOICES = {"keys": ("local",)}  # of the dialects
-STEM = "model_optim_rng"
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 
 
@@ -169,7 +171,7 @@ class Torch:
                 (p, v, key)
                 for p in range(parallel.pp)
                 for b in bound
-                for v, _, _, key in _instances(b, stages[p], p, parallel, names.dims, 0)
+                for v, _, _, key in instances(b, stages[p], p, parallel, names.dims, 0)
             }
             return len(wanted ^ held)
 
@@ -182,25 +184,7 @@ class Torch:
         """
         dialect, dims, _, parallel = names
         problems = Problems(f"the files of {self.root} do not match its args ({parallel}):")
-        for saved in (False, True):
-            grid = parallel.files(bool(dims["num_experts"]), saved)
-            wanted = [parallel.directory(t, p, e) for p in range(parallel.pp) for t, e in grid]
-            if set(wanted) == set(self.directories):
-                break
-        else:
-            grid = parallel.files(bool(dims["num_experts"]))
-            wanted = [parallel.directory(t, p, e) for p in range(parallel.pp) for t, e in grid]
-        for name in wanted:
-            if name not in self.directories:
-                problems.missing(f"{name} is missing")
-        problems.extend(
-            f"{name} belongs to no rank of these sizes"
-            for name in self.directories
-            if name not in wanted
-        )
-        problems.damaged = bool(problems)
-        problems.check()
-
+        grid = self._grid(names, problems)
         scope, bound = names.scope(), names.bound()
         padded = self.padded_vocab(dialect)
         if padded is not None and padded < dims["vocab_size"]:
@@ -208,51 +192,24 @@ class Torch:
                 f"{dialect.vocabulary.key}: {padded} rows over all ranks, fewer than vocab_size"
                 f" {dims['vocab_size']}"
             )
-        stages = names.stages()
         left = {
             d: [
                 dict.fromkeys(k for k, e in m.items() if e is not None)
                 for m in self._rank(d).models
             ]
-            for d in wanted
+            for d in directories(parallel, grid)
         }
         stored: list[Stored] = []
         for b in bound:
-            for held in _shards(b, packed(b.rule, scope, padded), parallel, grid):
-                found: list[tuple[int, int, Entry]] = []
-                for p, t, e in ((p, t, e) for p in range(parallel.pp) for t, e in held.files):
-                    directory = parallel.directory(t, p, e)
-                    rank = self._rank(directory)
-                    if len(rank.models) != parallel.vpp:
-                        problems.missing(
-                            f"{directory} holds {len(rank.models)} models, and vpp is"
-                            f" {parallel.vpp}"
-                        )
-                        continue
-                    for v, layer, expert, key in _instances(b, stages[p], p, parallel, dims, e):
-                        entry = rank.models[v].get(key)
-                        left[directory][v].pop(key, None)
-                        if entry is None:
-                            if not b.rule.alias:
-                                problems.missing(
-                                    f"{directory}: {key} is missing; it should be"
-                                    f" {list(held.shape)}"
-                                )
-                        elif entry.shape != held.shape:
-                            problems.missing(
-                                f"{directory}: {key} is {list(entry.shape)}, and should be"
-                                f" {list(held.shape)} by its dims"
-                            )
-                        else:
-                            found.append((layer, expert, entry))
-                if found:
+            for shard in shards(b, packed(b.rule, scope, padded), parallel, grid):
+                if found := self._found(b, shard, names, left, problems):
                     stored += group(
                         b.rule.key,
-                        held.shape,
-                        held.pieces,
+                        shard.shape,
+                        shard.pieces,
                         found,
                         problems,
-                        replica=held.replica,
+                        replica=shard.replica,
                         padding=b.rule.tp == "vocab",
                     )
         problems.extend(
@@ -268,6 +225,70 @@ class Torch:
             shapes_of(bound, scope),
             dict.fromkeys(self.beside(dialect), "not weights"),
         )
+
+    def _grid(self, names: Names, problems: Problems) -> list[tuple[int, int]]:
+        """The tensor and expert ranks that have a file in each pipeline stage.
+
+        Raises `problems` if the directories are not those of the parallel sizes.
+        """
+        parallel, held = names.parallel, set(self.directories)
+        experts = bool(names.dims["num_experts"])
+        grids = (parallel.files(experts, saved) for saved in (False, True))
+        fit = next((grid for grid in grids if set(directories(parallel, grid)) == held), None)
+        grid = parallel.files(experts) if fit is None else fit
+        wanted = directories(parallel, grid)
+        for name in wanted:
+            if name not in held:
+                problems.missing(f"{name} is missing")
+        problems.extend(
+            f"{name} belongs to no rank of these sizes"
+            for name in self.directories
+            if name not in wanted
+        )
+        problems.damaged = bool(problems)
+        problems.check()
+        return grid
+
+    def _found(
+        self,
+        b: Bound,
+        shard: Shard,
+        names: Names,
+        left: dict[str, list[dict[str, None]]],
+        problems: Problems,
+    ) -> list[tuple[int, int, Entry]]:
+        """The entries of one shard of a rule in all files: (layer, expert, entry).
+
+        Takes their keys out of `left`, which has them for each directory and virtual stage. What is
+        missing or of another shape becomes one of `problems`.
+        """
+        _, dims, _, parallel = names
+        stages = names.stages()
+        found: list[tuple[int, int, Entry]] = []
+        for p, t, e in ((p, t, e) for p in range(parallel.pp) for t, e in shard.files):
+            directory = parallel.directory(t, p, e)
+            rank = self._rank(directory)
+            if len(rank.models) != parallel.vpp:
+                problems.missing(
+                    f"{directory} holds {len(rank.models)} models, and vpp is {parallel.vpp}"
+                )
+                continue
+            for v, layer, expert, key in instances(b, stages[p], p, parallel, dims, e):
+                entry = rank.models[v].get(key)
+                left[directory][v].pop(key, None)
+                if entry is None:
+                    if not b.rule.alias:
+                        problems.missing(
+                            f"{directory}: {key} is missing; it should be {list(shard.shape)}"
+                        )
+                elif entry.shape != shard.shape:
+                    problems.missing(
+                        f"{directory}: {key} is {list(entry.shape)}, and should be"
+                        f" {list(shard.shape)} by its dims"
+                    )
+                else:
+                    found.append((layer, expert, entry))
+        return found
 
     # ---- files
 
@@ -327,165 +348,6 @@ class Torch:
             models.append(model)
         self._ranks[directory] = Rank(number, models, [str(k) for k in value if k not in names])
         return value
-
-
-class Shard(NamedTuple):
-    """One shard of a rule: its geometry, and the (tp, ep) files of a pipeline stage that
-    hold it.
-    """
-
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    files: list[tuple[int, int]]
-    replica: bool
-
-
-def _shards(
-    b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, int]]
-) -> list[Shard]:
-    """The shards of a rule over the files of one stage.
-
-    The first file that holds a shard is read, the others are replicas of it.
-    """
-    expert = "expert" in b.rule.indices
-    ways = parallel.expert_tp if expert else parallel.tp
-    holders: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for t, e in grid:
-        holders.setdefault(
-            (0 if b.rule.tp == "replicated" else t % ways, e if expert else 0), []
-        ).append((t, e))
-    first: dict[int, list[tuple[int, int]]] = {}
-    others: dict[int, list[tuple[int, int]]] = {}
-    for (rank, _), files in holders.items():
-        first.setdefault(rank, []).append(files[0])
-        others.setdefault(rank, []).extend(files[1:])
-    out = []
-    for rank in sorted(first):
-        try:
-            shape, pieces = buffer(whole, shard(whole, b.rule.tp, rank, ways), b.rule.of)
-        except PackingError as e:
-            raise UsageError(
-                f"{b.rule.key} {list(whole.shape)}: {e} ({'etp' if expert else 'tp'})"
-            ) from None
-        out.append(Shard(shape, pieces, first[rank], b.rule.alias))
-        if others[rank]:
-            out.append(Shard(shape, pieces, others[rank], True))
-    return out
-
-
-def _instances(
-    b: Bound, stage: list[list[int]], p: int, parallel: Parallel, dims: Scope, ep: int
-) -> list[tuple[int, int, int, str]]:
-    """(virtual stage, global layer, global expert, key) of a rule's tensors in a file of pipeline
-    rank `p` and expert rank `ep`.
-    """
-    if "layer" not in b.rule.indices:
-        here = {
-            "first": (0, 0),
-            "mtp": parallel.mtp_stage,
-            "last": (parallel.pp - 1, parallel.vpp - 1),
-        }[b.rule.stage or "first"]
-        return [(here[1], 0, 0, b.rule.key)] if p == here[0] else []
-    layer_of = dict(zip(b.numbers.tolist(), b.layers.tolist(), strict=True))
-    if b.rule.mtp:
-        held = (
-            [(parallel.mtp_stage[1], layer, layer) for layer in b.layers.tolist()]
-            if p == parallel.mtp_stage[0]
-            else []
-        )
-    else:
-        held = [
-            (v, i, layer_of[number])
-            for v, numbers in enumerate(stage)
-            for i, number in enumerate(numbers)
-            if number in layer_of
-        ]
-    local = dims["num_experts"] // parallel.ep if "expert" in b.rule.indices else 1
-    out = []
-    for v, i, layer in held:  # a key counts the decoder's layers from the first of its stage
-        for j in range(local):
-            expert = ep * local + j if "expert" in b.rule.indices else 0
-            out.append((v, layer, expert, b.key(i, j)))
-    return out
-
-
-# ------------------------------------------------------------------------------------------ writing
-
-
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
-    """The files of every rank.
-
-    Files of one pipeline stage differ in their data alone, so each stage's container is laid out
-    once.
-    """
-    dialect, dims, _, parallel = wanted.names
-    kinds, padded = wanted.dtypes, wanted.padded_vocab_size
-    scope, bound = wanted.names.scope(), wanted.names.bound()
-    objects = dialect.bind(scope, dialect.objects)
-    grid = parallel.files(bool(dims["num_experts"]))
-    stages = wanted.names.stages()
-    shards = [
-        (b, s) for b in bound for s in _shards(b, packed(b.rule, scope, padded), parallel, grid)
-    ]
-    shape_of = {id(b): s.shape for b, s in shards}
-
-    files: list[str] = []
-    outputs: list[TargetFile] = []
-    at_of: list[dict[tuple[int, str], int]] = []  # for each stage: (virtual stage, key) -> byte
-    for p in range(parallel.pp):
-        models: list[OrderedDict[str, Any]] = [OrderedDict() for _ in range(parallel.vpp)]
-        storages: dict[tuple[int, str], str] = {}
-        for b in bound:
-            for v, _, _, key in _instances(b, stages[p], p, parallel, dims, 0):
-                storages[v, key] = str(len(storages))
-                models[v][key] = safe_pickle.tensor(
-                    dtype_of(b.rule, kinds), shape_of[id(b)], storages[v, key]
-                )
-        for b in objects:
-            for v, _, _, key in _instances(b, stages[p], p, parallel, dims, 0):
-                models[v][key] = None
-        value = {
-            **wanted.common,
-            **(
-                {"model": models[0]}
-                if parallel.vpp == 1
-                else {f"model{v}": m for v, m in enumerate(models)}
-            ),
-        }
-        laid = torch_file.lay_out(value, STEM)
-        at_of.append({key: laid.data[storage][0] for key, storage in storages.items()})
-        for t, e in grid:
-            path = f"{parallel.directory(t, p, e)}/{FILE}"
-            files.append(path)
-            outputs.append(TargetFile(path, laid.size, laid.fixed))
-
-    number = {
-        (p, t, e): p * len(grid) + i for p in range(parallel.pp) for i, (t, e) in enumerate(grid)
-    }
-    stored = []
-    for b, held in shards:
-        rows = [
-            (layer, expert, number[p, t, e], at_of[p][v, key])
-            for p in range(parallel.pp)
-            for t, e in held.files
-            for v, layer, expert, key in _instances(b, stages[p], p, parallel, dims, e)
-        ]
-        layer, expert, file, at = np.array(rows, "i8").reshape(-1, 4).T
-        stored.append(
-            Stored(
-                b.rule.key,
-                dtype_of(b.rule, kinds),
-                held.shape,
-                held.pieces,
-                layer.astype("i4"),
-                expert.astype("i4"),
-                file.astype("i4"),
-                at,
-                replica=held.replica,
-                padding=b.rule.tp == "vocab",
-            )
-        )
-    return Layout(files, stored, shapes_of(bound, scope)), outputs
 
 
 FORMAT = Format(

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata
@@ -35,137 +35,190 @@ FILE_BYTES = 256 << 20
 MAX_FILES = 128
 
 
+class _Part(NamedTuple):
+    """One region of a rule's tensor: a chunk of it for each layer and expert, all of one shape."""
+
+    bound: Bound
+    region: Box
+    dtype: str
+    shape: tuple[int, ...]  # of a chunk, with the leading axes of 1
+    container: torch_file.TorchFile  # of one chunk
+
+
+class _Placed(NamedTuple):
+    """Chunks and their places, in the order of the files: parallel arrays, one entry a chunk."""
+
+    part: np.ndarray  # the number of its part
+    layer: np.ndarray
+    expert: np.ndarray
+    file: np.ndarray
+    at: np.ndarray  # the byte of the file at which its item begins
+
+    def of_part(self, number: int) -> _Placed:
+        rows = np.flatnonzero(self.part == number)
+        return _Placed(*(column[rows] for column in self))
+
+
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """The files of one checkpoint: a chunk for each layer and expert, cut by the target's tp where
     it is large.
     """
-    dialect, dims, _, parallel = wanted.names
-    kinds, padded = wanted.dtypes, wanted.padded_vocab_size
     scope, bound = wanted.names.scope(), wanted.names.bound()
+    tensors, parts = _parts(wanted)
+    placed, cuts = _place(parts, wanted.names.dims["num_layers"])
+    files = [f"__{i}_0.distcp" for i in range(len(cuts) - 1)]
+    chunks: list[Chunks] = []
+    items: list[Items] = []
+    stored: list[Stored] = []
+    for number, part in enumerate(parts):
+        own = placed.of_part(number)
+        more, places = _indexed(part, own)
+        chunks += more
+        items.append(places)
+        stored.append(_stored(wanted, part, own))
+    objects = _objects(wanted)
+    places_of_objects, outputs = _data_files(files, parts, placed, cuts, objects)
+    names = [key for _, keys in objects for key in keys]
+    index = emit_metadata(tensors, names, chunks, [*items, *places_of_objects], files)
+    outputs += [TargetFile.pieces(METADATA, index), *_small_files(wanted)]
+    return Layout(files, stored, shapes_of(bound, scope)), outputs
+
+
+def _parts(wanted: Wanted) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Part]]:
+    """The dtype and shape of each stored tensor, by key; and the parts that all rules are cut into.
+
+    UsageError if two rules with one key have different dtypes.
+    """
+    scope, parallel = wanted.names.scope(), wanted.names.parallel
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    # of 10**5 chunks all but a few are alike
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
-    # (rule, region, dtype, shape of a chunk with its leading axes of 1)
-    rules: list[tuple[Bound, Box, str, tuple[int, ...]]] = []
-    # for each of `rules` the container of one chunk: of 10**5 chunks all but a few are alike
-    held: list[torch_file.TorchFile] = []
-    columns = [np.empty((4, 0), "i8")]  # of each chunk: order, number of its rule, layer, expert
-    for b in bound:
-        whole, dtype = packed(b.rule, scope, padded), dtype_of(b.rule, kinds)
-        axes = b.axes(scope)
+    parts = []
+    for b in wanted.names.bound():
+        whole = packed(b.rule, scope, wanted.padded_vocab_size)
+        dtype, axes = dtype_of(b.rule, wanted.dtypes), b.axes(scope)
         for key, _ in b.global_keys():
             if (known := tensors.get(key)) is not None and known[0] != dtype:
                 raise UsageError(f"{key} would hold {known[0]} and {dtype}; give --dtype")
             tensors[key] = (dtype, (*axes, *whole.shape))
-        layers, experts = b.instances()
-        outside = 0 if b.rule.stage == "first" else dims["num_layers"] + 1
         for region in _regions(b, whole, dtype, parallel):
             shape = (*(1,) * len(axes), *region.shape)
             if (dtype, shape) not in containers:
                 containers[dtype, shape] = torch_file.lay_out(
                     safe_pickle.tensor(dtype, shape, "0"), "archive"
                 )
-            order = layers + 1 if "layer" in b.rule.indices else outside
-            columns.append(np.stack(np.broadcast_arrays(order, len(rules), layers, experts)))
-            rules.append((b, region, dtype, shape))
-            held.append(containers[dtype, shape])
+            parts.append(_Part(b, region, dtype, shape, containers[dtype, shape]))
+    return tensors, parts
+
+
+def _place(parts: list[_Part], num_layers: int) -> tuple[_Placed, list[int]]:
+    """The chunks of all parts, layer by layer, and the cuts between files (see `_in_files`)."""
+    columns = [np.empty((4, 0), "i8")]  # of each chunk: order, number of its part, layer, expert
+    for number, part in enumerate(parts):
+        rule = part.bound.rule
+        layers, experts = part.bound.instances()
+        outside = 0 if rule.stage == "first" else num_layers + 1
+        order = layers + 1 if "layer" in rule.indices else outside
+        columns.append(np.stack(np.broadcast_arrays(order, number, layers, experts)))
     every = np.concatenate(columns, 1)
     _, number, layer, expert = every[:, np.argsort(every[0], kind="stable")]
-
-    sizes = np.array([container.size for container in held], "i8")[number]
+    sizes = np.array([part.container.size for part in parts], "i8")[number]
     file, at, cuts = _in_files(sizes)
-    names = [f"__{i}_0.distcp" for i in range(len(cuts) - 1)]
+    return _Placed(number, layer, expert, file, at), cuts
 
-    stored: list[Stored] = []
-    chunks: list[Chunks] = []
-    items: list[Items] = []
-    for i, ((b, region, dtype, shape), container) in enumerate(zip(rules, held, strict=True)):
-        rows = np.flatnonzero(number == i)
-        key_of = {layer: key for key, layer in b.global_keys()}
-        index = {"layer": layer[rows], "expert": expert[rows]}
-        offsets = np.empty((len(rows), len(shape)), "i8")
-        for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *region.offset]):
-            offsets[:, axis] = offset
-        starts = (
-            np.flatnonzero(np.diff(layer[rows], prepend=-1)).tolist()
-            if len(key_of) > 1
-            else [0][: len(rows)]
-        )
-        firsts = [*starts, len(rows)]
-        first = index["layer"][starts].tolist()
-        keys = [key_of.get(layer, next(iter(key_of.values()))) for layer in first]
-        chunks += [
-            Chunks(key, offsets[begin:end], shape)
-            for key, (begin, end) in zip(keys, itertools.pairwise(firsts), strict=True)
-        ]
-        items.append(
-            Items(
-                keys,
-                np.repeat(np.arange(len(keys)), np.diff(firsts)),
-                offsets,
-                file[rows],
-                at[rows],
-                container.size,
-            )
-        )
-        held_as, pieces = buffer(packed(b.rule, scope, padded), [region], b.rule.of)
-        stored.append(
-            Stored(
-                b.rule.key,
-                dtype,
-                held_as,
-                pieces,
-                layer[rows].astype("i4"),
-                expert[rows].astype("i4"),
-                file[rows].astype("i4"),
-                at[rows] + container.data["0"][0],
-                replica=b.rule.alias,
-                padding=b.rule.tp == "vocab",
-            )
-        )
 
-    objects = [
-        (
-            torch_file.lay_out([None], "archive"),
-            [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)],
-        )
+def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
+    """The chunks of one part as `.metadata` lists them: by key, and where their items are."""
+    b, index = part.bound, {"layer": own.layer, "expert": own.expert}
+    offsets = np.empty((len(own.part), len(part.shape)), "i8")
+    for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *part.region.offset]):
+        offsets[:, axis] = offset
+    key_of = {layer: key for key, layer in b.global_keys()}
+    if len(key_of) > 1:
+        starts = np.flatnonzero(np.diff(own.layer, prepend=-1)).tolist()
+        keys = [key_of[layer] for layer in own.layer[starts].tolist()]
+    else:
+        starts, keys = [0][: len(own.part)], list(key_of.values())[: len(own.part)]
+    firsts = [*starts, len(own.part)]
+    chunks = [
+        Chunks(key, offsets[begin:end], part.shape)
+        for key, (begin, end) in zip(keys, itertools.pairwise(firsts), strict=True)
     ]
+    number = np.repeat(np.arange(len(keys)), np.diff(firsts))
+    return chunks, Items(keys, number, offsets, own.file, own.at, part.container.size)
+
+
+def _stored(wanted: Wanted, part: _Part, own: _Placed) -> Stored:
+    """The chunks of one part as boxes of logical tensors."""
+    rule = part.bound.rule
+    whole = packed(rule, wanted.names.scope(), wanted.padded_vocab_size)
+    shape, pieces = buffer(whole, [part.region], rule.of)
+    return Stored(
+        rule.key,
+        part.dtype,
+        shape,
+        pieces,
+        own.layer.astype("i4"),
+        own.expert.astype("i4"),
+        own.file.astype("i4"),
+        own.at + part.container.data["0"][0],
+        replica=rule.alias,
+        padding=rule.tp == "vocab",
+    )
+
+
+def _objects(wanted: Wanted) -> list[tuple[torch_file.TorchFile, list[str]]]:
+    """What is stored beside chunks: containers, and the keys of the objects that are like each."""
+    scope, dialect = wanted.names.scope(), wanted.names.mapping
+    empty = [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)]
+    out = [(torch_file.lay_out([None], "archive"), empty)]
     if wanted.common_as_object:
-        objects.append((torch_file.lay_out([wanted.common], "archive"), [COMMON_OBJECT]))
+        out.append((torch_file.lay_out([wanted.common], "archive"), [COMMON_OBJECT]))
+    return out
+
+
+def _data_files(
+    names: list[str],
+    parts: list[_Part],
+    placed: _Placed,
+    cuts: list[int],
+    objects: list[tuple[torch_file.TorchFile, list[str]]],
+) -> tuple[list[Items], list[TargetFile]]:
+    """The .distcp files of these names, with the objects behind the chunks of the last; and the
+    items of the objects.
+    """
+    held = [part.container for part in parts]
+    at, number, items = placed.at, placed.part, []
+    sizes = np.array([container.size for container in held], "i8")[number]
     # of the files, in bytes
     ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]
-    for container, named in objects:  # behind all else
-        where = ends[-1] + np.arange(len(named)) * container.size
-        items.append(
-            Items(named, None, None, np.full(len(named), len(names) - 1), where, container.size)
-        )
-        at, number = np.append(at, where), np.append(number, np.full(len(named), len(held)))
+    for container, keys in objects:
+        where = ends[-1] + np.arange(len(keys)) * container.size
+        last = np.full(len(keys), len(names) - 1)
+        items.append(Items(keys, None, None, last, where, container.size))
+        at, number = np.append(at, where), np.append(number, np.full(len(keys), len(held)))
         held.append(container)
-        ends[-1] += len(named) * container.size
-    cuts[-1] = len(at)
-
-    outputs = [
+        ends[-1] += len(keys) * container.size
+    return items, [
         TargetFile(name, nbytes, _fixed(at[begin:end], number[begin:end], held))
-        for name, nbytes, (begin, end) in zip(names, ends, itertools.pairwise(cuts), strict=True)
-    ]
-    outputs.append(
-        TargetFile.pieces(
-            METADATA,
-            emit_metadata(
-                tensors, [key for _, named in objects for key in named], chunks, items, names
-            ),
+        for name, nbytes, (begin, end) in zip(
+            names, ends, itertools.pairwise([*cuts[:-1], len(at)]), strict=True
         )
-    )
-    if not wanted.common_as_object:
-        laid = torch_file.lay_out(wanted.common, "common")
-        outputs.append(TargetFile(COMMON, laid.size, laid.fixed))
+    ]
+
+
+def _small_files(wanted: Wanted) -> list[TargetFile]:
+    """common.pt, unless the common state is an object, and the marker, which is written last."""
     marker = {
         k: v
         for k, v in MARKER_LONG.items()
         if not (wanted.common_as_object and k.startswith("common"))
     }
-    outputs.append(TargetFile.whole(MARKER, json.dumps(marker).encode()))
-
-    return Layout(names, stored, shapes_of(bound, scope)), outputs
+    out = [TargetFile.whole(MARKER, json.dumps(marker).encode())]
+    if not wanted.common_as_object:
+        laid = torch_file.lay_out(wanted.common, "common")
+        out.insert(0, TargetFile(COMMON, laid.size, laid.fixed))
+    return out
 
 
 def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:

@@ -1,0 +1,113 @@
+"""The files of a new `torch` checkpoint; `torch` describes the format."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from mckpt.containers import safe_pickle, torch_file
+from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
+from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, shards
+from mckpt.geometry.box import Layout, Stored
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Bound
+from mckpt.storage.files import TargetFile
+
+STEM = "model_optim_rng"
+
+
+def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+    """The files of every rank.
+
+    Files of one pipeline stage differ in their data alone, so each stage's container is laid out
+    once.
+    """
+    dims, parallel = wanted.names.dims, wanted.names.parallel
+    scope, bound = wanted.names.scope(), wanted.names.bound()
+    grid = parallel.files(bool(dims["num_experts"]))
+    cut = [
+        (b, shard)
+        for b in bound
+        for shard in shards(b, packed(b.rule, scope, wanted.padded_vocab_size), parallel, grid)
+    ]
+    shape_of = {id(b): shard.shape for b, shard in cut}
+
+    places: list[tuple[int, int, int]] = []  # (pipeline, tensor, expert rank) of each file
+    outputs: list[TargetFile] = []
+    at_of: list[dict[tuple[int, str], int]] = []  # for each stage: (virtual stage, key) -> byte
+    for p in range(parallel.pp):
+        value, storages = _contents(wanted, [(b, shape_of[id(b)]) for b in bound], p)
+        laid = torch_file.lay_out(value, STEM)
+        at_of.append({key: laid.data[storage][0] for key, storage in storages.items()})
+        for t, e in grid:
+            places.append((p, t, e))
+            path = f"{parallel.directory(t, p, e)}/{FILE}"
+            outputs.append(TargetFile(path, laid.size, laid.fixed))
+
+    number = {place: i for i, place in enumerate(places)}
+    stored = [_stored(wanted, b, shard, number, at_of) for b, shard in cut]
+    return Layout([file.path for file in outputs], stored, shapes_of(bound, scope)), outputs
+
+
+def _contents(
+    wanted: Wanted, bound: list[tuple[Bound, tuple[int, ...]]], p: int
+) -> tuple[dict[str, Any], dict[tuple[int, str], str]]:
+    """What the pickle of each file of pipeline stage `p` holds; and the storage of each tensor in
+    it, by virtual stage and key.
+
+    bound: the rules, and the shapes of their shards.
+    """
+    dialect, dims, _, parallel = wanted.names
+    stage = wanted.names.stages()[p]
+    models: list[OrderedDict[str, Any]] = [OrderedDict() for _ in range(parallel.vpp)]
+    storages: dict[tuple[int, str], str] = {}
+    for b, shape in bound:
+        for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
+            storages[v, key] = str(len(storages))
+            models[v][key] = safe_pickle.tensor(
+                dtype_of(b.rule, wanted.dtypes), shape, storages[v, key]
+            )
+    for b in dialect.bind(wanted.names.scope(), dialect.objects):
+        for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
+            models[v][key] = None
+    held = (
+        {"model": models[0]}
+        if parallel.vpp == 1
+        else {f"model{v}": model for v, model in enumerate(models)}
+    )
+    return {**wanted.common, **held}, storages
+
+
+def _stored(
+    wanted: Wanted,
+    b: Bound,
+    shard: Shard,
+    number: dict[tuple[int, int, int], int],
+    at_of: list[dict[tuple[int, str], int]],
+) -> Stored:
+    """The tensors of one shard of a rule.
+
+    number: of the file of a (pipeline, tensor, expert rank). at_of: for each pipeline stage, the
+    byte of each (virtual stage, key) in its files.
+    """
+    _, dims, _, parallel = wanted.names
+    stages = wanted.names.stages()
+    rows = [
+        (layer, expert, number[p, t, e], at_of[p][v, key])
+        for p in range(parallel.pp)
+        for t, e in shard.files
+        for v, layer, expert, key in instances(b, stages[p], p, parallel, dims, e)
+    ]
+    layer, expert, file, at = np.array(rows, "i8").reshape(-1, 4).T
+    return Stored(
+        b.rule.key,
+        dtype_of(b.rule, wanted.dtypes),
+        shard.shape,
+        shard.pieces,
+        layer.astype("i4"),
+        expert.astype("i4"),
+        file.astype("i4"),
+        at,
+        replica=shard.replica,
+        padding=b.rule.tp == "vocab",
+    )
