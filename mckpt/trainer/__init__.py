@@ -2,7 +2,7 @@
 
     args = build.at_sizes(load.read_args(checkpoint), tp=2, pp=2)
     build.initialize(args)                      # process groups; torch.distributed must be up
-    chunks = build.build(args)                  # one GPTModel per virtual stage of this rank
+    chunks = build.build(args)                  # one model per virtual stage of this rank
     load.load(chunks, args, checkpoint)         # torch_dist or torch, strictly
     logits = forward.logits(chunks, args, tokens)
 

@@ -1,6 +1,6 @@
 """Builds the model of a checkpoint's args as pretrain_gpt of Megatron-LM does:
 
-    args -> TransformerConfig -> GPTModel chunks
+    args -> TransformerConfig -> GPTModel chunks, or HybridModel's if args have a layer pattern
 
 The rules are those of core_transformer_config_from_args (megatron/training/arguments.py),
 gpt_builders.py and get_model (megatron/training/training.py) of Megatron-LM core_r0.16.0.
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import MissingExtra, UsageError
-from mckpt.trainer import cpu
+from mckpt.trainer import cpu, gpt, hybrid
 
 # Args that change the logits and that every run of pretrain_gpt has in its Namespace. An absent one
 # is an error, because a default would be a guess.
@@ -61,7 +61,6 @@ UNSUPPORTED = (
     ("spec", None),
     ("heterogeneous_layers_config_path", None),
     ("experimental_attention_variant", None),
-    ("hybrid_layer_pattern", None),
     ("hybrid_override_pattern", None),
     ("is_hybrid_model", False),
 )
@@ -152,14 +151,16 @@ def at_sizes(
     """Copies args with other parallel sizes; `others` replaces any other arg.
 
     A pipeline split in `args` is kept only at the pp and vpp it was written for; one in `others` is
-    for the sizes given here. `etp` None is tp, as in Megatron. transformer_impl "auto" becomes the
-    result of `choose_impl`.
+    for the sizes given here. A hybrid layer pattern in `args` is cut again for other sizes. `etp`
+    None is tp, as in Megatron. transformer_impl "auto" becomes the result of `choose_impl`.
     """
     out = namespace(args)
     old_pp = getattr(out, "pipeline_model_parallel_size", 1)
     old_vpp = getattr(out, "virtual_pipeline_model_parallel_size", None) or 1
     if (old_pp, old_vpp) != (pp, vpp or 1):
         vars(out).update(PIPELINE_SPLIT)
+        if pattern := hybrid.pattern(out):
+            out.hybrid_layer_pattern = hybrid.cut(pattern, pp * (vpp or 1))
     vars(out).update(others)
     vars(out).update(
         tensor_model_parallel_size=tp,
@@ -202,6 +203,8 @@ def check(args: Namespace) -> None:
         needed.append("num_query_groups")
     if getattr(args, "num_experts", None):
         needed += REQUIRED_MOE
+    if hybrid.pattern(args):  # says which layers have experts
+        needed = [name for name in needed if name != "moe_layer_freq"]
     nullable = ("num_experts",)
     problems = [f"{name} is absent" for name in needed if not hasattr(args, name)]
     problems += [
@@ -222,6 +225,8 @@ def check(args: Namespace) -> None:
             f"padded_vocab_size {args.padded_vocab_size} is not a multiple of"
             f" tensor_model_parallel_size {tp}"
         )
+    if hybrid.pattern(args):
+        problems += hybrid.problems(args)
     if problems:
         raise UsageError.of(
             "these args do not describe a model that can be built:",
@@ -286,6 +291,8 @@ def transformer_config(
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
+    if pattern := hybrid.pattern(args):
+        hybrid.require(pattern)
     check(args)
     latent = getattr(args, "multi_latent_attention", False)
     config_class = MLATransformerConfig if latent else TransformerConfig
@@ -318,6 +325,8 @@ def transformer_config(
     if not args.num_experts:  # a dense run stores these as None
         config = {name: value for name, value in config.items() if not name.startswith("moe_")}
 
+    if pattern:
+        config |= hybrid.config(args)
     if args.transformer_impl != "transformer_engine":
         # The grouped experts of the local spec need a CUDA extension. Sequential experts load the
         # same `torch_dist`.
@@ -366,93 +375,60 @@ def fuses_gelu(args: Namespace) -> bool:
     return by_te or (wanted and bool(args.add_bias_linear) and not args.num_experts)
 
 
-def layer_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Returns the modules of this virtual stage's layers, as gpt_builder chooses them."""
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    uses_te = args.transformer_impl == "transformer_engine"
-    if uses_te and importlib.util.find_spec("transformer_engine") is None:
+def uses_te(args: Namespace) -> bool:
+    """Returns whether the layers are Transformer Engine's. Raises MissingExtra if they must be and
+    it is not installed.
+    """
+    te = bool(args.transformer_impl == "transformer_engine")
+    if te and importlib.util.find_spec("transformer_engine") is None:
         raise MissingExtra(
             "args.transformer_impl is transformer_engine, which is not installed here;"
             " --transformer-impl local needs none"
         )
-    if config.context_parallel_size > 1 and not uses_te:
+    cp = getattr(args, "context_parallel_size", None) or 1
+    if cp > 1 and not te:
         raise MissingExtra(
-            f"context_parallel_size {config.context_parallel_size} needs Transformer Engine's"
+            f"context_parallel_size {cp} needs Transformer Engine's"
             " attention, which is not in use: the local spec attends within one rank only"
         )
-    if uses_te and not args.num_experts:
-        return specs.get_gpt_layer_with_transformer_engine_spec(
-            qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
-        )
-    spec = specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage
-    )
-    return spec if uses_te else _with_own_modules(spec)
-
-
-def mtp_spec(args: Namespace, config: Any, vp_stage: int | None) -> Any:
-    """Returns the modules of the layers of multi-token prediction if this virtual stage has them.
-    Each is built like the decoder's last layer.
-    """
-    from megatron.core.models.gpt import gpt_layer_specs as specs
-
-    if not config.mtp_num_layers:
-        return None
-    uses_te = args.transformer_impl == "transformer_engine"
-    last = specs.get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=uses_te, normalization=args.normalization
-    )[-1]
-    spec = specs.get_gpt_mtp_block_spec(
-        config, last, use_transformer_engine=uses_te, vp_stage=vp_stage
-    )
-    return spec if uses_te else _with_own_modules(spec)
-
-
-def _with_own_modules(spec: Any) -> Any:
-    # imported late, because it imports megatron-core, which `initialize` has to patch first
-    from mckpt.trainer.local_spec import with_own_modules
-
-    return with_own_modules(spec)
+    return te
 
 
 def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = False) -> list[Any]:
-    """Builds this rank's GPTModel chunks, one for each virtual stage, in eval mode. Their
-    parameters are not set yet. Requires `initialize`.
+    """Builds this rank's chunks, one for each virtual stage, in eval mode. Their parameters are not
+    set yet. Requires `initialize`.
 
     Parameters are in `dtype` whatever the checkpoint's: fp32 to compare logits, args.params_dtype
     to train. With `training` sequence parallelism is on where args or megatron-core require it.
     """
     from megatron.core import parallel_state
-    from megatron.core.models.gpt import GPTModel
 
-    config = transformer_config(args, dtype, training)
+    config, te = transformer_config(args, dtype, training), uses_te(args)
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
     rope = args.position_embedding_type == "rope"
     chunks = []
     for stage in range(num_chunks):
         vp_stage = stage if num_chunks > 1 else None
-        chunk = GPTModel(
-            config=config,
-            transformer_layer_spec=layer_spec(args, config, vp_stage),
-            mtp_block_spec=mtp_spec(args, config, vp_stage),
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=True) and stage == 0,
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        options = {
+            "config": config,
+            "vp_stage": vp_stage,
+            "vocab_size": args.padded_vocab_size,
+            "max_sequence_length": args.max_position_embeddings,
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+            and stage == 0,
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=True)
             and stage == num_chunks - 1,
-            parallel_output=True,
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent if rope else 1.0,
-            rotary_base=args.rotary_base if rope else 10000,
-            rope_scaling=args.use_rope_scaling if rope else False,
-            # Megatron-LM parses --rope-scaling-factor and does not pass it on, so its own models
-            # always scale by 8 (at least to main of 2026-08).
-            rope_scaling_factor=args.rope_scaling_factor if rope and args.use_rope_scaling else 8.0,
-            seq_len_interpolation_factor=getattr(args, "rotary_seq_len_interpolation_factor", None),
-            vp_stage=vp_stage,
-        )
+            "parallel_output": True,
+            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+            "position_embedding_type": args.position_embedding_type,
+            "rotary_percent": args.rotary_percent if rope else 1.0,
+            "rotary_base": args.rotary_base if rope else 10000,
+            "seq_len_interpolation_factor": getattr(
+                args, "rotary_seq_len_interpolation_factor", None
+            ),
+        }
+        model = hybrid if hybrid.pattern(args) else gpt
+        chunk = model.build(args, te, **options)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())
         chunks.append(cast(chunk, dtype).eval())

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mckpt.trainer import hybrid
 from mckpt.trainer.points import Recorder
 
 
@@ -119,6 +120,8 @@ def watch(chunks: list[Any], recorder: Recorder) -> None:
     Each rank of a stage records the whole sequence, of a batch of one.
     """
     config = chunks[0].config
+    pattern = getattr(chunks[0], "hybrid_layer_pattern", None)
+    of_hybrid = hybrid.places(pattern) if pattern else []
 
     def whole(hidden: torch.Tensor) -> torch.Tensor:
         """Returns [seq, width] from this rank's [part of seq, 1, width]."""
@@ -148,10 +151,15 @@ def watch(chunks: list[Any], recorder: Recorder) -> None:
         if chunk.pre_process:
             recorder.output(chunk.embedding, state("embed"))
         for module in chunk.decoder.layers:
-            layer = module.layer_number - 1
+            number = module.layer_number - 1
+            # a layer of a hybrid model is one part of a layer of transformers
+            layer, part = of_hybrid[number] if of_hybrid else (number, None)
+            # the mlp comes last, and its state replaces that behind the attention
             recorder.output(module, state(f"layers.{layer}"))
-            recorder.output(module.self_attention, state(f"layers.{layer}.attn"))
-            recorder.output(module.mlp, state(f"layers.{layer}.mlp"))
+            if part != "mlp":
+                recorder.output(module.self_attention, state(f"layers.{layer}.attn"))
+            if part != "attn":
+                recorder.output(module.mlp, state(f"layers.{layer}.mlp"))
             if hasattr(module.mlp, "router"):
                 recorder.output(module.mlp.router, routed(layer))
         if chunk.post_process:

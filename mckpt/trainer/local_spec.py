@@ -26,7 +26,7 @@ class Norm(torch.nn.Module):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__()
-        self.eps, self.hidden_size = eps, hidden_size
+        self.eps = eps
         # a zero-centered weight is stored less 1
         self.offset = 1.0 if config.layernorm_zero_centered_gamma else 0.0
         self.weight = torch.nn.Parameter(torch.full((hidden_size,), 1.0 - self.offset))
@@ -37,13 +37,21 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weight, shape = self.weight.float() + self.offset, (self.hidden_size,)
-        if self.bias is None:
-            out = torch.nn.functional.rms_norm(x.float(), shape, weight, self.eps)
-        else:
-            bias = self.bias.float()
-            out = torch.nn.functional.layer_norm(x.float(), shape, weight, bias, self.eps)
-        return out.type_as(x)
+        return normalise(x, self.weight, self.bias, self.eps, self.offset)
+
+
+def normalise(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, offset: float
+) -> torch.Tensor:
+    """Returns LayerNorm of `x`, or RMSNorm if there is no bias, with `offset` added to the weight.
+    Computes in fp32; the result has the dtype of `x`.
+    """
+    weight = weight.float() + offset
+    if bias is None:
+        out = torch.nn.functional.rms_norm(x.float(), weight.shape, weight, eps)
+    else:
+        out = torch.nn.functional.layer_norm(x.float(), weight.shape, weight, bias.float(), eps)
+    return out.type_as(x)
 
 
 class Attention(DotProductAttention):
