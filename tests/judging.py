@@ -22,7 +22,15 @@ from mckpt import launching
 HERE = Path(__file__).parent
 
 
-def record(judge: str, case: str, form: str, sizes: str, difference: float, largest: float) -> None:
+def record(
+    judge: str,
+    case: str,
+    form: str,
+    sizes: str,
+    difference: float,
+    largest: float,
+    dialect: str = "gpt",
+) -> None:
     """Adds one result to the file that JUDGED names, from which tests/matrix.py makes
     docs/judges.md; does nothing without it.
 
@@ -32,6 +40,7 @@ def record(judge: str, case: str, form: str, sizes: str, difference: float, larg
         row = {
             "judge": judge,
             "case": case,
+            "dialect": dialect,
             "format": form,
             "sizes": sizes,
             "difference": difference,
