@@ -1,0 +1,79 @@
+"""Tiny checkpoints made by transformers' own classes, for the families in fixtures/families.
+
+Each file there is a config.json with small sizes that all differ from each other. transformers
+builds the model from it and saves it, so names, shapes and files are those of published
+checkpoints. Every tensor gets random values: transformers sets norms to 1 and biases to 0, and a
+converter that loses such a tensor would pass.
+
+    python -m tests.made_models OUT CASE ...
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = ROOT / "fixtures" / "families"
+CASES = tuple(sorted(path.stem for path in FAMILIES.glob("*.json")))
+
+
+def config(case: str) -> dict[str, Any]:
+    """Returns the config.json of a case."""
+    found: dict[str, Any] = json.loads((FAMILIES / f"{case}.json").read_text())
+    return found
+
+
+def tokens(case: str, rows: int = 2) -> np.ndarray:
+    """Returns random tokens [rows, length] over the whole vocabulary, at most 96 in a row."""
+    c = config(case)
+    length = min(c.get("max_position_embeddings", 96), 96)
+    return np.random.RandomState(1).randint(0, c["vocab_size"], (rows, length))
+
+
+def make(cases: Iterable[str], out: Path) -> None:
+    """Writes each case to out/CASE in a process of its own, because transformers needs 5 s."""
+    command = [sys.executable, "-m", "tests.made_models", str(out), *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def _write(case: str, directory: Path) -> None:
+    import torch
+    import transformers
+
+    c = config(case)
+    kind = getattr(transformers, c["architectures"][0])
+    model = kind(kind.config_class.from_dict(c)).float()
+    state = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                drawn = np.random.RandomState(zlib.crc32(name.encode()))
+                tensor.copy_(torch.from_numpy(_values(name, tensor, drawn)))
+    model.save_pretrained(directory)
+    # with the keys of the file, since transformers writes its own defaults beside them
+    (directory / "config.json").write_text(json.dumps(c, indent=2, sort_keys=True) + "\n")
+
+
+def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:
+    """Returns normal values, scaled such that the logits depend on every tensor."""
+    normal: np.ndarray = drawn.standard_normal(tuple(tensor.shape)).astype(np.float32)
+    if tensor.dim() == 1:  # a norm keeps its mean of 0 or 1, a bias its 0
+        spread = 0.05 if "correction_bias" in name else 0.3
+        return np.float32(tensor.mean().item()) + np.float32(spread) * normal
+    if "embed" in name:
+        return np.float32(0.25) * normal
+    return np.float32(1.1 / np.sqrt(tensor.shape[-1])) * normal
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        _write(name, Path(sys.argv[1]) / name)
