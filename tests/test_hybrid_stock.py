@@ -225,7 +225,7 @@ def test_torch_files_have_the_names_of_the_real_model(
 
 
 @pytest.mark.parametrize(("case", "form"), LOADS)
-def test_the_stock_trainer_computes_what_transformers_does(
+def test_the_stock_trainer_computes_the_logits_of_transformers(
     case: str, form: str, results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
 ) -> None:
     result = results[f"{case}-{form}"]
