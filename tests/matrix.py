@@ -38,6 +38,9 @@ Each number is the largest difference of one logit from transformers, over all p
 parallel sizes, divided by the largest logit. fp32 resolves 1.2e-07. A field is empty where the
 judge cannot run. The wheels of megatron-core have the stock trainer from 0.17 on. From 0.19 on it
 cannot load latent attention without a latent of the queries (`deepseek-v3-plain`).
+
+The dialect is the model of Megatron-Core that the checkpoint is for: `gpt` for GPTModel, `hybrid`
+for HybridModel, which mckpt writes with `--dialect hybrid`.
 """
 SIZES = """
 ## The parallel sizes
@@ -53,30 +56,36 @@ END = """
 def page(rows: list[Row]) -> str:
     """Returns the text of docs/judges.md."""
     worst: dict[tuple[str, ...], float] = defaultdict(float)
-    sizes: dict[tuple[str, str, str], dict[str, None]] = defaultdict(dict)
+    sizes: dict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
     for row in rows:
-        case, form, judge, version = (row[k] for k in ("case", "format", "judge", "megatron_core"))
-        apart = row["difference"] / row["largest"]
-        worst[case, form, judge, version] = max(worst[case, form, judge, version], apart)
-        sizes[judge, form, case][row["sizes"]] = None
-    versions = sorted({key[3] for key in worst}, key=lambda v: [int(n) for n in v.split(".")])
-    ran = {key[2:] for key in worst}
+        case, dialect, form, judge = (row[k] for k in ("case", "dialect", "format", "judge"))
+        key = case, dialect, form, judge, row["megatron_core"]
+        worst[key] = max(worst[key], row["difference"] / row["largest"])
+        sizes[judge, dialect, form, case][row["sizes"]] = None
+    versions = sorted({key[4] for key in worst}, key=lambda v: [int(n) for n in v.split(".")])
+    ran = {key[3:] for key in worst}
     columns = [(judge, v) for judge in JUDGES for v in versions if (judge, v) in ran]
     models = [
-        [case, f"`{form}`", *(number(worst.get((case, form, *column))) for column in columns)]
-        for case, form in sorted({key[:2] for key in worst})
+        [
+            case,
+            dialect,
+            f"`{form}`",
+            *(number(worst.get((case, dialect, form, *column))) for column in columns),
+        ]
+        for case, dialect, form in sorted({key[:3] for key in worst})
     ]
     # models of one kind are judged at the same sizes
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for judge, form, case in sorted(sizes, key=lambda key: (JUDGES.index(key[0]), *key[1:])):
-        alike[judge, f"`{form}`", "; ".join(sizes[judge, form, case])].append(case)
+    for key in sorted(sizes, key=lambda key: (JUDGES.index(key[0]), *key[1:])):
+        judge, dialect, form, case = key
+        alike[judge, dialect, f"`{form}`", "; ".join(sizes[key])].append(case)
     heads = [f"{judge}, {version}" for judge, version in columns]
     return (
         HEAD
-        + table(["model", "format", *heads], models)
+        + table(["model", "dialect", "format", *heads], models)
         + SIZES
         + table(
-            ["judge", "format", "sizes", "models"],
+            ["judge", "dialect", "format", "sizes", "models"],
             [[*key, ", ".join(cases)] for key, cases in alike.items()],
         )
         + END
@@ -88,6 +97,8 @@ def number(apart: float | None) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
+    # a pipeline layout contains |
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     lines = [head, ["---"] * len(head), *rows]
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

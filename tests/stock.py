@@ -10,17 +10,21 @@ cases.json is a list. Every case is a dict:
     flags       list of texts: the launch line of the checkpoint, and flags that the case appends
     checkpoint  directory for --load; null: one rank checks the flags and makes the model's config,
                 and nothing else is done
+    keys        optional, without a checkpoint; true: one rank builds the model of every rank
+                -> torch_dist, torch: as `keys` of tests/judge.py
     tokens      optional; [[...]] -> NAME.npy: fp32 logits [batch, seq, vocab]
+    weights     optional; true -> weights: for each rank, {name: hash of the parameter's bytes}
     save        optional; directory for --save
 
-Each case runs, in this order, the code of pretrain_gpt.py: parse_args and validate_args on the
-flags, set_global_variables, initialize_megatron, gpt_config_from_args, the builder's
+Each case runs, in this order, the code of pretrain_gpt.py or pretrain_hybrid.py: parse_args,
+load_args_from_checkpoint if the flags ask for it, validate_args, set_global_variables,
+initialize_megatron, gpt_config_from_args or hybrid_config_from_args, the builder's
 build_distributed_models, load_checkpoint, save_checkpoint. Every parameter is NaN before the load
 and none may be after it. load_checkpoint would try again with strict=False where names or shapes do
 not fit, and go on; here that is an error.
 
 out_dir/NAME.json: ok, seconds, error {rank: traceback}, args: values that the parser and
-validate_args arrived at.
+validate_args arrived at, and the results.
 
 Everything is imported once, which takes 10 s. The ranks of each case are forks of this process,
 because megatron.training keeps global state. Lines marked STUB replace what needs a GPU; so does
@@ -30,6 +34,8 @@ mckpt.trainer.cpu.
 from __future__ import annotations
 
 import datetime
+import gc
+import hashlib
 import json
 import multiprocessing
 import os
@@ -49,14 +55,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers
-from megatron.training import arguments, checkpointing, global_vars, initialize
-from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training import argument_utils, arguments, checkpointing, global_vars, initialize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mckpt.trainer import cpu, forward
-from tests.judge import die_with
+from mckpt.trainer import build, cpu, forward, load
+from tests.judge import Names, die_with, tear_down
 
 TIMEOUT_S = 120  # limit of one collective; a case that takes twice as long is ended
 # Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr
@@ -77,6 +82,7 @@ def main() -> None:
             target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True
         ).start()
     stub()
+    gc.freeze()  # what is imported here stays; to search it takes 0.4 s for each model of each rank
     for case in cases:
         started = time.monotonic()
         ranks = [
@@ -98,6 +104,8 @@ def main() -> None:
         verdict |= (
             {"error": {str(r): reports[r]["error"] for r in failed}} if failed else reports[0]
         )
+        if "weights" in verdict:
+            verdict["weights"] = [each["weights"] for each in reports]
         (out / f"{case['name']}.json").write_text(json.dumps(verdict))
 
 
@@ -172,10 +180,16 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
     for flag, directory in (("--load", case["checkpoint"]), ("--save", case.get("save"))):
         sys.argv += [flag, directory] if directory else []
     args = arguments.parse_args()
+    if args.use_checkpoint_args:
+        checkpointing.load_args_from_checkpoint(args)
     arguments.validate_args(args)
-    config = gpt_config_from_args(args)
+    # only releases with HybridModel have this arg
+    hybrid = getattr(args, "hybrid_layer_pattern", None)
+    kind = "hybrid" if hybrid else "gpt"
+    config = getattr(argument_utils, f"{kind}_config_from_args")(args)
+    result: dict[str, Any] = {"args": {name: getattr(args, name) for name in SHOWN}}
     if case["checkpoint"] is None:
-        return {"args": {name: getattr(args, name) for name in SHOWN}}
+        return result | (keys(args, config, case["world"]) if case.get("keys") else {})
     global_vars.set_global_variables(args)
     store = dist.FileStore(str(out / f"{case['name']}.store"), case["world"])
     limit = datetime.timedelta(seconds=TIMEOUT_S)
@@ -183,14 +197,12 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         "gloo", store=store, rank=rank, world_size=case["world"], timeout=limit
     )  # STUB: megatron's own asks for a device
     initialize.initialize_megatron(allow_no_cuda=True)
-    chunks = config.get_builder_cls()(config).build_distributed_models(
-        ProcessGroupCollection.use_mpu_process_groups(), wrap_with_ddp=False
-    )
+    chunks = models(config)
     for chunk in chunks:
         chunk.eval()
         for parameter in chunk.parameters():
             parameter.data.fill_(float("nan"))
-    refuse_second_try()
+    refuse_second_try(chunks)
     checkpointing.load_checkpoint(chunks, None, None)
     left = [
         name
@@ -200,6 +212,11 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
     ]
     if left:
         raise ValueError(f"load_checkpoint did not set {left}")
+    if case.get("weights"):
+        result["weights"] = {
+            name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
+            for name, value in load.weights(chunks)
+        }
     if case.get("tokens"):
         if args.multi_latent_attention:
             # STUB: Triton kernels; the config was checked with the flags of the launch line
@@ -215,24 +232,43 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         checkpointing.save_checkpoint(1, chunks, None, None, 0)
     dist.barrier()
     dist.destroy_process_group()
-    return {
-        "args": {name: getattr(args, name) for name in SHOWN},
-        "tp": parallel_state.get_tensor_model_parallel_world_size(),
-    }
+    return result | {"tp": parallel_state.get_tensor_model_parallel_world_size()}
 
 
-def refuse_second_try() -> None:
+def models(config: Any) -> list[Any]:
+    """Builds the chunks of this rank."""
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    builder = config.get_builder_cls()(config)
+    built: list[Any] = builder.build_distributed_models(groups, wrap_with_ddp=False)
+    return built
+
+
+def keys(args: Namespace, config: Any, world: int) -> dict[str, Any]:
+    """Returns the names of the models of all ranks, which this process builds one after the other,
+    in torch's fake process group.
+    """
+    found = Names({}, {})
+    for rank in range(world):
+        dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+        build.initialize(args)
+        found.add(models(config), args)
+        tear_down()
+    return found._asdict()
+
+
+def refuse_second_try(chunks: list[Any]) -> None:
     """Makes a second load raise: load_checkpoint catches the error of a strict load, and loads
     again with strict=False.
     """
-    strictly = GPTModel.load_state_dict
+    model = type(getattr(chunks[0], "module", chunks[0]))
+    strictly = model.load_state_dict
 
     def load_state_dict(self: Any, state: Any, strict: bool = True, **kwargs: Any) -> Any:
         if not strict:
             raise ValueError("load_checkpoint tries again with strict=False")
         return strictly(self, state, strict=True, **kwargs)
 
-    GPTModel.load_state_dict = load_state_dict
+    model.load_state_dict = load_state_dict
 
 
 if __name__ == "__main__":
