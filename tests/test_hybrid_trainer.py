@@ -23,8 +23,7 @@ import torch
 
 from mckpt.errors import MissingExtra, UsageError
 from mckpt.trainer import build, forward, hybrid, points
-from tests.judging import explain, judge
-from tests.test_judge import (
+from tests.judged_models import (
     DENSE,
     EXPERTS,
     FFN,
@@ -36,6 +35,7 @@ from tests.test_judge import (
     QWEN3,
     TOKENS,
 )
+from tests.judging import explain, judge
 
 pytestmark = pytest.mark.judge
 
