@@ -74,6 +74,13 @@ def test_a_setting_or_family_that_the_config_denies(made, tmp_path):
         untouched=tmp_path,
     )
     refused(
+        5,
+        "--family llama was given",
+        "Qwen3ForCausalLM, which is family qwen3: leave out --family llama.",
+        args=("hf-to-megatron", src, tmp_path / "d", "--family", "llama"),
+        untouched=tmp_path,
+    )
+    refused(
         4,
         "/nope.yaml",
         args=("hf-to-megatron", src, tmp_path / "d", "--mapping", "/nope.yaml"),

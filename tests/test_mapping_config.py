@@ -155,7 +155,7 @@ def test_a_config_that_cannot_be_read_lists_all(what: str) -> None:
     with pytest.raises(MappingError) as caught:
         mapping.load("hf", "llama").read(llama(**changed), source="some/config.json")
     text = str(caught.value)
-    assert text.startswith("some/config.json does not describe a model that llama.yaml knows:")
+    assert text.startswith("some/config.json: the mapping llama.yaml cannot read this model:")
     for message in messages:
         assert message in text
     assert "could not be read" not in text
@@ -165,7 +165,9 @@ def test_known_dims_fill_silence_and_must_agree() -> None:
     family = mapping.load("hf", "llama")
     assert family.read(llama(vocab_size="drop"), {"vocab_size": 9})["vocab_size"] == 9
     assert family.read(llama(), {"vocab_size": 131})["vocab_size"] == 131
-    with pytest.raises(MappingError, match="vocab_size is 131 by vocab_size, but 9 was given"):
+    with pytest.raises(
+        MappingError, match="vocab_size is 131 by vocab_size, but 9 by the given dims"
+    ):
         family.read(llama(), {"vocab_size": 9})
 
 

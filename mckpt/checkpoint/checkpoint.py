@@ -176,7 +176,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the dims for which the user's word wins over config.json, because the tensors do
         not agree with config.json.
 
-        MappingError if the user denies a dim of config.json that no tensor shows, or that the
+        MappingError if the user contradicts a dim of config.json that no tensor shows, or that the
         tensors agree with.
         """
         said = self.known.dims
@@ -194,18 +194,43 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             apart = {
                 n: v for n, v in said.items() if n not in free and not mapping.equal(plain[n], v)
             }
-            shown = self.mapping.stored(plain)
-            if any(
-                self.mapping.stored(self.mapping.read(config, {}, where, {n: v})) == shown
-                for n, v in apart.items()
-            ):
+            if not apart:
                 raise
+            shown = self.mapping.stored(plain)
+            invisible = {
+                n: v
+                for n, v in apart.items()
+                if self.mapping.stored(self.mapping.read(config, {}, where, {n: v})) == shown
+            }
+            if invisible:
+                raise self._contradiction(
+                    invisible, plain, "no shape of a tensor depends on it"
+                ) from None
             try:
                 self.opened.layout(Names(self.mapping, plain, {}, self.parallel))
             except MckptError:
                 return apart
-            raise
+            raise self._contradiction(apart, plain, "the tensors agree with it") from None
         return {}
+
+    def _contradiction(self, apart: Mapping[str, Any], plain: Dims, why: str) -> MappingError:
+        """Returns the error for dims that the user sets otherwise than config.json."""
+        config, lines, options = read_config(self.path), [], []
+        for name, value in apart.items():
+            by_size = name == "vocab_size" and self.known.vocab_size is not None
+            options.append(f"--vocab-size {value}" if by_size else f"--set {name}={value}")
+            keys = self.mapping.said_of(name, config) or {name: plain[name]}
+            said = ", ".join(f"{key} is {v!r}" for key, v in keys.items())
+            lines.append(f"{options[-1]}: in config.json {said}, and {why}")
+        return MappingError(
+            "\n".join(
+                [
+                    f"{self.path / CONFIG} contradicts the command line:",
+                    *(f"  - {line}" for line in lines),
+                    f"Leave out {', '.join(options)}; if config.json is wrong, correct it there.",
+                ]
+            )
+        )
 
     @cached_property
     def notes(self) -> list[str]:
@@ -271,19 +296,48 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return self._dims
         if self.is_megatron:
             return self._megatron_dims(self.known.dims)
-        return self.mapping.read(
-            read_config(self.path), self.known.dims, str(self.path / CONFIG), self.overruled
+        return self._read_config(self.path, self.known.dims, self.overruled)
+
+    def _read_config(
+        self, described: Path, known: Mapping[str, Any], override: Mapping[str, Any]
+    ) -> Dims:
+        """Returns the dims that the config.json of a directory describes."""
+        family, where = self._family(described), str(described / CONFIG)
+        try:
+            return family.read(read_config(described), known, where, override, "--set")
+        except MappingError as e:
+            hint = self._family_hint(described)
+            raise (e.with_hint(hint) if hint else e) from None
+
+    def _family_hint(self, described: Path | None) -> str:
+        """Returns the cure if the user named another family than config.json does, else ""."""
+        given = self.known.family_name
+        if described is None:
+            return ""
+        named = read_config(described).get("architectures")
+        if not given or not isinstance(named, list) or not named:
+            return ""
+        try:
+            family = mapping.family_with(str(named[0]))
+        except MappingError:
+            return ""
+        option = "--mapping" if self.known.mapping else "--family"
+        return (
+            f"{option} {given} was given, but config.json has the architecture {named[0]}, which is"
+            f" family {family}: leave out {option} {given}."
+            if family != given
+            else ""
         )
 
     def _megatron_dims(self, said: Mapping[str, Any]) -> Dims:
         root = self.opened.root
         known: dict[str, Any] = {}
         if (described := self.described_by) is not None:
-            family, where = self._family(described), str(described / CONFIG)
-            known = family.read(read_config(described), {}, where, said)
+            known = self._read_config(described, {}, said)
         granted = {
             n: v for n, v in self.granted.items() if n not in known or mapping.equal(known[n], v)
         }
+        known_from = MANIFEST if described is None else str(described / CONFIG)
         recorded = self.manifest.get("dims")
         if isinstance(recorded, dict):
             known = {**recorded, **known}
@@ -303,11 +357,19 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
                     " --like HF_DIR"
                 )
-            return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
+            try:
+                return self.mapping.read(
+                    self.args, known, f"args of {root}", {**granted, **said}, known_from
+                )
+            except MappingError as e:
+                hint = self._family_hint(described)
+                raise (e.with_hint(hint) if hint else e) from None
         bridge = root / description.RUN_CONFIG
         if bridge.exists():
             config = description.read_run_config(bridge)
-            return mapping.load("run_config", "bridge").read(config, known, str(bridge), said)
+            return mapping.load("run_config", "bridge").read(
+                config, known, str(bridge), said, known_from
+            )
         known.update(said)
         missing = [
             n for n, dim in mapping.hub().dims.items() if n not in known and dim.neutral is None
@@ -398,13 +460,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         try:
             return self.opened.layout(self.names)
         except (SourceError, CoverError) as e:
-            if not self.known.dims:
-                raise
-            given = ", ".join(f"{name} {value!r}" for name, value in self.known.dims.items())
-            hint = f"--set or --vocab-size gave {given}: correct or leave out what is wrong."
-            found = type(e)(f"{e}\n{hint}")
-            found.problems = e.problems
-            raise found from None
+            hints = []
+            if self.known.dims:
+                given = ", ".join(f"{name} {value!r}" for name, value in self.known.dims.items())
+                hints.append(
+                    f"--set or --vocab-size gave {given}: correct or leave out what is wrong."
+                )
+            if hint := self._family_hint(self.described_by):
+                hints.append(hint)
+            raise (e.with_hint("\n".join(hints)) if hints else e) from None
 
     def _check_sizes(self, dims: Dims) -> None:
         if self.opened.format.fixed_sizes:

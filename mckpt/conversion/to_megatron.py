@@ -231,7 +231,9 @@ def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
         return
     try:
         kept = str(side / MAPPING) if (side / MAPPING).is_file() else source.naming.family_name
-        family_for(config, kept, str(side / CONFIG)).read(config, dims, str(side / CONFIG))
+        family_for(config, kept, str(side / CONFIG)).read(
+            config, dims, str(side / CONFIG), known_from=str(source.path)
+        )
     except MappingError as e:
         raise DestinationError(
             f"{side}: describes another model; all checkpoints of one save directory share its"

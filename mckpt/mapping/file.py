@@ -178,12 +178,16 @@ class MappingFile(NamedTuple):
         known: Mapping[str, Any] | None = None,
         source: str = "config.json",
         override: Mapping[str, Any] | None = None,
+        known_from: str = "the given dims",
     ) -> Dims:
-        """All dims of a model, from its config; `known` ones fill what the config does not say and
-        must agree with what it does; `override` ones are the user's own word, and win.
+        """Returns all dims of a model, read from its config.
 
-        MappingError lists everything that is missing, of a wrong type, or outside what this file
-        knows.
+        known: dims for which the config may have no value; where it has one, the two must agree.
+        override: dims that the user gives; they win. source, known_from: the names of the config
+        and of the origin of `known` in messages.
+
+        MappingError lists every dim that is missing or of a wrong type, and every value that this
+        file does not support.
         """
         known, override = dict(known or {}), dict(override or {})
         dims: Dims = {}
@@ -196,7 +200,7 @@ class MappingFile(NamedTuple):
             pending.append(name)
             try:
                 dims[name] = scope[name] = hub().check(
-                    name, self._read_dim(name, config, known, override, scope)
+                    name, self._read_dim(name, config, known, override, scope, known_from)
                 )
             except (ExpressionError, ValueError, TypeError) as e:
                 problems.append(f"{source}: {e}")
@@ -228,7 +232,7 @@ class MappingFile(NamedTuple):
                 )
         if problems:
             raise MappingError.of(
-                f"{source} does not describe a model that {self.path.name} knows:",
+                f"{source}: the mapping {self.path.name} cannot read this model:",
                 dict.fromkeys(problems),
             )
         return dims
@@ -240,6 +244,7 @@ class MappingFile(NamedTuple):
         known: Mapping[str, Any],
         override: Mapping[str, Any],
         scope: _Lazy,
+        known_from: str,
     ) -> Any:
         if name in override:
             return override[name]
@@ -281,7 +286,7 @@ class MappingFile(NamedTuple):
         if value is None and name in known:  # the config has no value
             return known[name]
         if name in known and not spec.free and not equal(known[name], value):
-            raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} was given")
+            raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} by {known_from}")
         return value
 
     def write(
