@@ -55,7 +55,7 @@ def plan(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
             " quantised"
         )
-    refuse_options(target, format)
+    refuse_options(target, format, source)
     destination = Destination(
         Path(dst),
         _unit(source, target) if format.megatron else None,

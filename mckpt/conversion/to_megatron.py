@@ -24,7 +24,7 @@ from mckpt.conversion.facts import (
 )
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.side_files import SideFiles
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import Target, experts_option
 from mckpt.errors import DestinationError, MappingError, UsageError
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
@@ -173,6 +173,11 @@ def _choices(source: Checkpoint, destination: Destination, target: Target) -> di
     own = source.names.choices
     impl = target.transformer_impl or own.get("transformer_impl") or "transformer_engine"
     if target.grouped_experts is not None:
+        if not source.dims["num_experts"]:
+            raise UsageError(
+                f"{experts_option(target)}: {source.path} is a dense model, which has no experts;"
+                " leave it out"
+            )
         grouped = target.grouped_experts
         if grouped and impl == "local":
             raise UsageError(
