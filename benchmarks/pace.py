@@ -86,8 +86,8 @@ def report(rows: list[Row], rounds: int) -> None:
     It ends when each row has `rounds` samples at full speed, or six times as many samples of any
     speed. Rows without a target get `rounds` turns. The printed seconds are the median of the
     samples at full speed, and beside it the median of all samples. If fewer than `rounds` samples
-    had full speed, the printed seconds are the median of all samples, and the line ends with "median
-    of all samples".
+    had full speed, the printed seconds are the median of all samples, and the line ends with
+    "median of all samples".
     """
     cores = os.sched_getaffinity(0)
     found: list[list[Sample]] = [[] for _ in rows]

@@ -1,4 +1,4 @@
-"""A checkpoint understood: which format, which names, which dims, and so which logical tensors."""
+"""A checkpoint of any format, with its mapping, its dims and its logical tensors."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class VocabSizeUnknown(UsageError):
 
 @dataclass(frozen=True)
 class Known:
-    """What the user says about a checkpoint.
+    """The user's description of a checkpoint.
 
-    Of a Megatron checkpoint `vocab_size` and `settings` win over its args.
+    For a Megatron checkpoint, `vocab_size` and `settings` replace its args.
     """
 
     like: str | Path | None = None  # a Hugging Face directory whose config.json describes the model
@@ -41,12 +41,12 @@ class Known:
 
     @property
     def family_name(self) -> str | None:
-        """The family, or the family file, that the user names."""
+        """Returns the family, or the family file, that the user names."""
         return self.mapping or self.family
 
     @property
     def dims(self) -> dict[str, Any]:
-        """The dims that the user says."""
+        """Returns the dims that the user gives."""
         return {
             **self.settings,
             **({} if self.vocab_size is None else {"vocab_size": self.vocab_size}),
@@ -54,7 +54,8 @@ class Known:
 
 
 class Checkpoint(Mapping[str, LogicalTensor]):
-    """A checkpoint of any format as its logical tensors:
+    """A checkpoint of any format, as a mapping of its logical tensors.
+
     `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else.
     """
 
@@ -63,9 +64,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if not self.path.exists():
             raise SourceError(f"{self.path}: does not exist{description.download_hint(self.path)}")
         if not self.path.is_dir():
-            raise SourceError(f"{self.path}: is a file; the directory of a checkpoint is wanted")
-        self.unit: Unit | None = None  # of a Megatron save directory
-        self._dims: Dims | None = None  # given by `with_dims`
+            raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
+        self.unit: Unit | None = None  # set only for a Megatron save directory
+        self._dims: Dims | None = None  # set by `with_dims`
         self.opened = self._open()
 
     def _open(self) -> Opened:
@@ -88,24 +89,26 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def format(self) -> str:
-        """The name of its format."""
+        """Returns the name of the format."""
         return self.opened.format.name
 
     @property
     def is_megatron(self) -> bool:
-        """True for a Megatron checkpoint, False for a Hugging Face directory."""
+        """Returns True for a Megatron checkpoint, False for a Hugging Face directory."""
         return self.opened.format.megatron
 
     @property
     def root(self) -> Path:
-        """The directory that a destination must keep away from: the save directory, or the
-        checkpoint's own.
+        """Returns the directory that no destination may overlap: the save directory, or the
+        directory of the checkpoint itself.
         """
         return self.unit.root if self.unit and is_unit_name(self.unit.name) else self.path
 
     @cached_property
     def side_directory(self) -> Path | None:
-        """`hf/` in a Megatron save directory, with the Hugging Face files of the model; or None."""
+        """Returns `hf/` in a Megatron save directory, which contains the Hugging Face files of the
+        model; None if it is missing.
+        """
         if self.unit is None:
             return None
         side = self.unit.root / "hf"
@@ -113,17 +116,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """mckpt.json, if mckpt wrote this checkpoint."""
+        """Returns the content of mckpt.json; {} if mckpt did not write this checkpoint."""
         return description.read_manifest(self.unit.path if self.unit else self.path)
 
     @cached_property
     def naming(self) -> Known:
-        """Returns what the user says; where the user names no family, with the family file that is
-        kept beside the checkpoint, or with the family that its manifest records.
+        """Returns the user's description. If it names no family, the result has the family file
+        kept beside the checkpoint, or the family that its manifest records.
 
-        MappingError if the kept file is not the one that the manifest names.
+        Raises MappingError if the kept file is not the one that the manifest names.
         """
-        # the name of a family that mckpt has
+        # --mapping may also give the name of a family that mckpt has
         if self.known.mapping and not self.known.mapping.endswith((".yaml", ".yml")):
             return replace(self.known, mapping=None, family=self.known.mapping)
         if self.known.mapping or self.known.family:
@@ -139,8 +142,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return replace(self.known, family=family) if family in mapping.names("hf") else self.known
 
     def named_as(self, other: Checkpoint) -> Checkpoint:
-        """Returns this checkpoint; a Hugging Face directory of which mckpt knows no family is read
-        with the family file that `other` keeps.
+        """Returns this checkpoint. If it is a Hugging Face directory without a known family, reads
+        it with the family file that `other` keeps.
         """
         if not self.is_megatron and not self.naming.mapping and other.naming.mapping:
             try:
@@ -151,16 +154,16 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def allowed(self) -> dict[str, str]:
-        """Returns what --allow-inexact let pass when mckpt wrote this checkpoint: name -> why it is
-        inexact.
+        """Returns the differences that --allow-inexact accepted when mckpt wrote this checkpoint:
+        name -> reason.
         """
         found = self.manifest.get("inexact")
         return found if isinstance(found, dict) else {}
 
     @cached_property
     def granted(self) -> dict[str, Any]:
-        """Returns the dims that --allow-inexact let pass when mckpt wrote this Megatron checkpoint:
-        its args may not be able to say them.
+        """Returns the dims that --allow-inexact accepted when mckpt wrote this Megatron checkpoint.
+        Its args may be unable to express them.
         """
         dims = self.manifest.get("dims")
         if not self.is_megatron or not isinstance(dims, dict):
@@ -173,11 +176,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def overruled(self) -> dict[str, Any]:
-        """Returns the dims for which the user's word wins over config.json, because the tensors do
-        not agree with config.json.
+        """Returns the dims that the user sets and that replace those of config.json, because the
+        tensors contradict config.json.
 
-        MappingError if the user contradicts a dim of config.json that no tensor shows, or that the
-        tensors agree with.
+        Raises MappingError if the user contradicts a dim of config.json on which no tensor depends,
+        or with which the tensors agree.
         """
         said = self.known.dims
         if self.is_megatron or not said:
@@ -214,28 +217,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return {}
 
     def _contradiction(self, apart: Mapping[str, Any], plain: Dims, why: str) -> MappingError:
-        """Returns the error for dims that the user sets otherwise than config.json."""
-        config, lines, options = read_config(self.path), [], []
-        for name, value in apart.items():
-            by_size = name == "vocab_size" and self.known.vocab_size is not None
-            options.append(f"--vocab-size {value}" if by_size else f"--set {name}={value}")
-            keys = self.mapping.said_of(name, config) or {name: plain[name]}
-            said = ", ".join(f"{key} is {v!r}" for key, v in keys.items())
-            lines.append(f"{options[-1]}: in config.json {said}, and {why}")
-        return MappingError(
-            "\n".join(
-                [
-                    f"{self.path / CONFIG} contradicts the command line:",
-                    *(f"  - {line}" for line in lines),
-                    f"Leave out {', '.join(options)}; if config.json is wrong, correct it there.",
-                ]
-            )
-        )
+        sized = () if self.known.vocab_size is None else ("vocab_size",)
+        return description.contradiction(self.path, self.mapping, apart, plain, why, sized)
 
     @cached_property
     def notes(self) -> list[str]:
-        """Returns sentences on everything that was taken from elsewhere than the user, config.json
-        or args, or against them.
+        """Returns a sentence for each fact that does not come from the user, config.json or args,
+        or that contradicts them.
         """
         out = []
         unasked = not (self.known.mapping or self.known.family)
@@ -258,8 +246,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
             )
             out.append(
-                f"{name}: config.json says {said}; {value!r} is taken, as --set says and as the"
-                " tensors are"
+                f"{name}: config.json has {said}; the value of --set, {value!r}, is used, because"
+                " the tensors agree with it"
             )
         made = "was given when the checkpoint was made"
         if "config" in self.allowed and self.granted:
@@ -272,25 +260,26 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def args(self) -> dict[str, Any] | None:
-        """Megatron's args, as plain values; None where there are none."""
+        """Returns Megatron's args as plain values; None if the checkpoint has none."""
         return self.opened.common.args if self.opened.common else None
 
     @cached_property
     def mapping(self) -> MappingFile:
-        """The family (Hugging Face) or dialect (Megatron) whose names its keys are."""
+        """Returns the family (Hugging Face) or dialect (Megatron) that names the stored keys."""
         if self.is_megatron:
             return mapping.dialect_of(self.opened.keys())
         return self._family(self.path)
 
     def _family(self, described: Path) -> MappingFile:
-        """The family of the model that the config.json of a directory describes."""
+        """Returns the family of the model that the config.json of a directory describes."""
         config = read_config(described)
         return description.family_for(config, self.naming.family_name, str(described / CONFIG))
 
     @cached_property
     def dims(self) -> Dims:
-        """Sizes and hyperparameters, from every source that says them; sources that disagree are an
-        error, but the user's word wins.
+        """Returns the sizes and hyperparameters of the model, from all sources that have them.
+
+        The user's values replace others. Raises MappingError if other sources disagree.
         """
         if self._dims is not None:
             return self._dims
@@ -310,24 +299,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             raise (e.with_hint(hint) if hint else e) from None
 
     def _family_hint(self, described: Path | None) -> str:
-        """Returns the cure if the user named another family than config.json does, else ""."""
-        given = self.known.family_name
-        if described is None:
-            return ""
-        named = read_config(described).get("architectures")
-        if not given or not isinstance(named, list) or not named:
-            return ""
-        try:
-            family = mapping.family_with(str(named[0]))
-        except MappingError:
-            return ""
         option = "--mapping" if self.known.mapping else "--family"
-        return (
-            f"{option} {given} was given, but config.json has the architecture {named[0]}, which is"
-            f" family {family}: leave out {option} {given}."
-            if family != given
-            else ""
-        )
+        return description.family_hint(described, option, self.known.family_name)
 
     def _megatron_dims(self, said: Mapping[str, Any]) -> Dims:
         root = self.opened.root
@@ -376,8 +349,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         ]
         if missing:
             raise UsageError(
-                f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
-                " HF_DIR, a directory whose config.json does"
+                f"{root}: has no args, so its {', '.join(missing)} are unknown; give --like"
+                " HF_DIR, a directory whose config.json has them"
             )
         neutral = {
             n: dim.neutral(known)
@@ -387,10 +360,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return {**known, **neutral}
 
     def padded(self) -> Checkpoint | None:
-        """The same with the vocabulary's padding as part of it: what moves from Megatron to
-        Megatron.
-
-        None where it is not stored by rows.
+        """Returns the same checkpoint with the padding rows as part of the vocabulary, for a
+        conversion from Megatron to Megatron; None if the embedding is not stored by rows.
         """
         rows = self.opened.padded_vocab(self.mapping)
         if rows is None:
@@ -407,7 +378,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.with_dims({**dims, "vocab_size": rows})
 
     def with_dims(self, dims: Dims) -> Checkpoint:
-        """The same files, read with these dims."""
+        """Returns the same files, read with these dims."""
         other = object.__new__(Checkpoint)
         own = ("path", "known", "unit", "opened")
         other.__dict__.update({name: getattr(self, name) for name in own}, _dims=dims)
@@ -415,26 +386,26 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def from_hugging_face(self) -> bool:
-        """True if its manifest says that mckpt made it from a Hugging Face directory."""
+        """Returns whether the manifest records a conversion from a Hugging Face directory."""
         source = self.manifest.get("source")
         return isinstance(source, dict) and source.get("format") in formats.names(megatron=False)
 
     @property
     def casts(self) -> list[str]:
-        """The dtypes that all its tensors were cast to, one after the other, since the first
-        source; from its manifests.
+        """Returns the dtypes to which all tensors were cast since the first source, in order, as
+        recorded in the manifests.
         """
         found = self.manifest.get("casts")
         return [str(dtype) for dtype in found] if isinstance(found, list) else []
 
     @property
     def quantised(self) -> bool:
-        """True if config.json says that weights are stored in 8 bits, with scales."""
+        """Returns whether config.json describes weights stored in 8 bits, with scales."""
         return self.opened.block is not None
 
     @property
     def described_by(self) -> Path | None:
-        """The Hugging Face directory that describes the model: this one, or of a Megatron
+        """Returns the Hugging Face directory that describes the model: this one, or for a Megatron
         checkpoint --like, else DST/hf.
         """
         if not self.is_megatron:
@@ -443,12 +414,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def parallel(self) -> Parallel:
-        """The sizes it was saved with."""
+        """Returns the parallel sizes with which the checkpoint was saved."""
         return self.opened.parallel()
 
     @cached_property
     def names(self) -> Names:
-        """How its stored keys become logical tensors."""
+        """Returns the mapping, dims and choices that turn stored keys into logical tensors."""
         dims, said = self.dims, self.mapping.say_choices(self.args or {})
         self._check_sizes(dims)
         names = Names(self.mapping, dims, said, self.parallel)
@@ -456,7 +427,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def layout(self) -> Layout:
-        """What is stored where."""
+        """Returns the logical box that each stored tensor holds."""
         try:
             return self.opened.layout(self.names)
         except (SourceError, CoverError) as e:
@@ -481,7 +452,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 ) from None
 
     def left_behind(self) -> list[str]:
-        """What it holds that is no weight: optimizer, random states, schedules."""
+        """Returns the names of everything stored that is not a weight: optimizer, random states,
+        schedules.
+        """
         return self.opened.beside(self.mapping)
 
     @cached_property
