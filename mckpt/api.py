@@ -71,8 +71,8 @@ def plan(
 
 
 def _unit(source: Checkpoint, target: Target) -> str:
-    """The name that the checkpoint gets: the one asked for, else the source's, else that of its
-    iteration.
+    """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
+    else from the source's name, else from the source's iteration.
     """
     if target.iteration is not None:
         return unit_name(target.iteration)
@@ -93,7 +93,7 @@ def convert(
     progress: Progress | None = None,
     **wanted: Any,
 ) -> dict[str, Any]:
-    """`plan(...)`, then `run`; returns the manifest."""
+    """Calls `plan(...)` and `run`; returns the manifest."""
     return plan(src, dst, **wanted).run(
         max_memory=max_memory, threads=threads, checksum=checksum, progress=progress
     )
@@ -107,7 +107,7 @@ def diff(
     known: Known | None = None,
     progress: Progress | None = None,
 ) -> comparison.Difference:
-    """Compare two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
+    """Compares two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"--atol {atol} must be a finite number, at least 0")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
@@ -118,8 +118,8 @@ def diff(
 
 
 def launch(source: Checkpoint) -> megatron_args.Launch:
-    """The flags of pretrain_gpt.py for any checkpoint: from its dims, and from its own args where
-    it has them.
+    """Returns the flags of pretrain_gpt.py for a checkpoint, from its dims and from its own args if
+    it has any.
     """
     dialect = dialect_to_write(source, Target())
     own = {k: v for k, v in (source.args or {}).items() if v is not None}

@@ -556,7 +556,7 @@ def test_the_launch_line_of_latent_attention_fuses_rope_only_with_yarn(tmp_path:
             {"format": "torch", "layer_keys": "stacked"},
             "the format torch has no choice",
         ),
-        ({"format": "zip"}, "no format 'zip'; known: hf, torch_dist, torch"),
+        ({"format": "zip"}, "no format 'zip'; the formats are hf, torch_dist, torch"),
         ({"format": "torch", "common_as_object": True}, "the format torch cannot keep the common"),
         (
             {"common_as_object": True, "megatron_version": "0.18"},

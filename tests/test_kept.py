@@ -285,8 +285,8 @@ def test_a_setting_wins_over_config_json_if_the_tensors_agree_with_it(
 ) -> None:
     said = good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0", "--tp", 2).err
     assert (
-        "mtp_layers: config.json says num_nextn_predict_layers 1; 0 is taken, as --set says and as"
-        " the tensors are" in said
+        "mtp_layers: config.json has num_nextn_predict_layers 1; the value of --set, 0, is used,"
+        " because the tensors agree with it" in said
     )
     assert (
         json.loads((tmp_path / "d" / "hf" / "config.json").read_text())["num_nextn_predict_layers"]

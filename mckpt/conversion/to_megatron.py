@@ -38,11 +38,11 @@ from mckpt.storage.files import TargetFile
 
 
 def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
-    """The plan of a Megatron checkpoint of any format."""
+    """Returns the plan of a Megatron checkpoint of any format."""
     dialect = dialect_to_write(source, target)
     megatron = dialect.version(target.megatron_version)
     _refuse_old_version(target, megatron)
-    # what is moved: from Megatron to Megatron, the vocabulary's padding too
+    # `moved` is the source; from Megatron to Megatron, with the vocabulary's padding rows
     moved, padded = _vocabulary(source, dialect, target)
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
@@ -52,8 +52,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
     if (left := source.left_behind()) and not target.no_optimizer:
         raise UsageError(
-            f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved;"
-            " give --no-optimizer to leave the rest behind"
+            f"{source.path}: holds more than weights: {', '.join(left)}. mckpt converts weights"
+            " only; give --no-optimizer to leave the rest behind"
         )
     kinds, dtype = kinds_of(moved, target)
     args = args_of(source, moved, destination, target, dialect, chosen, dtype, padded)
@@ -91,7 +91,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
 
 
 def _refuse_old_version(target: Target, megatron: list[int]) -> None:
-    """UsageError if the megatron-core that shall load the checkpoint could not read it."""
+    """Raises UsageError if the chosen megatron-core could not read the checkpoint."""
     if target.common_as_object and megatron < COMMON_OBJECT_SINCE:
         since, asked = (".".join(map(str, v)) for v in (COMMON_OBJECT_SINCE, megatron))
         raise UsageError(
@@ -101,18 +101,20 @@ def _refuse_old_version(target: Target, megatron: list[int]) -> None:
 
 
 def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
-    """The dialect to write: the one asked for, else that of the source or of its family."""
+    """Returns the dialect to write: the one that the user names, else the source's, else its
+    family's.
+    """
     if source.is_megatron and target.dialect is None:
         return source.mapping
     return mapping.dialect_for(source.mapping, target.dialect)
 
 
 def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tuple[Checkpoint, int]:
-    """What is moved, and the rows of the padded vocabulary that it gets.
+    """Returns the checkpoint to convert, and the rows of its padded vocabulary in the target.
 
-    A Megatron checkpoint keeps its padding, values included, where the target's tp divides it:
-    the softmax sees those rows. Else, and from Hugging Face, the true vocabulary is padded anew, as
-    Megatron computes it (vocab_utils.py).
+    A Megatron checkpoint keeps its padding rows and their values if the target's tp divides them,
+    because the softmax includes those rows. Otherwise, and from Hugging Face, the true vocabulary
+    is padded anew, as Megatron does (vocab_utils.py).
     """
     if source.is_megatron:
         whole = source.padded()
@@ -130,13 +132,13 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tup
 
 
 def padded_rows(dims: Dims, dialect: MappingFile, target: Target) -> int:
-    """Rows of the vocabulary as Megatron pads it for these sizes."""
+    """Returns the rows of the vocabulary, padded as Megatron pads it for these sizes."""
     multiple = (target.divisible_by or dialect.given["divisible_by"]) * target.parallel.tp
     return -(-int(dims["vocab_size"]) // multiple) * multiple
 
 
 def check_sizes(dims: Dims, parallel: Parallel) -> None:
-    """UsageError if Megatron could not launch the model at these sizes."""
+    """Raises UsageError if Megatron could not run the model at these sizes."""
     parallel.check(dims["num_experts"])
     parallel.stages(dims["num_layers"], dims["mtp_layers"])
     heads, groups = dims["num_heads"], dims["num_query_groups"]
@@ -167,8 +169,8 @@ def check_sizes(dims: Dims, parallel: Parallel) -> None:
 
 
 def _choices(source: Checkpoint, destination: Destination, target: Target) -> dict[str, Any]:
-    """The dialect's choices for the target: what is asked for, else what the source does, else
-    Megatron's defaults.
+    """Returns the dialect's choices for the target: the user's, else the source's, else Megatron's
+    defaults.
     """
     own = source.names.choices
     impl = target.transformer_impl or own.get("transformer_impl") or "transformer_engine"
@@ -199,9 +201,11 @@ def _choices(source: Checkpoint, destination: Destination, target: Target) -> di
 def _inexact(
     source: Checkpoint, dialect: MappingFile, dims: Dims, impl: str, target: Target
 ) -> dict[str, str]:
-    """What Megatron would not compute as the source does, where the user allows it.
+    """Returns the features that Megatron computes differently and that the user accepts: name ->
+    reason.
 
-    MappingError names everything that is not allowed, and a model that Megatron could not load.
+    Raises MappingError with all features that the user does not accept, and for a model that
+    Megatron could not load.
     """
     program = {
         "megatron": dialect.version(target.megatron_version),
@@ -216,7 +220,7 @@ def _inexact(
     config = read_config(source.path)
     unknown = {
         key: (
-            f"config.json says {mapping.lookup(config, key)!r}, and"
+            f"config.json has {mapping.lookup(config, key)!r}, and"
             f" {source.mapping.path.name} does not mention this key: it may matter or not"
         )
         for key in source.mapping.unknown(config)
@@ -226,8 +230,8 @@ def _inexact(
 
 
 def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
-    """DestinationError if a DST/hf that is there describes another model: it would be read as this
-    one's.
+    """Raises DestinationError if an existing DST/hf describes another model. This checkpoint would
+    be read with that model's config.
     """
     config = read_config(side)
     try:
@@ -247,8 +251,8 @@ def _refuse_side_of_other(source: Checkpoint, side: Path) -> None:
 
 
 def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
-    """The Hugging Face files beside the weights, to be kept in DST/hf: config.json as the user's
-    word corrects it, and the user's family file.
+    """Returns the Hugging Face files for DST/hf: config.json with the user's corrections, and the
+    user's family file.
     """
     root = source.side_directory if source.is_megatron else source.path
     if root is None:

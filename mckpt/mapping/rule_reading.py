@@ -1,4 +1,4 @@
-"""The rules of a mapping file: blocks and braces expanded, every word checked."""
+"""Reads the rules of a mapping file: expands blocks and braces, and checks every word."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def read_rules(
     expression: Callable[[Any, str], Expression | None],
     problems: list[str],
 ) -> Iterator[Rule]:
-    """The rules of the top level and of each block, braces expanded, prefixes put on both sides.
+    """Returns the rules of the top level and of each block, with braces expanded and prefixes added
+    on both sides.
 
-    A block that says `mtp` has its rules a second time, for the layers of multi-token prediction:
+    A block with `mtp` yields its rules a second time, for the layers of multi-token prediction:
     `mtp` is their prefix, or the prefix as `key` with an `instead` of its own.
     """
     scopes: list[tuple[Node, str, str, tuple[str, Expression | None] | None, bool]] = [
@@ -90,7 +91,7 @@ def read_rules(
 
 
 def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`{q,k,v}` in the key, in `of` and in `when`: one rule for each."""
+    """Returns one rule for each of the words in `{q,k,v}`, in the key, in `of` and in `when`."""
     spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
     if not isinstance(spec, dict):
         raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
@@ -176,5 +177,5 @@ def _rule(
 
 
 def key_pattern(key: str) -> re.Pattern[str]:
-    """What a key template can look like once its indices are filled."""
+    """Returns a regular expression for a key template with its indices filled in."""
     return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))
