@@ -85,8 +85,9 @@ def report(rows: list[Row], rounds: int) -> None:
 
     It ends when each row has `rounds` samples at full speed, or six times as many samples of any
     speed. Rows without a target get `rounds` turns. The printed seconds are the median of the
-    samples at full speed, with the median of all beside it. If fewer than `rounds` samples had full
-    speed, the median of all is printed, and the line says so.
+    samples at full speed, and beside it the median of all samples. If fewer than `rounds` samples
+    had full speed, the printed seconds are the median of all samples, and the line ends with
+    "median of all samples".
     """
     cores = os.sched_getaffinity(0)
     found: list[list[Sample]] = [[] for _ in rows]
@@ -103,7 +104,7 @@ def report(rows: list[Row], rounds: int) -> None:
         every, peak = statistics.median(s.seconds for s in samples), max(s.mib for s in samples)
         enough = len(counted) >= rounds
         seconds = statistics.median(s.seconds for s in counted) if enough else every
-        beside = f", all {every:5.2f} s" if enough else ": of all    "
+        beside = f", all {every:5.2f} s" if enough else ", median of all samples"
         judged = []
         if row.seconds:
             judged.append(judge(row.name, seconds, row.seconds, " s"))

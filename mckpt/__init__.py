@@ -36,9 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names above, imported when they are used: `mckpt --help` needs none of them,
-    nor numpy.
-    """
+    """Imports a name of the API on first use. `mckpt --help` needs none of them, nor numpy."""
     if name not in __all__:
         raise AttributeError(f"module 'mckpt' has no attribute {name!r}")
     from importlib import import_module

@@ -56,7 +56,7 @@ def plan(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
             " quantised"
         )
-    refuse_options(target, format)
+    refuse_options(target, format, source)
     destination = Destination(
         Path(dst),
         _unit(source, target) if format.megatron else None,
@@ -72,8 +72,8 @@ def plan(
 
 
 def _unit(source: Checkpoint, target: Target) -> str:
-    """The name that the checkpoint gets: the one asked for, else the source's, else that of its
-    iteration.
+    """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
+    else from the source's name, else from the source's iteration.
     """
     if target.iteration is not None:
         return unit_name(target.iteration)
@@ -94,7 +94,7 @@ def convert(
     progress: Progress | None = None,
     **wanted: Any,
 ) -> dict[str, Any]:
-    """`plan(...)`, then `run`; returns the manifest."""
+    """Calls `plan(...)` and `run`; returns the manifest."""
     return plan(src, dst, **wanted).run(
         max_memory=max_memory, threads=threads, checksum=checksum, progress=progress
     )
@@ -108,7 +108,7 @@ def diff(
     known: Known | None = None,
     progress: Progress | None = None,
 ) -> comparison.Difference:
-    """Compare two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
+    """Compares two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"--atol {atol} must be a finite number, at least 0")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))

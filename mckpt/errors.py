@@ -29,6 +29,12 @@ class MckptError(Exception):
         error.problems = tuple(problems)
         return error
 
+    def with_hint(self, hint: str) -> MckptError:
+        """Returns the same error with one more line."""
+        error = type(self)(f"{self}\n{hint}")
+        error.problems = self.problems
+        return error
+
 
 def counted(number: int, noun: str) -> str:
     """Returns a number and its noun, such as "1 chunk" or "2,000 chunks"."""

@@ -301,7 +301,7 @@ def fields(path: Path) -> dict[str, Any]:
             {"format": "torch", "layer_keys": "stacked"},
             "the format torch has no choice",
         ),
-        ({"format": "zip"}, "no format 'zip'; known: hf, torch_dist, torch"),
+        ({"format": "zip"}, "no format 'zip'; the formats are hf, torch_dist, torch"),
         ({"format": "torch", "common_as_object": True}, "the format torch cannot keep the common"),
         (
             {"common_as_object": True, "megatron_version": "0.18"},

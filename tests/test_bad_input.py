@@ -54,13 +54,19 @@ def test_sizes_that_do_not_fit_are_refused(tiny_model, tmp_path, case):
 
 
 def test_a_setting_or_family_that_the_config_denies_is_refused(made, tmp_path):
-    for option, value, words in (
-        ("--set", "num_layers=7", ("num_layers", "4", "7")),
-        ("--family", "nope", ("'nope'", "qwen3")),
-        ("--mapping", "/nope.yaml", ("/nope.yaml",)),
+    for code, option, value, words in (
+        (4, "--set", "num_layers=7", ("num_layers", "4", "7")),
+        (4, "--family", "nope", ("'nope'", "qwen3")),
+        (
+            5,
+            "--family",
+            "llama",
+            ("--family llama was given", "which is family qwen3: leave out --family llama."),
+        ),
+        (4, "--mapping", "/nope.yaml", ("/nope.yaml",)),
     ):
         args = ("hf-to-megatron", made["one"], tmp_path / "d", option, value)
-        refused(4, *words, args=args, untouched=tmp_path)
+        refused(code, *words, args=args, untouched=tmp_path)
 
 
 def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monkeypatch):

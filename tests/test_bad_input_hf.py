@@ -137,7 +137,10 @@ SHARDS = {
         (NORM, "says model-00001"),
     ),
     "index forgets a tensor": (index(lambda m: m.pop(NORM)), (NORM, "does not name it")),
-    "index names an absent tensor": (index(lambda m: m.update(foo=m[NORM])), ("foo", "it is not")),
+    "index names an absent tensor": (
+        index(lambda m: m.update(foo=m[NORM])),
+        ("foo", "does not contain it"),
+    ),
     "index is no object": (lambda src: (src / INDEX).write_text("[]"), (INDEX, "weight_map")),
     "tensor in two shards": (
         lambda src: shutil.copy(shard_name(src, 0), shard_name(src, 1)),

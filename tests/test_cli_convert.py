@@ -75,6 +75,37 @@ def test_max_shard_size_limits_each_file(torch_dir, src, tmp_path):
     refused(2, "'0'", args=("megatron-to-hf", torch_dir, tmp_path / "e", "--max-shard-size", "0"))
 
 
+def test_an_option_without_effect_is_refused(src, torch_dir, tmp_path):
+    hf_to, to_hf = (
+        ("plan", src, tmp_path / "d"),
+        ("plan", torch_dir, tmp_path / "d", "--to", "hf"),
+    )
+    for args, flags, reason in (
+        (hf_to, ("--tokenizer", src), "it is for a Hugging Face target"),
+        (hf_to, ("--max-shard-size", "1GB"), "it is for a Hugging Face target"),
+        (hf_to, ("--grouped-experts",), "is a dense model, which has no experts"),
+        (hf_to, ("--sequential-experts",), "is a dense model, which has no experts"),
+        (hf_to, ("--no-optimizer",), "is a Hugging Face directory, which has no optimizer state"),
+        (to_hf, ("--no-optimizer",), "it is for a Megatron target"),
+        (to_hf, ("--grouped-experts",), "it is for a Megatron target"),
+        (to_hf, ("--transformer-impl", "local"), "it is for a Megatron target"),
+        (to_hf, ("--megatron-version", "0.16"), "it is for a Megatron target"),
+    ):
+        refused(2, flags[0], reason, "leave it out", args=(*args, *flags), untouched=tmp_path)
+    for args in (hf_to, to_hf):
+        good(*args)
+
+
+def test_an_unknown_name_of_allow_inexact_is_refused(src, torch_dir, tmp_path):
+    for source, to in ((src, "torch"), (torch_dir, "torch"), (torch_dir, "hf")):
+        args = ("plan", source, tmp_path / "d", "--to", to, "--allow-inexact")
+        refused(
+            2, "--allow-inexact rope_facto:", "rope_factor", "config", args=(*args, "rope_facto")
+        )
+        for known in ("rope_factor", "config", "sliding_window"):
+            good(*args, known)
+
+
 def test_tokenizer_files_are_copied_byte_for_byte(torch_dir, tmp_path):
     given = tmp_path / "tokenizer"
     (given / "sub" / "deep").mkdir(parents=True)

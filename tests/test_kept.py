@@ -234,7 +234,7 @@ def test_args_must_agree_in_everything_that_was_not_allowed(mine: Path, tmp_path
     refused(
         4,
         "activation is 'silu'",
-        "'gelu_tanh' was given",
+        "but 'gelu_tanh' by ",
         args=("diff", tmp_path / "d", mine / "ckpt"),
     )
     edit_json(
@@ -289,8 +289,8 @@ def test_a_setting_wins_over_config_json_if_the_tensors_agree_with_it(
 ) -> None:
     said = good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0", "--tp", 2).err
     assert (
-        "mtp_layers: config.json says num_nextn_predict_layers 1; 0 is taken, as --set says and as"
-        " the tensors are" in said
+        "mtp_layers: config.json has num_nextn_predict_layers 1; the value of --set, 0, is used,"
+        " because the tensors agree with it" in said
     )
     assert (
         json.loads((tmp_path / "d" / "hf" / "config.json").read_text())["num_nextn_predict_layers"]
@@ -327,9 +327,21 @@ def test_a_setting_is_refused_if_the_tensors_disagree_or_cannot_tell(
 ) -> None:
     whole = tiny_model("deepseek-v3")
     for source, setting, words in (
-        (whole, "mtp_layers=0", ("mtp_layers is 1", "0 was given")),
-        (whole, "num_layers=3", ("num_layers is 4", "3 was given")),
-        (headless, "rope_theta=5.0", ("rope_theta is", "5.0 was given")),
+        (
+            whole,
+            "mtp_layers=0",
+            ("--set mtp_layers=0", "num_nextn_predict_layers is 1", "the tensors agree with it"),
+        ),
+        (
+            whole,
+            "num_layers=3",
+            ("--set num_layers=3", "num_hidden_layers is 4", "Leave out --set num_layers=3"),
+        ),
+        (
+            headless,
+            "rope_theta=5.0",
+            ("--set rope_theta=5.0", "rope_theta is", "no shape of a tensor depends on it"),
+        ),
     ):
         refused(
             4,

@@ -44,7 +44,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "inexact without why": (
         "extends: llama\ninexact:\n  x: {when: 'True'}\n",
-        r"my\.yaml:3: x wants `when` and `why`",
+        r"my\.yaml:3: x requires `when` and `why`",
     ),
     "a broken instead": (
         (

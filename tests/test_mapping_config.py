@@ -133,14 +133,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ],
     ),
     "negative": ({"num_hidden_layers": -1}, ["num_layers is -1, and must be from 1 to 10000"]),
-    "values": ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'; llama.yaml knows 'silu'"]),
+    "values": ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'; llama.yaml supports 'silu'"]),
     "rope type": (
         {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
-        ["rope_scaling.rope_type is 'yarn'; llama.yaml knows 'default', 'llama3'"],
+        ["rope_scaling.rope_type is 'yarn'; llama.yaml supports 'default', 'llama3'"],
     ),
     "disagree": (
         {"rope_parameters": {"rope_theta": 5.0}},
-        ["says two things of rope_theta: rope_theta", "rope_parameters.rope_theta 5.0"],
+        ["rope_theta has several values: rope_theta", "rope_parameters.rope_theta 5.0"],
     ),
     "lists": ({"hidden_size": [64]}, ["hidden_size is [64], and must be of type int"]),
     "rope incomplete": (
@@ -156,7 +156,7 @@ def test_an_error_lists_all_problems_of_a_config(what: str) -> None:
     with pytest.raises(MappingError) as caught:
         mapping.load("hf", "llama").read(llama(**changed), source="some/config.json")
     text = str(caught.value)
-    assert text.startswith("some/config.json does not describe a model that llama.yaml knows:")
+    assert text.startswith("some/config.json: the mapping llama.yaml cannot read this model:")
     for message in messages:
         assert message in text
     assert "could not be read" not in text
@@ -166,7 +166,9 @@ def test_given_dims_fill_gaps_and_must_agree_with_the_config() -> None:
     family = mapping.load("hf", "llama")
     assert family.read(llama(vocab_size="drop"), {"vocab_size": 9})["vocab_size"] == 9
     assert family.read(llama(), {"vocab_size": 131})["vocab_size"] == 131
-    with pytest.raises(MappingError, match="vocab_size is 131 by vocab_size, but 9 was given"):
+    with pytest.raises(
+        MappingError, match="vocab_size is 131 by vocab_size, but 9 by the given dims"
+    ):
         family.read(llama(), {"vocab_size": 9})
 
 
@@ -200,7 +202,9 @@ def test_an_arg_without_a_dim_is_refused() -> None:
     dims = mapping.load("hf", "llama").read(llama())
     args = dialect.write(dims)
     assert dialect.read({**args, "qk_l2_norm": None}) == dims
-    with pytest.raises(MappingError, match=r"qk_l2_norm is True, and gpt\.yaml knows only False"):
+    with pytest.raises(
+        MappingError, match=r"qk_l2_norm is True, and gpt\.yaml supports only False"
+    ):
         dialect.read({**args, "qk_l2_norm": True})
     with pytest.raises(
         MappingError, match=r"(?s)position_embedding_type is 'none'.*glu_linear_offset is 1\.0"
@@ -268,7 +272,7 @@ def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
     mckpt.plan(source, tmp_path / "out")
     other = tiny.tiny_random("deepseek-v3", tmp_path / "other", rope_interleave=False)
     with pytest.raises(
-        MappingError, match=r"rope_interleave is False, and deepseek_v3\.yaml knows only True"
+        MappingError, match=r"rope_interleave is False, and deepseek_v3\.yaml supports only True"
     ):
         mckpt.plan(other, tmp_path / "out")
 
@@ -278,7 +282,7 @@ def test_an_unknown_key_is_refused_by_a_plan(tmp_path: Path) -> None:
     tiny.write_json(source / "config.json", llama(final_logit_softcapping=30.0))
     with pytest.raises(
         MappingError,
-        match=r"says 30\.0, and llama\.yaml does not mention this key",
+        match=r"has 30\.0, and llama\.yaml does not mention this key",
     ):
         mckpt.plan(source, tmp_path / "out")
     mckpt.plan(source, tmp_path / "out", allow_inexact=["final_logit_softcapping"])

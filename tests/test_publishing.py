@@ -117,7 +117,7 @@ def test_overwrite_never_removes_foreign_files(tmp_path, trained, name):
     refused(
         6,
         name,
-        "no part of a checkpoint",
+        "does not belong to a checkpoint",
         args=("megatron-to-hf", trained, dst, "--overwrite"),
         untouched=tmp_path,
     )

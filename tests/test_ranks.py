@@ -200,7 +200,7 @@ def all_ranks_end_with_the_error_of_rank_0(
     (out / "release" / "notes").write_text("mine")
     ended = ranks_end([*arguments, "--overwrite"], (1,), tmp_path, run)
     assert ended[0][0] == 6
-    assert "no part of a checkpoint" in ended[0][1]
+    assert "does not belong to a checkpoint" in ended[0][1]
     (out / "release" / "notes").unlink()
     assert door.tree(out) == before
     ended = ranks_end([*arguments, "--workers", 2], (0, 1), tmp_path, run)

@@ -130,5 +130,5 @@ def test_a_key_in_two_files_is_one_tensor(tmp_path: Path) -> None:
     assert (found["num_tensors"], found["bytes"], list(found["tensors"])) == (2, 12, ["x", "y"])
     assert found["problems"] == [
         "x is in a.safetensors and in b.safetensors",
-        "z: model.safetensors.index.json says it is in b.safetensors, and it is not",
+        "z: model.safetensors.index.json places it in b.safetensors, which does not contain it",
     ]

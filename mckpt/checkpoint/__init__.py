@@ -1,3 +1,1 @@
-"""A checkpoint understood, whatever its format: its dims, its logical tensors, what differs between
-two of them.
-"""
+"""Checkpoints of any format: their dims, their logical tensors, and the differences between two."""

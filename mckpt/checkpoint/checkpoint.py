@@ -1,4 +1,4 @@
-"""A checkpoint understood: which format, which names, which dims, and so which logical tensors."""
+"""A checkpoint of any format, with its mapping, its dims and its logical tensors."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class VocabSizeUnknown(UsageError):
 
 @dataclass(frozen=True)
 class Known:
-    """What the user says about a checkpoint.
+    """The user's description of a checkpoint.
 
-    Of a Megatron checkpoint `vocab_size` and `settings` win over its args.
+    For a Megatron checkpoint, `vocab_size` and `settings` replace its args.
     """
 
     like: str | Path | None = None  # a Hugging Face directory whose config.json describes the model
@@ -42,12 +42,12 @@ class Known:
 
     @property
     def family_name(self) -> str | None:
-        """The family, or the family file, that the user names."""
+        """Returns the family, or the family file, that the user names."""
         return self.mapping or self.family
 
     @property
     def dims(self) -> dict[str, Any]:
-        """The dims that the user says."""
+        """Returns the dims that the user gives."""
         return {
             **self.settings,
             **({} if self.vocab_size is None else {"vocab_size": self.vocab_size}),
@@ -55,7 +55,8 @@ class Known:
 
 
 class Checkpoint(Mapping[str, LogicalTensor]):
-    """A checkpoint of any format as its logical tensors:
+    """A checkpoint of any format, as a mapping of its logical tensors.
+
     `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else.
     """
 
@@ -64,9 +65,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if not self.path.exists():
             raise SourceError(f"{self.path}: does not exist{description.download_hint(self.path)}")
         if not self.path.is_dir():
-            raise SourceError(f"{self.path}: is a file; the directory of a checkpoint is wanted")
-        self.unit: Unit | None = None  # of a Megatron save directory
-        self._dims: Dims | None = None  # given by `with_dims`
+            raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
+        self.unit: Unit | None = None  # set only for a Megatron save directory
+        self._dims: Dims | None = None  # set by `with_dims`
         self.opened = self._open()
 
     def _open(self) -> Opened:
@@ -89,24 +90,26 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def format(self) -> str:
-        """The name of its format."""
+        """Returns the name of the format."""
         return self.opened.format.name
 
     @property
     def is_megatron(self) -> bool:
-        """True for a Megatron checkpoint, False for a Hugging Face directory."""
+        """Returns True for a Megatron checkpoint, False for a Hugging Face directory."""
         return self.opened.format.megatron
 
     @property
     def root(self) -> Path:
-        """The directory that a destination must keep away from: the save directory, or the
-        checkpoint's own.
+        """Returns the directory that no destination may overlap: the save directory, or the
+        directory of the checkpoint itself.
         """
         return self.unit.root if self.unit and is_unit_name(self.unit.name) else self.path
 
     @cached_property
     def side_directory(self) -> Path | None:
-        """`hf/` in a Megatron save directory, with the Hugging Face files of the model; or None."""
+        """Returns `hf/` in a Megatron save directory, which contains the Hugging Face files of the
+        model; None if it is missing.
+        """
         if self.unit is None:
             return None
         side = self.unit.root / "hf"
@@ -114,19 +117,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """mckpt.json, if mckpt wrote this checkpoint."""
+        """Returns the content of mckpt.json; {} if mckpt did not write this checkpoint."""
         return description.read_manifest(self.unit.path if self.unit else self.path)
 
     @cached_property
     def named(self) -> Known:
-        """Returns what the user says, with the family that was named for this checkpoint.
+        """Returns the user's description. If it names no family, the result has the family file
+        kept beside the checkpoint, or the family that its manifest records.
 
-        That is the family or family file that the user names now; else the family file that is kept
-        beside the checkpoint; else the family that the manifest records.
-
-        MappingError if the kept file is not the one that the manifest names.
+        Raises MappingError if the kept file is not the one that the manifest names.
         """
-        # the name of a family that mckpt has
+        # --mapping may also give the name of a family that mckpt has
         if self.known.mapping and not self.known.mapping.endswith((".yaml", ".yml")):
             return replace(self.known, mapping=None, family=self.known.mapping)
         if self.known.mapping or self.known.family:
@@ -142,8 +143,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return replace(self.known, family=family) if family in mapping.names("hf") else self.known
 
     def named_as(self, other: Checkpoint) -> Checkpoint:
-        """Returns this checkpoint; a Hugging Face directory of which mckpt knows no family is read
-        with the family file that `other` keeps.
+        """Returns this checkpoint. If it is a Hugging Face directory without a known family, reads
+        it with the family file that `other` keeps.
         """
         if not self.is_megatron and not self.named.mapping and other.named.mapping:
             try:
@@ -154,16 +155,16 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def allowed(self) -> dict[str, str]:
-        """Returns what --allow-inexact let pass when mckpt wrote this checkpoint: name -> why it is
-        inexact.
+        """Returns the differences that --allow-inexact accepted when mckpt wrote this checkpoint:
+        name -> reason.
         """
         found = self.manifest.get("inexact")
         return found if isinstance(found, dict) else {}
 
     @cached_property
     def granted(self) -> dict[str, Any]:
-        """Returns the dims that --allow-inexact let pass when mckpt wrote this Megatron checkpoint:
-        its args may not be able to say them.
+        """Returns the dims that --allow-inexact accepted when mckpt wrote this Megatron checkpoint.
+        Its args may be unable to express them.
         """
         return {
             n: v
@@ -173,11 +174,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def overruled(self) -> dict[str, Any]:
-        """Returns the dims for which the user's word wins over config.json, because the tensors do
-        not agree with config.json.
+        """Returns the dims that the user sets and that replace those of config.json, because the
+        tensors contradict config.json.
 
-        MappingError if the user denies a dim of config.json that no tensor shows, or that the
-        tensors agree with.
+        Raises MappingError if the user contradicts a dim of config.json on which no tensor depends,
+        or with which the tensors agree.
         """
         said = self.known.dims
         if self.is_megatron or not said:
@@ -194,23 +195,33 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             apart = {
                 n: v for n, v in said.items() if n not in free and not mapping.equal(plain[n], v)
             }
-            shown = self.mapping.stored(plain)
-            if any(
-                self.mapping.stored(self.mapping.read(config, {}, where, {n: v})) == shown
-                for n, v in apart.items()
-            ):
+            if not apart:
                 raise
+            shown = self.mapping.stored(plain)
+            invisible = {
+                n: v
+                for n, v in apart.items()
+                if self.mapping.stored(self.mapping.read(config, {}, where, {n: v})) == shown
+            }
+            if invisible:
+                raise self._contradiction(
+                    invisible, plain, "no shape of a tensor depends on it"
+                ) from None
             try:
                 self.opened.layout(Names(self.mapping, plain, {}, self.parallel))
             except MckptError:
                 return apart
-            raise
+            raise self._contradiction(apart, plain, "the tensors agree with it") from None
         return {}
+
+    def _contradiction(self, apart: Mapping[str, Any], plain: Dims, why: str) -> MappingError:
+        sized = () if self.known.vocab_size is None else ("vocab_size",)
+        return description.contradiction(self.path, self.mapping, apart, plain, why, sized)
 
     @cached_property
     def notes(self) -> list[str]:
-        """Returns sentences on everything that was taken from elsewhere than the user, config.json
-        or args, or against them.
+        """Returns a sentence for each fact that does not come from the user, config.json or args,
+        or that contradicts them.
         """
         out = []
         unasked = not (self.known.mapping or self.known.family)
@@ -233,8 +244,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
             )
             out.append(
-                f"{name}: config.json says {said}; {value!r} is taken, as --set says and as the"
-                " tensors are"
+                f"{name}: config.json has {said}; the value of --set, {value!r}, is used, because"
+                " the tensors agree with it"
             )
         made = "was given when the checkpoint was made"
         if "config" in self.allowed and self.granted:
@@ -247,33 +258,47 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def args(self) -> dict[str, Any] | None:
-        """Megatron's args, as plain values; None where there are none."""
+        """Returns Megatron's args as plain values; None if the checkpoint has none."""
         return self.opened.common.args if self.opened.common else None
 
     @cached_property
     def mapping(self) -> MappingFile:
-        """The family (Hugging Face) or dialect (Megatron) whose names its keys are."""
+        """Returns the family (Hugging Face) or dialect (Megatron) that names the stored keys."""
         if self.is_megatron:
             return mapping.dialect_of(self.opened.keys())
         return self._family(self.path)
 
     def _family(self, described: Path) -> MappingFile:
-        """The family of the model that the config.json of a directory describes."""
+        """Returns the family of the model that the config.json of a directory describes."""
         config = read_config(described)
         return description.family_for(config, self.named.family_name, str(described / CONFIG))
 
     @cached_property
     def dims(self) -> Dims:
-        """Sizes and hyperparameters, from every source that says them; sources that disagree are an
-        error, but the user's word wins.
+        """Returns the sizes and hyperparameters of the model, from all sources that have them.
+
+        The user's values replace others. Raises MappingError if other sources disagree.
         """
         if self._dims is not None:
             return self._dims
         if self.is_megatron:
             return self._megatron_dims(self.known.dims)
-        return self.mapping.read(
-            read_config(self.path), self.known.dims, str(self.path / CONFIG), self.overruled
-        )
+        return self._read_config(self.path, self.known.dims, self.overruled)
+
+    def _read_config(
+        self, described: Path, known: Mapping[str, Any], override: Mapping[str, Any]
+    ) -> Dims:
+        """Returns the dims that the config.json of a directory describes."""
+        family, where = self._family(described), str(described / CONFIG)
+        try:
+            return family.read(read_config(described), known, where, override, "--set")
+        except MappingError as e:
+            hint = self._family_hint(described)
+            raise (e.with_hint(hint) if hint else e) from None
+
+    def _family_hint(self, described: Path | None) -> str:
+        option = "--mapping" if self.known.mapping else "--family"
+        return description.family_hint(described, option, self.known.family_name)
 
     def _megatron_dims(self, said: Mapping[str, Any]) -> Dims:
         """The dims of a Megatron checkpoint, from its args, else from run_config.yaml, else from
@@ -290,7 +315,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 for n, v in self.granted.items()
                 if n not in described or mapping.equal(described[n], v)
             }
-            return self.mapping.read(self.args, known, f"args of {root}", {**granted, **said})
+            described_by = self.described_by
+            known_from = MANIFEST if described_by is None else str(described_by / CONFIG)
+            try:
+                return self.mapping.read(
+                    self.args, known, f"args of {root}", {**granted, **said}, known_from
+                )
+            except MappingError as e:
+                hint = self._family_hint(described_by)
+                raise (e.with_hint(hint) if hint else e) from None
         if (bridge := root / RUN_CONFIG).exists():
             return run_config_dims(bridge, known, said)
         return _completed(root, {**known, **said})
@@ -299,8 +332,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """The dims of the config.json that describes a Megatron checkpoint; none without one."""
         if (described := self.described_by) is None:
             return {}
-        family, where = self._family(described), str(described / CONFIG)
-        return family.read(read_config(described), {}, where, said)
+        return self._read_config(described, {}, said)
 
     @property
     def _recorded(self) -> dict[str, Any]:
@@ -309,10 +341,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return found if isinstance(found, dict) else {}
 
     def padded(self) -> Checkpoint | None:
-        """The same with the vocabulary's padding as part of it: what moves from Megatron to
-        Megatron.
-
-        None where it is not stored by rows.
+        """Returns the same checkpoint with the padding rows as part of the vocabulary, for a
+        conversion from Megatron to Megatron; None if the embedding is not stored by rows.
         """
         rows = self.opened.padded_vocab(self.mapping)
         if rows is None:
@@ -329,7 +359,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.with_dims({**dims, "vocab_size": rows})
 
     def with_dims(self, dims: Dims) -> Checkpoint:
-        """The same files, read with these dims."""
+        """Returns the same files, read with these dims."""
         other = object.__new__(Checkpoint)
         own = ("path", "known", "unit", "opened")
         other.__dict__.update({name: getattr(self, name) for name in own}, _dims=dims)
@@ -337,26 +367,26 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def from_hugging_face(self) -> bool:
-        """True if its manifest says that mckpt made it from a Hugging Face directory."""
+        """Returns whether the manifest records a conversion from a Hugging Face directory."""
         source = self.manifest.get("source")
         return isinstance(source, dict) and source.get("format") in formats.names(megatron=False)
 
     @property
     def casts(self) -> list[str]:
-        """The dtypes that all its tensors were cast to, one after the other, since the first
-        source; from its manifests.
+        """Returns the dtypes to which all tensors were cast since the first source, in order, as
+        recorded in the manifests.
         """
         found = self.manifest.get("casts")
         return [str(dtype) for dtype in found] if isinstance(found, list) else []
 
     @property
     def quantised(self) -> bool:
-        """True if config.json says that weights are stored in 8 bits, with scales."""
+        """Returns whether config.json describes weights stored in 8 bits, with scales."""
         return self.opened.block is not None
 
     @property
     def described_by(self) -> Path | None:
-        """The Hugging Face directory that describes the model: this one, or of a Megatron
+        """Returns the Hugging Face directory that describes the model: this one, or for a Megatron
         checkpoint --like, else DST/hf.
         """
         if not self.is_megatron:
@@ -365,7 +395,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def parallel(self) -> Parallel:
-        """The sizes it was saved with."""
+        """Returns the parallel sizes with which the checkpoint was saved."""
         found = self.opened.parallel()
         if self.args is None or self.mapping.stage_sizes is None:
             return found
@@ -377,7 +407,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def names(self) -> Names:
-        """How its stored keys become logical tensors."""
+        """Returns the mapping, dims and choices that turn stored keys into logical tensors."""
         dims, said = self.dims, self.mapping.say_choices(self.args or {})
         self._check_sizes(dims)
         names = Names(self.mapping, dims, said, self.parallel)
@@ -385,17 +415,19 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def layout(self) -> Layout:
-        """What is stored where."""
+        """Returns the logical box that each stored tensor holds."""
         try:
             return self.opened.layout(self.names)
         except (SourceError, CoverError) as e:
-            if not self.known.dims:
-                raise
-            given = ", ".join(f"{name} {value!r}" for name, value in self.known.dims.items())
-            hint = f"--set or --vocab-size gave {given}: correct or leave out what is wrong."
-            found = type(e)(f"{e}\n{hint}")
-            found.problems = e.problems
-            raise found from None
+            hints = []
+            if self.known.dims:
+                given = ", ".join(f"{name} {value!r}" for name, value in self.known.dims.items())
+                hints.append(
+                    f"--set or --vocab-size gave {given}: correct or leave out what is wrong."
+                )
+            if hint := self._family_hint(self.described_by):
+                hints.append(hint)
+            raise (e.with_hint("\n".join(hints)) if hints else e) from None
 
     def _check_sizes(self, dims: Dims) -> None:
         if self.opened.format.fixed_sizes:
@@ -408,7 +440,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 ) from None
 
     def left_behind(self) -> list[str]:
-        """What it holds that is no weight: optimizer, random states, schedules."""
+        """Returns the names of everything stored that is not a weight: optimizer, random states,
+        schedules.
+        """
         return self.opened.beside(self.mapping)
 
     @cached_property

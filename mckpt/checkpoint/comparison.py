@@ -1,5 +1,5 @@
-"""Compares two checkpoints in logical space, across formats, parallel sizes and the casts that were
-made between them.
+"""Compares the logical tensors of two checkpoints, across formats, parallel sizes and the casts
+that were made between them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ Casts = Callable[[str], Sequence[str]]
 class Changed:
     """One tensor that differs.
 
-    `first` is the index of the first differing element; `max_abs` None where a dtype has no
-    differences.
+    `first`, the index of the first differing element, and `max_abs` are set only if `what` is
+    values.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Difference:
         return bool(self.missing or self.extra or self.changed or self.left_out or self.replicas)
 
     def swapped(self) -> Difference:
-        """The same difference, seen from the second side."""
+        """Returns the same difference with the two sides exchanged."""
         changed = [replace(c, left=c.right, right=c.left) for c in self.changed]
         return replace(self, missing=self.extra, extra=self.missing, changed=changed)
 
@@ -97,7 +97,7 @@ class Difference:
 
 
 class Stopped(Exception):
-    """The comparison was told to end early."""
+    """Raised if the comparison was told to end early."""
 
 
 class _Block(NamedTuple):
@@ -130,7 +130,7 @@ class _Buffers(threading.local):
         self._held = [np.empty(BLOCK_BYTES, "u1") for _ in range(2)]
 
     def take(self, side: int, nbytes: int) -> np.ndarray:
-        """An array of at least `nbytes` bytes. A single row may be longer than a block."""
+        """Returns an array of at least `nbytes` bytes. A single row may be longer than a block."""
         if len(self._held[side]) < nbytes:
             self._held[side] = np.empty(nbytes, "u1")
         return self._held[side]
@@ -146,12 +146,12 @@ def diff(
     threads: int = 0,
     stop: threading.Event | None = None,
 ) -> Difference:
-    """Compares every logical tensor bit for bit (NaN payloads count), or within `atol`, where
-    dtypes may differ too.
+    """Compares every logical tensor bit for bit (NaN payloads count), or within `atol`, which
+    allows different dtypes too.
 
-    `casts(name)` says which dtypes a tensor was cast to between the two sides; it is then compared
-    with exactly that cast of the first side. threads=0 means one per core. Raises Stopped soon
-    after `stop` is set.
+    `casts(name)` returns the dtypes to which a tensor was cast between the two sides; the second
+    side must then equal exactly that cast of the first. threads=0 means one per core. Raises
+    Stopped soon after `stop` is set.
     """
     out = Difference([n for n in a if n not in b], [n for n in b if n not in a])
     compared = []
@@ -213,7 +213,7 @@ def diff(
 
 
 def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> list[str]:
-    """The copies of a tensor, on several ranks or under several keys of one checkpoint, that
+    """Returns the tensors of one checkpoint whose copies, on several ranks or under several keys,
     differ.
 
     Raises Stopped after `stop`.
@@ -227,8 +227,8 @@ def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> l
 
 
 def _left_out(side: Any) -> list[str]:
-    """The weights of a checkpoint that its mapping ignores; a plain dictionary of tensors has
-    none.
+    """Returns the weights of a checkpoint that its mapping ignores; none for a plain dictionary of
+    tensors.
     """
     layout = getattr(side, "layout", None)
     ignored = layout.left_out.items() if layout is not None else ()
@@ -236,7 +236,7 @@ def _left_out(side: Any) -> list[str]:
 
 
 def _blocks(left: LogicalTensor, right: LogicalTensor) -> Iterator[_Block]:
-    """The tensor's rows in blocks of about BLOCK_BYTES."""
+    """Yields the tensor's rows in blocks of about BLOCK_BYTES."""
     rows = left.shape[0] if left.shape else 1
     row_bytes = math.prod(left.shape[1:]) * max(itemsize(left.dtype), itemsize(right.dtype))
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
@@ -252,7 +252,7 @@ def _compare(
     way: Sequence[str],
     buffers: _Buffers,
 ) -> _Found | None:
-    """The differences of one block, None if it has none."""
+    """Returns the differences of one block, None if it has none."""
     rows = slice(block.row, block.row + block.rows)
     left, right = a[block.name], b[block.name]
     left, right = left[rows] if left.shape else left, right[rows] if right.shape else right
@@ -285,13 +285,15 @@ def _compare(
 
 
 def _same_bytes(x: np.ndarray, y: np.ndarray) -> bool:
-    """Whether two dense arrays hold the same bytes, compared eight at a time where they divide."""
+    """Returns whether two dense arrays hold the same bytes. Compares eight bytes at a time if the
+    length is a multiple of eight.
+    """
     words = "u8" if x.nbytes % 8 == 0 else "u1"
     return np.array_equal(x.reshape(-1).view(words), y.reshape(-1).view(words))
 
 
 def _as(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The values cast to a dtype, as a conversion casts them."""
+    """Returns the values cast to a dtype, as a conversion casts them."""
     if values.dtype == numpy_dtype(dtype):
         return values
     out = np.empty(values.shape, numpy_dtype(dtype))
@@ -300,14 +302,16 @@ def _as(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _merged(name: str, parts: list[tuple[int, _Found]]) -> Changed:
-    """The differences of a tensor's blocks as one."""
+    """Returns the differences of a tensor's blocks as one."""
     _, first = min(parts)
     count, worst = sum(p.num for _, p in parts), max(p.max_abs for _, p in parts)
     return Changed(name, "values", first.left, first.right, first.first, worst, count)
 
 
 def _show(value: Any) -> str:
-    """The value with as many digits as tell it from its neighbours; of a NaN, its bits."""
+    """Returns the value with enough digits to distinguish it from its neighbours; for a NaN, its
+    bits.
+    """
     if np.isnan(float(value)):
         bits = np.asarray(value).reshape(1).view(f"u{value.dtype.itemsize}")[0]
         return f"nan 0x{bits:x}"

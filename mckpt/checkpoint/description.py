@@ -1,17 +1,18 @@
-"""What describes a checkpoint beside its tensors: its manifest, the family file kept with it, and
-the family of a config.json.
+"""Reads the descriptions of a checkpoint that are stored beside its tensors: its manifest, its
+family file, and a config.json.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
 from mckpt.errors import MappingError, SourceError
+from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import read_file
@@ -19,8 +20,8 @@ from mckpt.storage.staging import MANIFEST
 
 
 def download_hint(path: Path) -> str:
-    """Returns how to get a model whose name on the Hugging Face hub this may be; nothing for what
-    looks like a path.
+    """Returns a hint on how to download a model, if the path looks like its name on the Hugging
+    Face hub; else "".
     """
     name = str(path)
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) or path.parent.exists():
@@ -46,7 +47,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
 def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
     """Returns the family file kept in a directory, if any.
 
-    MappingError if it is not the one that the checkpoint's manifest names.
+    Raises MappingError if it is not the one that the checkpoint's manifest names.
     """
     path, recorded = directory / MAPPING, manifest.get("mapping_file")
     wanted = recorded.get("digest") if isinstance(recorded, dict) else None
@@ -66,7 +67,7 @@ def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
 
 
 def family_for(config: Mapping[str, Any], named: str | None, where: str) -> MappingFile:
-    """The family that is `named`, or the one that the config's architectures have."""
+    """Returns the family that is `named`, else the one of the config's architectures."""
     if named:
         return mapping.load("hf", named)
     architectures = config.get("architectures")
@@ -79,3 +80,48 @@ def family_for(config: Mapping[str, Any], named: str | None, where: str) -> Mapp
         return mapping.load("hf", mapping.family_with(str(architectures[0])))
     except MappingError as e:
         raise MappingError(f"{where}: {e}") from None
+
+
+def family_hint(described: Path | None, option: str, given: str | None) -> str:
+    """Returns the cure if the user named another family than a config.json does, else ""."""
+    named = read_config(described).get("architectures") if described and given else None
+    if not isinstance(named, list) or not named:
+        return ""
+    try:
+        family = mapping.family_with(str(named[0]))
+    except MappingError:
+        return ""
+    if family == given:
+        return ""
+    return (
+        f"{option} {given} was given, but config.json has the architecture {named[0]}, which is"
+        f" family {family}: leave out {option} {given}."
+    )
+
+
+def contradiction(
+    path: Path,
+    family: MappingFile,
+    apart: Mapping[str, Any],
+    plain: Mapping[str, Any],
+    why: str,
+    sized: Sequence[str],
+) -> MappingError:
+    """Returns the error for dims that the user and the config.json in `path` set differently.
+
+    apart: the user's dims. plain: the dims of config.json. why: the reason not to use the user's.
+    sized: dims that come from --vocab-size, not from --set.
+    """
+    config, lines, options = read_config(path), [], []
+    for name, value in apart.items():
+        options.append(f"--vocab-size {value}" if name in sized else f"--set {name}={value}")
+        keys = family.said_of(name, config) or {name: plain[name]}
+        said = ", ".join(f"{key} is {v!r}" for key, v in keys.items())
+        lines.append(f"{options[-1]}: in config.json {said}, and {why}")
+    error = MappingError.of(
+        f"{path / CONFIG} contradicts the command line:",
+        lines,
+        f"Leave out {', '.join(options)}; if config.json is wrong, correct it there.",
+    )
+    assert isinstance(error, MappingError)
+    return error

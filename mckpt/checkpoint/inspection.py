@@ -1,4 +1,4 @@
-"""What `mckpt inspect` and `mckpt mappings check` say."""
+"""Collects the facts that `mckpt inspect` and `mckpt mappings check` print."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHOWN = 40  # lines of tensors in the text form; --json has all
 
 
 def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
-    """Format, model, sizes, iteration and stored tensors, every one or the first `most`, from
+    """Returns format, model, sizes, iteration and stored tensors, all or the first `most`, from
     headers alone.
     """
     opened = source.opened
@@ -56,7 +56,7 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """Returns the result of `inspect` as text for people."""
     lines = [
         f"{k}: {_plainly(v)}"
         for k, v in found.items()
@@ -82,7 +82,7 @@ def _plainly(value: Any) -> str:
 
 
 def check_mapping(file: Path, config: Path | None) -> list[str]:
-    """Lines that say what a family file holds; MappingError where it is wrong."""
+    """Returns lines on the content of a family file; raises MappingError if the file is wrong."""
     family = mapping.load("hf", str(file))
     dialect = mapping.dialect_for(family)
     lines = [

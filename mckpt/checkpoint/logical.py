@@ -1,6 +1,4 @@
-"""A checkpoint as its logical tensors: nothing is read until it is sliced, whatever the format on
-disk.
-"""
+"""Reads a checkpoint of any format as logical tensors. Slicing reads nothing."""
 
 from __future__ import annotations
 
@@ -30,9 +28,9 @@ from mckpt.values.quantisation import Grid, dequantise
 if TYPE_CHECKING:
     import torch
 
-BLOCK_BYTES = 8 << 20  # of either side that is in memory at once when tensors are looked through
-# bytes; rows of at least this length are read where they belong, shorter ones together through a
-# buffer
+BLOCK_BYTES = 8 << 20  # of either side that is in memory at once when tensors are scanned
+# In bytes. Rows of at least this length are read directly into their place; shorter rows are read
+# together through a buffer.
 DIRECT = 16 << 10
 
 
@@ -44,7 +42,7 @@ class LogicalTensor:
     ) -> None:
         self._reader, self.name, self.whole = reader, name, shape
         self._box = box or whole_box(shape)
-        self._dropped: tuple[int, ...] = ()  # axes that an integer index took away
+        self._dropped: tuple[int, ...] = ()  # axes that an integer index removed
         self.dtype = reader.dtype(name)
 
     @property
@@ -59,7 +57,7 @@ class LogicalTensor:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> LogicalTensor:
-        """A box of it: integers, slices of step 1, and `...` once."""
+        """Returns a box of the tensor, for integers, slices of step 1, and at most one `...`."""
         index = index if isinstance(index, tuple) else (index,)
         axes = [a for a in range(len(self.whole)) if a not in self._dropped]
         if any(i is Ellipsis for i in index):
@@ -91,9 +89,9 @@ class LogicalTensor:
         return out
 
     def numpy(self, buffer: np.ndarray | None = None) -> np.ndarray:
-        """The elements, read now; dtypes that numpy lacks are those of ml_dtypes.
+        """Reads and returns the elements; dtypes that numpy lacks are those of ml_dtypes.
 
-        They lie in the first `nbytes` bytes of `buffer`, an array of bytes, where one is given.
+        buffer: an array of bytes, whose first `nbytes` bytes receive the elements.
         """
         return (
             self._reader.read(self.name, self._box, buffer)
@@ -102,7 +100,7 @@ class LogicalTensor:
         )
 
     def torch(self) -> torch.Tensor:
-        """The elements as a torch tensor, read now."""
+        """Reads the elements and returns them as a torch tensor."""
         import torch
 
         raw = self._reader.read(self.name, self._box)
@@ -119,7 +117,7 @@ class LogicalTensor:
 class Reader(Mapping[str, "LogicalTensor"]):
     """A mapping of logical names to `LogicalTensor`.
 
-    Thread-safe and picklable: files are opened for each read.
+    It is thread-safe and picklable, because it opens files for each read.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -154,17 +152,18 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return name in self._order
 
     def template(self, name: str) -> str:
-        """The name with {layer} and {expert} in place of its numbers."""
+        """Returns the name with {layer} and {expert} in place of its numbers."""
         return self._order[name][0]
 
     def dtype(self, name: str) -> str:
-        """The dtype of its elements; of block-quantised ones that of their values."""
+        """Returns the dtype of the elements, or of the values of block-quantised ones."""
         template, layer, expert = self._order[name]
         return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
 
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
-        """The bytes of a box, as unsigned integers of the dtype's size, dense; at the start of
-        `buffer` where one is given.
+        """Returns the bytes of a box, dense, as unsigned integers of the dtype's size.
+
+        buffer: an array whose start receives the bytes.
         """
         template, layer, expert = self._order[name]
         size = itemsize(self.dtype(name))
@@ -180,8 +179,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
     def _place(
         self, s: Stored, row: int, pieces: list[Piece], into: Piece, out: np.ndarray
     ) -> None:
-        """Fills what one stored tensor's `pieces` hold of the box of `into`, which lies
-        in `out`.
+        """Copies the elements that one stored tensor's `pieces` hold into `out`, which holds the
+        box of `into`.
         """
         size, wide = itemsize(s.stored_as), out.itemsize
         for m in (
@@ -225,10 +224,10 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 to[...] = rows
 
     def check_replicas(self, check: Callable[[], None] = lambda: None) -> list[str]:
-        """Tensors that are stored several times, on several ranks or under several keys, and are
-        not the same everywhere.
+        """Returns the tensors that are stored several times, on several ranks or under several
+        keys, with different values.
 
-        `check` is called now and then; what it raises ends the search.
+        Calls `check` regularly; an exception that it raises ends the search.
         """
         out = []
         for s in self._layout.stored:
@@ -252,7 +251,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return out
 
     def _same(self, s: Stored, row: int, p: Piece, name: str, check: Callable[[], None]) -> bool:
-        """Whether a box of a stored tensor holds what is read for it."""
+        """Returns whether a box of a stored tensor equals the box that a read returns."""
         check()
         theirs = self.read(name, p.box)
         mine = np.empty_like(theirs)
@@ -260,8 +259,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return np.array_equal(mine, theirs)
 
     def padding(self) -> list[str]:
-        """Padding that is not zero: how many rows of which stored tensor hold values that no
-        logical tensor has.
+        """Returns a sentence for each stored tensor whose padding is not zero, with the number of
+        its rows that hold values of no logical tensor.
         """
         out = []
         for s in self._layout.stored:
@@ -316,8 +315,8 @@ class Reader(Mapping[str, "LogicalTensor"]):
 
 
 def _blocks(piece: Piece, most: int) -> Iterator[Piece]:
-    """The piece in parts of at most `most` elements, cut across its outermost axes, so that each is
-    read in one short span.
+    """Yields the piece in parts of at most `most` elements. It is cut along its outermost axes, so
+    that each part is read in one short span.
     """
     shape, numel = piece.box.shape, math.prod(piece.box.shape)
     if numel <= most:

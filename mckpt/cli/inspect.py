@@ -1,4 +1,4 @@
-"""`mckpt inspect`: what a directory contains."""
+"""`mckpt inspect`: the content of a directory."""
 
 from __future__ import annotations
 

@@ -204,9 +204,9 @@ megatron_target_options = together(
     megatron_option(
         "--grouped-experts/--sequential-experts",
         default=None,
-        help="Store experts as --moe-grouped-gemm does, or one module for each. Without it, as the"
-        " source does; for a Hugging Face source or with --transformer-impl, grouped for"
-        " transformer_engine and sequential for local.",
+        help="Mixtures of experts only: store experts as --moe-grouped-gemm does, or one module for"
+        " each. Without it, as in the source; for a Hugging Face source or with --transformer-impl,"
+        " grouped for transformer_engine and sequential for local.",
     ),
     megatron_option(
         "--make-vocab-size-divisible-by",
@@ -413,7 +413,7 @@ def run_options(otherwise: str) -> Decorator:
 
 
 def open_source(path: Path, options: Options) -> Checkpoint:
-    """Opens a checkpoint with what the options say about it."""
+    """Opens a checkpoint; the options describe the model."""
     from mckpt.checkpoint.checkpoint import Checkpoint, Known
 
     settings = parse_settings(options)

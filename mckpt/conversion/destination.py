@@ -1,8 +1,8 @@
-"""Where a checkpoint goes, and whether it can go there.
+"""The destination of a checkpoint, and the reasons to refuse it.
 
-Everything is written in `DST/.mckpt-<plan>/data`, inside the destination: the same filesystem by
-construction. A run that dies leaves that directory, which no loader takes for a checkpoint, and the
-same command goes on in it.
+All output is first written to `DST/.mckpt-<plan>/data`. That directory is inside the destination,
+so it is on the same filesystem. An interrupted run leaves it behind. No loader takes it for a
+checkpoint, and the same command continues in it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from mckpt.storage.staging import (
 
 
 class Destination:
-    """Where one checkpoint goes: a unit of a Megatron save directory, or (unit None) a Hugging Face
-    directory.
+    """The place of one checkpoint: a unit of a Megatron save directory, or (unit None) a Hugging
+    Face directory.
     """
 
     def __init__(
@@ -51,18 +51,20 @@ class Destination:
         update_tracker: bool = False,
         helps: bool = False,
     ) -> None:
-        """helps: do not look yet whether something is in the way; the caller calls `check` later,
-        or rank 0 looks.
+        """Checks the destination.
+
+        helps: do not check yet whether the destination is occupied; the caller calls `check` later,
+        or rank 0 checks it.
         """
         self.root, self.unit, self.format = Path(os.path.abspath(root)), unit, format
         self.overwrite = overwrite
         self.path = self.root / unit if unit else self.root
         self.tracker = Tracker(self.root, update_tracker)
-        self._staging: Path | None = None  # of the plan that runs
+        self._staging: Path | None = None  # staging directory of the running plan
         self._refuse_near(source)
         if self.root.exists() and not self.root.is_dir():
-            raise DestinationError(f"{self.root}: is a file; a directory is wanted")
-        if not helps:  # it may be the work of the others, who were done before this one began
+            raise DestinationError(f"{self.root}: is a file; give a directory")
+        if not helps:  # the other ranks may have published before this rank started
             self.refuse_occupied()
 
     def _refuse_near(self, source: Path) -> None:
@@ -76,9 +78,10 @@ class Destination:
             )
 
     def refuse_occupied(self, staging: Path | None = None) -> None:
-        """DestinationError if something is in the way of the plan of `staging`.
+        """Raises DestinationError if files are in the way of the plan that uses `staging`.
 
-        Before that is known, any interrupted run might be it.
+        While `staging` is None, output of any interrupted run is accepted, because it may be of
+        this plan.
         """
         occupied = self._occupants(staging)
         if not occupied:
@@ -93,15 +96,16 @@ class Destination:
         if foreign:
             raise DestinationError(
                 f"{self.path}: holds"
-                f" {foreign[0]}{f' and {len(foreign) - 1} more' * (len(foreign) > 1)}, which is no"
-                " part of a checkpoint; --overwrite replaces a directory that holds one checkpoint"
-                " and nothing else: move it away, or write to another directory"
+                f" {foreign[0]}{f' and {len(foreign) - 1} more' * (len(foreign) > 1)}, which does"
+                " not belong to a checkpoint; --overwrite replaces a directory only if it holds one"
+                " checkpoint and nothing else: move it away, or write to another directory"
             )
 
     def _occupants(self, staging: Path | None) -> list[str]:
-        """What is in the way.
+        """Returns the names of the files that are in the way.
 
-        What a killed run of the same plan had put in place is not: the same command replaces it.
+        Files that a killed run of the same plan had published are not in the way, because the same
+        command replaces them.
         """
         if not self.path.is_dir():
             return [self.path.name] if os.path.lexists(self.path) else []
@@ -116,15 +120,15 @@ class Destination:
         return [p.name for p in there if p.name not in half or identity(p) not in half[p.name]]
 
     def _foreign(self) -> list[str]:
-        """Files, and links to directories, that no checkpoint of this kind has and that its
-        manifest does not name.
+        """Returns the files, and links to directories, that no checkpoint of this kind has and that
+        the manifest does not name.
         """
         if not self.path.is_dir():
             return [self.path.name]
         written: set[str] = set()
         with suppress(OSError, ValueError, TypeError, KeyError):
             written.update(json.loads((self.path / MANIFEST).read_bytes())["files"])
-        # of any format: another one may be replaced
+        # --overwrite may replace a checkpoint of another format
         parts = [MANIFEST, megatron_args.SHELL, megatron_args.JSON]
         for format in formats.all_of(self.format.megatron):
             parts += format.parts
@@ -143,19 +147,19 @@ class Destination:
         return sorted(out)
 
     def staging_directory(self, plan: str) -> Path:
-        """Where the files of a plan are until they are complete."""
+        """Returns the directory that holds the files of a plan until they are complete."""
         return self.root / f"{STAGING}{plan[:16]}"
 
     def manifest(self) -> dict[str, Any]:
-        """That of the checkpoint in place; {} if there is none."""
+        """Returns the manifest of the published checkpoint; {} if there is none."""
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads((self.path / MANIFEST).read_bytes())
             return found
         return {}
 
     def refuse(self, staging: Path, run: str) -> None:
-        """Raises what `staging` would raise for this run, and changes nothing: for a rank that
-        waits for the one that calls it.
+        """Raises the error that `staging` would raise for this run, and changes nothing. A waiting
+        rank calls it to learn whether rank 0 is refused.
         """
         self.refuse_occupied(staging)
         with suppress(FileNotFoundError):
@@ -164,8 +168,8 @@ class Destination:
         self._refuse_read_only(staging / LOCK)
 
     def check(self) -> None:
-        """Raises what a run would raise before it writes; a run that was interrupted here may be
-        the one that would go on.
+        """Raises the error that a run would raise before it writes. Output of any interrupted run
+        is accepted, because this plan may continue it.
         """
         self.refuse_occupied()
         self._refuse_read_only(self.root)
@@ -178,10 +182,10 @@ class Destination:
 
     @contextmanager
     def staging(self, plan: str, resume: bool = True, run: str = "") -> Iterator[Path]:
-        """The staging directory of a plan, locked; what it holds stays there if the body raises,
-        and is used again with `resume`.
+        """Yields the locked staging directory of a plan. If the body raises, its content stays;
+        with `resume` it is used again.
 
-        While it is locked, its lock says which `run` holds it.
+        The lock file contains the name of the `run` that holds it.
         """
         made = [p for p in (self.root, *self.root.parents) if not p.exists()]
         folder = self._staging = self.staging_directory(plan)
@@ -196,7 +200,7 @@ class Destination:
                 raise DestinationError(f"{folder}: another mckpt is writing here")
             os.ftruncate(held, 0)
             os.write(held, run.encode())
-            os.fsync(held)  # where another machine's rank reads it
+            os.fsync(held)  # so that ranks on other machines can read it
             if not resume:
                 for inner in (p for p in folder.iterdir() if p.is_dir() and p.name != REPLACED):
                     shutil.rmtree(inner)
@@ -205,18 +209,18 @@ class Destination:
             yield folder
         finally:
             os.close(held)
-            # NFS keeps the name of an open file: only now can its directory go
+            # NFS keeps the name of an open file, so the directory can be removed only now
             with suppress(OSError):
                 os.rmdir(folder)
             shutil.rmtree(folder.with_name(f"{folder.name}{OVER}"), ignore_errors=True)
 
     def tracker_note(self) -> str | None:
-        """What to say if the tracker will go on naming another checkpoint; None if not."""
+        """Returns a note if the tracker will still name another checkpoint, else None."""
         return None if self.unit is None else self.tracker.note(self.unit)
 
     def left_over(self) -> list[tuple[Path, int]]:
-        """Staging directories here that neither this plan nor any running mckpt has, and what each
-        takes on the disk, in bytes.
+        """Returns the staging directories in this destination that neither this plan nor a running
+        mckpt uses, each with its size on disk in bytes.
         """
         out = []
         for folder in sorted(self.root.glob(f"{STAGING}*")):

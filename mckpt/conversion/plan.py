@@ -1,4 +1,4 @@
-"""The plan of a conversion: the whole job as data, proved from headers."""
+"""The plan of a conversion: all copies and files as data, proved from headers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mckpt.values.sizes import parse_size
 
 @dataclass(eq=False)
 class Plan:
-    """The whole job, proved from headers alone. Nothing is written before `run`."""
+    """A conversion that is proved from headers alone. Nothing is written before `run`."""
 
     source: Checkpoint
     destination: Destination
@@ -36,21 +36,21 @@ class Plan:
     layout: Layout
     outputs: list[TargetFile]
     side: SideFiles
-    copied: list[Path]  # sources of outputs that are copied whole
-    facts: dict[str, Any]  # what the manifest says
+    copied: list[Path]  # the source files that are copied whole
+    facts: dict[str, Any]  # the content of the manifest
 
     @cached_property
     def digest(self) -> str:
-        """Of everything that decides the output's bytes."""
+        """Returns a digest of everything that determines the bytes of the output."""
         return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files to be written."""
+        """Returns the size of all files to be written, in bytes."""
         return sum(o.size for o in self.outputs)
 
     def json(self) -> dict[str, Any]:
-        """The plan as plain data."""
+        """Returns the plan as plain data."""
         copies = self.joined.copies
         padding = sum(
             int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype)
@@ -95,7 +95,7 @@ class Plan:
         }
 
     def summary(self) -> str:
-        """The plan for people."""
+        """Returns the plan as text for people."""
         p = self.json()
         s, t = p["source"], p["target"]
         sizes = [  # a Hugging Face directory is not sharded
@@ -139,12 +139,14 @@ class Plan:
         progress: Progress | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Any]:
-        """Write it; returns the manifest.
+        """Writes the checkpoint and returns the manifest.
 
-        A run that dies is gone on with by the same call, unless `resume` is False.
+        If a run is interrupted, the same call continues it, unless `resume` is False. Several
+        processes share the work if each calls this with its own `ranks`; all of them return when
+        the checkpoint is published.
 
-        Several processes do it together if each calls this with its own `ranks`; all return when
-        the checkpoint is in place. `tell` gets what people should know though nothing failed.
+        max_memory: bytes of all buffers together, or text such as "64MiB". threads: 0 means one per
+        core. tell: called with notes for the user that are not errors.
         """
         from mckpt.conversion.run import How, run
 
@@ -154,7 +156,7 @@ class Plan:
 
 
 def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Ignored keys, those of one reason counted."""
+    """Yields the ignored keys and their reasons; keys with the same reason are counted."""
     by_reason: dict[str, list[str]] = {}
     for key, why in ignored.items():
         by_reason.setdefault(why, []).append(key)

@@ -1,4 +1,4 @@
-"""Output appears when it is complete, by rename, and nothing else in the destination is touched."""
+"""Publishes complete output by rename, and changes nothing else in the destination."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from mckpt.storage.staging import OVER, REPLACED, STAGING, mark, sync
 
 
 def publish(destination: Destination, staging: Path, side: SideFiles) -> None:
-    """Staged data becomes the checkpoint. The files of DST/hf are in place before it appears."""
+    """Moves the staged data to its final place. The files of DST/hf are there before the checkpoint
+    appears.
+    """
     try:
         data = staging / "data"
         for folder, _, names in os.walk(data):
@@ -24,7 +26,7 @@ def publish(destination: Destination, staging: Path, side: SideFiles) -> None:
                 sync(Path(folder) / name)
             sync(Path(folder))
         with _alone(destination.root):
-            destination.refuse_occupied(staging)  # it may have been filled since it was looked at
+            destination.refuse_occupied(staging)  # files may have appeared since the first check
             side.refuse_other()
             side.publish(staging)
             if destination.unit is None:
@@ -37,14 +39,14 @@ def publish(destination: Destination, staging: Path, side: SideFiles) -> None:
             _remove(staging)
     except OSError as e:
         raise StorageError(
-            f"{destination.path}: cannot be put in place: {e.strerror or e} ({e.filename}); the"
+            f"{destination.path}: cannot be published: {e.strerror or e} ({e.filename}); the"
             f" complete data is in {staging}"
         ) from e
 
 
 @contextmanager
 def _alone(root: Path) -> Iterator[None]:
-    """A context in which other runs of mckpt wait before they publish into the same directory."""
+    """Locks the directory, so that other runs of mckpt wait before they publish into it."""
     fd = os.open(root, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -54,7 +56,9 @@ def _alone(root: Path) -> Iterator[None]:
 
 
 def _place_unit(destination: Destination, unit: str, data: Path, staging: Path) -> None:
-    """A checkpoint of a save directory: the directory as a whole, then the tracker."""
+    """Publishes a checkpoint of a save directory: the whole directory by one rename, then the
+    tracker.
+    """
     if os.path.lexists(destination.path):
         _put_aside(destination.path, staging)
     os.rename(data, destination.path)
@@ -64,26 +68,28 @@ def _place_unit(destination: Destination, unit: str, data: Path, staging: Path) 
 
 
 def _place_files(destination: Destination, data: Path, staging: Path) -> None:
-    """A Hugging Face directory: file by file, the one that makes it a checkpoint last."""
+    """Publishes a Hugging Face directory file by file; the file that makes it a checkpoint comes
+    last.
+    """
     path, last = destination.path, destination.format.last
     old = [p.name for p in path.iterdir() if not p.name.startswith(STAGING)]
-    # the last one first, so that no mixture of old and new can be loaded
+    # `last` is moved away first, so that no mixture of old and new files can be loaded
     for name in sorted(old, key=lambda n: n != last):
         _put_aside(path / name, staging)
     names = sorted(p.name for p in data.iterdir() if p.name != last)
     for name in names:
         os.rename(data / name, path / name)
-    # after a power cut it must not be there without the rest
+    # after a power cut, `last` must not be there without the other files
     sync(path)
     os.rename(data / last, path / last)
     sync(path)
 
 
 def _put_aside(path: Path, staging: Path) -> None:
-    """Move what is replaced into the staging directory, which goes when all is done."""
+    """Moves a replaced file into the staging directory, which is removed at the end."""
     aside = staging / REPLACED
     aside.mkdir(exist_ok=True)
-    # a killed run may have left some there
+    # a killed run may have left files there
     os.rename(path, aside / str(len(list(aside.iterdir()))))
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
 from mckpt.checkpoint.description import family_for
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import MAX_SHARD_SIZE, Target
 from mckpt.errors import DestinationError, MappingError, UsageError
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
 from mckpt.formats.hf_config import CONFIG, read_config
@@ -19,21 +19,78 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 
 
-def refuse_options(target: Target, format: Format) -> None:
-    """UsageError for an option for which the format has no use."""
+def refuse_options(target: Target, format: Format, source: Checkpoint) -> None:
+    """Raises UsageError for an option that has no effect on this conversion."""
+    for option, reason in _without_effect(target, format, source):
+        raise UsageError(f"{option}: {reason}; leave it out")
+    if target.allow_inexact:
+        _refuse_unknown_names(target, source)
+
+
+def _without_effect(
+    target: Target, format: Format, source: Checkpoint
+) -> Iterator[tuple[str, str]]:
+    """Yields the options that are given and have no effect, each with the reason."""
     if target.layer_keys is not None and not format.layer_keys:
-        raise UsageError(
-            f"--layer-keys: the format {format} has no choice of layer keys; leave it out"
-        )
+        yield "--layer-keys", f"the format {format} has no choice of layer keys"
     if target.common_as_object and not format.common_object:
+        yield (
+            "--common-state object",
+            f"the format {format} cannot keep the common state as an object",
+        )
+    if target.no_optimizer and not source.is_megatron:
+        yield (
+            "--no-optimizer",
+            f"{source.path} is a Hugging Face directory, which has no optimizer state",
+        )
+    if format.megatron:
+        why = f"it is for a Hugging Face target, and the target has the Megatron format {format}"
+        if target.tokenizer is not None:
+            yield (
+                f"--tokenizer {target.tokenizer}",
+                f"{why}, which gets the tokenizer from the source",
+            )
+        if target.max_shard_size != MAX_SHARD_SIZE:
+            yield "--max-shard-size", why
+        if target.keep_padding:
+            yield "--keep-padding", why
+        return
+    why = "it is for a Megatron target, and the target is a Hugging Face directory"
+    if target.no_optimizer:
+        yield "--no-optimizer", f"{why}, which never gets an optimizer state"
+    if target.transformer_impl is not None:
+        yield f"--transformer-impl {target.transformer_impl}", why
+    if target.grouped_experts is not None:
+        yield target.experts_option, why
+    if target.megatron_version is not None:
+        yield f"--megatron-version {target.megatron_version}", why
+    if target.dialect is not None:
+        yield f"--dialect {target.dialect}", why
+
+
+def _refuse_unknown_names(target: Target, source: Checkpoint) -> None:
+    """Raises UsageError if `allow_inexact` has a name that no error of a conversion prints.
+
+    The names are dims, the keys of config.json that the family does not mention, and "config" for a
+    config that cannot be written at all.
+    """
+    listed = sorted(
+        {n for d in mapping.names("megatron") for n in mapping.load("megatron", d).warned}
+    )
+    keys = [] if source.is_megatron else source.mapping.unknown(read_config(source.path))
+    known = {*mapping.hub().dims, *listed, *keys, *source.allowed, "config"}
+    unknown = [name for name in target.allow_inexact if name not in known]
+    if unknown:
+        more = f"; the keys {', '.join(keys)} of config.json" if keys else ""
         raise UsageError(
-            f"--common-state object: the format {format} cannot keep the common state as an object;"
-            " leave it out"
+            f"--allow-inexact {', '.join(unknown)}: no feature has this name; the names are"
+            f" {', '.join([*listed, 'config'])}{more}; and the other dims of mappings/logical.yaml."
+            " Give the name that the error of the conversion prints, or leave it out"
         )
 
 
 def refuse_old_version(target: Target, megatron: list[int]) -> None:
-    """UsageError if the megatron-core that shall load the checkpoint could not read it."""
+    """Raises UsageError if the chosen megatron-core could not read the checkpoint."""
     if target.common_as_object and megatron < COMMON_OBJECT_SINCE:
         since, asked = (".".join(map(str, v)) for v in (COMMON_OBJECT_SINCE, megatron))
         raise UsageError(
@@ -43,12 +100,12 @@ def refuse_old_version(target: Target, megatron: list[int]) -> None:
 
 
 def refuse_choices(target: Target, dialect: MappingFile) -> None:
-    """UsageError for a choice that is asked for and that the dialect does not have."""
+    """Raises UsageError for a choice that is asked for and that the dialect does not have."""
     impl, layers = target.transformer_impl, target.layer_keys
     grouped = {None: None, True: "grouped", False: "sequential"}[target.grouped_experts]
     for choice, asked, option in (
         ("transformer_impl", impl, f"--transformer-impl {impl}"),
-        ("experts", grouped, f"--{grouped}-experts"),
+        ("experts", grouped, target.experts_option),
         ("layers", layers, f"--layer-keys {layers}"),
     ):
         known = dialect.choices[choice]
@@ -60,7 +117,7 @@ def refuse_choices(target: Target, dialect: MappingFile) -> None:
 
 
 def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
-    """UsageError if Megatron could not launch the model at these sizes."""
+    """Raises UsageError if Megatron could not launch the model at these sizes."""
     parallel.check(dims["num_experts"])
     parallel.split(dialect.num_numbers(dims), dims["mtp_layers"])
     heads, groups = dims["num_heads"], dims["num_query_groups"]
@@ -91,7 +148,7 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
 
 
 def refuse_casts(source: Checkpoint, dtype: str) -> None:
-    """UsageError if the source has tensors of a dtype that --dtype cannot cast."""
+    """Raises UsageError if the source has tensors of a dtype that --dtype cannot cast."""
     held = {s.dtype for s in source.layout.stored}
     strange = sorted(d for d in held if d not in WEIGHT_DTYPES)
     if strange:
@@ -101,16 +158,16 @@ def refuse_casts(source: Checkpoint, dtype: str) -> None:
 
 
 def refuse_optimizer(source: Checkpoint, target: Target) -> None:
-    """UsageError if the source holds more than weights, unless --no-optimizer leaves it behind."""
+    """Raises UsageError if the source holds more than weights, without --no-optimizer."""
     if (left := source.left_behind()) and not target.no_optimizer:
         raise UsageError(
-            f"{source.path}: holds more than weights: {', '.join(left)}. Weights alone are moved;"
-            " give --no-optimizer to leave the rest behind"
+            f"{source.path}: holds more than weights: {', '.join(left)}. mckpt converts weights"
+            " only; give --no-optimizer to leave the rest behind"
         )
 
 
 def refuse_unloadable(source: Checkpoint, dialect: MappingFile, facts: Mapping[str, Any]) -> None:
-    """MappingError if Megatron could not load the model.
+    """Raises MappingError if Megatron could not load the model.
 
     facts: the dims, `megatron` (its version) and `transformer_impl`.
     """
@@ -137,7 +194,7 @@ def refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict
 
 
 def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
-    """MappingError if the source's mapping and the target's do not name the same logical tensors.
+    """Raises MappingError if source and target do not have the same logical tensors.
 
     title: what the target is called in the message.
     """
@@ -155,8 +212,8 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
 
 
 def refuse_stacked_keys(target: Target, format: Format, implied: str | None) -> None:
-    """UsageError if one key for all layers is asked for, and the args make Megatron look for a key
-    of each layer.
+    """Raises UsageError if the user asks for one key for all layers, and the args make Megatron
+    look for a key of each layer.
 
     implied: `stacked` or `per_layer`, as the args imply.
     """
@@ -167,8 +224,8 @@ def refuse_stacked_keys(target: Target, format: Format, implied: str | None) -> 
 
 
 def refuse_side_of_other(source: Checkpoint, side: Path) -> None:
-    """DestinationError if a DST/hf that is there describes another model: it would be read as this
-    one's.
+    """Raises DestinationError if an existing DST/hf describes another model. This checkpoint would
+    be read with that model's config.
     """
     if not (side / CONFIG).is_file():
         return
@@ -179,7 +236,9 @@ def refuse_side_of_other(source: Checkpoint, side: Path) -> None:
         return
     try:
         kept = str(side / MAPPING) if (side / MAPPING).is_file() else source.named.family_name
-        family_for(config, kept, str(side / CONFIG)).read(config, dims, str(side / CONFIG))
+        family_for(config, kept, str(side / CONFIG)).read(
+            config, dims, str(side / CONFIG), known_from=str(source.path)
+        )
     except MappingError as e:
         raise DestinationError(
             f"{side}: describes another model; all checkpoints of one save directory share its"

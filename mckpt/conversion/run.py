@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class How:
-    """How a plan is run. `Plan.run` explains each."""
+    """The settings of one run of a plan. `Plan.run` explains them."""
 
     max_memory: int  # bytes
     threads: int
@@ -35,7 +35,7 @@ class How:
 
 
 def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
-    """Writes what is planned, as one of `ranks`, and returns the manifest."""
+    """Runs the plan as one of `ranks`, and returns the manifest."""
     stamps = _stamps(plan)
     key = hashlib.sha256(f"{plan.digest} {how.checksum} {stamps}".encode()).hexdigest()
     destination = plan.destination
@@ -43,11 +43,11 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     if ranks.rank:
         return _help(plan, session, how)
     plan.side.check_unchanged()
-    if ranks.size == 1:  # before anything is made
+    if ranks.size == 1:  # before any file is created
         dropped = _dropped(plan, how)
     with destination.staging(key, how.resume, ranks.name) as staging, session:
         session.open()
-        if ranks.size > 1:  # the others are told of what is found
+        if ranks.size > 1:  # within the session, so that the other ranks learn of an error
             dropped = _dropped(plan, how)
         sums = _move(plan, session, how)
         if _stamps(plan) != stamps:
@@ -66,7 +66,7 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
 
 
 def _move(plan: Plan, session: Session, how: How) -> list[str]:
-    """This rank's share of the bytes; returns the checksum of each file."""
+    """Copies this rank's share of the bytes; returns the checksum of each file."""
     try:
         return execute(
             plan.joined.copies,
@@ -87,20 +87,22 @@ def _move(plan: Plan, session: Session, how: How) -> list[str]:
 
 
 def _dropped(plan: Plan, how: How) -> list[str]:
-    """What is dropped, in words. SourceError if copies of one tensor differ."""
+    """Returns sentences on the values that the conversion drops. Raises SourceError if copies of
+    one tensor differ.
+    """
     reader = plan.source.reader
     look = how.check_replicas or not plan.source.is_megatron
     if look and (apart := reader.check_replicas()):
         raise SourceError.of(
-            f"{plan.source.path}: holds copies of one tensor that differ, and it is not known which"
-            " is meant:",
+            f"{plan.source.path}: holds different copies of one tensor, and mckpt cannot tell which"
+            " one is right:",
             apart,
         )
     return reader.padding()
 
 
 def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
-    """What the other ranks do: their share, and wait for rank 0 to publish."""
+    """Copies the share of a rank other than 0, then waits until rank 0 has published."""
     destination = plan.destination
 
     def finished(late: bool) -> bool:
@@ -122,7 +124,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
             session.join(finished, refuse)
             _move(plan, session, how)
             session.listen()
-    except (StorageError, OSError):  # as Gone, or as whatever a file that went away led to
+    except (StorageError, OSError):  # Gone, or an error that a removed file caused
         if session.staging.exists():
             raise
         manifest = destination.manifest()
@@ -132,6 +134,6 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
 
 
 def _stamps(plan: Plan) -> list[int]:
-    """When the sources were last changed: a resumed run must not mix two states of them."""
+    """Returns the mtimes of the source files. A resumed run must not mix two versions of them."""
     files = [*plan.source.layout.files, *map(str, plan.copied)]
     return [Path(file).stat().st_mtime_ns for file in files]

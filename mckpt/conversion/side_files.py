@@ -1,4 +1,4 @@
-"""DST/hf: the Hugging Face files of the model, kept beside all checkpoints of a save directory."""
+"""DST/hf: the Hugging Face files of the model, which all checkpoints of a save directory share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mckpt.storage.staging import sync
 
 
 class SideFiles:
-    """The files of DST/hf that a checkpoint brings: where each is now, or its content, by name."""
+    """The files of DST/hf for one checkpoint, by name: the source path of each, or its content."""
 
     def __init__(self, root: Path, files: Mapping[str, Path | bytes]) -> None:
         self.path, self.files = root / "hf", files
@@ -24,7 +24,7 @@ class SideFiles:
         self._stamps = {path: stamp(path) for path in paths}  # bytes and mtime when it was planned
 
     def check_unchanged(self) -> None:
-        """SourceError if a file cannot be read, or was changed since the plan was made."""
+        """Raises SourceError if a file cannot be read, or has changed since the plan was made."""
         for source, planned in self._stamps.items():
             if stamp(source) != planned:
                 raise SourceError(
@@ -33,8 +33,8 @@ class SideFiles:
                 )
 
     def refuse_other(self) -> None:
-        """DestinationError if a DST/hf is there that is not this one to the byte: a checkpoint
-        would be read with the wrong one.
+        """Raises DestinationError if an existing DST/hf differs from this one in any byte.
+        Otherwise a checkpoint would be read with the wrong config.
         """
         self.check_unchanged()
         if not self.files or not os.path.lexists(self.path):
@@ -58,7 +58,7 @@ class SideFiles:
             )
 
     def publish(self, staging: Path) -> None:
-        """Puts them in place, unless they are there already."""
+        """Moves the files to DST/hf, unless it exists already."""
         if not self.files or self.path.exists():
             return
         folder = staging / "hf"
@@ -71,7 +71,7 @@ class SideFiles:
             else:
                 shutil.copyfile(source, path)
             sync(path)
-        self.check_unchanged()  # while it was copied, too
+        self.check_unchanged()  # a file may have changed during the copy
         os.rename(folder, self.path)
 
 

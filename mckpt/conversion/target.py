@@ -1,4 +1,4 @@
-"""The form of checkpoint that a conversion makes."""
+"""The form of the checkpoint that a conversion writes, and the options that it refuses."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from pathlib import Path
 from mckpt.formats import MEGATRON
 from mckpt.geometry.parallel import Parallel
 
-# bytes; so that a small model too has files for several threads: two writers of one inode wait for
-# each other
+# In bytes. Two writers of one inode wait for each other, so a small model too should have several
+# files, for several threads.
 MAX_SHARD_SIZE = 2 * 10**9
-# (bytes done, bytes in all), and of what writes files (files done, files in all) too
+# Called with (bytes done, bytes in all); by code that writes files, also with (files done, files in
+# all).
 Progress = Callable[..., None]
 
 
 @dataclass(frozen=True)
 class Target:
-    """The form wanted. `parallel` and the fields after it are Megatron's."""
+    """The form of the new checkpoint: its format, and the options of its contents."""
 
     format: str = MEGATRON
     parallel: Parallel = field(default_factory=Parallel)
-    dtype: str | None = None  # None: each tensor keeps its own
+    dtype: str | None = None  # None: each tensor keeps its dtype
     transformer_impl: str | None = None
     grouped_experts: bool | None = None
     divisible_by: int | None = None  # None: the dialect's default, which is Megatron's
-    dialect: str | None = None  # None: the one of the source or of its family, else the default
-    # of formats with global keys: stacked or per_layer; None: what the model's args imply
+    dialect: str | None = None  # None: the dialect of the source or of its family, else the default
+    # Only for formats with global keys: stacked or per_layer. None: the model's args decide.
     layer_keys: str | None = None
     common_as_object: bool = False
     iteration: int | None = None
@@ -36,6 +37,11 @@ class Target:
     tokenizer: str | Path | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     keep_padding: bool = False
-    # of the megatron-core that will load it, such as "0.16" or "0.19.2"; None: the newest that
-    # mckpt knows
+    # The version of the megatron-core that will load the checkpoint, such as "0.16" or "0.19.2".
+    # None: the newest version that mckpt knows.
     megatron_version: str | None = None
+
+    @property
+    def experts_option(self) -> str:
+        """The flag that sets `grouped_experts` to the value that it has."""
+        return "--grouped-experts" if self.grouped_experts else "--sequential-experts"

@@ -32,12 +32,14 @@ from mckpt.storage.files import TargetFile, read_file
 
 
 def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
-    """The plan of a Hugging Face directory. config.json is that of the directory that describes the
-    model, where there is one, else it is written from the dims.
+    """Returns the plan of a Hugging Face directory.
+
+    config.json is copied from the directory that describes the model. If there is none, it is made
+    from the dims.
     """
     if target.keep_padding:
         source = source.padded() or source
-    _ = source.layout  # what is damaged is said before what does not fit
+    _ = source.layout  # damage is reported before dims that do not fit
     family, base, note = _model(source)
     inexact = _inexact(source, family, target)
     kinds, dtype = kinds_of(source, target)
@@ -70,8 +72,8 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
 
 
 def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]:
-    """The family; the config.json that describes the model, with the user's corrections, if there
-    is one; and where both are from, in words.
+    """Returns the family, the config.json that describes the model with the user's corrections
+    (None if there is none), and a note on the origin of both.
     """
     described = source.described_by
     if described is None:
@@ -80,7 +82,8 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     base = read_config(described)
     family = family_for(base, source.named.family_name, str(described / CONFIG))
     corrected = source.overruled or _denied(source, family, base)
-    note = "config.json is copied from the model's Hugging Face directory"  # facts have no paths
+    # without a path, because facts contain none
+    note = "config.json is copied from the model's Hugging Face directory"
     if corrected:
         changes = [f"{name} changed to {source.dims[name]!r} (--set)" for name in corrected]
         note += f", with {', '.join(changes)}"
@@ -88,9 +91,13 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
 
 
 def _inexact(source: Checkpoint, family: MappingFile, target: Target) -> dict[str, str]:
-    """What config.json cannot say of the model, where the user allows it."""
+    """Returns the features that config.json cannot express and that the user accepts: name ->
+    reason.
+
+    Raises MappingError for features that the user does not accept.
+    """
     found = refuse_inexact(family.inexact(source.dims), target, f"family {family.name}")
-    # trained, not converted: what the trainer computed is not what its args say
+    # Without a manifest the checkpoint was trained, and the trainer may have ignored some args.
     if source.described_by is None and not source.manifest:
         warned = source.mapping.warnings(source.dims).items()
         unsaid = {name: why for name, why in warned if name not in source.known.dims}
@@ -101,7 +108,7 @@ def _inexact(source: Checkpoint, family: MappingFile, target: Target) -> dict[st
 def _config(
     source: Checkpoint, family: MappingFile, base: dict[str, Any] | None, dtype: str
 ) -> tuple[bytes, list[str]]:
-    """The content of config.json, and notes on it."""
+    """Returns the content of config.json, and notes on it."""
     if base is None:
         named = {"architectures": [family.architectures[0]]}
         return _json({**named, **family.write(source.dims), "torch_dtype": dtype}), []
@@ -124,8 +131,8 @@ def _json(config: dict[str, Any]) -> bytes:
 
 
 def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
-    """Tokenizer, templates and the like to be copied from these directories, but for names that are
-    `there`; the first directory that has a file wins.
+    """Returns the tokenizer, templates and similar files to copy from these directories: name ->
+    path. Names in `there` are left out, and the first directory that has a file wins.
     """
     out: dict[str, Path] = {}
     for root in roots:
@@ -138,21 +145,22 @@ def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
 
 
 def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:
-    """The dims of a config.json that the user's word denies; the vocabulary's size is written in
-    any case.
+    """Returns the dims of a config.json that the user contradicts, without the vocabulary's size,
+    which is always written.
     """
     said = [name for name in source.known.dims if name != "vocab_size"]
     try:
         plain = family.read(config) if said else {}
-    except MappingError:  # it lacks something that the user says
+    except MappingError:  # config.json lacks a dim that the user gives
         return said
     return [name for name in said if not mapping.equal(plain[name], source.dims[name])]
 
 
 def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
-    """The one family that says these dims; the canonical one where several do.
+    """Returns the one family that can express these dims, or the canonical one of several, and a
+    note.
 
-    UsageError names the candidates.
+    Raises UsageError with the candidates if several fit and none is canonical.
     """
     if named := source.named.family_name:
         family = mapping.load("hf", named)

@@ -46,12 +46,12 @@ from mckpt.storage.files import TargetFile
 
 
 def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
-    """The plan of a Megatron checkpoint of any format."""
+    """Returns the plan of a Megatron checkpoint of any format."""
     dialect = dialect_to_write(source, target)
     megatron = dialect.version(target.megatron_version)
     refuse_old_version(target, megatron)
     refuse_choices(target, dialect)
-    # what is moved: from Megatron to Megatron, the vocabulary's padding too
+    # `moved` is the source; from Megatron to Megatron, with the vocabulary's padding rows
     moved, padded = _vocabulary(source, dialect, target)
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
@@ -100,7 +100,9 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
 
 
 def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
-    """The dialect to write: the one asked for, else that of the source or of its family."""
+    """Returns the dialect to write: the one that the user names, else the source's, else its
+    family's.
+    """
     if source.is_megatron and target.dialect is None:
         return source.mapping
     return mapping.dialect_for(source.mapping, target.dialect)
@@ -136,11 +138,11 @@ def _parallel(source: Checkpoint, dialect: MappingFile, target: Target, dims: Di
 
 
 def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tuple[Checkpoint, int]:
-    """What is moved, and the rows of the padded vocabulary that it gets.
+    """Returns the checkpoint to convert, and the rows of its padded vocabulary in the target.
 
-    A Megatron checkpoint keeps its padding, values included, where the target's tp divides it:
-    the softmax sees those rows. Else, and from Hugging Face, the true vocabulary is padded anew, as
-    Megatron computes it (vocab_utils.py).
+    A Megatron checkpoint keeps its padding rows and their values if the target's tp divides them,
+    because the softmax includes those rows. Otherwise, and from Hugging Face, the true vocabulary
+    is padded anew, as Megatron does (vocab_utils.py).
     """
     if source.is_megatron:
         whole = source.padded()
@@ -158,7 +160,7 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tup
 
 
 def padded_rows(dims: Dims, dialect: MappingFile, target: Target) -> int:
-    """Rows of the vocabulary as Megatron pads it for these sizes."""
+    """Returns the rows of the vocabulary, padded as Megatron pads it for these sizes."""
     multiple = (target.divisible_by or dialect.given["divisible_by"]) * target.parallel.tp
     return -(-int(dims["vocab_size"]) // multiple) * multiple
 
@@ -166,14 +168,19 @@ def padded_rows(dims: Dims, dialect: MappingFile, target: Target) -> int:
 def _choices(
     source: Checkpoint, destination: Destination, target: Target, dialect: MappingFile
 ) -> dict[str, Any]:
-    """The dialect's choices for the target: what is asked for, else what the source does, else
-    Megatron's defaults, as far as the dialect has them.
+    """Returns the dialect's choices for the target: the user's, else the source's, else Megatron's
+    defaults, as far as the dialect has them.
     """
     own = source.names.choices
     impls, experts = dialect.choices["transformer_impl"], dialect.choices["experts"]
     impl = target.transformer_impl or own.get("transformer_impl")
     impl = impl if impl in impls else impls[0]
     if target.grouped_experts is not None:
+        if not source.dims["num_experts"]:
+            raise UsageError(
+                f"{target.experts_option}: {source.path} is a dense model, which has no experts;"
+                " leave it out"
+            )
         grouped = target.grouped_experts
         if grouped and impl == "local":
             raise UsageError(
@@ -196,9 +203,11 @@ def _choices(
 def _inexact(
     source: Checkpoint, dialect: MappingFile, dims: Dims, impl: str, target: Target
 ) -> dict[str, str]:
-    """What Megatron would not compute as the source does, where the user allows it.
+    """Returns the features that Megatron computes differently and that the user accepts: name ->
+    reason.
 
-    MappingError names everything that is not allowed, and a model that Megatron could not load.
+    Raises MappingError with all features that the user does not accept, and for a model that
+    Megatron could not load.
     """
     program = {
         "megatron": dialect.version(target.megatron_version),
@@ -210,7 +219,7 @@ def _inexact(
     config = read_config(source.path)
     unknown = {
         key: (
-            f"config.json says {mapping.lookup(config, key)!r}, and"
+            f"config.json has {mapping.lookup(config, key)!r}, and"
             f" {source.mapping.path.name} does not mention this key: it may matter or not"
         )
         for key in source.mapping.unknown(config)
@@ -232,8 +241,8 @@ def _lost(
 
 
 def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
-    """The Hugging Face files beside the weights, to be kept in DST/hf: config.json as the user's
-    word corrects it, and the user's family file.
+    """Returns the Hugging Face files for DST/hf: config.json with the user's corrections, and the
+    user's family file.
     """
     root = source.side_directory if source.is_megatron else source.path
     if root is None:

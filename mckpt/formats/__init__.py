@@ -1,4 +1,6 @@
-"""The disk formats: which stored tensor holds which box, and the files of a new checkpoint."""
+"""The disk formats. Each reads a checkpoint as boxes in stored tensors, and lays out the files of a
+new one.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +17,41 @@ if TYPE_CHECKING:
 
 
 class Listed(NamedTuple):
-    """Where a format's `FORMAT` is. A module is imported when its format is used."""
+    """The module with a format's `FORMAT`. It is imported when the format is used."""
 
     module: str
     megatron: bool
 
 
-# In the order in which a directory is asked which of them it is.
+# In the order in which `detect` tries them.
 FORMATS: dict[str, Listed] = {
     "hf": Listed("mckpt.formats.hf", megatron=False),
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
     "torch": Listed("mckpt.formats.megatron.torch", megatron=True),
 }
-HUGGING_FACE = "hf"  # what is written where a Hugging Face directory is asked for
-MEGATRON = "torch_dist"  # the same of a Megatron checkpoint
+HUGGING_FACE = "hf"  # the default format of Hugging Face targets
+MEGATRON = "torch_dist"  # the default format of Megatron targets
 
 
 def get(name: str) -> Format:
-    """The format of that name. UsageError names those that are known."""
+    """Returns the format of that name. Raises UsageError with the known names."""
     if name not in FORMATS:
-        raise UsageError(f"no format {name!r}; known: {', '.join(FORMATS)}")
+        raise UsageError(f"there is no format {name!r}; the formats are {', '.join(FORMATS)}")
     return _load(FORMATS[name].module)
 
 
 def all_of(megatron: bool) -> Iterator[Format]:
-    """The formats of Megatron checkpoints, or those of Hugging Face directories."""
+    """Yields the formats of Megatron checkpoints, or those of Hugging Face directories."""
     return (get(name) for name, listed in FORMATS.items() if listed.megatron == megatron)
 
 
 def names(megatron: bool) -> list[str]:
-    """The same by name, without an import."""
+    """Returns the names of the formats that `all_of` yields, without importing them."""
     return [name for name, listed in FORMATS.items() if listed.megatron == megatron]
 
 
 def detect(folder: Path, megatron: bool) -> Format | None:
-    """The format of the checkpoint in a directory; None if there is none that mckpt knows."""
+    """Returns the format of the checkpoint in a directory; None if mckpt knows none."""
     return next((format for format in all_of(megatron) if format.detect(folder)), None)
 
 

@@ -1,6 +1,4 @@
-"""What a disk format is, and what every format shares: rules as packed tensors, and buffers grouped
-by geometry.
-"""
+"""The interface of a disk format, and code that all formats share."""
 
 from __future__ import annotations
 
@@ -21,24 +19,24 @@ from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound, Dims, MappingFile, Rule, Scope, hub
 from mckpt.storage.files import TargetFile
 
-# 8-bit floats are nothing without their scales
+# without 8-bit floats, which have no value without their scales
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Names(NamedTuple):
-    """How stored keys become logical tensors. Made once, when a checkpoint is understood."""
+    """The mapping, dims and choices that turn stored keys into logical tensors."""
 
     mapping: MappingFile
     dims: Dims
-    choices: Mapping[str, Any]  # of the mapping: how this checkpoint made them
-    parallel: Parallel  # the sizes that it was saved with, or is wanted for
+    choices: Mapping[str, Any]  # the mapping's choices, and the value of each here
+    parallel: Parallel  # sizes of the saved checkpoint, or of the new one
 
     def scope(self) -> dict[str, Any]:
-        """What the mapping's rules can name."""
+        """Returns the names that the mapping's rules can use, and their values."""
         return self.mapping.scope(self.dims, **self.choices)
 
     def bound(self) -> list[Bound]:
-        """The mapping's rules that apply to this model."""
+        """Returns the mapping's rules that apply to this model."""
         return self.mapping.bind(self.scope())
 
     def stages(self) -> list[list[list[int]]]:
@@ -48,62 +46,66 @@ class Names(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A checkpoint to be written: the input of Format.lay_out."""
+    """The description of a new checkpoint: the input of Format.lay_out."""
 
     names: Names
     dtypes: dict[str, str]  # of each logical tensor, by template
     max_shard_size: int  # bytes
     padded_vocab_size: int = 0  # rows
-    common: Mapping[str, Any] = {}  # Megatron's args and the like
+    common: Mapping[str, Any] = {}  # Megatron's args and other plain values
     common_as_object: bool = False
 
 
 class Shown(NamedTuple):
-    """What an opened checkpoint shows of itself before its names are understood."""
+    """The parts of an opened checkpoint that can be shown before its names are understood."""
 
     facts: dict[str, Any]
-    # key, dtype, shape, and what else is said: of the tensors that were asked for
+    # key, dtype, shape and further facts of the first tensors
     tensors: list[tuple[str, str, tuple[int, ...], dict[str, Any]]]
     kinds: Counter[tuple[str, tuple[int, ...]]]  # how many tensors have a dtype and a shape
 
 
 class Opened(Protocol):
-    """A checkpoint of which the headers are read and nothing is understood yet."""
+    """A checkpoint whose headers are read and whose names are not yet understood."""
 
     root: Path
     format: Format
 
     @property
     def common(self) -> Common | None:
-        """Megatron's args and the like; None in a Hugging Face directory."""
+        """Returns Megatron's args and other plain values; None for a Hugging Face directory."""
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """Rows and columns of a quantised weight that share a scale; None if none is quantised."""
+        """Returns the rows and columns of a quantised weight that share a scale; None without
+        quantisation.
+        """
 
     def keys(self) -> Iterable[str]:
-        """Keys of its tensors, as far as they tell which mapping knows them."""
+        """Returns keys of its tensors, enough to tell which mapping has them."""
 
     def parallel(self) -> Parallel:
-        """The sizes that it was saved with."""
+        """Returns the sizes with which the checkpoint was saved."""
 
     def padded_vocab(self, mapping: MappingFile) -> int | None:
-        """Rows of the stored embedding, padding included; None where it is not stored by rows."""
+        """Returns the rows of the stored embedding with padding, None if not stored by rows."""
 
     def beside(self, mapping: MappingFile) -> list[str]:
         """Returns the keys of everything stored that is not a weight, such as optimizer state."""
 
     def choices(self, names: Names) -> Mapping[str, Any]:
-        """How the mapping's choices were made here; `names.choices` is what the args say."""
+        """Returns the mapping's choices that fit this checkpoint; `names.choices` has those of its
+        args.
+        """
 
     def layout(self, names: Names) -> Layout:
-        """What is stored where, in logical boxes.
+        """Returns the logical box that each stored tensor holds.
 
-        SourceError lists everything that is missing, left over or of another shape.
+        Raises SourceError with everything that is missing, left over or of another shape.
         """
 
     def show(self, most: int | None) -> Shown:
-        """Its first `most` tensors, and how many there are."""
+        """Returns the first `most` tensors, and the number of all."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -112,7 +114,7 @@ class Format:
 
     name: str
     seen_as: str  # the files by which a person recognises it
-    megatron: bool  # its keys are named by a dialect; else by a family of Hugging Face
+    megatron: bool  # True: a dialect names its keys; False: a family of Hugging Face does
     detect: Callable[[Path], bool]  # whether a directory looks like a checkpoint of this format
     open: Callable[[Path], Opened]
     lay_out: Callable[[Wanted], tuple[Layout, list[TargetFile]]]
@@ -122,7 +124,7 @@ class Format:
     fixed_sizes: bool = False  # a trainer loads it only at the sizes that it was saved with
     layer_keys: bool = False  # it can have one key for all layers, or one for each
     common_object: bool = False  # it can keep the common state as an object, as from 0.19 on
-    last: str = ""  # the file without which no loader takes it for a checkpoint
+    last: str = ""  # the file that makes the directory a checkpoint for loaders; published last
 
     def __str__(self) -> str:
         return self.name
@@ -131,8 +133,8 @@ class Format:
 def best_choices(
     names: Names, choices: Mapping[str, Iterable[Any]], mismatch: Callable[[Names], int]
 ) -> dict[str, Any]:
-    """Returns the combination of choices with the fewest mismatched keys; among equals, the one
-    that agrees with the args.
+    """Returns the combination of choices with the fewest mismatched keys. If several have as few,
+    it returns the one that agrees with the args.
 
     mismatch: counts the stored keys that the mapping lacks and its keys that are not stored.
     """
@@ -146,15 +148,15 @@ def best_choices(
 
 
 class Problems(list[str]):
-    """Everything found wrong with a source, raised at once."""
+    """All problems that were found in a source, raised as one error."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self.what, self.damaged = what, False
-        self.cure = ""  # a better one than to copy the checkpoint again
+        self.cure = ""  # replaces the advice to copy the checkpoint again
 
     def missing(self, text: str) -> None:
-        """The source is incomplete or not what its config says."""
+        """Adds a problem of a source that is incomplete or contradicts its config."""
         self.damaged = True
         self.append(text)
 
@@ -169,9 +171,9 @@ class Problems(list[str]):
 
 
 def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
-    """The whole tensor that a rule stores, without layer and expert axes.
+    """Returns the whole tensor that a rule stores, without layer and expert axes.
 
-    UsageError if the model's dims do not fit the packing.
+    Raises UsageError if the model's dims do not fit the packing.
     """
     try:
         whole = PACKINGS[rule.pack](
@@ -183,7 +185,9 @@ def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
 
 
 def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
-    """The one dtype of a rule's members, or what the rule says; UsageError if they differ."""
+    """Returns the dtype that the rule sets, else that of its members; raises UsageError if they
+    differ.
+    """
     if rule.dtype is not None:
         return rule.dtype
     found = {name: dtypes[name] for name in rule.of}
@@ -230,9 +234,9 @@ def stored_of(
     replica: bool = False,
     padding: bool = False,
 ) -> list[Stored]:
-    """Buffers of one kind as stored tensors; none where no copy can follow their strides.
+    """Returns buffers of one kind as stored tensors; none if no copy can follow their strides.
 
-    `where`: layer, expert, file, byte [4, buffers].
+    where: layer, expert, file, byte [4, buffers].
     """
     dtype, shape, strides = kind
     if dtype not in WEIGHT_DTYPES:
@@ -276,9 +280,9 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]
 
 
 def dtypes_of(layout: Layout) -> dict[str, str]:
-    """The dtype of each logical tensor, by template.
+    """Returns the dtype of each logical tensor, by template.
 
-    UsageError where it differs between layers or experts.
+    Raises UsageError if it differs between layers or experts.
     """
     out: dict[str, str] = {}
     where: dict[str, dict[str, str]] = {}  # template -> dtype -> one place that holds it
@@ -304,5 +308,5 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
 
 
 def shapes_of(bound: Iterable[Bound], scope: Scope) -> dict[str, tuple[int, ...]]:
-    """Shape of every logical tensor that the rules name, by template."""
+    """Returns the shape of every logical tensor that the rules name, by template."""
     return {name: hub().shape(name, scope) for b in bound for name in b.rule.of}

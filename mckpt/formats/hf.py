@@ -1,5 +1,5 @@
-"""Hugging Face directories: safetensors (one file or an index) and pytorch_model*.bin; safetensors
-are written.
+"""Hugging Face directories: safetensors (one file or an index) and pytorch_model*.bin. Only
+safetensors are written.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
 
 
 def detect(path: Path) -> bool:
-    """Whether a directory looks like a Hugging Face checkpoint."""
+    """Returns whether a directory looks like a Hugging Face checkpoint."""
     return any((path / name).exists() for name in (*INDEX.values(), *SINGLE.values())) or (
         (path / CONFIG).exists() and any(path.glob("*.safetensors"))
     )
@@ -58,13 +58,13 @@ class HuggingFace:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.json; SourceError if there is none."""
+        """Returns the content of config.json; raises SourceError if there is none."""
         return read_config(self.root)
 
     @cached_property
     def block(self) -> tuple[int, int] | None:
-        """Rows and columns of a quantised weight that share a scale, by config.json; None where it
-        says no quantisation that is read.
+        """Returns the rows and columns of a quantised weight that share a scale, from config.json;
+        None if it has no quantisation that mckpt reads.
         """
         how = self.config.get(QUANTISED)
         if (
@@ -79,26 +79,26 @@ class HuggingFace:
         return None
 
     def parallel(self) -> Parallel:
-        """One of everything: nothing is sharded."""
+        """Returns sizes of one, because nothing is sharded."""
         return Parallel()
 
     def keys(self) -> list[str]:
-        """Those of all tensors."""
+        """Returns the keys of all tensors."""
         return list(self.entries.names)
 
     def padded_vocab(self, mapping: MappingFile) -> None:
-        """Unknown: there is no padding here."""
+        """Returns None, because there is no padding here."""
 
     def choices(self, names: Names) -> dict[str, Any]:
-        """None: there is one way to write a Hugging Face directory."""
+        """Returns no choices, because there is one way to write a Hugging Face directory."""
         return {}
 
     def beside(self, mapping: MappingFile) -> list[str]:
-        """Nothing but weights."""
+        """Returns nothing, because the directory holds weights only."""
         return []
 
     def show(self, most: int | None) -> Shown:
-        """The tensors of all files."""
+        """Returns the tensors of all files."""
         entries, config = self.entries, self.config if (self.root / CONFIG).is_file() else {}
         rows = [
             (key, e.dtype, e.shape, dict[str, Any]())
@@ -115,15 +115,15 @@ class HuggingFace:
         return Shown(facts, rows, kinds)
 
     def layout(self, names: Names) -> Layout:
-        """What is stored where, in logical boxes.
+        """Returns the logical box that each stored tensor holds.
 
-        Everything missing, left over or of another shape is one error.
+        Raises one error with everything that is missing, left over or of another shape.
         """
-        if self.problems:  # alone: each tensor of a lost shard would be named as missing too
+        if self.problems:  # raised alone: otherwise each tensor of a lost shard would be listed too
             raise SourceError.of(
                 f"{self.root}: its weight files do not fit together:",
                 self.problems,
-                "If a download was interrupted, let it go on.",
+                "If a download was interrupted, continue it.",
             )
         family, scope, bound = names.mapping, names.scope(), names.bound()
         problems = Problems(
@@ -209,7 +209,7 @@ class HuggingFace:
         return Layout(self.files, stored, shapes_of(bound, scope), ignored, left_out)
 
     def _file(self, key: str) -> str:
-        """The name of the file that holds a tensor."""
+        """Returns the name of the file that holds a tensor."""
         return Path(self.files[self.entries[key].file]).name
 
 
@@ -222,8 +222,8 @@ def _short(value: Any) -> str:
 
 
 def cut(sizes: list[int], most: int) -> list[int]:
-    """The file of each tensor, of these bytes and in this order: files of about the same size, so
-    that threads that write them end together.
+    """Assigns a file to each tensor, of these bytes and in this order. The files have about the
+    same size, so that the threads that write them end together.
 
     A file exceeds `most` bytes only if it contains a single tensor.
     """
@@ -247,8 +247,8 @@ def cut(sizes: list[int], most: int) -> list[int]:
 
 
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
-    """The safetensors files of a model, and their index: layer by layer, cut so that no file grows
-    past `max_shard_size` bytes.
+    """Lays out the safetensors files of a model and their index: layer by layer, cut so that no
+    file grows past `max_shard_size` bytes.
     """
     dims, kinds, scope = wanted.names.dims, wanted.dtypes, wanted.names.scope()
     bound = [b for b in wanted.names.bound() if b.rule.written]

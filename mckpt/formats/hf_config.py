@@ -1,4 +1,4 @@
-"""What a Hugging Face directory has beside weights: config.json, tokenizer, templates, code."""
+"""The files of a Hugging Face directory beside weights: config.json, tokenizer, templates, code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS = (
 
 
 def read_config(root: Path) -> dict[str, Any]:
-    """A directory's config.json."""
+    """Returns the config.json of a directory."""
     if not (root / CONFIG).is_file():
         if not root.exists():
             raise SourceError(f"{root}: no such directory")
@@ -38,7 +38,7 @@ def read_config(root: Path) -> dict[str, Any]:
 
 
 def parse_config(path: Path) -> dict[str, Any]:
-    """A config.json wherever it lies."""
+    """Returns the config.json at any path."""
     try:
         config = json.loads(read_file(path, 1 << 24))
     except (ValueError, RecursionError) as e:

@@ -21,7 +21,9 @@ SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 
 
 def weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
-    """The weight files, the tensors in their headers, and what does not fit together."""
+    """Returns the weight files, the tensors in their headers, and the problems of how they fit
+    together.
+    """
     kind = next(
         (k for k in INDEX if (root / INDEX[k]).exists() or (root / SINGLE[k]).exists()),
         None,
@@ -90,7 +92,7 @@ def weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
     lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found]
     there = set(here)
     problems.extend(
-        f"{key}: {INDEX[kind]} says it is in {name}, and it is not"
+        f"{key}: {INDEX[kind]} places it in {name}, which does not contain it"
         for key, name in lost
         if name in there
     )
@@ -100,7 +102,7 @@ def weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
 
 
 def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Tensor name -> file name, by an index, and the names of all files."""
+    """Returns tensor name -> file name from an index, and the names of all files."""
     import msgspec
 
     raw = read_file(path)
@@ -131,7 +133,7 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
-    """The tensors of a pytorch_model*.bin and their keys.
+    """Returns the tensors of a pytorch_model*.bin and their keys.
 
     Nothing in its pickle is imported or called.
     """

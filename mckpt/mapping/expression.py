@@ -1,7 +1,7 @@
 """Expressions in mapping files: arithmetic, comparisons, indexing and comprehensions over named
 values.
 
-Parsed, never `eval`-ed.
+They are parsed and walked, never passed to `eval`.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _NODES = (*_LEAVES, *_BRANCHES, ast.ListComp, ast.comprehension)
 
 
 def _is_short(value: Any, times: Any) -> bool:
-    """Whether `value * times` is no list or text that fills the memory."""
+    """Returns whether `value * times` is short enough not to fill the memory."""
     return not isinstance(value, (list, tuple, str)) or len(value) * times <= MAX_LENGTH
 
 
@@ -81,7 +81,9 @@ def _refuse(what: str) -> Any:
 
 
 class ExpressionError(ValueError):
-    """An expression that cannot be parsed or has no value; the caller adds file and line."""
+    """Raised for an expression that cannot be parsed or has no value; the caller adds file and
+    line.
+    """
 
 
 class Expression:
@@ -92,9 +94,9 @@ class Expression:
         self.value, self.names = _parsed(self.text)
 
     def __call__(self, scope: Mapping[str, Any]) -> Any:
-        """The value in a scope of names.
+        """Returns the value in a scope of names.
 
-        `config.some_key` reads a dict and is None where it has no such key.
+        `config.some_key` reads a dict; it is None if the dict lacks the key.
         """
         try:
             return self.value(scope)
@@ -150,8 +152,8 @@ def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
 
 
 def _compiled(node: ast.AST) -> _Value:
-    """A node of the tree as a function of the scope: a `when` has a value for each layer, and the
-    tree is walked once.
+    """Returns a node of the tree as a function of the scope. The tree is walked once, because a
+    `when` has a value for each layer.
     """
     match node:
         case ast.Constant(value=constant):
@@ -214,7 +216,7 @@ def _named(name: str, scope: Mapping[str, Any]) -> Any:
 
 
 def _either(parts: list[_Value], all_of: bool, scope: Mapping[str, Any]) -> Any:
-    """The first part that decides, or the last."""
+    """Returns the first part that decides, or the last."""
     value: Any = None
     for part in parts:
         value = part(scope)

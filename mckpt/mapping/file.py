@@ -1,8 +1,8 @@
-"""A family or a dialect, checked: its rules for tensors and its dims.
+"""A family or a dialect after all checks: its rules for tensors and its dims.
 
 A *family* (mappings/hf) and a *dialect* (mappings/megatron) are the same kind of file: stored keys
 on the left, packed logical tensors on the right, and under `dims` the hyperparameters. Both are
-read once and never mutated. Every error names file and line.
+read once and never changed. Every error names file and line.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from mckpt.mapping.hub import hub
 from mckpt.mapping.rule import Bound, Rule
 
 Dims = dict[str, Any]
-Scope = Mapping[str, Any]  # dims, choices and what is derived of them
+Scope = Mapping[str, Any]  # dims, choices, and values derived from them
 _VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:[.+-]\w+)*")
 
 
 class Dim(NamedTuple):
-    """How one dim lies in a config.
+    """The keys of one dim in a config, and how its value is read and written.
 
-    Read: the first of `keys` that is there, through `values` and `read`; else `default`.
+    A read takes the first of `keys` that is present, and applies `values` and `read`; without any
+    of the keys it takes `default`.
     """
 
     keys: tuple[str, ...]
@@ -39,9 +40,9 @@ class Dim(NamedTuple):
     const: Any
     read: Expression | None
     write: Expression | None
-    when: Expression | None  # else the dim is neutral, and nothing is written
+    when: Expression | None  # if it is false, the dim is neutral and is not written
     write_when: Expression | None
-    free: bool  # any value does: nothing in the model depends on it
+    free: bool  # True: the model does not depend on the value
     where: str
 
 
@@ -61,16 +62,16 @@ class Refused(NamedTuple):
 
 
 class MappingFile(NamedTuple):
-    """A family or a dialect, checked."""
+    """A family or a dialect, after all checks."""
 
     name: str
     path: Path
     digest: str
     architectures: tuple[str, ...]
     canonical: bool
-    dialect: str  # of a family: the dialect that its Megatron checkpoints are written in
-    default: bool  # of a dialect: written where neither the user nor the family names another
-    requires: Expression | None  # what must hold of the dims for the family to be chosen unasked
+    dialect: str  # set in a family: the dialect of its Megatron checkpoints
+    default: bool  # set in a dialect: used if neither the user nor the family names one
+    requires: Expression | None  # condition on the dims, for a family chosen without the user
     # the oldest and the newest megatron-core that the file writes for; empty in a family
     megatron: tuple[str, ...]
     choices: dict[str, tuple[str, ...]]
@@ -81,22 +82,22 @@ class MappingFile(NamedTuple):
     stage_sizes: Expression | None
     # choice -> its value, from `megatron`, the version that will load the checkpoint
     by_version: dict[str, Expression]
-    # what its expressions name beside dims and choices, and the value where nothing else says one
+    # names that its expressions use beside dims and choices, and their default values
     given: dict[str, Any]
     derive: dict[str, Expression]
     dims: dict[str, Dim]
     also: dict[str, Expression]
-    flags: dict[str, Any]  # arg -> how a launch line says it: facts of the model
-    run_flags: dict[str, Any]  # the same, settings of the run
-    said: dict[str, Expression]  # choice -> what the args say of it
-    expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping stands for
+    flags: dict[str, Any]  # arg -> its flag, for facts of the model
+    run_flags: dict[str, Any]  # arg -> its flag, for settings of the run
+    said: dict[str, Expression]  # choice -> its value, from the args
+    expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping supports
     refused: dict[str, Refused]  # config key -> when its value is refused
-    # dim -> when and why the stock program computes something else than the config says
+    # dim -> when and why the stock program computes a result that contradicts the config
     warned: dict[str, Warned]
     inert: frozenset[str]
-    # stored keys that are not read, and why: of a family weights, of a dialect what is no weight
+    # stored keys that are not read -> reason; weights in a family, other keys in a dialect
     ignore: dict[str, str]
-    # stored keys that a model computes from its config, so that nothing is lost without them
+    # stored keys -> reason; the model computes them from its config, so they are not needed
     computed: dict[str, str]
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
@@ -104,11 +105,11 @@ class MappingFile(NamedTuple):
     # ---- versions of megatron-core
 
     def version(self, text: str | None = None) -> list[int]:
-        """Returns [major, minor] of a version such as "0.16" or "0.19.2"; of the newest known one
-        without `text`.
+        """Returns [major, minor] of a version such as "0.16" or "0.19.2". Without `text` it returns
+        the newest version of the file.
 
         Raises UsageError for text that is not a version, and for versions older or newer than the
-        file knows.
+        file supports.
         """
         oldest, newest = map(major_minor, self.megatron)
         try:
@@ -126,16 +127,14 @@ class MappingFile(NamedTuple):
         return found
 
     def choices_for(self, megatron: list[int]) -> dict[str, Any]:
-        """Returns the choices that depend on the version of megatron-core, as `megatron` makes
-        them.
-        """
+        """Returns the values of the choices that depend on the version of megatron-core."""
         return {name: e({"megatron": megatron}) for name, e in self.by_version.items()}
 
     # ---- tensors
 
     def scope(self, dims: Mapping[str, Any], **chosen: Any) -> dict[str, Any]:
-        """What a `when` can name: dims, choices, what is derived of them, and anything else that is
-        given (pp).
+        """Returns the names that a `when` can use, and their values: dims, choices, derived values
+        and others that are given (pp).
         """
         scope = {**dims, **chosen}
         for name, expression in self.derive.items():
@@ -143,7 +142,7 @@ class MappingFile(NamedTuple):
         return scope
 
     def bind(self, scope: Mapping[str, Any], rules: Iterable[Rule] | None = None) -> list[Bound]:
-        """The rules that apply in this scope, each with its layers and experts."""
+        """Returns the rules that apply in this scope, each with its layers and experts."""
         out = []
         decoder = range(scope["num_layers"])
         mtp = range(len(decoder), len(decoder) + scope["mtp_layers"])
@@ -175,7 +174,7 @@ class MappingFile(NamedTuple):
         return int(dims["num_layers"] if self.numbering is None else self.numbering(dims))
 
     def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
-        """What args say of the choices; a choice of which they say nothing is left out."""
+        """Returns the choices that the args determine."""
         return {
             name: value
             for name, e in self.said.items()
@@ -184,7 +183,7 @@ class MappingFile(NamedTuple):
 
     @property
     def vocabulary(self) -> Rule:
-        """The rule of the embedding, whose rows are padded."""
+        """Returns the rule of the embedding, whose rows are padded."""
         return next(
             rule
             for rule in self.rules
@@ -199,12 +198,16 @@ class MappingFile(NamedTuple):
         known: Mapping[str, Any] | None = None,
         source: str = "config.json",
         override: Mapping[str, Any] | None = None,
+        known_from: str = "the given dims",
     ) -> Dims:
-        """All dims of a model, from its config; `known` ones fill what the config does not say and
-        must agree with what it does; `override` ones are the user's own word, and win.
+        """Returns all dims of a model, read from its config.
 
-        MappingError lists everything that is missing, of a wrong type, or outside what this file
-        knows.
+        known: dims for which the config may have no value; where it has one, the two must agree.
+        override: dims that the user gives; they win. source, known_from: the names of the config
+        and of the origin of `known` in messages.
+
+        MappingError lists every dim that is missing or of a wrong type, and every value that this
+        file does not support.
         """
         known, override = dict(known or {}), dict(override or {})
         if refused := list(self._refusals(config, source)):
@@ -221,7 +224,7 @@ class MappingFile(NamedTuple):
             pending.append(name)
             try:
                 dims[name] = scope[name] = hub().check(
-                    name, self._read_dim(name, config, known, override, scope)
+                    name, self._read_dim(name, config, known, override, scope, known_from)
                 )
             except (ExpressionError, ValueError, TypeError) as e:
                 problems.append(f"{source}: {e}")
@@ -249,11 +252,11 @@ class MappingFile(NamedTuple):
             ):
                 said = ", ".join(map(repr, values)) or "unset"
                 problems.append(
-                    f"{source}: {key} is {found!r}, and {self.path.name} knows only {said}"
+                    f"{source}: {key} is {found!r}, and {self.path.name} supports only {said}"
                 )
         if problems:
             raise MappingError.of(
-                f"{source} does not describe a model that {self.path.name} knows:",
+                f"{source}: the mapping {self.path.name} cannot read this model:",
                 dict.fromkeys(problems),
             )
         return dims
@@ -273,21 +276,22 @@ class MappingFile(NamedTuple):
         known: Mapping[str, Any],
         override: Mapping[str, Any],
         scope: _Lazy,
+        known_from: str,
     ) -> Any:
         if name in override:
             return override[name]
         spec, dim = self.dims.get(name), hub().dims[name]
-        if spec is None and name in known:  # beyond what this file can say
+        if spec is None and name in known:  # this file has no key for the dim
             return known[name]
         if spec is None or (spec.when is not None and not spec.when(scope)):
             if dim.neutral is None:
-                raise ValueError(f"{self.path.name} says nothing of {name}")
+                raise ValueError(f"{self.path.name} does not set {name}")
             return dim.neutral(scope)
         said = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
         key, raw = said[0] if said else ("default", None)
         if any(not equal(raw, v) for _, v in said):
             raise ValueError(
-                f"says two things of {name}: {', '.join(f'{k} {v!r}' for k, v in said)}"
+                f"{name} has several values: {', '.join(f'{k} {v!r}' for k, v in said)}"
             )
         if raw is None and spec.keys:
             # null means None for an optional dim; an absent key means unknown
@@ -305,7 +309,7 @@ class MappingFile(NamedTuple):
             value = spec.values[raw]
         else:
             raise ValueError(
-                f"{key} is {raw!r}; {self.path.name} knows {', '.join(map(repr, spec.values))}"
+                f"{key} is {raw!r}; {self.path.name} supports {', '.join(map(repr, spec.values))}"
             )
         if spec.read is not None:
             value = spec.read(ChainMap({"value": value}, scope))
@@ -314,13 +318,15 @@ class MappingFile(NamedTuple):
         if value is None and name in known:  # the config has no value
             return known[name]
         if name in known and not spec.free and not equal(known[name], value):
-            raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} was given")
+            raise ValueError(f"{name} is {value!r} by {key}, but {known[name]!r} by {known_from}")
         return value
 
     def write(
         self, dims: Mapping[str, Any], given: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The config that says these dims. `given` are values for names of the file's `given`."""
+        """Returns the config that expresses these dims. `given` has values for the names under the
+        file's `given`.
+        """
         config: dict[str, Any] = {}
         scope = {**self.given, **dims, **(given or {})}
         for name, spec in self.dims.items():
@@ -353,15 +359,15 @@ class MappingFile(NamedTuple):
         return out + [d.keys[0] for d in self.dims.values() if d.write and name in d.write.names]
 
     def said_of(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keys of a config that say something of a dim, and their values."""
+        """Returns the keys of a config that determine a dim, and their values."""
         keys = self.dims[name].keys if name in self.dims else ()
         return {k: v for k in keys if (v := lookup(config, k)) is not None}
 
     def restate(
         self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
     ) -> dict[str, Any]:
-        """Returns the config with the `changed` dims as `dims` has them, under every key by which
-        the config says them now.
+        """Returns a copy of the config with the values of the `changed` dims from `dims`, under
+        every key that has them now.
         """
         out: dict[str, Any] = copy.deepcopy(dict(config))
         written = self.write(dims)
@@ -376,7 +382,7 @@ class MappingFile(NamedTuple):
         return out
 
     def stored(self, dims: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-        """Returns what the tensors of a model with these dims show of it: each rule's key, its
+        """Returns the facts about these dims that the tensors of a model show: each rule's key, its
         layers, its experts and its members' shapes.
         """
         scope = self.scope(dims)
@@ -414,11 +420,11 @@ class MappingFile(NamedTuple):
         return {**out, **self.warnings({**dims, **given})}
 
     def warnings(self, scope: Mapping[str, Any], loads: bool | None = None) -> dict[str, str]:
-        """Returns dim -> why, for each dim that the file can say and that the stock program
+        """Returns dim -> reason, for each dim that the file can express and that the stock program
         computes differently.
 
-        scope: the dims, and `megatron` and `transformer_impl` of the program. Where `megatron` is
-        not known, because a checkpoint does not name the version that trained it, the entries that
+        scope: the dims, and `megatron` and `transformer_impl` of the program. If `megatron` is
+        unknown, because a checkpoint does not name the version that trained it, the entries that
         depend on it are left out. loads: True or False selects the entries of models that the
         program can or cannot load; None selects all.
         """
@@ -439,10 +445,10 @@ class MappingFile(NamedTuple):
         return out
 
     def unknown(self, config: Mapping[str, Any]) -> list[str]:
-        """Keys of a config, those inside an object too, that no dim reads and that are not listed
-        under `expect` or as inert.
+        """Returns the keys of a config, including keys inside an object, that no dim reads and that
+        are not listed under `expect` or as inert.
 
-        Keys that say nothing are left out.
+        Keys without a value are left out.
         """
         read = (
             {k for d in self.dims.values() for k in d.keys}
@@ -462,7 +468,7 @@ class MappingFile(NamedTuple):
 
 
 class _Lazy(dict):
-    """A scope that asks `resolve` for what it lacks."""
+    """A scope that calls `resolve` for a name that it lacks."""
 
     def __init__(self, resolve: Callable[[str], Any], **known: Any) -> None:
         super().__init__(known)
@@ -476,9 +482,9 @@ _ABSENT = object()
 
 
 def lookup(config: Mapping[str, Any], path: str, absent: Any = None) -> Any:
-    """config["a"]["b"] for "a.b"; `absent` where it has no such key.
+    """Returns config["a"]["b"] for "a.b"; `absent` if there is no such key.
 
-    ValueError if "a" holds no object.
+    Raises ValueError if "a" is not an object.
     """
     value: Any = config
     for part in path.split("."):

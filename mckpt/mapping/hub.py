@@ -45,11 +45,11 @@ class Hub(NamedTuple):
     digest: str
 
     def shape(self, name: str, dims: Mapping[str, Any]) -> tuple[int, ...]:
-        """Shape of a logical tensor (by template), in elements."""
+        """Returns the shape of a logical tensor (by template), in elements."""
         return tuple(e(dims) for e in self.tensors[name].shape)
 
     def check(self, name: str, value: Any) -> Any:
-        """The value of a dim if it is one; ValueError says why not."""
+        """Returns the value if the dim can have it; raises ValueError with the reason if not."""
         dim = self.dims[name]
         if value is None and dim.optional:
             return None

@@ -1,4 +1,4 @@
-"""YAML that knows the file and line of each key, and how one file extends another."""
+"""YAML with the file and line of each key, and the merge of files that extend each other."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _loader() -> type[yaml.SafeLoader]:
 
 
 def parse(path: Path) -> tuple[Node, str]:
-    """The file's root node and its digest."""
+    """Returns the file's root node and its digest."""
     import yaml
 
     try:
@@ -74,14 +74,16 @@ def parse(path: Path) -> tuple[Node, str]:
 
 
 def digest_of(text: str) -> str:
-    """The digest of a mapping file's text, as manifests record it."""
+    """Returns the digest of a mapping file's text, as manifests record it."""
     import hashlib  # loads OpenSSL in 10 ms, and an inspection needs none of it
 
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def merge(base: Node, over: Node) -> Node:
-    """`over` on top of `base`; null takes a key away; lists of names (inert) are joined."""
+    """Returns `base` with the entries of `over`. A null removes a key; lists of names (inert) are
+    joined.
+    """
     out = Node()
     for key in [*base, *(k for k in over if k not in base)]:
         a, b = base.get(key), over.get(key)

@@ -1,4 +1,4 @@
-"""Mapping files -> checked rules and dims. The only reader of `mappings/`."""
+"""Reads mapping files into checked rules and dims. No other module reads `mappings/`."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ _DIM = ("key", "default", "values", "const", "read", "write", "when", "write_whe
 
 
 def folder(kind: str) -> Path:
-    """Where the files of one of KINDS lie."""
+    """Returns the directory with the files of one of KINDS."""
     return FOLDER / kind
 
 
 @functools.cache
 def names(kind: str) -> tuple[str, ...]:
-    """Names of the files of one of KINDS that come with mckpt."""
+    """Returns the names of the files of one of KINDS that come with mckpt."""
     return tuple(sorted(p.stem for p in folder(kind).glob("*.yaml")))
 
 
 @functools.cache
 def load(kind: str, name: str) -> MappingFile:
-    """The file of that name, or the user's own file if it ends in .yaml."""
+    """Returns the file of that name, or the user's own file if the name ends in .yaml."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
     if not path.is_file():
         if path == Path(name):
@@ -107,7 +107,7 @@ def load(kind: str, name: str) -> MappingFile:
 
 
 def family_with(architecture: str) -> str:
-    """The family that names an architecture of transformers."""
+    """Returns the name of the family of an architecture of transformers."""
     for name in names("hf"):
         # only a file that has the name in its text is worth parsing
         text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
@@ -152,7 +152,7 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
 
 
 def _extended(node: Node) -> list[str]:
-    """The names of the files that a file extends: one, or several, of which a later one wins."""
+    """Returns the names of the files that a file extends; a later one overrides an earlier."""
     if "extends" not in node:
         return []
     named = node["extends"]
@@ -166,8 +166,8 @@ def _extended(node: Node) -> list[str]:
 
 
 def dialect_for(family: MappingFile | None = None, named: str | None = None) -> MappingFile:
-    """The dialect in which a checkpoint is written: the one that the user names, else the one that
-    the model's family names, else the default.
+    """Returns the dialect in which a checkpoint is written: the user's, else the one that the
+    model's family names, else the default.
     """
     known = names("megatron")
     if named := named or (family and family.dialect):
@@ -178,8 +178,8 @@ def dialect_for(family: MappingFile | None = None, named: str | None = None) -> 
 
 
 def dialect_of(keys: Iterable[str]) -> MappingFile:
-    """The dialect that knows most of the keys of a Megatron checkpoint; the default one where
-    several know as many.
+    """Returns the dialect that has most of the keys of a Megatron checkpoint; the default one if
+    several have as many.
     """
     known = names("megatron")
     if len(known) == 1:
@@ -195,8 +195,8 @@ def dialect_of(keys: Iterable[str]) -> MappingFile:
 
 
 def to_keep(name: str) -> str:
-    """The text of a family file that needs no other file of the user's: files that it extends are
-    merged in, but not one that mckpt has.
+    """Returns the text of a family file that needs no other file of the user's. Files that it
+    extends are merged in, unless they come with mckpt.
     """
     path = Path(name)
     node, _ = parse(path)
@@ -211,7 +211,7 @@ def to_keep(name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """The same without lines."""
+    """Returns the same value without lines."""
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list) else value
@@ -238,7 +238,7 @@ def misfits(
 
 
 def _shaped(node: Node, key: Any, wanted: type | tuple[type, ...]) -> None:
-    """MappingError unless the key holds what it should, or null."""
+    """Raises MappingError unless the key holds a value of its type, or null."""
     if node[key] is not None and not isinstance(node[key], wanted):
         kinds = wanted if isinstance(wanted, tuple) else (wanted,)
         said = " or ".join(_KINDS[kind] for kind in kinds)
@@ -302,7 +302,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
 
 
 def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, Dim]:
-    """The dims of a file; what is wrong with one goes to `problems`."""
+    """Returns the dims of a file; adds errors to `problems`."""
     dims: dict[str, Dim] = {}
     for name, spec in (root.get("dims") or Node()).items():
         where = root["dims"].lines[name]
@@ -329,7 +329,7 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
 
 
 def _read_inexact(root: Node, expression: Parse, problems: list[str]) -> dict[str, Warned]:
-    """The entries of `inexact`; what is wrong with one goes to `problems`."""
+    """Returns the entries of `inexact`; adds errors to `problems`."""
     warned: dict[str, Warned] = {}
     inexact = root.get("inexact") or Node()
     for name, value in inexact.items():
@@ -339,7 +339,8 @@ def _read_inexact(root: Node, expression: Parse, problems: list[str]) -> dict[st
             or value.keys() - {"when", "why", "loads"}
         ):
             problems.append(
-                f"{inexact.lines[name]}: {name} wants `when` and `why`, and may say `loads: false`"
+                f"{inexact.lines[name]}: {name} requires `when` and `why`; `loads: false` is"
+                " optional"
             )
         elif (when := expression(value["when"], inexact.lines[name])) is not None:
             warned[name] = Warned(when, value["why"], value.get("loads", True))
@@ -359,7 +360,9 @@ def _read_refuse(root: Node, expression: Parse, problems: list[str]) -> dict[str
 
 
 def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
-    """Expressions that name what nothing declares, and what a dialect must declare and does not."""
+    """Returns problems: names that expressions use and that are not declared, and names that a
+    dialect must declare and lacks.
+    """
     dims, chosen = {*hub().dims}, {*file.choices, "pp"}
     read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
     ruled = dims | chosen | {*file.derive}
@@ -392,14 +395,14 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
 
 
 def _where_known(name: str, file: MappingFile) -> str:
-    """What to do about a name that an expression cannot use."""
+    """Returns the cure for a name that an expression cannot use."""
     if name in file.given:
         return "`given` names can be used under `dims` (write), `also` and `inexact` only"
     return "it is no dim, and nothing in the file declares it (`given`, `choices`, `derive`)"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """`name=value` of --set -> (dim, value)."""
+    """Parses `name=value` of --set into (dim, value)."""
     import yaml
 
     name, equals, value = text.partition("=")

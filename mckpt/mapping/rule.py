@@ -22,22 +22,24 @@ class Rule(NamedTuple):
     stage: str | None  # first or last: the pipeline stage of a tensor that is in no layer
     when: Expression | None
     alias: bool  # a further copy of a tensor that another rule stores
-    written: bool  # False: an alias that is looked at where it is there, and not made
-    dtype: str | None  # what it is always stored in
-    # its layers are those of multi-token prediction, which are numbered behind the decoder's; a key
-    # can count them from 0 as {mtp}
+    written: bool  # False: an alias that is read if it is present, and never written
+    dtype: str | None  # the dtype in which it is always stored
+    # True for layers of multi-token prediction. Their numbers follow the decoder's; in a key, {mtp}
+    # counts them from 0.
     mtp: bool
-    indices: tuple[str, ...]  # of "layer", "expert": those that its tensors or its key have
+    indices: tuple[str, ...]  # "layer", "expert", if its tensors or its key have them
     where: str
     number: Expression | None = None  # the number that stands for {layer} in its key; None: layer
 
     @property
     def shared(self) -> bool:
-        """Whether several keys are copies of one tensor: they name a layer, and it does not."""
+        """Returns whether several keys are copies of one tensor: the keys name a layer, and the
+        tensor does not.
+        """
         return "layer" in self.indices and bool(self.of) and "{layer}" not in self.of[0]
 
     def stacked(self) -> tuple[str, ...]:
-        """Indices that are leading axes of the stored tensor, because the key does not
+        """Returns the indices that are leading axes of the stored tensor because the key does not
         name them.
         """
         return tuple(
@@ -48,9 +50,7 @@ class Rule(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A rule that applies to one model, and where: the layers (or [0]) and experts (or
-    [0]) it has.
-    """
+    """A rule with the layers (or [0]) and experts (or [0]) of one model to which it applies."""
 
     rule: Rule
     layers: np.ndarray
@@ -74,14 +74,14 @@ class Bound(NamedTuple):
         return out
 
     def instances(self) -> tuple[np.ndarray, np.ndarray]:
-        """(layer, expert) of what each of `keys` holds."""
+        """Returns the layers and the experts of the tensors that `keys` name."""
         return np.repeat(self.layers * (not self.rule.shared), len(self.experts)), np.tile(
             self.experts, len(self.layers)
         )
 
     def global_keys(self) -> list[tuple[str, int]]:
-        """(key, layer) of each stored tensor whose axes are the indices that its key does not name.
-        An expert is never in such a key.
+        """Returns the (key, layer) of each stored tensor whose axes are the indices that its key
+        does not name. Such a key never has an expert.
         """
         if "layer" in self.rule.stacked() or "layer" not in self.rule.indices:
             return [(self.key(0), 0)]
@@ -89,6 +89,6 @@ class Bound(NamedTuple):
         return [(self.key(number), layer) for number, layer in numbered]
 
     def axes(self, scope: Mapping[str, Any]) -> tuple[int, ...]:
-        """Sizes of these axes, which lead the stored tensor's own."""
+        """Returns the sizes of the axes that `Rule.stacked` names."""
         size = {"layer": scope["num_layers"], "expert": scope["num_experts"]}
         return tuple(size[index] for index in self.rule.stacked())

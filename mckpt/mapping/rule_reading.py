@@ -1,4 +1,4 @@
-"""The rules of a mapping file: blocks and braces expanded, every word checked."""
+"""Reads the rules of a mapping file: expands blocks and braces, and checks every word."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
 
 
 def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """`{q,k,v}` in the key, in `of` and in `when`: one rule for each."""
+    """Returns one rule for each of the words in `{q,k,v}`, in the key, in `of` and in `when`."""
     spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
     if not isinstance(spec, dict):
         raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
@@ -224,5 +224,5 @@ def _rule(
 
 
 def key_pattern(key: str) -> re.Pattern[str]:
-    """What a key template can look like once its indices are filled."""
+    """Returns a regular expression for a key template with its indices filled in."""
     return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))

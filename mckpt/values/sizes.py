@@ -1,4 +1,4 @@
-"""Sizes as people write them: "5GB", "512MiB"."""
+"""Parses sizes such as "5GB" and "512MiB"."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ LEAST_BARE = 1 << 20  # bytes that a size may say without a unit: fewer are a fo
 
 
 def parse_size(text: str, option: str = "") -> int:
-    """ "5GB" or "512MiB" -> bytes.
+    """Returns the bytes of a size such as "5GB" or "512MiB".
 
-    UsageError, which names the option, for a number without a unit that can only be meant to have
-    one.
+    Raises UsageError, which names the option, for a small number without a unit, because the unit
+    was probably forgotten.
     """
     given = f"{option} {text!r}".lstrip()
     units = {

@@ -1,1 +1,3 @@
-"""Do two checkpoints compute the same? Levels, the judge, and the page that shows the verdict."""
+"""Verifies that two checkpoints compute the same: the levels, the judge, and the page with the
+verdict.
+"""

@@ -1,4 +1,4 @@
-"""Compares the dims that a config.json and Megatron's args say."""
+"""Compares the dims of a config.json with those of Megatron's args."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ BOUNDS = ("vocab_size", "max_positions")
 
 
 def dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
-    """Dims that two checkpoints of any formats say differently; those of the vocabulary's padding
-    and longest sequence left out.
+    """Returns the dims that differ between two checkpoints of any formats, without the padding of
+    the vocabulary and the longest sequence.
     """
     both = [name for name in left.dims if name in right.dims and name not in BOUNDS]
     apart = [name for name in both if not _same(left.dims[name], right.dims[name])]
@@ -26,8 +26,8 @@ def dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
 
 
 def model_notes(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """What is not run as it is stored; what stock Megatron would compute otherwise, though its args
-    say it: the trainer here goes by the args.
+    """Returns notes on a model that does not run as it is stored, and on dims that stock Megatron
+    computes differently although its args contain them. The trainer here follows the args.
     """
     found = right.mapping.inexact(left.dims)
     quantised = [
@@ -35,17 +35,17 @@ def model_notes(left: Checkpoint, right: Checkpoint) -> list[str]:
     ] * left.quantised
     return [
         *quantised,
-        *(f"{name}: {why}; here the checkpoint's args are gone by" for name, why in found.items()),
+        *(f"{name}: {why}; this run follows the checkpoint's args" for name, why in found.items()),
     ]
 
 
 def differing_dims(
     left: Checkpoint, right: Checkpoint, window: bool = False
 ) -> tuple[list[dict[str, Any]], str | None]:
-    """Dims that the Megatron args and the config say differently; and why the args could not be
-    read, if so.
+    """Returns the dims that differ between the Megatron args and the config, and the reason if the
+    args could not be read.
 
-    A sliding `window` is left out where a sequence beyond it is run.
+    A sliding `window` is left out if a sequence longer than it is run.
     """
     if right.args is None:
         return [], None
@@ -74,8 +74,8 @@ def differing_dims(
 
 
 def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """Sentences on the dims that --allow-inexact let a conversion write otherwise than its source
-    has them.
+    """Returns sentences on the dims that --allow-inexact let a conversion write with another value
+    than its source has.
     """
     if left.is_megatron or right.args is None:
         return []
@@ -93,8 +93,8 @@ def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 
 def _said(right: Checkpoint, vocab_size: int) -> tuple[Dims, str | None]:
-    """The dims that a Megatron checkpoint's args say by themselves; and why they could not be read,
-    if so.
+    """Returns the dims that a Megatron checkpoint's args alone determine, and the reason if they
+    could not be read.
     """
     assert right.args is not None
     try:
@@ -107,8 +107,8 @@ def _said(right: Checkpoint, vocab_size: int) -> tuple[Dims, str | None]:
 
 
 def _written(right: Checkpoint) -> Dims:
-    """The values that args say for dims that --allow-inexact let pass: those of a dialect that
-    writes the true dims and reads them again.
+    """Returns the values of the args for dims that --allow-inexact accepted: a dialect writes the
+    true dims and reads them again.
     """
     if not right.granted:
         return {}

@@ -50,7 +50,7 @@ SPLIT = (
 
 @dataclass(frozen=True)
 class Options:
-    """How deep, at which sizes, on what.
+    """The level of a verification, the sizes of the run, and the other options.
 
     Sizes that are None are those of the checkpoint for `torch` files, else 1.
     """
@@ -71,25 +71,24 @@ class Options:
     family: str | None = None
     mapping: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
-    steps: int = 4  # of `train`
-    timeout_s: float = 1800  # of one collective
-    keep: str | Path | None = None  # a directory for what the two sides computed; removed otherwise
+    steps: int = 4  # training steps of the level `train`
+    timeout_s: float = 1800  # limit of one collective
+    keep: str | Path | None = None  # directory for the arrays of both sides; None: they are removed
 
 
 def verify(hf: str | Path, megatron: str | Path, **options: Any) -> Verdict:
-    """Compare the two; keywords are those of `Options`."""
+    """Compares two checkpoints and returns the verdict; keywords are those of `Options`."""
     return verify_all(hf, [megatron], Options(**options))[0]
 
 
 def verify_all(
     hf: str | Path, checkpoints: Sequence[str | Path], options: Options
 ) -> list[Verdict]:
-    """The verdict on each Megatron checkpoint; the Hugging Face model runs once.
-
-    All must run at the same sizes.
+    """Returns the verdict on each Megatron checkpoint. The Hugging Face model runs once, and all
+    checkpoints must run at the same sizes.
     """
     if options.level not in LEVELS:
-        raise UsageError(f"no level {options.level!r}; known: {', '.join(LEVELS)}")
+        raise UsageError(f"there is no level {options.level!r}; the levels are {', '.join(LEVELS)}")
     left = Checkpoint(
         hf, Known(family=options.family, mapping=options.mapping, settings=options.settings)
     )
@@ -100,11 +99,10 @@ def verify_all(
         return [_bytes(left, Checkpoint(path, _known(left, options))) for path in checkpoints]
     if left.is_megatron:
         raise UsageError(
-            f"{left.path}: is a Megatron checkpoint; the first of the two is a Hugging Face"
-            " directory"
+            f"{left.path}: is a Megatron checkpoint; give a Hugging Face directory as the first"
         )
     launching.require("torch", "transformers", "megatron", "psutil")
-    _ = left.layout  # damage is said before anything is started
+    _ = left.layout  # damage is reported before any process starts
     work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
     work.mkdir(parents=True, exist_ok=True)
     try:
@@ -157,7 +155,7 @@ def _comparing(subjects: list[_Subject]) -> Iterator[list[Future[Values | str]]]
 def _run(
     subjects: list[_Subject], values: Sequence[Future[Values | str]], work: Path, options: Options
 ) -> list[Verdict]:
-    """Levels `forward` and `train`."""
+    """Runs the levels `forward` and `train`."""
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
     num_ranks = launching.world({**sizes, "cp": 1})
     device = launching.device(options.device, launching.world(sizes))
@@ -221,10 +219,10 @@ def _run(
 
 
 def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
-    """The directory, or of a quantised one a copy that is not.
+    """Returns the directory; for a quantised one, a dequantised copy.
 
-    transformers 5 runs 8 bits on few GPUs, and elsewhere reads blocks wrongly that do not divide a
-    weight (integrations/finegrained_fp8.py).
+    transformers 5 runs 8 bits on few GPUs. Elsewhere it misreads blocks that do not divide a weight
+    (integrations/finegrained_fp8.py).
     """
     if not left.quantised:
         return left.path
@@ -237,7 +235,7 @@ def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
 
 
 def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
-    """Level `bytes`: the tensors, and the dims where both sides say them."""
+    """Runs the level `bytes`: compares the tensors, and the dims that both sides have."""
     facts: dict[str, Any] = {"level": "bytes", "hf": str(left.path), "megatron": str(right.path)}
     apart, unread = (
         differing_dims(left, right, window=True)
@@ -266,7 +264,7 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
 
 
 class _Subject:
-    """One Megatron checkpoint: what its args say beside the config, and how it is run."""
+    """One Megatron checkpoint, the args that differ from the config, and the way to run it."""
 
     def __init__(
         self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
@@ -372,8 +370,8 @@ def _refuse_context_parallelism(path: str | Path, dtype: str, options: Options) 
 
 
 def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
-    """Its weights as torch_dist, which runs at any sizes: `torch` files run only at those they were
-    saved with.
+    """Writes the weights as torch_dist, which runs at any sizes. `torch` files run only at the
+    sizes with which they were saved.
     """
     # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
     oldest = source.mapping.megatron[0]
@@ -388,7 +386,7 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
 
 
 def _known(left: Checkpoint, options: Options) -> Known:
-    """What the Hugging Face side tells about the other."""
+    """Returns the facts from the Hugging Face side that help to read the other."""
     like = None if left.is_megatron else left.path
     return Known(
         iteration=options.iteration,
@@ -400,7 +398,7 @@ def _known(left: Checkpoint, options: Options) -> Known:
 
 
 def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
-    """Args that Megatron would have for the model of the config."""
+    """Returns the args that Megatron would have for the model of the config."""
     rows = right.opened.padded_vocab(right.mapping)
     given = {"dtype": api.most_dtype(left), "padded_vocab_size": rows or left.dims["vocab_size"]}
     return right.mapping.write(left.dims, given)
@@ -485,7 +483,7 @@ def other_sizes(
 
 
 def say_sizes(sizes: dict[str, int]) -> str:
-    """Returns sizes in words, such as "tp 2, pp 2"; those that are 1 left out."""
+    """Returns sizes in words, such as "tp 2, pp 2"; sizes of 1 are left out."""
     return ", ".join(f"{k} {n}" for k, n in sizes.items() if n > 1) or "one rank"
 
 

@@ -226,13 +226,13 @@ def _coverage(facts: dict[str, Any]) -> Markup:
         ("positions judged", f"{tokens['judged']:,} of {tokens['positions']:,}"),
         ("ties between experts that fell otherwise", f"{tokens['ties']:,}" if experts else None),
     ]
-    return section("What the tokens reached", terms(rows))
+    return section("Coverage of the tokens", terms(rows))
 
 
 def _layout(facts: dict[str, Any]) -> Markup:
     """Returns the layers of each pipeline stage, and the experts of each rank."""
     layers = [n for row in facts["points"] if (n := layer_of(row["point"])) is not None]
-    title = "What lies on which rank"
+    title = "Layers and experts of each rank"
     try:
         parallel = Parallel(**{k: v for k, v in facts["sizes"].items() if k != "cp"})
         stages = parallel.stages(max(layers, default=-1) + 1)

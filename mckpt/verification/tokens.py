@@ -14,8 +14,8 @@ LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
 
 
 def random_sequences(dims: Dims, count: int, length: int) -> list[list[int]]:
-    """Random tokens from fixed seeds over the whole vocabulary; the first runs beyond a sliding
-    window.
+    """Returns random tokens from fixed seeds over the whole vocabulary. The first sequence is
+    longer than a sliding window.
     """
     length = max(2, min(length, dims["max_positions"] or length))
     lengths = [length] * count
@@ -29,8 +29,8 @@ def random_sequences(dims: Dims, count: int, length: int) -> list[list[int]]:
 
 
 def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:
-    """The sequences of a file: JSON, a list of lists; JSON lines, a list or {"tokens": [...]} each;
-    or .npy [sequences, length].
+    """Reads the sequences of a file: JSON, a list of lists; JSON lines, a list or {"tokens": [...]}
+    each; or .npy [sequences, length].
     """
     if path is None:
         return []

@@ -12,7 +12,7 @@ from mckpt.verification.verdict import Values
 def compare_values(
     left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None
 ) -> Values:
-    """All stored values of the two, compared, with further copies of a tensor and the padding of a
+    """Compares all stored values of the two, the further copies of a tensor, and the padding of a
     converted vocabulary.
     """
     found = diff_converted(left, right, stop)
@@ -45,16 +45,16 @@ def _diff_casts(
 
 
 def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """The dtypes that the right side was cast to after it was the left one, one after the other;
-    from their manifests.
+    """Returns the dtypes to which the right side was cast after it was converted from the left one,
+    in order, from their manifests.
     """
     known = right.casts[: len(left.casts)] == left.casts
     return right.casts[len(left.casts) :] if known else []
 
 
 def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
-    """The logical templates that the checkpoint's mapping stores in one dtype, whatever the others
-    are cast to, and that dtype.
+    """Returns the logical templates that the checkpoint's mapping always stores in one dtype, and
+    that dtype.
     """
     return {
         name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of

@@ -371,9 +371,7 @@ def back(source: dict[str, Any], directory: Path) -> int:
 
     import mckpt
 
-    mckpt.plan(directory / "trained", directory / "back", format="hf", no_optimizer=True).run(
-        check_replicas=True
-    )
+    mckpt.plan(directory / "trained", directory / "back", format="hf").run(check_replicas=True)
     found = stored(directory / "back")
     apart = sorted(source.keys() ^ found.keys())
     if apart:
