@@ -342,8 +342,8 @@ def test_mappings_lists_shows_and_checks_files(src, tmp_path):
     assert families["hf"]["qwen3"] == ["Qwen3ForCausalLM"] and "gpt" in families["megatron"]
     assert "hf/qwen3  Qwen3ForCausalLM" in good("mappings", "list").out
     for name in (*families["hf"], *families["megatron"]):
-        assert f"{name}, digest" in good("mappings", "show", name).out
-    assert "self_attn.q_proj.weight" in good("mappings", "show", "qwen3").out
+        assert f"/{name}, with all that it inherits" in good("mappings", "show", name).out
+    assert "self_attn.{q,k,v}_proj.weight" in good("mappings", "show", "qwen3").out
     refused(4, "'nope'", "qwen3", args=("mappings", "show", "nope"))
 
     mine = tmp_path / "mine.yaml"
