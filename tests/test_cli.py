@@ -349,7 +349,7 @@ def test_mappings_lists_shows_and_checks_files(src, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("architectures: [MineForCausalLM]\nextends: qwen3\n")
     said = good("mappings", "check", mine, "--config", src / "config.json")
-    assert "MineForCausalLM" in said.out and "all of which Megatron has a place for" in said.out
+    assert "MineForCausalLM" in said.out and "each of which has a place in the dialect" in said.out
     refused(3, "JSON", args=("mappings", "check", mine, "--config", src / "model.safetensors"))
     broken = {
         "architectures: [": "YAML",
