@@ -342,14 +342,14 @@ def test_mappings_lists_shows_and_checks_files(src, tmp_path):
     assert families["hf"]["qwen3"] == ["Qwen3ForCausalLM"] and "gpt" in families["megatron"]
     assert "hf/qwen3  Qwen3ForCausalLM" in good("mappings", "list").out
     for name in (*families["hf"], *families["megatron"]):
-        assert f"{name}, digest" in good("mappings", "show", name).out
-    assert "self_attn.q_proj.weight" in good("mappings", "show", "qwen3").out
+        assert f"/{name}, with all that it inherits" in good("mappings", "show", name).out
+    assert "self_attn.{q,k,v}_proj.weight" in good("mappings", "show", "qwen3").out
     refused(4, "'nope'", "qwen3", args=("mappings", "show", "nope"))
 
     mine = tmp_path / "mine.yaml"
     mine.write_text("architectures: [MineForCausalLM]\nextends: qwen3\n")
     said = good("mappings", "check", mine, "--config", src / "config.json")
-    assert "MineForCausalLM" in said.out and "all of which Megatron has a place for" in said.out
+    assert "MineForCausalLM" in said.out and "each of which has a place in the dialect" in said.out
     refused(3, "JSON", args=("mappings", "check", mine, "--config", src / "model.safetensors"))
     broken = {
         "architectures: [": "YAML",

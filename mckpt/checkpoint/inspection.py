@@ -6,13 +6,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mckpt import mapping
-from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.errors import MappingError, counted
+from mckpt import formats, mapping
+from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.errors import MappingError, SourceError, counted
 from mckpt.formats.base import Names
-from mckpt.formats.hf_config import parse_config
+from mckpt.formats.hf_config import CONFIG, parse_config, read_config
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import hub
+from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.staging import unfinished
 from mckpt.values.dtypes import itemsize
 
@@ -81,29 +81,69 @@ def _plainly(value: Any) -> str:
     )
 
 
-def check_mapping(file: Path, config: Path | None) -> list[str]:
-    """Returns lines on the content of a family file; raises MappingError if the file is wrong."""
+def stored_model(directory: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """The config.json of a Hugging Face directory, and the shape of every stored tensor.
+
+    SourceError if the directory is no Hugging Face checkpoint.
+    """
+    found = formats.detect(directory, megatron=False)
+    if found is None:
+        raise SourceError(f"{directory}: is no Hugging Face directory: it has no weights")
+    shown = found.open(directory).show(None)
+    return read_config(directory), {key: shape for key, _, shape, _ in shown.tensors}
+
+
+def check_mapping(file: Path, config: Path | None, model: Path | None = None) -> list[str]:
+    """Lines that describe a family file, and the model of a config.json or of a directory;
+    MappingError where they do not fit.
+    """
     family = mapping.load("hf", str(file))
-    dialect = mapping.dialect_for(family)
     lines = [
         f"{file}: {len(family.rules)} rules, {len(family.dims)} dims, architectures"
         f" {', '.join(family.architectures) or 'none'}"
     ]
-    unused = sorted(set(hub().tensors) - {n for r in family.rules for n in r.of})
-    lines.append(f"logical tensors of other kinds of models, not used here: {len(unused)}")
+    if model is not None:
+        config = model / CONFIG
+        source = Checkpoint(model, Known(mapping=str(file)))
+        num = source.layout.num_tensors
+        lines.append(f"{model}: every stored tensor has a rule, {num} logical tensors in all")
     if config is None:
         return lines
     parsed = parse_config(config)
+    if unknown := [key for key in family.unknown(parsed) if model is not None]:
+        raise MappingError.of(
+            f"{config}: has keys that {file.name} does not mention:",
+            [f"{key}: {mapping.lookup(parsed, key)!r}" for key in unknown],
+            "Let a dim read a key that changes the result, or list its value under `expect`; list"
+            " a key that changes nothing under `inert`.",
+        )
     dims = family.read(parsed, source=str(config))
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
-    chosen = {name: values[0] for name, values in dialect.choices.items()}
-    names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
-    there = {n for b in names.bound() for n in b.rule.of}
-    problems = mapping.misfits(file.name, here, "Megatron", there, dims)
-    problems += list(dialect.inexact(dims).values())
-    if problems:
+    fit, problems = [], list[str]()
+    for dialect in (mapping.load("megatron", name) for name in mapping.names("megatron")):
+        apart = _misfits(file, here, dialect, dims)
+        if not apart:
+            fit.append(dialect.name)
+        elif dialect.default:
+            problems = apart
+    if not fit:
         raise MappingError.of(f"{file} with {config} does not fit Megatron:", problems)
     named = parsed.get("architectures") or []
     if isinstance(named, list) and not set(map(str, named)) <= set(family.architectures):
         lines.append(f"{config}: has architectures {named}, which {file} does not list")
-    return [*lines, f"{config}: {len(here)} logical tensors, all of which Megatron has a place for"]
+    return [
+        *lines,
+        f"{config}: {len(here)} logical tensors, each of which has a place in the dialect"
+        f" {' and '.join(fit)}",
+        "This proves names and shapes. Convert the model, and let `mckpt verify` compare what it"
+        " computes.",
+    ]
+
+
+def _misfits(file: Path, here: set[str], dialect: MappingFile, dims: Dims) -> list[str]:
+    """Why a dialect cannot hold the logical tensors `here`, or would not compute the same."""
+    chosen = {name: values[0] for name, values in dialect.choices.items()}
+    names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
+    there = {n for b in names.bound() for n in b.rule.of}
+    found = mapping.misfits(file.name, here, "Megatron", there, dims)
+    return found + list(dialect.inexact(dims).values())

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from mckpt.cli.options import FILE, PATH, command, json_option
+from mckpt.cli.options import DIRECTORY, FILE, PATH, command, json_option
+from mckpt.errors import UsageError
 
 
 @click.group()
@@ -36,36 +37,61 @@ def list_mappings(as_json: bool) -> None:
 @command()
 @click.argument("name")
 def show(name: str) -> None:
-    """Show the rules and dims of a mapping, inherited ones too."""
-    from mckpt import mapping
+    """Print a mapping as one YAML file, with all that it inherits.
 
-    kind = next((kind for kind in mapping.KINDS if name in mapping.names(kind)), "hf")
-    file = mapping.load(kind, name)
-    click.echo(f"# {kind}/{file.name}, digest {file.digest}")
-    for dim, spec in file.dims.items():
-        constant = repr(spec.const) if spec.has_const else spec.read and spec.read.text
-        click.echo(f"{dim:24} {', '.join(spec.keys) or constant}")
-    for rule in (*file.rules, *file.objects):
-        value = f"{rule.pack}({', '.join(rule.of)})" if rule.of else "object"
-        condition = f"  when {rule.when.text}" if rule.when else ""
-        alias = "  alias" if rule.alias else ""
-        click.echo(f"{rule.key}  =  {value}  tp {rule.tp}{condition}{alias}")
+    NAME is a family (llama), a dialect (gpt), or logical, the list of all dims and logical tensors.
+    """
+    from mckpt import mapping
+    from mckpt.mapping.hub import FOLDER
+
+    if name == "logical":
+        click.echo((FOLDER / "logical.yaml").read_text(encoding="utf-8"), nl=False)
+        return
+    kind, _, end = name.rpartition("/")
+    kind = kind or next((kind for kind in mapping.KINDS if name in mapping.names(kind)), "hf")
+    if kind not in mapping.KINDS:
+        raise UsageError(f"{name}: the kinds of mappings are {', '.join(mapping.KINDS)}")
+    file = mapping.load(kind, end)
+    click.echo(f"# {kind}/{file.name}, with all that it inherits; digest {file.digest}")
+    click.echo(mapping.merged(kind, end), nl=False)
+
+
+@command()
+@click.argument("model", type=DIRECTORY)
+def new(model: Path) -> None:
+    """Draft a family file for a model that no family describes.
+
+    MODEL is its Hugging Face directory; only config.json and the headers of the weights are read.
+    The draft is printed. Its lines marked TODO need a person.
+    """
+    from mckpt import mapping
+    from mckpt.checkpoint import inspection
+
+    config, tensors = inspection.stored_model(model)
+    click.echo(mapping.draft(config, tensors, str(model)), nl=False)
 
 
 @command()
 @click.argument("file", type=PATH)
+@click.argument("model", type=DIRECTORY, required=False)
 @click.option(
     "--config",
     type=FILE,
     help="A config.json: also check that every tensor of this model has a place in Megatron.",
 )
-def check(file: Path, config: Path | None) -> None:
-    """Check a mapping file, and a model that uses it."""
+def check(file: Path, model: Path | None, config: Path | None) -> None:
+    """Check a mapping file, and a model that uses it.
+
+    With MODEL, a Hugging Face directory, every stored tensor and every key of config.json is
+    checked as well; nothing but headers is read.
+    """
     from mckpt.checkpoint import inspection
 
-    for line in inspection.check_mapping(file, config):
+    if model is not None and config is not None:
+        raise UsageError("--config: MODEL has a config.json of its own; leave one of them out")
+    for line in inspection.check_mapping(file, config, model):
         click.echo(line)
 
 
-for _command in (list_mappings, show, check):
+for _command in (list_mappings, show, new, check):
     mappings.add_command(_command)

@@ -1,5 +1,6 @@
 """Mapping files: YAML -> rules and dims, and the expressions in them."""
 
+from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope, equal, lookup
 from mckpt.mapping.hub import hub
@@ -11,6 +12,7 @@ from mckpt.mapping.reading import (
     family_with,
     folder,
     load,
+    merged,
     misfits,
     names,
     parse_setting,
@@ -30,6 +32,7 @@ __all__ = [
     "dialect_for",
     "dialect_of",
     "digest_of",
+    "draft",
     "equal",
     "family_with",
     "folder",
@@ -37,6 +40,7 @@ __all__ = [
     "key_pattern",
     "load",
     "lookup",
+    "merged",
     "misfits",
     "names",
     "parse_setting",

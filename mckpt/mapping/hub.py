@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,12 @@ class Hub(NamedTuple):
         if dim.type in ("int", "float") and not dim.low <= value <= dim.high:
             raise ValueError(f"{name} is {value}, and must be from {dim.low} to {dim.high}")
         return value
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns a hint with the known names that are most like an unknown one; empty if none is."""
+    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; the nearest names are {', '.join(found)}" if found else ""
 
 
 @functools.cache

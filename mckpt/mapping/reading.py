@@ -12,7 +12,7 @@ from typing import Any
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
-from mckpt.mapping.hub import FOLDER, hub
+from mckpt.mapping.hub import FOLDER, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 
@@ -115,11 +115,11 @@ def family_with(architecture: str) -> str:
             return name
     known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
     raise MappingError(
-        f"no family has the architecture {architecture}; known: {', '.join(known)}.\nIf its tensors"
-        " are those of a known family, write a file `my.yaml` such as\n    architectures:"
-        f" [{architecture}]\n    extends: llama\noverride what differs (`mckpt mappings show llama`"
-        " prints all of it), test it with `mckpt mappings check my.yaml`, and give it as"
-        " `--mapping my.yaml`."
+        f"no family has the architecture {architecture}; known: {', '.join(known)}.\nA family is a"
+        " file of names. `mckpt mappings new HF_DIR > my.yaml` drafts one from the checkpoint,"
+        " `mckpt mappings check my.yaml HF_DIR` lists what is left, and `--mapping my.yaml` uses"
+        " it. Names and shapes do not prove that a model computes the same: run `mckpt verify` on"
+        " the result. docs/new-model.md is the guide."
     )
 
 
@@ -194,6 +194,26 @@ def dialect_of(keys: Iterable[str]) -> MappingFile:
     return max((load("megatron", name) for name in known), key=score)
 
 
+def inherited(file: MappingFile) -> Node:
+    """Returns the root of a family's YAML, merged with all that it inherits."""
+    return _inherit(file.path, "hf", ())[0]
+
+
+def merged(kind: str, name: str) -> str:
+    """Returns a mapping file as one YAML text, with all that it inherits."""
+    path = folder(kind) / f"{name}.yaml"
+    return _dump(_inherit(path, kind, ())[0])
+
+
+def _dump(root: Node) -> str:
+    import yaml
+
+    root.pop("extends", None)
+    plain = {key: _plain(root[key]) for key in _TOP if key in root}
+    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=140)
+    return text
+
+
 def to_keep(name: str) -> str:
     """Returns the text of a family file that needs no other file of the user's. Files that it
     extends are merged in, unless they come with mckpt.
@@ -202,12 +222,8 @@ def to_keep(name: str) -> str:
     node, _ = parse(path)
     if not any((path.parent / f"{base}.yaml").is_file() for base in _extended(node)):
         return path.read_text(encoding="utf-8")
-    import yaml
-
-    root, _ = _inherit(path, "hf", ())
-    root.pop("extends", None)
-    merged = yaml.safe_dump(_plain(root), sort_keys=False, allow_unicode=True, width=140)
-    return f"# {path.name}, merged by mckpt with the files that it extends.\n{merged}"
+    text = _dump(_inherit(path, "hf", ())[0])
+    return f"# {path.name}, merged by mckpt with the files that it extends.\n{text}"
 
 
 def _plain(value: Any) -> Any:
@@ -307,7 +323,8 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
     for name, spec in (root.get("dims") or Node()).items():
         where = root["dims"].lines[name]
         if name not in hub().dims:
-            problems.append(f"{where}: logical.yaml has no dim {name!r}")
+            near = nearest(str(name), hub().dims)
+            problems.append(f"{where}: logical.yaml has no dim {name!r}{near}")
             continue
         spec = {"key": spec} if isinstance(spec, str) else spec
         if not isinstance(spec, dict) or spec.keys() - set(_DIM):

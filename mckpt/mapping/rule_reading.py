@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from mckpt.geometry.packing import PACKINGS, TP_KINDS
 from mckpt.mapping.expression import Expression
-from mckpt.mapping.hub import hub
+from mckpt.mapping.hub import hub, nearest
 from mckpt.mapping.nodes import Node
 from mckpt.mapping.rule import Rule
 from mckpt.values.dtypes import TABLE
@@ -107,7 +107,7 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
         where = node.lines[key]
         for spec in value if isinstance(value, list) else [value]:
             try:
-                expanded = list(_expand(key, spec))
+                expanded = list(expand(key, spec))
             except ValueError as e:
                 problems.append(f"{where}: {prefix + key}: {e}")
                 continue
@@ -135,8 +135,8 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
                 yield rule._replace(key=other_prefix + stored, when=Expression(both))
 
 
-def _expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Returns one rule for each of the words in `{q,k,v}`, in the key, in `of` and in `when`."""
+def expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields one rule for each of the words in `{q,k,v}`, in the key, in `of` and in `when`."""
     spec = {"of": spec} if isinstance(spec, str) else {} if spec is None else spec
     if not isinstance(spec, dict):
         raise ValueError(f"wants a tensor, or {', '.join(_RULE)}, not {spec!r}")
@@ -182,7 +182,8 @@ def _rule(
     of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])
     for name in of:
         if name not in hub().tensors:
-            raise ValueError(f"logical.yaml has no tensor {name!r}")
+            near = nearest(name, hub().tensors)
+            raise ValueError(f"logical.yaml has no tensor {name!r}{near}")
     mtp, alias = bool(spec.get("mtp")), spec.get("alias", False)
     if alias not in (False, True, "read"):
         raise ValueError(f"alias is true, or `read` for one that is not written, not {alias!r}")

@@ -1,0 +1,245 @@
+"""Drafts a family file for a model that no family describes, from its config and its tensors.
+
+The draft extends the family that has most of the names. It removes the names that the model does
+not have, and recognises tensors by their names in any family, or by their shapes. A line marked
+TODO needs a person: names and shapes do not tell in which order a fused tensor is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mckpt.errors import MappingError
+from mckpt.mapping.expression import ExpressionError
+from mckpt.mapping.file import Dims, MappingFile, lookup
+from mckpt.mapping.hub import hub, nearest
+from mckpt.mapping.nodes import Node
+from mckpt.mapping.reading import inherited, load, names
+from mckpt.mapping.rule_reading import expand
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+# logical tensors that models store fused, in their usual order
+_FUSED = (
+    ("attn.q", "attn.k", "attn.v"),
+    ("mlp.gate", "mlp.up"),
+    ("moe.shared.gate", "moe.shared.up"),
+    ("moe.experts.{expert}.gate", "moe.experts.{expert}.up"),
+)
+_MOST = 12  # tensors and config keys of which nothing is known are listed up to this number
+
+Shape = tuple[int, ...]
+
+
+class _Names(NamedTuple):
+    """The stored names of a family, as its file writes them."""
+
+    family: MappingFile
+    # (block or "", key of the file) -> names of the model -> logical tensors and packing
+    entries: dict[tuple[str, str], dict[str, tuple[list[str], str]]]
+
+    def names(self) -> set[str]:
+        return {name for names in self.entries.values() for name in names}
+
+
+def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -> str:
+    """Returns the text of a family file.
+
+    tensors: shape of every stored tensor. where: the checkpoint, for the first line.
+    Raises MappingError for a config that names no architecture.
+    """
+    named = config.get("architectures")
+    if not isinstance(named, list) or not named:
+        raise MappingError(f"{where}: its config.json names no architectures")
+    shapes = {_template(name): tuple(shape) for name, shape in tensors.items()}
+    known = [_names_of(load("hf", name)) for name in names("hf")]
+    base = max(known, key=lambda k: _score(k, shapes))
+    found = len(base.names() & shapes.keys())
+    dims, problems = _dims(base.family, config)
+    lines = [
+        f"# A draft for {named[0]}, from {where}.",
+        f"# The nearest family is {base.family.name}: it has {found} of the {len(shapes)} names.",
+        "# Lines with TODO need a person who reads the forward pass of the model in transformers.",
+        f"architectures: [{named[0]}]",
+        f"extends: {base.family.name}",
+        "canonical: false",
+        "also:",
+        f"  model_type: \"'{config.get('model_type', 'TODO')}'\"",
+        *_config_lines(base.family, config, problems),
+        *_tensor_lines(base, known, shapes, dims),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _template(name: str) -> str:
+    """model.layers.3.mlp.experts.7.w1 -> model.layers.{layer}.mlp.experts.{expert}.w1"""
+    indices = iter(("{layer}", "{expert}"))
+    return _NUMBER.sub(lambda found: next(indices, found[0]), name)
+
+
+def _names_of(family: MappingFile) -> _Names:
+    root, entries = inherited(family), dict[tuple[str, str], dict[str, tuple[list[str], str]]]()
+    scopes = [("", "", root.get("tensors") or Node())]
+    for prefix, block in (root.get("blocks") or Node()).items():
+        logical = (block or {}).get("is", "")
+        scopes.append((prefix, logical, (block or Node()).get("tensors") or Node()))
+    for prefix, logical, node in scopes:
+        for key, value in node.items():
+            held = entries.setdefault((prefix, key), {})
+            for spec in value if isinstance(value, list) else [value]:
+                for stored, one in expand(key, spec):
+                    of = [o[1:] if o.startswith("/") else logical + o for o in one["of"]]
+                    held.setdefault(prefix + stored, (of, one.get("pack", "one")))
+    return _Names(family, entries)
+
+
+def _score(known: _Names, shapes: Mapping[str, Shape]) -> tuple[float, bool]:
+    """Names in common count. Names that the family always has, and the model does not, count
+    against it a little.
+    """
+    always = {rule.key for rule in known.family.rules if rule.when is None}
+    common = len(known.names() & shapes.keys())
+    return common - 0.2 * len(always - shapes.keys()), known.family.canonical
+
+
+def _dims(family: MappingFile, config: Mapping[str, Any]) -> tuple[Dims | None, list[str]]:
+    """The dims as the family reads them; or None, and why not."""
+    try:
+        return family.read(config), []
+    except MappingError as e:
+        return None, list(e.problems)
+
+
+def _config_lines(
+    family: MappingFile, config: Mapping[str, Any], problems: list[str]
+) -> Iterator[str]:
+    for problem in problems:
+        yield f"# TODO {problem.removeprefix('config.json: ')}"
+    if problems:
+        yield "# dims:  # for each, the key of config.json, or {const: VALUE}"
+    unknown = {key: lookup(config, key) for key in family.unknown(config)}
+    if unknown:
+        yield f"# TODO {family.name} does not know these keys of config.json. A key that changes"
+        yield "# the result belongs under `dims` or `expect`; `inert` is for the others:"
+        for key, value in list(unknown.items())[:_MOST]:
+            near = nearest(key, hub().dims)
+            yield f"#   {key}: {str(value)[:60]}{near.replace('names are', 'dims are')}"
+        yield "# expect:"
+        yield "#   KEY: [VALUE]  # any other value is refused"
+        yield "# inert:"
+        yield "#   - [KEY, KEY]"
+
+
+def _tensor_lines(
+    base: _Names, known: list[_Names], shapes: Mapping[str, Shape], dims: Dims | None
+) -> Iterator[str]:
+    """The rules that differ from the base family, block by block."""
+    elsewhere = {
+        name: of for one in known for held in one.entries.values() for name, of in held.items()
+    }
+    missing = _missing(base, shapes, dims)
+    new = {name: shape for name, shape in shapes.items() if name not in base.names()}
+    lines: dict[str, list[str]] = {}
+    for (prefix, key), held in base.entries.items():
+        gone = [name for name in held if name in missing]
+        if gone:
+            lines.setdefault(prefix, []).append(f"{_quoted(key)}: null")
+            kept = {name: of for name, of in held.items() if name in shapes}
+            lines[prefix] += [_rule(name.removeprefix(prefix), *of) for name, of in kept.items()]
+    left = {of for gone in missing.values() for of in gone}
+    blocks = [prefix for prefix, _ in base.entries if prefix]
+    unknown = 0
+    for name, shape in new.items():
+        prefix = max((p for p in blocks if name.startswith(p)), key=len, default="")
+        rule, note = _recognised(name, shape, elsewhere, left, dims, prefix)
+        unknown += rule is None
+        if rule is None and unknown > _MOST:
+            continue
+        lines.setdefault(prefix, []).append(f"# TODO {note}") if note else None
+        lines.setdefault(prefix, []).append(rule or f"# {name.removeprefix(prefix)}: ")
+    if unknown > _MOST:
+        lines.setdefault("", []).append(
+            f"# TODO and {unknown - _MOST} more that nothing is known of"
+        )
+    if top := lines.pop("", []):
+        yield "tensors:"
+        yield from (f"  {line}" for line in top)
+        if all(line.startswith("#") for line in top):
+            yield "  {}"
+    if lines:
+        yield "blocks:"
+    for prefix, rules in lines.items():
+        yield f"  {prefix}:"
+        yield "    tensors:"
+        yield from (f"      {rule}" for rule in rules)
+        if all(rule.startswith("#") for rule in rules):
+            yield "      {}"
+
+
+def _missing(base: _Names, shapes: Mapping[str, Shape], dims: Dims | None) -> dict[str, list[str]]:
+    """The names that the family needs and the model does not have, with their logical tensors."""
+    needed = base.names()
+    if dims is not None:
+        try:
+            bound = base.family.bind(base.family.scope(dims))
+        except (MappingError, ExpressionError):
+            bound = []
+        needed = {b.rule.key for b in bound if not b.rule.alias} or needed
+    held = {name: of for entry in base.entries.values() for name, (of, _) in entry.items()}
+    return {name: of for name, of in held.items() if name in needed and name not in shapes}
+
+
+def _recognised(
+    name: str,
+    shape: Shape,
+    elsewhere: Mapping[str, tuple[list[str], str]],
+    left: set[str],
+    dims: Dims | None,
+    prefix: str,
+) -> tuple[str | None, str | None]:
+    """The rule of a name that the base family does not have, and what to check about it."""
+    end = name.removeprefix(prefix)
+    if name in elsewhere:
+        return _rule(end, *elsewhere[name]), f"{list(shape)}: another family has this name"
+    if dims is not None:
+        kind = name.rpartition(".")[2]
+        for parts in _FUSED:
+            members = [f"layers.{{layer}}.{part}.{kind}" for part in parts]
+            if set(members) <= left and _joined(members, dims) == shape:
+                order = " | ".join(part.rpartition(".")[2] for part in parts)
+                note = f"{list(shape)} has the shape of [ {order} ]: check the order"
+                return _rule(end, members, "concat"), note
+        alike = [of for of in sorted(left) if _shape(of, dims) == shape]
+        if alike:
+            note = f"{list(shape)}: the shape of {', '.join(alike[:4])}"
+            return None, note
+    return None, f"{list(shape)}: nothing known has this name"
+
+
+def _joined(members: list[str], dims: Dims) -> Shape | None:
+    shapes = [_shape(name, dims) for name in members]
+    if any(shape is None for shape in shapes):
+        return None
+    known = [shape for shape in shapes if shape is not None]
+    return (sum(shape[0] for shape in known), *known[0][1:])
+
+
+def _shape(name: str, dims: Dims) -> Shape | None:
+    try:
+        return hub().shape(name, dims) if name in hub().tensors else None
+    except ExpressionError:
+        return None
+
+
+def _rule(key: str, of: list[str], pack: str) -> str:
+    """One line of a block; the logical names without the block's own prefix."""
+    short = [name.removeprefix("layers.{layer}.") for name in of]
+    plain = [f'"{name}"' if "{" in name else name for name in short]
+    if pack == "one":
+        return f"{_quoted(key)}: {plain[0]}"
+    return f"{_quoted(key)}: {{pack: {pack}, of: [{', '.join(plain)}]}}"
+
+
+def _quoted(key: str) -> str:
+    return f'"{key}"' if key.startswith("{") else key
