@@ -213,7 +213,7 @@ def _recognised(
         alike = [of for of in sorted(left) if _shape(of, dims) == shape]
         if alike:
             note = f"{list(shape)}: the shape of {', '.join(alike[:4])}"
-            return None, note
+            return (_rule(end, alike, "one") if len(alike) == 1 else None), note
     return None, f"{list(shape)}: nothing known has this name"
 
 
