@@ -2,8 +2,9 @@
 
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
-from mckpt.mapping.file import Dims, MappingFile, Scope, equal, lookup
+from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.hub import hub
+from mckpt.mapping.lookup import equal, lookup
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
     KINDS,

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError
 from mckpt.mapping.expression import ExpressionError
-from mckpt.mapping.file import Dims, MappingFile, lookup
+from mckpt.mapping.file import Dims, MappingFile
 from mckpt.mapping.hub import hub, nearest
+from mckpt.mapping.lookup import lookup
 from mckpt.mapping.nodes import Node
 from mckpt.mapping.reading import inherited, load, names
 from mckpt.mapping.rule_reading import expand

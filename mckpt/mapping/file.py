@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import re
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,11 +18,11 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.hub import hub
+from mckpt.mapping.lookup import ABSENT, LazyScope, equal, lookup, major_minor
 from mckpt.mapping.rule import Bound, Rule
 
 Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices, and values derived from them
-_VERSION = re.compile(r"(\d{1,3})\.(\d{1,3})(?:[.+-]\w+)*")
 
 
 class Dim(NamedTuple):
@@ -233,7 +232,7 @@ class MappingFile(NamedTuple):
                 pending.pop()
             return dims[name]
 
-        scope = _Lazy(resolve, config=config)
+        scope = LazyScope(resolve, config=config)
         for name in hub().dims:
             with contextlib.suppress(ExpressionError):  # it is in `problems`
                 _ = scope[name]
@@ -275,7 +274,7 @@ class MappingFile(NamedTuple):
         config: Mapping[str, Any],
         known: Mapping[str, Any],
         override: Mapping[str, Any],
-        scope: _Lazy,
+        scope: LazyScope,
         known_from: str,
     ) -> Any:
         if name in override:
@@ -295,7 +294,7 @@ class MappingFile(NamedTuple):
             )
         if raw is None and spec.keys:
             # null means None for an optional dim; an absent key means unknown
-            null = dim.optional and any(lookup(config, k, _ABSENT) is None for k in spec.keys)
+            null = dim.optional and any(lookup(config, k, ABSENT) is None for k in spec.keys)
             if name in known and not null:
                 return known[name]
             if spec.default is None:
@@ -465,52 +464,3 @@ class MappingFile(NamedTuple):
         }
         said = {**{k: v for k, v in config.items() if k not in objects}, **inner}
         return [k for k, v in said.items() if k not in read and v not in (None, False, [], {})]
-
-
-class _Lazy(dict):
-    """A scope that calls `resolve` for a name that it lacks."""
-
-    def __init__(self, resolve: Callable[[str], Any], **known: Any) -> None:
-        super().__init__(known)
-        self.resolve = resolve
-
-    def __missing__(self, name: str) -> Any:
-        return self.resolve(name)
-
-
-_ABSENT = object()
-
-
-def lookup(config: Mapping[str, Any], path: str, absent: Any = None) -> Any:
-    """Returns config["a"]["b"] for "a.b"; `absent` if there is no such key.
-
-    Raises ValueError if "a" is not an object.
-    """
-    value: Any = config
-    for part in path.split("."):
-        if value is None:
-            return absent
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{path.rpartition('.')[0]} is {value!r}, and must be an object")
-        if part not in value:
-            return absent
-        value = value[part]
-    return value
-
-
-def equal(a: Any, b: Any) -> bool:
-    """Compares two values of a dim; a list equals a tuple of the same items."""
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return list(a) == list(b)
-    return bool(a == b)
-
-
-def major_minor(text: str) -> list[int]:
-    """Returns [0, 19] for "0.19" and for "0.19.2".
-
-    Raises ValueError if the text is not a version.
-    """
-    found = _VERSION.fullmatch(text)
-    if found is None:
-        raise ValueError(f"{text!r} is not a version such as 0.19")
-    return [int(found[1]), int(found[2])]
