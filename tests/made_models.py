@@ -51,7 +51,8 @@ def _write(case: str, directory: Path) -> None:
 
     c = config(case)
     kind = getattr(transformers, c["architectures"][0])
-    model = kind(kind.config_class.from_dict(c)).float()
+    # a copy, since transformers adds keys to rope_scaling
+    model = kind(kind.config_class.from_dict(config(case))).float()
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in state.items():

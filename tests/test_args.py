@@ -85,7 +85,6 @@ def test_a_list_of_moe_layers_requires_per_layer_keys(
         ("window_attn_skip_freq", 2),
         ("softmax_scale", 0.5),
         ("spec", ["a", "b"]),
-        ("moe_shared_expert_gate", True),
         ("rotary_interleaved", True),
         ("layernorm_zero_centered_gamma", True),
         ("moe_router_load_balancing_type", "quantile_balancing"),
