@@ -51,7 +51,7 @@ def _write(case: str, directory: Path) -> None:
 
     c = config(case)
     kind = getattr(transformers, c["architectures"][0])
-    model = kind(kind.config_class.from_dict(c)).float()
+    model = kind(kind.config_class.from_dict(config(case))).float()
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in state.items():

@@ -30,6 +30,11 @@ LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10
 REFUSED: dict[tuple[str, str], str] = {}
 # case -> the oldest megatron-core that has its layers
 SINCE: dict[str, list[int]] = {}
+# (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
+SIZES: dict[tuple[str, str], dict[str, int]] = {
+    # experts with biases
+    ("gpt_oss", "hybrid"): {"tp": 2, "pp": 2, "ep": 1, "etp": 1},
+}
 
 
 def dialects(case: str) -> list[str]:
@@ -41,6 +46,8 @@ def dialects(case: str) -> list[str]:
 
 
 def sizes_of(case: str, dialect: str) -> dict[str, int]:
+    if (case, dialect) in SIZES:
+        return SIZES[case, dialect]
     moe = any("expert" in key and value for key, value in made_models.config(case).items())
     if dialect == "hybrid":
         return {"tp": 2, "pp": 2}
