@@ -16,6 +16,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
+from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
 from tests import made_models, tiny
 from tests.judging import explain, judge, record
@@ -120,7 +121,12 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_transformers_comes_back_bit_for_bit(case: str, work: Path, made: Path) -> None:
     """Also config.json: a config that mckpt writes from the args describes the same model."""
-    wanted = {"format": "torch", "parallel": Parallel(tp=2, pp=2)}
+    wanted = {"format": "torch", "parallel": Parallel(**sizes_of(case, "hybrid"))}
     mckpt.plan(made / case, work / "there" / case, **wanted).run()
     mckpt.plan(work / "there" / case, work / "again" / case, format="hf").run(check_replicas=True)
     assert not mckpt.diff(made / case, work / "again" / case)
+
+
+def test_experts_with_biases_are_refused_above_etp_1(tmp_path: Path, made: Path) -> None:
+    with pytest.raises(UsageError, match=r"etp is 2; give --etp 1"):
+        mckpt.plan(made / "gpt_oss", tmp_path / "out", parallel=Parallel(tp=2))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.errors import SourceError
 from mckpt.containers.entries import Kind
+from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
     Names,
