@@ -82,7 +82,6 @@ def test_a_list_of_moe_layers_requires_per_layer_keys(
     [
         ("no_rope_freq", 4),
         ("qk_l2_norm", True),
-        ("window_attn_skip_freq", 2),
         ("softmax_scale", 0.5),
         ("spec", ["a", "b"]),
         ("rotary_interleaved", True),

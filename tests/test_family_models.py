@@ -18,7 +18,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.errors import MappingError
+from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from tests import made_models, tiny
 from tests.judging import explain, judge, record
@@ -36,7 +36,12 @@ REFUSED: dict[tuple[str, str], str] = {
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite"}
 # case -> the oldest megatron-core that has its layers
-SINCE: dict[str, list[int]] = {}
+SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19]}
+# (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
+SIZES: dict[tuple[str, str], dict[str, int]] = {
+    # experts with biases
+    ("gpt_oss", "hybrid"): {"tp": 2, "pp": 2, "ep": 1, "etp": 1},
+}
 
 
 def dialects(case: str) -> list[str]:
@@ -48,6 +53,8 @@ def dialects(case: str) -> list[str]:
 
 
 def sizes_of(case: str, dialect: str) -> dict[str, int]:
+    if (case, dialect) in SIZES:
+        return SIZES[case, dialect]
     moe = any("expert" in key and value for key, value in made_models.config(case).items())
     if dialect == "hybrid":
         return {"tp": 2, "pp": 2}
@@ -120,7 +127,7 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
 @pytest.mark.parametrize("case", CASES)
 def test_a_model_of_transformers_comes_back_bit_for_bit(case: str, work: Path, made: Path) -> None:
     """Also config.json: a config that mckpt writes from the args describes the same model."""
-    wanted = {"format": "torch", "parallel": Parallel(tp=2, pp=2)}
+    wanted = {"format": "torch", "parallel": Parallel(**sizes_of(case, "hybrid"))}
     if case in LOCAL:
         wanted["transformer_impl"] = "local"
     mckpt.plan(made / case, work / "there" / case, **wanted).run()
@@ -148,3 +155,8 @@ def test_groups_that_rank_by_other_scores_are_refused(work: Path, made: Path) ->
     mckpt.plan(model, work / "accepted", **wanted).run()
     mckpt.plan(work / "accepted", work / "ranked-again", format="hf").run()
     assert not mckpt.diff(model, work / "ranked-again")
+
+
+def test_experts_with_biases_are_refused_above_etp_1(tmp_path: Path, made: Path) -> None:
+    with pytest.raises(UsageError, match=r"etp is 2; give --etp 1"):
+        mckpt.plan(made / "gpt_oss", tmp_path / "out", parallel=Parallel(tp=2))

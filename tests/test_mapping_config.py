@@ -207,9 +207,9 @@ def test_an_arg_without_a_dim_is_refused() -> None:
     ):
         dialect.read({**args, "qk_l2_norm": True})
     with pytest.raises(
-        MappingError, match=r"(?s)position_embedding_type is 'none'.*glu_linear_offset is 1\.0"
+        MappingError, match=r"(?s)position_embedding_type is 'none'.*squared_relu is True"
     ):
-        dialect.read({**args, "position_embedding_type": "none", "glu_linear_offset": 1.0})
+        dialect.read({**args, "position_embedding_type": "none", "squared_relu": True})
 
 
 LLAMA3 = {

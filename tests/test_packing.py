@@ -69,6 +69,13 @@ def reference_vocab(embed: np.ndarray, rows: int, ways: int) -> list[np.ndarray]
     )
 
 
+def reference_interleaved(*members: np.ndarray) -> np.ndarray:
+    """Row 0 of each member, then row 1 of each (modeling_gpt_oss.py, _apply_gate, takes gate and up
+    apart as columns [::2] and [1::2] of the transpose).
+    """
+    return np.stack(members, axis=1).reshape(-1, *members[0].shape[1:])
+
+
 # --------------------------------------------------------------------------------------------- ours
 
 
@@ -216,6 +223,23 @@ def test_qkv_packs_multi_query_and_multi_head_attention(groups: int, heads: int,
         shards("qkv", [q, k, v], "column", ways, groups=groups),
         np.split(reference_qkv(q, k, v, groups), ways),
     )
+
+
+@pytest.mark.parametrize("members", [(GATE, UP), (GATE_BIAS, UP_BIAS), (GATE, UP, GATE + 7)])
+def test_interleaved_rows_take_turns(members: tuple[np.ndarray, ...]) -> None:
+    whole = reference_interleaved(*members)
+    same(shards("interleaved", members, "replicated", 1), [whole])
+    (ours,) = shards("interleaved", members, "replicated", 1, transposed=True)
+    same([ours], [whole.T])
+    for i, member in enumerate(members):  # as transformers takes them apart
+        assert np.array_equal(ours[..., i :: len(members)].T, member)
+
+
+def test_interleaved_refuses_what_it_cannot_hold() -> None:
+    with pytest.raises(PackingError, match="cannot be cut"):
+        shards("interleaved", [GATE, UP], "column", 2)
+    with pytest.raises(PackingError, match="rows cannot take turns"):
+        shards("interleaved", [GATE, GATE[:4]], "replicated", 1)
 
 
 def test_replicated_tensors_are_whole_on_every_rank() -> None:

@@ -145,6 +145,11 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
     for name, width in widths.items():
         if width % parallel.tp:
             raise UsageError(f"{name} {width} is not divisible by tp {parallel.tp}; {cure}")
+    if any(moe) and dims["mlp_bias"] and parallel.expert_tp > 1:
+        raise UsageError(
+            f"the experts have biases, which megatron-core builds at etp 1 only, and etp is"
+            f" {parallel.expert_tp}; give --etp 1"
+        )
 
 
 def refuse_casts(source: Checkpoint, dtype: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
+from mckpt.containers.entries import Kind
 from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
@@ -137,21 +138,24 @@ class HuggingFace:
         for b in bound:
             rule, keys = b.rule, b.keys()
             whole = packed(rule, scope)
-            shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of)
+            shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of, rule.transposed)
+            axes, experts = b.axes(scope), b.instances()[1]
             rows = entries.rows(keys)
             used[rows[rows >= 0]] = True
             if rule.mtp:
                 mtp_found += int((rows >= 0).sum())
                 mtp_missing += 0 if rule.alias else int((rows < 0).sum())
-            fit = entries.are(rows, [kind.shape == shape for kind in entries.kinds])
+            fit = entries.are(rows, [kind.shape == axes + shape for kind in entries.kinds])
             for i in np.flatnonzero(~fit).tolist():
+                if axes and experts[i]:
+                    continue  # one tensor holds all experts
                 if rows[i] >= 0:
                     problems.missing(
                         f"{keys[i]} is {list(entries[keys[i]].shape)} in {self._file(keys[i])}, and"
-                        f" should be {list(shape)} by config.json"
+                        f" should be {[*axes, *shape]} by config.json"
                     )
                 elif not rule.alias:
-                    problems.missing(f"{keys[i]} is missing; it should be {list(shape)}")
+                    problems.missing(f"{keys[i]} is missing; it should be {[*axes, *shape]}")
             here = np.flatnonzero(fit)
             rows = rows[here]
             where = np.stack(
@@ -160,6 +164,8 @@ class HuggingFace:
             kinds = entries.kind[rows]
             for number in np.flatnonzero(np.bincount(kinds)).tolist():
                 kind, alike = entries.kinds[number], kinds == number
+                if axes:
+                    kind = _stacked(kind, where, alike)
                 if kind.dtype == quantisation.CODES:
                     scales = [keys[i] + SCALES for i in here[alike].tolist()]
                     known = entries.rows(scales)
@@ -213,6 +219,16 @@ class HuggingFace:
         return Path(self.files[self.entries[key].file]).name
 
 
+def _stacked(kind: Kind, where: np.ndarray, alike: np.ndarray) -> Kind:
+    """Returns the kind of one expert's part of tensors that hold all experts, and moves the
+    buffers in `where` that are `alike` to their parts.
+    """
+    shape, strides = kind.shape[1:], kind.strides
+    step = math.prod(shape) if strides is None else strides[0]
+    where[3, alike] += where[1, alike] * step * dtypes.itemsize(kind.dtype)
+    return Kind(kind.dtype, shape, strides and strides[1:])
+
+
 def _short(value: Any) -> str:
     text = json.dumps(value)
     return text if len(text) <= 200 else text[:200] + " ..."
@@ -256,14 +272,16 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     rows: list[tuple[int, str, str, tuple[int, ...], int, int]] = []
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
-        for i, key in enumerate(b.keys()):
+        held, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
+        keys = b.keys()
+        for i in range(0, len(keys), math.prod(axes)):
             layer = int(b.layers[i // len(b.experts)])
             order = (
                 layer + 1
                 if "layer" in b.rule.indices
                 else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
             )
-            rows.append((order, key, dtype, whole.shape, r, i))
+            rows.append((order, keys[i], dtype, axes + held, r, i))
     rows.sort(key=lambda row: row[0])
     sizes = [math.prod(row[3]) * dtypes.itemsize(row[2]) for row in rows]
     file_of = cut(sizes, wanted.max_shard_size)
@@ -294,9 +312,11 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     stored = []
     for r, b in enumerate(bound):
         whole = packed(b.rule, scope)
-        shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of)
+        shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of, b.rule.transposed)
         layers, experts = b.instances()
-        index = np.array([place[r, i] for i in range(len(layers))])
+        part = np.arange(len(layers)) % math.prod(b.axes(scope))  # of a tensor of all experts
+        index = np.array([place[r, int(i)] for i in np.arange(len(layers)) - part])
+        nbytes = math.prod(shape) * dtypes.itemsize(dtype_of(b.rule, kinds))
         stored.append(
             Stored(
                 b.rule.key,
@@ -306,7 +326,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
                 layers,
                 experts,
                 np.array(file_of, "i4")[index],
-                at[index],
+                at[index] + part * nbytes,
                 replica=b.rule.alias,
             )
         )

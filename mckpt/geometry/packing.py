@@ -7,6 +7,7 @@ Each packing is written once, as a list of boxes and their places, in storage or
     gated    [ gate | up ]                   along axis 0; tensor parallelism cuts each part
     qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]   along axis 0, one query group after the other
                                              (Megatron-Core, attention.py)
+    interleaved  [ a0 b0 a1 b1 ]             along axis 0, the rows of all in turn
 
 All numbers are elements. Tensors have no layer and expert axes here.
 """
@@ -27,6 +28,7 @@ class Placed(NamedTuple):
     member: int  # number of the logical tensor
     box: Box
     at: tuple[int, ...]  # offset of the box in the packed tensor
+    step: int = 1  # of the box's rows in the packed tensor; if not 1, it cannot be cut
 
 
 class Packed(NamedTuple):
@@ -87,11 +89,22 @@ def qkv(shapes: Sequence[Shape], groups: int) -> Packed:
     return Packed((at, *rest), tuple(placed), (at,))
 
 
+def interleaved(shapes: Sequence[Shape], groups: int) -> Packed:
+    if len(set(shapes)) > 1:
+        raise PackingError(f"rows cannot take turns: {list(shapes[0])} and {list(shapes[-1])}")
+    shape, count = shapes[0], len(shapes)
+    zeros = (0,) * (len(shape) - 1)
+    placed = [Placed(m, whole_box(shape), (m, *zeros), count) for m in range(count)]
+    rows = count * shape[0]
+    return Packed((rows, *shape[1:]), tuple(placed), (rows,))
+
+
 PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "one": one,
     "concat": concat,
     "gated": gated,
     "qkv": qkv,
+    "interleaved": interleaved,
 }
 TP_KINDS = ("column", "row", "vocab", "replicated")
 
@@ -140,7 +153,14 @@ def buffer(
     strides = row_major(shape[::-1])[::-1] if transposed else row_major(shape)
     pieces, above = [], 0
     for region in boxes:
-        for member, box, at in packed.placed:
+        for member, box, at, step in packed.placed:
+            if step != 1:
+                if region != whole_box(packed.shape):
+                    raise PackingError("a tensor whose rows take turns cannot be cut")
+                start = sum(p * s for p, s in zip(at, strides, strict=True)) + above * strides[0]
+                stepped = (step * strides[0], *strides[1:])
+                pieces.append(Piece(names[member], box, start, stepped))
+                continue
             hit = overlap(Box(at, box.shape), region)
             if hit is None:
                 continue

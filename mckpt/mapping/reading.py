@@ -277,6 +277,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         node = root.get(section) or Node()
         return {k: e for k, v in node.items() if (e := expression(v, node.lines[k])) is not None}
 
+    dims = _read_dims(root, expression, problems)
     found = MappingFile(
         name=path.stem,
         path=path,
@@ -294,7 +295,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         by_version=expressions("by_version"),
         given=dict(root.get("given") or {}),
         derive=expressions("derive"),
-        dims=_read_dims(root, expression, problems),
+        dims=dims,
         also=expressions("also"),
         flags=root.get("flags") or {},
         run_flags=root.get("run_flags") or {},
@@ -302,9 +303,10 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         expect={k: tuple(v) for k, v in (root.get("expect") or {}).items()},
         refused=_read_refuse(root, expression, problems),
         warned=_read_inexact(root, expression, problems),
+        # a key that a dim reads is inert only in the file that this one extends
         inert=frozenset(
             k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
-        ),
+        ).difference(*(dim.keys for dim in dims.values())),
         ignore=dict(root.get("ignore") or {}),
         computed=dict(root.get("computed") or {}),
         rules=tuple(read_rules(root, "tensors", expression, problems)),

@@ -30,6 +30,7 @@ class Rule(NamedTuple):
     indices: tuple[str, ...]  # "layer", "expert", if its tensors or its key have them
     where: str
     number: Expression | None = None  # the number that stands for {layer} in its key; None: layer
+    transposed: bool = False  # the stored tensor is the transpose of the packed one
 
     @property
     def shared(self) -> bool:

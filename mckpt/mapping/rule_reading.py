@@ -16,7 +16,7 @@ from mckpt.values.dtypes import TABLE
 _INDEX = re.compile(r"\{(\w+)\}")
 COUNT = "count"  # of `numbering`: how many numbers there are
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
-_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert")
+_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert", "transposed")
 _BLOCK = ("is", "instead", "mtp", "groups", "tensors", "objects")
 
 Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
@@ -221,6 +221,7 @@ def _rule(
         indices,
         where,
         number,
+        bool(spec.get("transposed")),
     )
 
 

@@ -195,7 +195,7 @@ def check(args: Namespace) -> None:
     that this trainer does not build.
     """
     needed = list(REQUIRED)
-    if getattr(args, "position_embedding_type", None) == "rope":
+    if getattr(args, "position_embedding_type", None) in ("rope", "yarn"):
         needed += REQUIRED_ROPE
     if getattr(args, "use_rope_scaling", False):
         needed.append("rope_scaling_factor")
@@ -359,7 +359,29 @@ def transformer_config(
         perform_initialization=training,
         deallocate_pipeline_outputs=torch.cuda.is_available(),  # gloo may still send an output
     )
-    return config_class(**config)
+    if config.get("window_size"):
+        config["window_size"] = tuple(config["window_size"])
+    built = config_class(**config)
+    if args.position_embedding_type == "yarn" and not latent:
+        vars(built).update(yarn(args))
+    return built
+
+
+def yarn(args: Namespace) -> dict[str, Any]:
+    """Returns what GPTModel and HybridModel read of a config that has no field for it
+    (megatron/training/argument_utils.py, _apply_yarn_config_from_args).
+    """
+    fields = (
+        ("rotary_scaling_factor", "rotary_scaling_factor", 1.0),
+        ("original_max_position_embeddings", "yarn_original_max_position_embeddings", 4096),
+        ("beta_fast", "yarn_beta_fast", 32.0),
+        ("beta_slow", "yarn_beta_slow", 1.0),
+        ("mscale", "mscale", 1.0),
+        ("mscale_all_dim", "mscale_all_dim", 0.0),
+        ("correction_range_round_to_int", "yarn_correction_range_round_to_int", True),
+    )
+    found = ((field, getattr(args, name, None), default) for field, name, default in fields)
+    return {f"yarn_{field}": default if value is None else value for field, value, default in found}
 
 
 def fuses_gelu(args: Namespace) -> bool:
@@ -405,7 +427,7 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
 
     config, te = transformer_config(args, dtype, training), uses_te(args)
     num_chunks = config.virtual_pipeline_model_parallel_size or 1
-    rope = args.position_embedding_type == "rope"
+    rope = args.position_embedding_type in ("rope", "yarn")
     chunks = []
     for stage in range(num_chunks):
         vp_stage = stage if num_chunks > 1 else None

@@ -54,6 +54,16 @@ def as_cuda() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if torch.cuda.is_available() else _AsCuda()
 
 
+def _on_host(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the function, allocating on the host what it allocates for "cuda"."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with as_cuda():
+            return function(*args, **kwargs)
+
+    return call
+
+
 _seed = [0]  # of the CUDA generator, which does not exist here
 
 
@@ -166,6 +176,7 @@ def install() -> None:
         dist.all_gather = _all_gather(dist.all_gather)
         dist.reduce_scatter = _reduce_scatter(dist.reduce_scatter)
 
+    from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import utils
     from megatron.core.transformer.moe import token_dispatcher
@@ -176,6 +187,7 @@ def install() -> None:
     random._set_cuda_rng_state = _set_rng_state
     # It allocates on "cuda", and is called only if no mask is given.
     utils.get_default_causal_mask = lambda sq: torch.ones(sq, sq, dtype=torch.bool).triu(1)
+    fused_softmax.get_sliding_window_causal_mask = _on_host(utils.get_sliding_window_causal_mask)
     # all_to_all_single requires split sizes as numbers; 0.16.1 converts them from a tensor only if
     # that is on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
