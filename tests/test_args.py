@@ -80,12 +80,9 @@ def test_a_list_of_moe_layers_requires_per_layer_keys(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("no_rope_freq", 4),
         ("qk_l2_norm", True),
         ("softmax_scale", 0.5),
         ("spec", ["a", "b"]),
-        ("rotary_interleaved", True),
-        ("layernorm_zero_centered_gamma", True),
         ("moe_router_load_balancing_type", "quantile_balancing"),
         ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
         ("moe_router_load_balancing_type", "sinkhorn"),
@@ -101,6 +98,28 @@ def test_args_that_change_the_model_are_refused(
 ) -> None:
     run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update({name: value}))
     with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dim"),
+    [
+        ("no_rope_freq", 4, "rope_layers"),
+        ("rotary_interleaved", True, "rope_interleaved"),
+        ("layernorm_zero_centered_gamma", True, "norm_offset"),
+        ("apply_layernorm_1p", True, "norm_offset"),
+    ],
+)
+def test_args_that_no_family_with_these_tensors_has_are_refused(
+    name: str, value: Any, dim: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    def change(args: dict[str, Any]) -> None:
+        args.pop("layernorm_zero_centered_gamma", None)
+        args.pop("apply_layernorm_1p", None)
+        args[name] = value
+
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", change)
+    with pytest.raises(MappingError, match=f"(?s)no family computes.*qwen3: .*{dim}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 

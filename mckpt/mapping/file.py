@@ -422,8 +422,8 @@ class MappingFile(NamedTuple):
         """Returns dim -> reason, for each dim that the file can express and that the stock program
         computes differently.
 
-        scope: the dims, and `megatron` and `transformer_impl` of the program. If `megatron` is
-        unknown, because a checkpoint does not name the version that trained it, the entries that
+        scope: the dims, and `megatron` and `transformer_impl` of the program. If one of these two
+        is unknown, because a checkpoint does not name the program that trained it, the entries that
         depend on it are left out. loads: True or False selects the entries of models that the
         program can or cannot load; None selects all.
         """
@@ -432,7 +432,7 @@ class MappingFile(NamedTuple):
             versioned = "megatron" in entry.when.names
             if (
                 (loads is None or entry.loads == loads)
-                and (not versioned or "megatron" in scope)
+                and {"megatron", "transformer_impl"} & set(entry.when.names) <= set(scope)
                 and entry.when(scope)
             ):
                 which = (
