@@ -27,8 +27,8 @@ def write_fork(directory: Path, **config: Any) -> dict[str, np.ndarray]:
     for layer in range(plain["num_hidden_layers"]):
         at = f"model.layers.{layer}."
         for name, parts in (
-            ("self_attn.qkv_proj", [f"self_attn.{x}_proj" for x in "qkv"]),
-            ("mlp.gate_up_proj", ["mlp.gate_proj", "mlp.up_proj"]),
+            ("self_attn.Wqkv", [f"self_attn.{x}_proj" for x in "qkv"]),
+            ("mlp.w13", ["mlp.gate_proj", "mlp.up_proj"]),
         ):
             held = [fused.pop(f"{at}{part}.weight") for part in parts]
             fused[f"{at}{name}.weight"] = np.concatenate(held)

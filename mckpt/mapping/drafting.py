@@ -55,7 +55,7 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
         raise MappingError(f"{where}: its config.json names no architectures")
     shapes = {_template(name): tuple(shape) for name, shape in tensors.items()}
     known = [_names_of(load("hf", name)) for name in names("hf")]
-    base = max(known, key=lambda k: _score(k, shapes))
+    base = max(known, key=lambda k: (_score(k, shapes), _times_extended(k.family.name)))
     found = len(base.names() & shapes.keys())
     dims, problems = _dims(base.family, config)
     lines = [
@@ -95,13 +95,19 @@ def _names_of(family: MappingFile) -> _Names:
     return _Names(family, entries)
 
 
-def _score(known: _Names, shapes: Mapping[str, Shape]) -> tuple[float, bool]:
+def _score(known: _Names, shapes: Mapping[str, Shape]) -> float:
     """Names in common count. Names that the family always has, and the model does not, count
     against it a little.
     """
     always = {rule.key for rule in known.family.rules if rule.when is None}
     common = len(known.names() & shapes.keys())
-    return common - 0.2 * len(always - shapes.keys()), known.family.canonical
+    return common - 0.2 * len(always - shapes.keys())
+
+
+def _times_extended(name: str) -> int:
+    """How many families extend this one: of equals, the plainest family is the nearest."""
+    files = (load("hf", other).path.read_text(encoding="utf-8") for other in names("hf"))
+    return sum(f"extends: {name}\n" in text for text in files)
 
 
 def _dims(family: MappingFile, config: Mapping[str, Any]) -> tuple[Dims | None, list[str]]:
