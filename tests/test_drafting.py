@@ -44,7 +44,7 @@ def test_a_draft_converts_a_fork_of_llama(tiny_model: TinyModel, tmp_path: Path)
     fork, file = tmp_path / "fork", tmp_path / "my.yaml"
     write_fork(fork)
     text = good("mappings", "new", fork).out
-    assert "extends: llama\n" in text and "architectures: [OurForCausalLM]" in text
+    assert "extends: phi3\n" in text and "architectures: [OurForCausalLM]" in text
     assert "has the shape of [ q | k | v ]: check the order" in text
     assert ": the shape of layers.{layer}.mlp_norm.weight" in text
     assert len(text.splitlines()) < 60
