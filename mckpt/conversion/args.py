@@ -44,7 +44,7 @@ class Decided:
 
 
 class Args(NamedTuple):
-    """What a checkpoint says beside its tensors."""
+    """The args, the common state and the layer keys of a new Megatron checkpoint."""
 
     written: dict[str, Any]  # all args, for the launch line
     common: dict[str, Any]  # the common state, with the args in it
@@ -54,9 +54,9 @@ class Args(NamedTuple):
 
 
 def args_of(decided: Decided) -> Args:
-    """The args and common state of the target.
+    """Returns the args and the common state of the target.
 
-    Those of a Megatron source are kept, but for what the conversion changes.
+    A Megatron source keeps its args, except those that the conversion changes.
     """
     source, target, dialect = decided.source, decided.target, decided.names.mapping
     written = _new_args(decided)
@@ -80,7 +80,7 @@ def args_of(decided: Decided) -> Args:
 
 
 def _new_args(decided: Decided) -> dict[str, Any]:
-    """The args as the dialect writes them from the dims, and the parallel sizes."""
+    """Returns the args that the dialect writes from the dims, and the parallel sizes."""
     target, dialect = decided.target, decided.names.mapping
     parallel, stages = decided.names.parallel, decided.names.stages()
     given = {
@@ -111,12 +111,12 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
 
 
 def _iteration(decided: Decided) -> int:
-    """The iteration of the directory that is written; 0 for a release."""
+    """Returns the iteration of the directory that is written; 0 for a release."""
     return iteration_of(str(decided.destination.unit)) or 0
 
 
 def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:
-    """Whether all layers have one key: as in a source of global keys, else as the args say."""
+    """Returns stacked or per_layer: as the source has its global keys, else as the args imply."""
     source = decided.source
     if not decided.changes_dialect:
         if source.opened.format.global_keys and decided.destination.format.global_keys:
@@ -128,8 +128,8 @@ def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:
 
 
 def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> dict[str, Any]:
-    """The args that describe the model, in another dialect than the source's; None for those that
-    the new dialect does not have.
+    """Returns the args that describe the model in another dialect than the source's; None for those
+    that the new dialect does not have.
     """
     described = [{key for dim in file.dims.values() for key in dim.keys} for file in (old, new)]
     facts = {key for key in written if key in {*new.flags, *described[1], *described[0]}}
@@ -137,7 +137,7 @@ def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> di
 
 
 def _replaced(source: Checkpoint, target: Target, written: dict[str, Any]) -> dict[str, Any]:
-    """The args of a Megatron source that a conversion writes anew."""
+    """Returns the args of a Megatron source that a conversion replaces, and their new values."""
     own = source.args or {}
     names = [
         *target.parallel.args(),
@@ -149,7 +149,7 @@ def _replaced(source: Checkpoint, target: Target, written: dict[str, Any]) -> di
         names += ["params_dtype", "bf16", "fp16"]
     if written["transformer_impl"] != own.get("transformer_impl", written["transformer_impl"]):
         names += FOLLOWS_IMPL
-    # which experts need at tp > 1; the source run may have had tp 1
+    # Experts require sequence parallelism at tp > 1; the source may have run with tp 1.
     elif written["sequence_parallel"]:
         names.append("sequence_parallel")
     out = {name: written[name] for name in names}

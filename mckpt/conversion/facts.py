@@ -20,7 +20,7 @@ from mckpt.values import dtypes, quantisation
 
 
 def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
-    """The dtype of each logical tensor in the target, and the dtype of most bytes."""
+    """Returns the dtype of each logical tensor in the target, and the dtype of most bytes."""
     if target.dtype is not None:
         wanted = dtypes.parse(target.dtype)
         refuse_casts(source, target.dtype)
@@ -33,19 +33,19 @@ def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
 
 
 def most_dtype(source: Checkpoint) -> str:
-    """The dtype of most of a checkpoint's bytes."""
+    """Returns the dtype of most of a checkpoint's bytes."""
     return kinds_of(source, Target())[1]
 
 
 def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:
-    """The user's own family file as it is kept beside a converted model: its name and content."""
+    """Returns the name and content of the user's family file, as it is kept beside a model."""
     name = source.named.mapping
     return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
 
 
 def named_by_user(source: Checkpoint, kept: bool) -> dict[str, Any]:
-    """What the manifest says of the family that the user named; of a family file, if it is `kept`
-    beside the checkpoint.
+    """Returns the manifest's entry on the family that the user named. A family file is recorded if
+    it is `kept` beside the checkpoint.
     """
     file = mapping_to_keep(source) if kept else None
     if file is not None:
@@ -62,7 +62,7 @@ def facts_of(
     notes: list[str],
     **more: Any,
 ) -> dict[str, Any]:
-    """What decides the output: no time, no host, no path."""
+    """Returns everything that determines the output, without time, host or path."""
     headers = hashlib.sha256()
     for s in moved.layout.stored:
         for a in (s.file, s.at, s.layer, s.expert, *([s.scales.grids] if s.scales else [])):
@@ -97,7 +97,7 @@ def facts_of(
 
 
 def dequantised(source: Checkpoint) -> list[str]:
-    """What of the source is quantised, for people."""
+    """Returns notes on the quantised tensors of the source."""
     num = sum(len(s) for s in source.layout.stored if s.scales)
     block = source.opened.block
     if not num or block is None:

@@ -109,7 +109,7 @@ def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
 
 
 def _parallel(source: Checkpoint, dialect: MappingFile, target: Target, dims: Dims) -> Parallel:
-    """The target's sizes, with the pipeline's stages as the dialect's args state them.
+    """Returns the target's sizes, with the pipeline's stages as the dialect's args state them.
 
     If the dialect changes and the stages do not, each of them keeps its layers.
     """
@@ -231,7 +231,7 @@ def _inexact(
 def _lost(
     source: Checkpoint, dialect: MappingFile, dims: Dims, program: dict[str, Any], target: Target
 ) -> dict[str, str]:
-    """What the args of another dialect cannot express, where the user allows it."""
+    """Returns the features that another dialect cannot express and that the user accepts."""
     if source.mapping.name == dialect.name:
         return {}
     before = source.mapping.inexact(dims, program)

@@ -30,15 +30,15 @@ class Common:
             raise SourceError(str(e)) from None
 
     def parallel(self) -> Parallel:
-        """The sizes that its args say."""
+        """Returns the parallel sizes of its args."""
         try:
             return Parallel.of_args(self.args or {})
         except (UsageError, TypeError) as e:
             raise SourceError(f"{self.where}: its args say no parallel sizes: {e}") from None
 
     def changed(self, args: dict[str, Any]) -> dict[str, Any]:
-        """The same fields with some args replaced, all else as it was read, unknown classes
-        included.
+        """Returns the same fields with some args replaced. Everything else stays as it was read,
+        unknown classes included.
         """
         record = self.fields.get("args")
         merged = {**(safe_pickle.fields(record, self.where) if record is not None else {}), **args}
@@ -46,7 +46,7 @@ class Common:
 
 
 def has_tensors(value: Any) -> bool:
-    """Whether there is a tensor anywhere in what a pickle held; such a value cannot be written
+    """Returns whether a value from a pickle contains a tensor; such a value cannot be written
     again without its data.
     """
     seen: set[int] = set()
@@ -68,7 +68,7 @@ def has_tensors(value: Any) -> bool:
 
 
 def new_common(args: dict[str, Any], iteration: int) -> dict[str, Any]:
-    """The common state of a checkpoint that holds weights alone."""
+    """Returns the common state of a checkpoint that holds weights only."""
     return {
         "args": safe_pickle.namespace(**args),
         "checkpoint_version": 3.0,  # below 3.0 Megatron-LM reorders q, k and v

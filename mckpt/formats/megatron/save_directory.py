@@ -30,12 +30,12 @@ class Unit(NamedTuple):
 
 
 def unit_name(iteration: int | None) -> str:
-    """The directory of an iteration; None is a release."""
+    """Returns the name of an iteration's directory; None is a release."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
 def iteration_of(name: str) -> int | None:
-    """The inverse of `unit_name`."""
+    """Returns the iteration of a directory's name, as the inverse of `unit_name`."""
     return None if name == RELEASE else int(name.removeprefix("iter_"))
 
 
@@ -94,13 +94,13 @@ class Tracker:
         self.root, self.path, self.update = root, root / TRACKER, update
 
     def says(self) -> str:
-        """An iteration or `release`; nothing where there is no tracker."""
+        """Returns an iteration or `release`; nothing if there is no tracker."""
         if not self.path.exists():
             return ""
         return read_file(self.path, 4096).decode("utf-8", "replace").strip()
 
     def moves_to(self, unit: str) -> bool:
-        """Whether it will name this checkpoint once that is in place."""
+        """Returns whether it will name this checkpoint once the checkpoint is in place."""
         if self.update or not self.path.exists():
             return True
         now, iteration = self.says(), iteration_of(unit)

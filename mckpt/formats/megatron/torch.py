@@ -88,7 +88,7 @@ class Torch:
         self.vpp = len(self._ranks[first].models)
 
     def parallel(self) -> Parallel:
-        """The sizes it was saved with: from its args, else from the names of its directories."""
+        """Returns the sizes of its args, else those that the names of its directories show."""
         args = self.common.args
         if args and args.get("tensor_model_parallel_size"):
             return self.common.parallel()
@@ -113,7 +113,7 @@ class Torch:
         )
 
     def keys(self) -> list[str]:
-        """Those of the first and of the last rank: the first and the last pipeline stage."""
+        """Returns the keys of the first and the last rank, which are those of the outer stages."""
         ends = dict.fromkeys((self.directories[0], self.directories[-1]))
         return [key for name in ends for model in self._rank(name).models for key in model]
 
@@ -123,8 +123,8 @@ class Torch:
         return None if entry is None else entry.shape[0] * self.parallel().tp
 
     def beside(self, dialect: MappingFile) -> list[str]:
-        """What it holds that is no weight: optimizer, random states, and whatever else is made of
-        tensors (averaged weights).
+        """Returns the keys of everything but the weights: optimizer, random states, and other
+        values made of tensors (averaged weights).
         """
         fields = self.common.fields
         named = {
@@ -138,7 +138,7 @@ class Torch:
         )
 
     def show(self, most: int | None) -> Shown:
-        """The tensors of the first rank; `modelN/` before a key where there are virtual stages."""
+        """Returns the tensors of the first rank; with virtual stages, `modelN/` precedes a key."""
         models = self._rank(self.directories[0]).models
         rows = [
             (f"model{v}/{key}" if len(models) > 1 else key, e.dtype, e.shape, dict[str, Any]())
@@ -152,8 +152,8 @@ class Torch:
         return Shown({"files": count, "shown": shown}, rows[:most], kinds)
 
     def choices(self, names: Names) -> dict[str, Any]:
-        """How the dialect's choices were made here: those whose keys fit one rank of each stage
-        best.
+        """Returns the dialect's choices of this checkpoint: those whose keys fit one rank of each
+        stage best.
         """
         parallel = names.parallel
         held = {
@@ -178,9 +178,9 @@ class Torch:
         return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
 
     def layout(self, names: Names) -> Layout:
-        """What is stored where, in logical boxes.
+        """Returns the place of each stored tensor, in logical boxes.
 
-        Everything missing, left over or of another shape is one error.
+        One error lists every tensor that is missing, left over or of another shape.
         """
         dialect, dims, _, parallel = names
         problems = Problems(f"the files of {self.root} do not match its args ({parallel}):")
@@ -227,7 +227,7 @@ class Torch:
         )
 
     def _grid(self, names: Names, problems: Problems) -> list[tuple[int, int]]:
-        """The tensor and expert ranks that have a file in each pipeline stage.
+        """Returns the tensor and expert ranks that have a file in each pipeline stage.
 
         Raises `problems` if the directories are not those of the parallel sizes.
         """
@@ -257,7 +257,7 @@ class Torch:
         left: dict[str, list[dict[str, None]]],
         problems: Problems,
     ) -> list[tuple[int, int, Entry]]:
-        """The entries of one shard of a rule in all files: (layer, expert, entry).
+        """Returns the entries of one shard of a rule in all files: (layer, expert, entry).
 
         Takes their keys out of `left`, which has them for each directory and virtual stage. What is
         missing or of another shape becomes one of `problems`.

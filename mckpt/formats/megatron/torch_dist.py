@@ -95,7 +95,7 @@ class TorchDist:
 
     @cached_property
     def common(self) -> Common:
-        """From common.pt, else from the common_state object; empty where there is neither."""
+        """Reads common.pt, else the object common_state; empty if there is neither."""
         path = self.root / COMMON
         if path.exists():
             value, _ = self._read(str(path), 0, None)
@@ -116,11 +116,11 @@ class TorchDist:
         return value
 
     def parallel(self) -> Parallel:
-        """The sizes of the run that saved it, as its args say; they do not matter for reading."""
+        """Returns the sizes of the run that saved it; reading does not depend on them."""
         return self.common.parallel()
 
     def keys(self) -> list[str]:
-        """Those of all tensors."""
+        """Returns the keys of all tensors."""
         return list(self.metadata.tensors)
 
     def padded_vocab(self, mapping: MappingFile) -> int | None:
@@ -139,7 +139,7 @@ class TorchDist:
         )
 
     def show(self, most: int | None) -> Shown:
-        """Every stored tensor, and in how many chunks it is."""
+        """Returns every stored tensor, with the number of its chunks."""
         tensors = self.metadata.tensors
         rows = [
             (key, dtype, size, {"chunks": len(chunks)})
@@ -149,7 +149,7 @@ class TorchDist:
         return Shown(facts, rows[:most], Counter(t[:2] for t in tensors.values()))
 
     def choices(self, names: Names) -> dict[str, Any]:
-        """How the dialect's choices were made here: those whose keys fit best."""
+        """Returns the dialect's choices of this checkpoint: those whose keys fit best."""
         held = {k for k in self.metadata.tensors if not _ignored(k, names.mapping)}
 
         def mismatch(chosen: Names) -> int:
@@ -158,9 +158,9 @@ class TorchDist:
         return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
 
     def layout(self, names: Names) -> Layout:
-        """What is stored where, in logical boxes.
+        """Returns the place of each stored tensor, in logical boxes.
 
-        Everything missing, left over or of another shape is one error.
+        One error lists every tensor that is missing, left over or of another shape.
         """
         self._check_sizes()
         with _Files(self.root) as files:
@@ -297,14 +297,14 @@ class TorchDist:
 
 
 class _Files:
-    """Some files of a directory, open for reading: those asked for last."""
+    """The files of a directory that were read last, kept open."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.fds: OrderedDict[str, int] = OrderedDict()
 
     def fd(self, file: str) -> int:
-        """A descriptor, good until another file is asked for."""
+        """Returns a descriptor, which is valid until the next call."""
         if file not in self.fds:
             if len(self.fds) == MAX_OPEN:
                 os.close(self.fds.popitem(last=False)[1])
@@ -324,7 +324,7 @@ class _Files:
 
 
 def _ignored(key: str, dialect: MappingFile) -> str | None:
-    """Why a key is not a weight, or None."""
+    """Returns why a key is not a weight, or None."""
     if key == COMMON_OBJECT:
         return "common state"
     parts = key.split("/")[0].split(".")

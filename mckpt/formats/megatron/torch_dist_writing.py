@@ -60,7 +60,7 @@ class _Placed(NamedTuple):
 
 
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
-    """The files of one checkpoint: a chunk for each layer and expert, cut by the target's tp where
+    """Lays out the files of one checkpoint: a chunk for each layer and expert, cut by the target's tp where
     it is large.
     """
     scope, bound = wanted.names.scope(), wanted.names.bound()
@@ -112,7 +112,7 @@ def _parts(wanted: Wanted) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list
 
 
 def _place(parts: list[_Part], num_layers: int) -> tuple[_Placed, list[int]]:
-    """The chunks of all parts, layer by layer, and the cuts between files (see `_in_files`)."""
+    """Places the chunks of all parts, layer by layer; also returns the cuts between files."""
     columns = [np.empty((4, 0), "i8")]  # of each chunk: order, number of its part, layer, expert
     for number, part in enumerate(parts):
         rule = part.bound.rule
@@ -149,7 +149,7 @@ def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
 
 
 def _stored(wanted: Wanted, part: _Part, own: _Placed) -> Stored:
-    """The chunks of one part as boxes of logical tensors."""
+    """Returns the chunks of one part as boxes of logical tensors."""
     rule = part.bound.rule
     whole = packed(rule, wanted.names.scope(), wanted.padded_vocab_size)
     shape, pieces = buffer(whole, [part.region], rule.of)
@@ -208,7 +208,7 @@ def _data_files(
 
 
 def _small_files(wanted: Wanted) -> list[TargetFile]:
-    """common.pt, unless the common state is an object, and the marker, which is written last."""
+    """Lays out common.pt, unless the common state is an object, and the marker, the last file."""
     marker = {
         k: v
         for k, v in MARKER_LONG.items()

@@ -14,7 +14,7 @@ FILE = "model_optim_rng.pt"
 
 
 def directories(parallel: Parallel, grid: list[tuple[int, int]]) -> list[str]:
-    """The directories of all ranks.
+    """Returns the directories of all ranks.
 
     grid: the tensor and expert ranks that have a file in each pipeline stage.
     """
@@ -33,7 +33,7 @@ class Shard(NamedTuple):
 
 
 def shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, int]]) -> list[Shard]:
-    """The shards of a rule over the files of one stage.
+    """Returns the shards of a rule over the files of one stage.
 
     The first file that holds a shard is read, the others are replicas of it.
     """
@@ -66,8 +66,8 @@ def shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, in
 def instances(
     b: Bound, stage: list[list[int]], p: int, parallel: Parallel, dims: Scope, ep: int
 ) -> list[tuple[int, int, int, str]]:
-    """(virtual stage, global layer, global expert, key) of a rule's tensors in a file of pipeline
-    rank `p` and expert rank `ep`.
+    """Returns (virtual stage, global layer, global expert, key) of each tensor that a rule has in the
+    file of pipeline rank `p` and expert rank `ep`.
     """
     if "layer" not in b.rule.indices:
         here = {

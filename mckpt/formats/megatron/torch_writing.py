@@ -17,7 +17,7 @@ STEM = "model_optim_rng"
 
 
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
-    """The files of every rank.
+    """Lays out the files of every rank.
 
     Files of one pipeline stage differ in their data alone, so each stage's container is laid out
     once.
@@ -52,8 +52,8 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 def _contents(
     wanted: Wanted, bound: list[tuple[Bound, tuple[int, ...]]], p: int
 ) -> tuple[dict[str, Any], dict[tuple[int, str], str]]:
-    """What the pickle of each file of pipeline stage `p` holds; and the storage of each tensor in
-    it, by virtual stage and key.
+    """Returns the content of the pickle of each file of pipeline stage `p`, and the storage of each
+    tensor in it, by virtual stage and key.
 
     bound: the rules, and the shapes of their shards.
     """
@@ -85,7 +85,7 @@ def _stored(
     number: dict[tuple[int, int, int], int],
     at_of: list[dict[tuple[int, str], int]],
 ) -> Stored:
-    """The tensors of one shard of a rule.
+    """Returns the tensors of one shard of a rule.
 
     number: of the file of a (pipeline, tensor, expert rank). at_of: for each pipeline stage, the
     byte of each (virtual stage, key) in its files.
