@@ -143,7 +143,7 @@ class Parallel:
         return Parallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp, stage_sizes=tuple(sizes))
 
     def with_layout(self, sizes: Sequence[int], mtp_layers: int = 0) -> Parallel:
-        """Returns the same as `with_stage_sizes`, but as a `layout`, and only if the sizes differ."""
+        """Returns the same as `with_stage_sizes`, as a `layout`, which equal sizes do not need."""
         plain = Parallel(
             tp=self.tp, pp=self.pp, vpp=len(sizes) // self.pp, ep=self.ep, etp=self.etp
         )

@@ -60,8 +60,8 @@ class _Placed(NamedTuple):
 
 
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
-    """Lays out the files of one checkpoint: a chunk for each layer and expert, cut by the target's tp where
-    it is large.
+    """Lays out the files of one checkpoint: a chunk for each layer and expert; large chunks are cut
+    by the target's tp.
     """
     scope, bound = wanted.names.scope(), wanted.names.bound()
     tensors, parts = _parts(wanted)

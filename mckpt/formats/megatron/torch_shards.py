@@ -66,8 +66,8 @@ def shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, in
 def instances(
     b: Bound, stage: list[list[int]], p: int, parallel: Parallel, dims: Scope, ep: int
 ) -> list[tuple[int, int, int, str]]:
-    """Returns (virtual stage, global layer, global expert, key) of each tensor that a rule has in the
-    file of pipeline rank `p` and expert rank `ep`.
+    """Returns (virtual stage, global layer, global expert, key) of each tensor that a rule has in
+    the file of pipeline rank `p` and expert rank `ep`.
     """
     if "layer" not in b.rule.indices:
         here = {
