@@ -39,7 +39,7 @@ class Decided:
 
     @property
     def changes_dialect(self) -> bool:
-        """Whether the source is a Megatron checkpoint of another dialect."""
+        """True if the source is a Megatron checkpoint of another dialect."""
         return self.source.is_megatron and self.source.mapping.name != self.names.mapping.name
 
 
@@ -49,7 +49,7 @@ class Args(NamedTuple):
     written: dict[str, Any]  # all args, for the launch line
     common: dict[str, Any]  # the common state, with the args in it
     layers: str  # the dialect's choice: stacked or per_layer
-    # the same as Megatron takes it from the args; None: they say nothing
+    # the layer keys that Megatron expects by the args; None if the args do not determine them
     implied_layers: str | None
 
 

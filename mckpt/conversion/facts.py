@@ -1,4 +1,4 @@
-"""What decides the output of a plan, for its digest and the manifest."""
+"""Collects everything that determines the output of a plan, for its digest and manifest."""
 
 from __future__ import annotations
 

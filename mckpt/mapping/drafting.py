@@ -2,7 +2,8 @@
 
 The draft extends the family that has most of the names. It removes the names that the model does
 not have, and recognises tensors by their names in any family, or by their shapes. A line marked
-TODO needs a person: names and shapes do not tell in which order a fused tensor is cut.
+TODO is for the user, not unfinished work here: names and shapes do not show in which order a fused
+tensor is cut.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
         f"extends: {base.family.name}",
         "canonical: false",
         "also:",
+        # TODO is for the user to fill in: without model_type transformers cannot load an export
         f"  model_type: \"'{config.get('model_type', 'TODO')}'\"",
         *_config_lines(base.family, config, problems),
         *_tensor_lines(base, known, shapes, dims),
@@ -105,7 +107,7 @@ def _score(known: _Names, shapes: Mapping[str, Shape]) -> float:
 
 
 def _times_extended(name: str) -> int:
-    """How many families extend this one: of equals, the plainest family is the nearest."""
+    """Returns how many families extend this one. It decides between equally near families."""
     files = (load("hf", other).path.read_text(encoding="utf-8") for other in names("hf"))
     return sum(f"extends: {name}\n" in text for text in files)
 
@@ -163,12 +165,11 @@ def _tensor_lines(
         unknown += rule is None
         if rule is None and unknown > _MOST:
             continue
-        lines.setdefault(prefix, []).append(f"# TODO {note}") if note else None
+        if note:
+            lines.setdefault(prefix, []).append(f"# TODO {note}")
         lines.setdefault(prefix, []).append(rule or f"# {name.removeprefix(prefix)}: ")
     if unknown > _MOST:
-        lines.setdefault("", []).append(
-            f"# TODO and {unknown - _MOST} more that nothing is known of"
-        )
+        lines.setdefault("", []).append(f"# TODO and {unknown - _MOST} more unknown names")
     if top := lines.pop("", []):
         yield "tensors:"
         yield from (f"  {line}" for line in top)

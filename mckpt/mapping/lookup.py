@@ -24,7 +24,7 @@ ABSENT = object()
 
 
 def lookup(config: Mapping[str, Any], path: str, absent: Any = None) -> Any:
-    """Returns config["a"]["b"] for "a.b"; `absent` if there is no such key.
+    """Returns config["a"]["b"] for the path "a.b", or `absent` if the config has no such key.
 
     Raises ValueError if "a" is not an object.
     """

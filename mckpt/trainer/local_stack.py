@@ -201,7 +201,8 @@ def own_modules() -> Iterator[None]:
     kept = [getattr(module, name) for module, name, _ in named]
     for base in GatedDeltaNet.__mro__:
         module = sys.modules[base.__module__]
-        # In deterministic_mode only this function of FLA is called.
+        # In deterministic_mode only this function of FLA is called. mypy cannot know the names of a
+        # module that is found at run time, hence the ignore.
         if getattr(module, "HAVE_FLA", None) is False:
             module.HAVE_FLA, module.l2norm = True, l2norm  # type: ignore[attr-defined]
     if not torch.cuda.is_available():

@@ -168,7 +168,7 @@ def _stored(wanted: Wanted, part: _Part, own: _Placed) -> Stored:
 
 
 def _objects(wanted: Wanted) -> list[tuple[torch_file.TorchFile, list[str]]]:
-    """What is stored beside chunks: containers, and the keys of the objects that are like each."""
+    """Returns the objects beside the chunks: each container, and the keys stored with it."""
     scope, dialect = wanted.names.scope(), wanted.names.mapping
     empty = [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)]
     out = [(torch_file.lay_out([None], "archive"), empty)]
