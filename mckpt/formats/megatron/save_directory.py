@@ -94,7 +94,7 @@ class Tracker:
         self.root, self.path, self.update = root, root / TRACKER, update
 
     def says(self) -> str:
-        """Returns the iteration in the tracker file, or `release`; nothing if the file is absent."""
+        """Returns the tracker file's iteration, or `release`; "" if the file is absent."""
         if not self.path.exists():
             return ""
         return read_file(self.path, 4096).decode("utf-8", "replace").strip()
