@@ -85,9 +85,7 @@ def test_a_list_of_moe_layers_requires_per_layer_keys(
         ("window_attn_skip_freq", 2),
         ("softmax_scale", 0.5),
         ("spec", ["a", "b"]),
-        ("moe_shared_expert_gate", True),
         ("rotary_interleaved", True),
-        ("layernorm_zero_centered_gamma", True),
         ("moe_router_load_balancing_type", "quantile_balancing"),
         ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
         ("moe_router_load_balancing_type", "sinkhorn"),
@@ -122,6 +120,7 @@ def test_auxiliary_losses_do_not_change_the_model(
     ("name", "value", "dim"),
     [
         ("moe_router_score_function", "sigmoid", "router_score"),
+        ("layernorm_zero_centered_gamma", True, "zero_centered_norms"),
         ("moe_router_num_groups", 4, "router_groups"),
         ("moe_router_topk_scaling_factor", 2.5, "router_scale"),
     ],

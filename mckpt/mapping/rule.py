@@ -30,6 +30,8 @@ class Rule(NamedTuple):
     indices: tuple[str, ...]  # "layer", "expert", if its tensors or its key have them
     where: str
     number: Expression | None = None  # the number that stands for {layer} in its key; None: layer
+    groups: Expression | None = None  # of the packing qkv; None: num_query_groups
+    offset: float = 0.0  # the stored values are the logical ones plus this number
 
     @property
     def shared(self) -> bool:

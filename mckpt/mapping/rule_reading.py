@@ -16,7 +16,9 @@ from mckpt.values.dtypes import TABLE
 _INDEX = re.compile(r"\{(\w+)\}")
 COUNT = "count"  # of `numbering`: how many numbers there are
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
-_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert")
+_RULE = (
+    *("of", "pack", "groups", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
+)
 _BLOCK = ("is", "instead", "mtp", "groups", "tensors", "objects")
 
 Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
@@ -207,6 +209,11 @@ def _rule(
     when, dtype = expression(spec.get("when"), where), spec.get("dtype")
     if dtype not in (None, *TABLE):
         raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
+    groups, offset = expression(spec.get("groups"), where), spec.get("offset", 0)
+    if groups is not None and pack != "qkv":
+        raise ValueError("`groups` is for the packing qkv only")
+    if type(offset) not in (int, float):
+        raise ValueError(f"`offset` is a number, not {offset!r}")
     return Rule(
         key,
         of,
@@ -221,6 +228,8 @@ def _rule(
         indices,
         where,
         number,
+        groups,
+        float(offset),
     )
 
 
