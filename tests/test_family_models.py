@@ -36,13 +36,16 @@ REFUSED: dict[tuple[str, str], str] = {
     ("glm", "hybrid"): "rope_interleaved",
 }
 # (case, dialect) that Megatron cannot even load
-UNLOADABLE = {("deepseek_v2_lite", "hybrid")}  # a second norm where q has no latent
+UNLOADABLE = {
+    ("deepseek_v2_lite", "hybrid"),  # a second norm where q has no latent
+    ("qwen3_next", "gpt"),
+}
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite"}
 # cases with norms that only Transformer Engine has; tests/fake_te stands for it
 WITH_TE = {"nemotron"}
 # case -> the oldest megatron-core that has its layers
-SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19]}
+SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19], "qwen3_next": [0, 19]}
 # (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
 SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases

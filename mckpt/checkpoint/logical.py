@@ -22,6 +22,7 @@ from mckpt.geometry.box import (
 )
 from mckpt.lazy import numpy as np
 from mckpt.storage.files import unreadable
+from mckpt.values.casting import shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
 
@@ -183,6 +184,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
         box of `into`.
         """
         size, wide = itemsize(s.stored_as), out.itemsize
+        offset = pieces[0].offset  # of all pieces of one logical tensor
         for m in (
             m
             for p in pieces
@@ -192,7 +194,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             at = int(s.at[row]) + m.src_start * size
             if (
                 m.src_step == m.dst_step == 1
-                and not s.scales
+                and not (s.scales or offset)
                 and (m.rows == 1 or m.run * size >= DIRECT)
             ):
                 for i in range(m.rows):  # without a buffer in between
@@ -220,6 +222,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 dequantise(
                     grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read
                 )
+            elif offset:
+                kind = numpy_dtype(s.dtype)
+                shift(rows.view(kind), to.view(kind), -offset)
             else:
                 to[...] = rows
 

@@ -83,8 +83,13 @@ class Plan:
             "copies": len(copies),
             "casts": {
                 f"{a} -> {b}": n
-                for (a, b), n in zip(self.joined.casts, moved, strict=True)
-                if a != b
+                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                if a != b and not offset
+            },
+            "offsets": {
+                f"{a} {offset:+g} -> {b}": n
+                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                if offset
             },
             "padding_bytes": int(padding),
             "ignored": dict(_short(self.source.layout.ignored)),
@@ -118,6 +123,11 @@ class Plan:
             ),
         ]
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
+        lines += [
+            f"offset {k}: {n:,} elements, rounded where the sum is not exact (values from 0.5 to 2"
+            " minus 1 are)"
+            for k, n in p["offsets"].items()
+        ]
         lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(
             p["padding_bytes"]
         )

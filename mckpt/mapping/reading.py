@@ -406,6 +406,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     for rule in (*file.rules, *file.objects):
         entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
         entries.append((f"{rule.where}: {rule.key}", rule.number, dims | {"layer"}))
+        entries.append((f"{rule.where}: {rule.key}", rule.heads, dims))
     for where, used, known in entries:
         for name in sorted(used.names - known if used else ()):
             yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"
