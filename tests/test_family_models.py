@@ -39,13 +39,20 @@ REFUSED: dict[tuple[str, str], str] = {
 UNLOADABLE = {
     ("deepseek_v2_lite", "hybrid"),  # a second norm where q has no latent
     ("qwen3_next", "gpt"),
+    ("qwen3_5", "gpt"),
+    ("qwen3_5_moe", "gpt"),
 }
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite"}
 # cases with norms that only Transformer Engine has; tests/fake_te stands for it
 WITH_TE = {"nemotron"}
 # case -> the oldest megatron-core that has its layers
-SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19], "qwen3_next": [0, 19]}
+SINCE: dict[str, list[int]] = {
+    "gpt_oss": [0, 19],
+    "qwen3_next": [0, 19],
+    "qwen3_5": [0, 19],
+    "qwen3_5_moe": [0, 19],
+}
 # (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
 SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases

@@ -42,6 +42,7 @@ class Dim(NamedTuple):
     when: Expression | None  # if it is false, the dim is neutral and is not written
     write_when: Expression | None
     free: bool  # True: the model does not depend on the value
+    tensor: str | None  # a stored key; without it, the dim of a checkpoint is neutral
     where: str
 
 

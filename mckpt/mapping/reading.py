@@ -77,7 +77,10 @@ _KINDS: dict[type, str] = {
     bool: "true or false",
 }
 _OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
-_DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+_DIM = (
+    *("key", "default", "values", "const", "read", "write", "when", "write_when", "free"),
+    "tensor",
+)
 
 
 def folder(kind: str) -> Path:
@@ -339,6 +342,7 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
             has_const="const" in spec,
             const=spec.get("const"),
             free=spec.get("free", False),
+            tensor=spec.get("tensor"),
             where=where,
             **{k: expression(spec.get(k), where) for k in _OF_DIM},
         )
