@@ -179,7 +179,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         if self.is_megatron:
             return {}
-        found = description.unstored(self.mapping, read_config(self.path), self.opened.keys())
+        found = description.unstored(self.mapping, read_config(self.path), set(self.opened.keys()))
         return {name: value for name, value in found.items() if name not in self.known.dims}
 
     @cached_property

@@ -133,12 +133,11 @@ def unstored(
     """Returns the neutral value of each dim whose tensor is not among the stored keys, unless the
     config has that value already.
     """
-    dims = {n: spec for n, spec in family.dims.items() if spec.tensor}
-    there, found = set(keys) if dims else set(), {}
-    for name, spec in dims.items():
+    found: dict[str, Any] = {}
+    for name, spec in family.dims.items():
         neutral = mapping.hub().dims[name].neutral
         said = family.said_of(name, config).values()
-        if spec.tensor not in there and neutral is not None:
+        if spec.tensor and spec.tensor not in keys and neutral is not None:
             value = neutral({})
             if not said or any(v != value for v in said):
                 found[name] = value
