@@ -212,6 +212,8 @@ def _inexact(
     program = {
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
+        "pp": target.parallel.pp,
+        "format": target.format,
     }
     refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:
