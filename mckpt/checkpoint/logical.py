@@ -89,6 +89,11 @@ class LogicalTensor:
         out._dropped = tuple(dropped)
         return out
 
+    @property
+    def offset(self) -> float:
+        """Returns the number that the stored values have been shifted by."""
+        return self._reader.offset(self.name)
+
     def numpy(self, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads and returns the elements; dtypes that numpy lacks are those of ml_dtypes.
 
@@ -160,6 +165,12 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """Returns the dtype of the elements, or of the values of block-quantised ones."""
         template, layer, expert = self._order[name]
         return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
+
+    def offset(self, name: str) -> float:
+        """Returns the number that the stored values have been shifted by; see Piece."""
+        template, layer, expert = self._order[name]
+        held = self._held[template]
+        return next(pieces[0].offset for _, pieces, row_of in held if (layer, expert) in row_of)
 
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
         """Returns the bytes of a box, dense, as unsigned integers of the dtype's size.

@@ -123,11 +123,6 @@ class Plan:
             ),
         ]
         lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
-        lines += [
-            f"offset {k}: {n:,} elements, rounded where the sum is not exact (values from 0.5 to 2"
-            " minus 1 are)"
-            for k, n in p["offsets"].items()
-        ]
         lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(
             p["padding_bytes"]
         )

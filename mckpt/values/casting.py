@@ -36,7 +36,7 @@ def shift(src: np.ndarray, out: np.ndarray, offset: float) -> None:
     """Fills `out` with the values of `src` plus `offset`.
 
     The sum is computed in float32, in float64 if either side is, and rounded once more to the dtype
-    of `out`. In one dtype, w - 1 is exact for every w from 0.5 to 2, and w is the sum of it and 1.
+    of `out`. In one dtype, w - 1 is exact for every w from 0.5 to 256, and so is its sum with 1.
     """
     wide = np.float64 if 8 in (src.dtype.itemsize, out.dtype.itemsize) else np.float32
     with np.errstate(all="ignore"):
