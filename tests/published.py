@@ -32,6 +32,9 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("llama-3.3-70b", "hybrid"): ("rope_type", "rope_factor"),
     ("mistral-7b-v0.1", "gpt"): ("sliding_window",),
     ("mistral-7b-v0.1", "hybrid"): ("sliding_window",),
+    ("qwen3-next-80b-a3b", "gpt"): ("mtp_layers",),
+    ("qwen3.6-27b-text", "gpt"): ("mtp_layers",),
+    ("qwen3.6-35b-a3b-text", "gpt"): ("mtp_layers",),
 }
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
