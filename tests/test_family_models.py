@@ -36,13 +36,26 @@ REFUSED: dict[tuple[str, str], str] = {
     ("glm", "hybrid"): "rope_interleaved",
 }
 # (case, dialect) that Megatron cannot even load
-UNLOADABLE = {("deepseek_v2_lite", "hybrid")}  # a second norm where q has no latent
+UNLOADABLE = {
+    ("deepseek_v2_lite", "hybrid"),  # a second norm where q has no latent
+    # GPTModel has no Mamba-2
+    ("mamba2", "gpt"),
+    ("nemotron_h", "gpt"),
+    ("nemotron_h_latent", "gpt"),
+    ("nemotron_h_moe", "gpt"),
+}
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite"}
 # cases with norms that only Transformer Engine has; tests/fake_te stands for it
 WITH_TE = {"nemotron"}
 # case -> the oldest megatron-core that has its layers
-SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19]}
+SINCE: dict[str, list[int]] = {
+    "gpt_oss": [0, 19],
+    "mamba2": [0, 19],
+    "nemotron_h": [0, 19],
+    "nemotron_h_latent": [0, 19],
+    "nemotron_h_moe": [0, 19],
+}
 # (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
 SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases
@@ -177,6 +190,20 @@ def test_groups_that_rank_by_other_scores_are_refused(work: Path, made: Path) ->
     mckpt.plan(model, work / "accepted-groups", **wanted).run()
     mckpt.plan(work / "accepted-groups", work / "ranked-again", format="hf").run()
     assert not mckpt.diff(model, work / "ranked-again")
+
+
+def test_a_smallest_time_step_is_refused(work: Path, made: Path) -> None:
+    """As in every published Nemotron-H: transformers takes no step below 0.001."""
+    model = work / "stepped"
+    shutil.copytree(made / "nemotron_h", model)
+    changed = made_models.config("nemotron_h") | {"time_step_min": 0.001}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(MappingError, match="--allow-inexact mamba_min_step"):
+        mckpt.plan(model, work / "refused", format="torch")
+    wanted = {"format": "torch", "allow_inexact": ["mamba_min_step"], "parallel": Parallel(tp=2)}
+    mckpt.plan(model, work / "accepted-steps", **wanted).run()
+    mckpt.plan(work / "accepted-steps", work / "stepped-again", format="hf").run()
+    assert not mckpt.diff(model, work / "stepped-again")
 
 
 def test_experts_with_biases_are_refused_above_etp_1(tmp_path: Path, made: Path) -> None:

@@ -207,9 +207,9 @@ def test_an_arg_without_a_dim_is_refused() -> None:
     ):
         dialect.read({**args, "qk_l2_norm": True})
     with pytest.raises(
-        MappingError, match=r"(?s)position_embedding_type is 'none'.*softmax_scale is 0\.5"
+        MappingError, match=r"(?s)position_embedding_type is 'mrope'.*softmax_scale is 0\.5"
     ):
-        dialect.read({**args, "position_embedding_type": "none", "softmax_scale": 0.5})
+        dialect.read({**args, "position_embedding_type": "mrope", "softmax_scale": 0.5})
 
 
 LLAMA3 = {
