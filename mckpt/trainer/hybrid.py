@@ -3,8 +3,9 @@
     *-*-|*E*E/*E    two stages of four layers, and one depth of multi-token prediction
 
 Every symbol is a layer of its own. `*` is attention, `+` multi-latent attention, `G` a gated delta
-net, `M` a Mamba-2, `-` a dense MLP and `E` a mixture of experts. `|` ends a virtual stage: part v * pp + p belongs
-to virtual stage v of pipeline rank p. `/` begins a depth of multi-token prediction.
+net, `M` a Mamba-2, `-` a dense MLP and `E` a mixture of experts. `|` ends a virtual stage: part
+v * pp + p belongs to virtual stage v of pipeline rank p. `/` begins a depth of multi-token
+prediction.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def convolve_and_scan(
     dt_bias: torch.Tensor,
     decay: torch.Tensor,
     *,
-    D: torch.Tensor,  # noqa: N803  # the name in mamba_ssm
+    D: torch.Tensor,  # the name in mamba_ssm
     headdim: int,
     ngroups: int,
     **options: Any,
