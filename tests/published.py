@@ -32,6 +32,10 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("llama-3.3-70b", "hybrid"): ("rope_type", "rope_factor"),
     ("mistral-7b-v0.1", "gpt"): ("sliding_window",),
     ("mistral-7b-v0.1", "hybrid"): ("sliding_window",),
+    ("nemotron-3-nano-30b-a3b", "hybrid"): ("mamba_min_step",),
+    ("nemotron-3-super-120b-a12b", "hybrid"): ("mamba_min_step",),
+    ("nemotron-h-8b", "hybrid"): ("mamba_min_step",),
+    ("nemotron-nano-9b-v2", "hybrid"): ("mamba_min_step",),
 }
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
