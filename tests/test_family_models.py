@@ -39,6 +39,7 @@ REFUSED: dict[tuple[str, str], str] = {
 UNLOADABLE = {
     ("deepseek_v2_lite", "hybrid"),  # a second norm where q has no latent
     # GPTModel has no Mamba-2
+    ("bamba", "gpt"),
     ("mamba2", "gpt"),
     ("nemotron_h", "gpt"),
     ("nemotron_h_latent", "gpt"),
@@ -50,6 +51,7 @@ LOCAL = {"deepseek_v2_lite"}
 WITH_TE = {"nemotron"}
 # case -> the oldest megatron-core that has its layers
 SINCE: dict[str, list[int]] = {
+    "bamba": [0, 19],
     "gpt_oss": [0, 19],
     "mamba2": [0, 19],
     "nemotron_h": [0, 19],
