@@ -170,6 +170,7 @@ def _run(
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
+    held["parts"] = left.dims["layer_parts"]
     launching.launch(
         "mckpt.trainer.reference",
         {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held},
