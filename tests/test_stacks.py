@@ -11,6 +11,7 @@ saves what mckpt converts back bit for bit. Plain torch stands in for the kernel
 from __future__ import annotations
 
 import importlib.util
+import json
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,8 +34,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of what torch and transformers import
 ]
 
-CASES = ("mamba2", "nemotron_h", "nemotron_h_latent", "nemotron_h_moe")
-MIXTURES = ("nemotron_h_latent", "nemotron_h_moe")
+PREDICTS = "nemotron_h_latent with multi-token prediction"
+CASES = ("bamba", "mamba2", "nemotron_h", "nemotron_h_latent", "nemotron_h_moe", PREDICTS)
+MIXTURES = ("nemotron_h_latent", "nemotron_h_moe", PREDICTS)
 SIZES: dict[str, dict[str, Any]] = {
     "one rank": {},
     "tp2": {"tp": 2},
@@ -55,8 +57,47 @@ RUNS = [(case, form) for case in CASES for form in FORMATS]
 
 @pytest.fixture(scope="module")
 def made(work: Path) -> Path:
-    made_models.make(CASES, work / "hf")
+    made_models.make([case for case in CASES if case != PREDICTS], work / "hf")
+    predicting(work / "hf" / "nemotron_h_latent", work / "hf" / PREDICTS)
     return work / "hf"
+
+
+def predicting(source: Path, out: Path) -> None:
+    """Copies a model, and gives it the tensors of two layers of multi-token prediction. The names
+    are those of Megatron-Bridge, because transformers ignores such tensors
+    (nemotron_h_bridge.py, mapping_registry). The shapes are those of the decoder's layers.
+    """
+    from safetensors.numpy import load_file, save_file
+
+    out.mkdir()
+    config = json.loads((source / "config.json").read_text())
+    pattern = config["hybrid_override_pattern"]
+    more = {"num_nextn_predict_layers": 2, "mtp_hybrid_override_pattern": "*E"}
+    (out / "config.json").write_text(json.dumps(config | more))
+    tensors = load_file(source / "model.safetensors")
+    drawn = np.random.RandomState(0)
+    hidden = config["hidden_size"]
+    shapes = {}
+    for depth in range(2):
+        for place, symbol in enumerate("*E"):
+            like = f"backbone.layers.{pattern.index(symbol)}."
+            name = f"mtp.layers.{2 * depth + place}."
+            shapes |= {
+                name + key.removeprefix(like): value.shape
+                for key, value in tensors.items()
+                if key.startswith(like)
+            }
+        shapes |= {
+            f"mtp.layers.{2 * depth}.{norm}.weight": (hidden,) for norm in ("enorm", "hnorm")
+        }
+        shapes[f"mtp.layers.{2 * depth}.eh_proj.weight"] = (hidden, 2 * hidden)
+        shapes[f"mtp.layers.{2 * depth + 1}.final_layernorm.weight"] = (hidden,)
+    made = {key: drawn.standard_normal(shape).astype("f4") for key, shape in shapes.items()}
+    save_file(tensors | made, out / "model.safetensors", {"format": "pt"})
+
+
+def tokens(case: str) -> np.ndarray:
+    return made_models.tokens(case.split()[0])
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +125,7 @@ def results(work: Path, written: dict[tuple[str, str, str], Path]) -> dict[str, 
     for case, form in RUNS:
         out = written[case, RUN[case], form]
         given = {"flags": launch_line(out), "checkpoint": str(out), "world": 4}
-        given["tokens"] = made_models.tokens(case).tolist()
+        given["tokens"] = tokens(case).tolist()
         given["save"] = str(work / "saved" / f"{case}-{form}")
         cases.append({"name": f"{case}-{form}", **given})
     return judge(cases, 4, work / "judged", fake_te=True, program="stock.py")
@@ -131,7 +172,7 @@ def test_the_stock_trainer_computes_the_logits_of_transformers(
 ) -> None:
     result = results[f"{case}-{form}"]
     assert result["ok"], explain(result)
-    reference = tiny.hf_logits(made / case, made_models.tokens(case))
+    reference = tiny.hf_logits(made / case, tokens(case))
     apart, largest = np.abs(result["logits"] - reference).max(), np.abs(reference).max()
     sizes = f"{Parallel(**SIZES[RUN[case]])} (names of Transformer Engine)"
     record("stock trainer", case, form, sizes, apart, largest, dialect="hybrid")
