@@ -37,6 +37,8 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("nemotron-h-8b", "hybrid"): ("mamba_min_step",),
     ("nemotron-nano-9b-v2", "hybrid"): ("mamba_min_step",),
 }
+# the tensor-parallel size of a plan, where 2 is too many: a Mamba-2 of one group
+TP = {"bamba-9b": 1}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 

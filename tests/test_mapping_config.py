@@ -77,14 +77,15 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     """
     config = json.loads(path.read_text())
     name = mapping.family_with(config["architectures"][0])
-    family, dialect = mapping.load("hf", name), mapping.load("megatron", "gpt")
+    family = mapping.load("hf", name)
+    dialect = mapping.load("megatron", family.dialect)
     dims = family.read(config)
     inexact = dialect.inexact(dims)
     again = dialect.read(dialect.write(dims))
     free = {d for d, spec in family.dims.items() if spec.free}
     apart = {k for k in dims if dims[k] != again[k]} - free
     assert apart <= inexact.keys()
-    wanted = set(INEXACT.get((path.stem, "gpt"), ()))
+    wanted = set(INEXACT.get((path.stem, family.dialect), ()))
     assert inexact.keys() == wanted, inexact
 
     source: Any = SimpleNamespace(named=api.Known(), dims=again, path=path)
