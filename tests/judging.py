@@ -31,8 +31,8 @@ def record(
     largest: float,
     dialect: str = "gpt",
 ) -> None:
-    """Adds one result to the file that JUDGED names, from which tests/matrix.py makes
-    docs/judges.md; does nothing without it.
+    """Adds one result to the file that JUDGED names, from which tests/matrix.py makes its tables;
+    does nothing without it.
 
     `difference` is the largest difference of a logit, and `largest` the largest logit.
     """

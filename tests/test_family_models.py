@@ -155,6 +155,7 @@ def test_a_dialect_that_cannot_compute_a_model_is_refused(
     mckpt.plan(made / case, out, allow_inexact=(dim,), **wanted).run()
     mckpt.plan(out, work / "accepted" / f"{case}-{dialect}", format="hf").run()
     assert not mckpt.diff(made / case, work / "accepted" / f"{case}-{dialect}")
+    record("accepted", case, "torch", f"`--allow-inexact {dim}`", 0, 1, dialect=dialect)
 
 
 @pytest.mark.parametrize(("case", "dialect"), sorted(UNLOADABLE))
