@@ -39,10 +39,21 @@ REFUSED: dict[tuple[str, str], str] = {
 UNLOADABLE = {("deepseek_v2_lite", "hybrid")}  # a second norm where q has no latent
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite"}
-# cases with norms that only Transformer Engine has; tests/fake_te stands for it
-WITH_TE = {"nemotron"}
+# (case, dialect) with layers that only Transformer Engine has; tests/fake_te stands for it
+WITH_TE = {
+    ("nemotron", "gpt"),
+    ("nemotron", "hybrid"),
+    ("qwen3_5", "gpt"),
+    ("qwen3_5_moe", "gpt"),
+    ("qwen3_next", "gpt"),
+}
 # case -> the oldest megatron-core that has its layers
-SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19]}
+SINCE: dict[str, list[int]] = {
+    "gpt_oss": [0, 19],
+    "qwen3_next": [0, 19],
+    "qwen3_5": [0, 19],
+    "qwen3_5_moe": [0, 19],
+}
 # (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
 SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases
@@ -78,9 +89,9 @@ def ran(work: Path, made: Path) -> dict[str, dict[str, Any]]:
     """Every case converted in each dialect, run by Megatron-Core; and saved by it."""
     cases: dict[str, list[dict[str, Any]]] = {"local": [], "transformer_engine": []}
     for case in CASES:
-        impl = "transformer_engine" if case in WITH_TE else "local"
         tokens = made_models.tokens(case).tolist()
         for dialect in dialects(case):
+            impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
             form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
             wanted = {"format": form, "dialect": dialect, "parallel": Parallel(**size)}
             if dialect == "gpt":

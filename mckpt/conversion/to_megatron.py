@@ -19,6 +19,7 @@ from mckpt.conversion.facts import (
     kinds_of,
     mapping_to_keep,
     named_by_user,
+    shifted,
 )
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.refusals import (
@@ -78,13 +79,14 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     side.refuse_other()
     if not side.files:
         refuse_side_of_other(source, side.path)
+    joined = join(moved.layout, layout)
     facts = facts_of(
         source,
         moved,
         target,
         dialect,
         inexact,
-        dequantised(moved),
+        [*dequantised(moved), *shifted(joined)],
         parallel=parallel.args(),
         choices=dict(names.choices),
         padded_vocab_size=padded,
@@ -95,7 +97,6 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         megatron_version=".".join(map(str, megatron)),
         **named_by_user(source, MAPPING in side.files),
     )
-    joined = join(moved.layout, layout)
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
 
 
@@ -212,6 +213,8 @@ def _inexact(
     program = {
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
+        "pp": target.parallel.pp,
+        "format": target.format,
     }
     refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:

@@ -42,6 +42,7 @@ class Dim(NamedTuple):
     when: Expression | None  # if it is false, the dim is neutral and is not written
     write_when: Expression | None
     free: bool  # True: the model does not depend on the value
+    tensor: str | None  # a stored key; without it, the dim of a checkpoint is neutral
     where: str
 
 
@@ -424,9 +425,9 @@ class MappingFile(NamedTuple):
         """Returns dim -> reason, for each dim that the file can express and that the stock program
         computes differently.
 
-        scope: the dims, and `megatron` and `transformer_impl` of the program. If one of these two
-        is unknown, because a checkpoint does not name the program that trained it, the entries that
-        depend on it are left out. loads: True or False selects the entries of models that the
+        scope: the dims, `megatron` and `transformer_impl` of the program, and `pp` and `format` of
+        the checkpoint. If one of these four is unknown, the entries that depend on it are left out.
+        loads: True or False selects the entries of models that the
         program can or cannot load; None selects all.
         """
         out = {}
@@ -434,7 +435,8 @@ class MappingFile(NamedTuple):
             versioned = "megatron" in entry.when.names
             if (
                 (loads is None or entry.loads == loads)
-                and {"megatron", "transformer_impl"} & set(entry.when.names) <= set(scope)
+                and {"megatron", "transformer_impl", "pp", "format"} & set(entry.when.names)
+                <= set(scope)
                 and entry.when(scope)
             ):
                 which = (

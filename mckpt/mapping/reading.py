@@ -83,7 +83,10 @@ _KINDS: dict[type, str] = {
     bool: "true or false",
 }
 _OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
-_DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+_DIM = (
+    *("key", "default", "values", "const", "read", "write", "when", "write_when", "free"),
+    "tensor",
+)
 
 
 def folder(kind: str) -> Path:
@@ -384,6 +387,7 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
             has_const="const" in spec,
             const=spec.get("const"),
             free=spec.get("free", False),
+            tensor=spec.get("tensor"),
             where=where,
             **{k: expression(spec.get(k), where) for k in _OF_DIM},
         )
@@ -451,6 +455,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     for rule in (*file.rules, *file.objects):
         entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
         entries.append((f"{rule.where}: {rule.key}", rule.number, dims | {"layer"}))
+        entries.append((f"{rule.where}: {rule.key}", rule.heads, dims))
     for where, used, known in entries:
         for name in sorted(used.names - known if used else ()):
             yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"

@@ -60,7 +60,6 @@ REQUIRED_MOE = (
 UNSUPPORTED = (
     ("spec", None),
     ("heterogeneous_layers_config_path", None),
-    ("experimental_attention_variant", None),
     ("hybrid_override_pattern", None),
     ("is_hybrid_model", False),
 )
@@ -225,8 +224,7 @@ def check(args: Namespace) -> None:
             f"padded_vocab_size {args.padded_vocab_size} is not a multiple of"
             f" tensor_model_parallel_size {tp}"
         )
-    if hybrid.pattern(args):
-        problems += hybrid.problems(args)
+    problems += hybrid.problems(args) if hybrid.pattern(args) else gpt.problems(args)
     if problems:
         raise UsageError.of(
             "these args do not describe a model that can be built:",
@@ -327,6 +325,8 @@ def transformer_config(
 
     if pattern:
         config |= hybrid.config(args)
+    elif gpt.linear_attention(args):
+        config |= gpt.config(args)
     if args.transformer_impl != "transformer_engine":
         # The grouped experts of the local spec need a CUDA extension. Sequential experts load the
         # same `torch_dist`.
