@@ -12,6 +12,7 @@ from mckpt import formats, mapping
 from mckpt.checkpoint import description
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
+from mckpt.formats import carried
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
@@ -285,6 +286,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return self._megatron_dims(self.known.dims)
         return self._read_config(self.path, self.known.dims, self.overruled)
 
+    @cached_property
+    def family(self) -> MappingFile | None:
+        """Returns the family of the model; None if no config.json describes a Megatron
+        checkpoint.
+        """
+        return None if self.described_by is None else self._family(self.described_by)
+
     def _read_config(
         self, described: Path, known: Mapping[str, Any], override: Mapping[str, Any]
     ) -> Dims:
@@ -417,7 +425,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def layout(self) -> Layout:
         """Returns the logical box that each stored tensor holds."""
         try:
-            return self.opened.layout(self.names)
+            found = self.opened.layout(self.names)
+            return found if self.carried is None else carried.joined(found, self.carried)
         except (SourceError, CoverError) as e:
             hints = []
             if self.known.dims:
@@ -428,6 +437,16 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             if hint := self._family_hint(self.described_by):
                 hints.append(hint)
             raise (e.with_hint("\n".join(hints)) if hints else e) from None
+
+    @cached_property
+    def carried(self) -> Layout | None:
+        """Returns the tensors that a Megatron checkpoint has beside it and that its model does not
+        have, such as a vision tower: from --like, else from DST/hf. None if there are none.
+        """
+        if not self.is_megatron:
+            return None
+        like = Path(self.known.like) if self.known.like else None
+        return carried.found(like, self.side_directory, self.family, self.manifest.get("carried"))
 
     def _check_sizes(self, dims: Dims) -> None:
         if self.opened.format.fixed_sizes:

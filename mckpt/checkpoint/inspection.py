@@ -113,7 +113,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     if unknown := [key for key in family.unknown(parsed) if model is not None]:
         raise MappingError.of(
             f"{config}: has keys that {file.name} does not mention:",
-            [f"{key}: {mapping.lookup(parsed, key)!r}" for key in unknown],
+            [f"{key}: {family.lookup(parsed, key)!r}" for key in unknown],
             "Let a dim read a key that changes the result, or list its value under `expect`; list"
             " a key that changes nothing under `inert`.",
         )

@@ -3,6 +3,7 @@
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
+from mckpt.mapping.forms import typed
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup
 from mckpt.mapping.nodes import digest_of
@@ -46,4 +47,5 @@ __all__ = [
     "names",
     "parse_setting",
     "to_keep",
+    "typed",
 ]

@@ -12,6 +12,7 @@ from typing import Any
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
+from mckpt.mapping.forms import Form
 from mckpt.mapping.hub import FOLDER, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
@@ -47,12 +48,16 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "groups": Node,
     "blocks": Node,
     "objects": Node,
+    "config": str,
+    "forms": Node,
+    "notes": list,
 }
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of layers and experts in a stored key
 # what each key of a section holds
 _INNER: dict[str, type] = {
     "blocks": Node,
     "groups": Node,
+    "forms": Node,
     "inexact": Node,
     "expect": list,
     "choices": list,
@@ -311,6 +316,9 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         computed=dict(root.get("computed") or {}),
         rules=tuple(read_rules(root, "tensors", expression, problems)),
         objects=tuple(read_rules(root, "objects", expression, problems)),
+        inside=root.get("config") or "",
+        forms=dict(_read_forms(root, problems)),
+        notes=tuple(root.get("notes") or ()),
     )
     problems += _undeclared(found, root)
     if problems:
@@ -378,13 +386,31 @@ def _read_refuse(root: Node, expression: Parse, problems: list[str]) -> dict[str
     return refused
 
 
+def _read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, Form]]:
+    """Yields the entries of `forms`; adds errors to `problems`."""
+    forms = root.get("forms") or Node()
+    for name, form in forms.items():
+        names, carried = (form or {}).get("names") or {}, (form or {}).get("carried") or ()
+        if (
+            not carried
+            or form.keys() - {"names", "carried"}
+            or not all(isinstance(text, str) for text in (*names, *names.values(), *carried))
+        ):
+            problems.append(
+                f"{forms.lines[name]}: forms: {name} needs `carried`, a list of patterns, and may"
+                f" have `names`, the starts of names, not {form!r}"
+            )
+            continue
+        yield name, Form(dict(names), tuple(carried))
+
+
 def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     """Returns problems: names that expressions use and that are not declared, and names that a
     dialect must declare and lacks.
     """
     dims, chosen = {*hub().dims}, {*file.choices, "pp"}
     read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
-    ruled = dims | chosen | {*file.derive}
+    ruled = dims | chosen | {*file.derive} | ({"form"} if file.forms else set())
     entries: list[tuple[str, Expression | None, set[str]]] = [
         (file.path.name + ": requires", file.requires, dims),
         (file.path.name + ": stage_sizes", file.stage_sizes, {"config"}),
