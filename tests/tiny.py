@@ -404,7 +404,8 @@ def load(directory: Path, dtype: str = "float32") -> Any:
 
     logging.disable_progress_bar()
     named = json.loads((directory / "config.json").read_text())["architectures"][0]
-    model, info = getattr(transformers, named).from_pretrained(
+    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    model, info = kind.from_pretrained(
         directory,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
