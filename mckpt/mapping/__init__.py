@@ -18,6 +18,7 @@ from mckpt.mapping.reading import (
     misfits,
     names,
     parse_setting,
+    refused,
     to_keep,
 )
 from mckpt.mapping.rule import Bound, Rule
@@ -46,6 +47,7 @@ __all__ = [
     "misfits",
     "names",
     "parse_setting",
+    "refused",
     "to_keep",
     "typed",
 ]
