@@ -154,6 +154,22 @@ def beside(folder: Path, family: MappingFile) -> Layout | None:
     return Layout(files, found, shapes(found))
 
 
+def shown(folder: Path | None) -> dict[str, Any] | None:
+    """Returns the files of carried tensors in DST/hf, their number and their bytes, as `inspect`
+    prints them; None if there are none.
+    """
+    files = [] if folder is None else sorted(folder.glob(FILES))
+    if not files:
+        return None
+    entries = safetensors.read([str(path) for path in files])
+    held = (entries.entry(row) for row in range(len(entries.names)))
+    return {
+        "tensors": len(entries.names),
+        "bytes": sum(Row("", entry.dtype, entry.shape).nbytes for entry in held),
+        "files": [path.name for path in files],
+    }
+
+
 def facts(tensors: Sequence[Stored]) -> dict[str, Any]:
     """Returns the manifest's entry on carried tensors: their number, their bytes, and a digest of
     their keys, dtypes and shapes.

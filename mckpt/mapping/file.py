@@ -105,6 +105,7 @@ class MappingFile(NamedTuple):
     # by name, of a model that contains a text model; the first one is the one to write
     forms: Mapping[str, Form] = {}
     notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states
+    placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
 
     # ---- versions of megatron-core
 
@@ -385,6 +386,13 @@ class MappingFile(NamedTuple):
         """Returns the keys of a config that determine a dim, and their values."""
         keys = self.dims[name].keys if name in self.dims else ()
         return {k: v for k in keys if (v := self.lookup(config, k)) is not None}
+
+    def placeholder_tokens(self, config: Mapping[str, Any]) -> list[int]:
+        """Returns the tokens of a config that stand for images and the like, which the text model
+        never reads.
+        """
+        found = (self.lookup(config, key) for key in self.placeholders)
+        return [token for token in found if isinstance(token, int)]
 
     def lookup(self, config: Mapping[str, Any], key: str) -> Any:
         """Returns the value of a key of the text model in a config; None without it."""

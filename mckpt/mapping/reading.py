@@ -51,6 +51,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "config": str,
     "forms": Node,
     "notes": list,
+    "placeholders": list,
 }
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of layers and experts in a stored key
 # what each key of a section holds
@@ -334,6 +335,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         inside=root.get("config") or "",
         forms=dict(_read_forms(root, problems)),
         notes=tuple(root.get("notes") or ()),
+        placeholders=tuple(root.get("placeholders") or ()),
     )
     problems += _undeclared(found, root)
     if problems:
