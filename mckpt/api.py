@@ -48,7 +48,7 @@ def plan(
 
     helps: this process is not rank 0, so it does not check whether the destination is occupied.
     """
-    source = src if isinstance(src, Checkpoint) else Checkpoint(src, known)
+    source = (src if isinstance(src, Checkpoint) else Checkpoint(src, known)).borrowing()
     target = target or Target(**wanted)
     format = formats.get(target.format)
     if not format.megatron and not source.is_megatron and not source.quantised:

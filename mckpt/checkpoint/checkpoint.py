@@ -69,6 +69,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
         self.unit: Unit | None = None  # set only for a Megatron save directory
         self._dims: Dims | None = None  # set by `with_dims`
+        self._borrows = False  # set by `borrowing`
         self.opened = self._open()
 
     def _open(self) -> Opened:
@@ -368,9 +369,19 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def with_dims(self, dims: Dims) -> Checkpoint:
         """Returns the same files, read with these dims."""
+        return self._again(_dims=dims)
+
+    def borrowing(self) -> Checkpoint:
+        """Returns the same checkpoint, which takes from --like the tensors that are not in
+        Megatron's model, if DST/hf does not have them. A conversion does so; a comparison would
+        compare such tensors with themselves.
+        """
+        return self._again(_borrows=True)
+
+    def _again(self, **changed: Any) -> Checkpoint:
         other = object.__new__(Checkpoint)
-        own = ("path", "known", "unit", "opened")
-        other.__dict__.update({name: getattr(self, name) for name in own}, _dims=dims)
+        own = ("path", "known", "unit", "opened", "_dims", "_borrows")
+        other.__dict__.update({name: getattr(self, name) for name in own} | changed)
         return other
 
     @property
@@ -441,11 +452,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def carried(self) -> Layout | None:
         """Returns the tensors that a Megatron checkpoint has beside it and that its model does not
-        have, such as a vision tower: from --like, else from DST/hf. None if there are none.
+        have, such as a vision tower: from DST/hf, else, if it borrows, from --like. None if there
+        are none.
         """
         if not self.is_megatron:
             return None
-        like = Path(self.known.like) if self.known.like else None
+        like = Path(self.known.like) if self.known.like and self._borrows else None
         return carried.found(like, self.side_directory, self.family, self.manifest.get("carried"))
 
     def _check_sizes(self, dims: Dims) -> None:
@@ -478,12 +490,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.layout.num_tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "known": self.known, "dims": self._dims}
+        names = ("path", "known", "_dims", "_borrows")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # opened anew: a pickle of open headers would be large
-        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__)
-        self._dims = state["dims"]
+        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__ | state)
 
 
 def _require_vocab_size(

@@ -42,6 +42,11 @@ def key_of(s: Stored) -> str:
     return s.pieces[0].tensor.removeprefix(_PREFIX).replace("{{", "{").replace("}}", "}")
 
 
+def name_of(s: Stored) -> str:
+    """Returns the logical name of a carried tensor."""
+    return _PREFIX + key_of(s)
+
+
 def of(layout: Layout) -> list[Stored]:
     """Returns the carried tensors of a layout, in the order of their bytes."""
     found = [s for s in layout.stored if s.carried]
@@ -182,18 +187,18 @@ def facts(tensors: Sequence[Stored]) -> dict[str, Any]:
 def found(
     like: Path | None, own: Path | None, family: MappingFile | None, recorded: object
 ) -> Layout | None:
-    """Returns the carried tensors of a Megatron checkpoint: those in `like`, else those in `own`,
-    its DST/hf. None if there are none.
+    """Returns the carried tensors of a Megatron checkpoint: those in `own`, its DST/hf, else those
+    in `like`. None if there are none.
 
     family: of the config.json that describes the checkpoint. recorded: the entry of its manifest.
-    Raises SourceError if DST/hf lacks tensors of that entry, or has others.
+    Raises SourceError if the tensors of that entry are in neither.
     """
     if family is not None and family.forms:
+        kept = None if own is None else beside(own, family)
+        if kept and (not isinstance(recorded, dict) or facts(kept.stored) == recorded):
+            return kept
         if like is not None and (given := beside(like, family)) is not None:
             return given
-        kept = None if own is None else beside(own, family)
-        if not isinstance(recorded, dict) or (kept and facts(kept.stored) == recorded):
-            return kept
     if isinstance(recorded, dict):
         raise SourceError(
             f"{own or 'hf'}: {MANIFEST} records {recorded.get('tensors')} tensors"

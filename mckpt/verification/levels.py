@@ -254,7 +254,7 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
             raise
         return Verdict("fail", [*reasons, f"so the tensors cannot be compared: {e}"], facts)
     reasons += values.reasons(left, right)
-    missing = [*unlike_dims(left, right), *values.not_compared()]
+    missing = [*unlike_dims(left, right), *values.not_compared(left, right)]
     facts["notes"] = [*left.notes, *right.notes]
     return Verdict(
         "fail" if reasons else "incomplete" if missing else "pass",
