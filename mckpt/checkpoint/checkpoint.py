@@ -23,10 +23,6 @@ from mckpt.mapping import Dims, ExpressionError, MappingFile
 from mckpt.storage.staging import MANIFEST, unfinished
 
 
-class VocabSizeUnknown(UsageError):
-    """The unpadded vocabulary size is not known."""
-
-
 @dataclass(frozen=True)
 class Known:
     """The user's description of a checkpoint.
@@ -318,7 +314,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         root, described, recorded = self.opened.root, self._described_dims(said), self._recorded
         known = {**recorded, **described}
         if self.args is not None:
-            _require_vocab_size(root, self.args, known, said)
+            description.require_vocab_size(root, self.args, known, said)
             granted = {
                 n: v
                 for n, v in self.granted.items()
@@ -335,7 +331,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 raise (e.with_hint(hint) if hint else e) from None
         if (bridge := root / RUN_CONFIG).exists():
             return run_config_dims(bridge, known, said)
-        return _completed(root, {**known, **said})
+        return description.completed(root, {**known, **said})
 
     def _described_dims(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         """The dims of the config.json that describes a Megatron checkpoint; none without one."""
@@ -358,7 +354,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return None
         try:
             dims = self.dims
-        except VocabSizeUnknown:
+        except description.VocabSizeUnknown:
             dims = self._megatron_dims({**self.known.dims, "vocab_size": rows})
         if rows < dims["vocab_size"]:
             raise SourceError(
@@ -496,40 +492,3 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # opened anew: a pickle of open headers would be large
         self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__ | state)
-
-
-def _require_vocab_size(
-    root: Path, args: Mapping[str, Any], known: Mapping[str, Any], said: Mapping[str, Any]
-) -> None:
-    """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
-    vocab_size.
-    """
-    if any(found.get("vocab_size") is not None for found in (args, known, said)):
-        return
-    padded = args.get("padded_vocab_size")
-    raise VocabSizeUnknown(
-        f"{root}: its args do not contain the unpadded vocab_size"
-        + (f", only the padded {padded}" if padded else "")
-        + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
-        " --like HF_DIR"
-    )
-
-
-def _completed(root: Path, known: Mapping[str, Any]) -> Dims:
-    """The known dims of a checkpoint without args, and the neutral values of all others.
-
-    UsageError names the dims that have no neutral value.
-    """
-    dims = mapping.hub().dims
-    missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
-    if missing:
-        raise UsageError(
-            f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
-            " HF_DIR, a directory whose config.json does"
-        )
-    neutral = {
-        n: dim.neutral(known)
-        for n, dim in dims.items()
-        if n not in known and dim.neutral is not None
-    }
-    return {**known, **neutral}

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from mckpt import __version__, mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_casts
 from mckpt.conversion.target import Target
 from mckpt.formats import carried

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
-from mckpt.checkpoint.description import family_for
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown, family_for
 from mckpt.conversion.target import MAX_SHARD_SIZE, Target
 from mckpt.errors import DestinationError, MappingError, UsageError
 from mckpt.formats import carried

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
 from mckpt.conversion.args import Decided, args_of
 from mckpt.conversion.destination import Destination

@@ -387,13 +387,6 @@ class MappingFile(NamedTuple):
         keys = self.dims[name].keys if name in self.dims else ()
         return {k: v for k in keys if (v := self.lookup(config, k)) is not None}
 
-    def placeholder_tokens(self, config: Mapping[str, Any]) -> list[int]:
-        """Returns the tokens of a config that stand for images and the like, which the text model
-        never reads.
-        """
-        found = (self.lookup(config, key) for key in self.placeholders)
-        return [token for token in found if isinstance(token, int)]
-
     def lookup(self, config: Mapping[str, Any], key: str) -> Any:
         """Returns the value of a key of the text model in a config; None without it."""
         return lookup(view(config, self.inside), key)

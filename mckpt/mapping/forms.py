@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+from mckpt.mapping.nodes import Node
 
 OUTER = "/"  # starts a key of the whole config.json, not of the text model's part
 
@@ -89,3 +91,21 @@ def whole(keys: Mapping[str, Any], inside: str) -> dict[str, Any]:
         return dict(keys)
     outer = {k.removeprefix(OUTER): v for k, v in keys.items() if k.startswith(OUTER)}
     return {**outer, inside: {k: v for k, v in keys.items() if not k.startswith(OUTER)}}
+
+
+def read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, Form]]:
+    """Yields the entries of `forms`; adds errors to `problems`."""
+    forms = root.get("forms") or Node()
+    for name, form in forms.items():
+        names, carried = (form or {}).get("names") or {}, (form or {}).get("carried") or ()
+        if (
+            not carried
+            or form.keys() - {"names", "carried"}
+            or not all(isinstance(text, str) for text in (*names, *names.values(), *carried))
+        ):
+            problems.append(
+                f"{forms.lines[name]}: forms: {name} needs `carried`, a list of patterns, and may"
+                f" have `names`, the starts of names, not {form!r}"
+            )
+            continue
+        yield name, Form(dict(names), tuple(carried))

@@ -12,7 +12,7 @@ from typing import Any
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
-from mckpt.mapping.forms import Form
+from mckpt.mapping.forms import read_forms
 from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
@@ -359,7 +359,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         rules=tuple(read_rules(root, "tensors", expression, problems)),
         objects=tuple(read_rules(root, "objects", expression, problems)),
         inside=root.get("config") or "",
-        forms=dict(_read_forms(root, problems)),
+        forms=dict(read_forms(root, problems)),
         notes=tuple(root.get("notes") or ()),
         placeholders=tuple(root.get("placeholders") or ()),
     )
@@ -427,24 +427,6 @@ def _read_refuse(root: Node, expression: Parse, problems: list[str]) -> dict[str
         elif (when := expression(entry["when"], where)) is not None:
             refused[key] = Refused(when, entry["why"])
     return refused
-
-
-def _read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, Form]]:
-    """Yields the entries of `forms`; adds errors to `problems`."""
-    forms = root.get("forms") or Node()
-    for name, form in forms.items():
-        names, carried = (form or {}).get("names") or {}, (form or {}).get("carried") or ()
-        if (
-            not carried
-            or form.keys() - {"names", "carried"}
-            or not all(isinstance(text, str) for text in (*names, *names.values(), *carried))
-        ):
-            problems.append(
-                f"{forms.lines[name]}: forms: {name} needs `carried`, a list of patterns, and may"
-                f" have `names`, the starts of names, not {form!r}"
-            )
-            continue
-        yield name, Form(dict(names), tuple(carried))
 
 
 def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:

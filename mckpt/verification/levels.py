@@ -164,7 +164,7 @@ def _run(
         for subject in subjects:
             launching.device(options.device, launching.world(subject.other_sizes()))
     vocab_size = left.dims["vocab_size"]
-    instead = text_for(left.mapping.placeholder_tokens(read_config(left.path)))
+    instead = text_for(left.mapping, read_config(left.path))
     sequences = [
         *read_tokens(options.tokens, vocab_size),
         *random_sequences(left.dims, options.sequences, options.length, instead),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mckpt.errors import UsageError
-from mckpt.mapping import Dims
+from mckpt.mapping import Dims, MappingFile
 
 LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
 
@@ -34,8 +35,12 @@ def random_sequences(
     return [[instead.get(token, token) for token in tokens] for tokens in drawn]
 
 
-def text_for(placeholders: Sequence[int]) -> dict[int, int]:
-    """Returns for each placeholder of an image or the like a token that is none."""
+def text_for(family: MappingFile, config: Mapping[str, Any]) -> dict[int, int]:
+    """Returns for each token of a config that stands for an image or the like a token of text. The
+    text model never reads such a token.
+    """
+    found = (family.lookup(config, key) for key in family.placeholders)
+    placeholders = [token for token in found if isinstance(token, int)]
     free = min(set(range(len(placeholders) + 1)).difference(placeholders))
     return dict.fromkeys(placeholders, free)
 
