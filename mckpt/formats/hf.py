@@ -94,7 +94,7 @@ class HuggingFace:
 
     def choices(self, names: Names) -> dict[str, Any]:
         """Returns the form of the names, if the family has several: the one that fits most keys."""
-        if not names.mapping.forms:
+        if len(names.mapping.forms) < 2:
             return {}
 
         def mismatch(names: Names) -> int:

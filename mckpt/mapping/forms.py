@@ -9,6 +9,7 @@ tensors of the larger model are carried unchanged because Megatron's model does 
 from __future__ import annotations
 
 import copy
+import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ class Form(NamedTuple):
 
     def carries(self, key: str) -> bool:
         """Returns whether the tensor with this stored key is carried unchanged."""
-        return any(_matches(pattern, key) for pattern in self.carried)
+        return any(_compiled(pattern).fullmatch(key) for pattern in self.carried)
 
     def is_of(self, keys: Iterable[str]) -> bool:
         """Returns whether the carried tensors of a model in this form can have these keys."""
@@ -41,11 +42,12 @@ class Form(NamedTuple):
     def unmatched(self, keys: Iterable[str]) -> list[str]:
         """Returns the patterns that match none of the keys."""
         known = list(keys)
-        return [p for p in self.carried if not any(_matches(p, key) for key in known)]
+        return [p for p in self.carried if not any(map(_compiled(p).fullmatch, known))]
 
 
-def _matches(pattern: str, key: str) -> bool:
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), key) is not None
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))))
 
 
 def view(config: Mapping[str, Any], inside: str) -> dict[str, Any]:
