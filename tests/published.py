@@ -53,6 +53,8 @@ def _write(name: str, directory: Path) -> None:
     kind = getattr(transformers, config["architectures"][0])
     for key in ("quantization_config", "model_type"):  # of the weights; a name of no class
         config.pop(key, None)
+    if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
+        config.setdefault("tie_word_embeddings", False)
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config)).to(torch.bfloat16)
     tied = set(getattr(model, "all_tied_weights_keys", ()))
