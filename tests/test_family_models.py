@@ -39,10 +39,14 @@ REFUSED: dict[tuple[str, str], str] = {
 UNLOADABLE = {("deepseek_v2_lite", "hybrid")}  # a second norm where q has no latent
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite"}
-# cases with norms that only Transformer Engine has; tests/fake_te stands for it
-WITH_TE = {"nemotron"}
+# cases with modules that only Transformer Engine has; tests/fake_te stands for it
+WITH_TE = {"nemotron", "deepseek_v32", "glm_moe_dsa"}
 # case -> the oldest megatron-core that has its layers
-SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19]}
+SINCE: dict[str, list[int]] = {
+    "gpt_oss": [0, 19],
+    "deepseek_v32": [0, 19],
+    "glm_moe_dsa": [0, 19],
+}
 # (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
 SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases
@@ -100,7 +104,7 @@ def args_of(converted: Path, impl: str) -> dict[str, Any]:
     """Returns the args of a run that trains this model, as plain values."""
     checkpoint = mckpt.open(converted)
     given = {"dtype": "float32", "padded_vocab_size": 512, "transformer_impl": impl}
-    given["experts"] = "sequential"
+    given["experts"] = "sequential" if impl == "local" else "grouped"
     args = mapping.load("megatron", checkpoint.mapping.name).write(checkpoint.dims, given)
     return {**args, "params_dtype": "float32", "transformer_impl": impl}
 

@@ -23,10 +23,24 @@ def build(args: Namespace, uses_te: bool, **options: Any) -> Any:
     )
 
 
+def variant(args: Namespace) -> str | None:
+    """Returns the kind of attention that is neither the usual nor the latent one, such as dsa.
+
+    megatron-core builds it of modules of Transformer Engine only.
+    """
+    return getattr(args, "experimental_attention_variant", None)
+
+
 def layer_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | None) -> Any:
     """Returns the modules of this virtual stage's layers, as gpt_builder chooses them."""
     from megatron.core.models.gpt import gpt_layer_specs as specs
 
+    if variant(args):
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=vp_stage
+        )
     if uses_te and not args.num_experts:
         return specs.get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
@@ -45,9 +59,14 @@ def mtp_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | None) 
 
     if not config.mtp_num_layers:
         return None
-    last = specs.get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=uses_te, normalization=args.normalization
-    )[-1]
+    if variant(args):
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        last = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)[-1]
+    else:
+        last = specs.get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=uses_te, normalization=args.normalization
+        )[-1]
     spec = specs.get_gpt_mtp_block_spec(
         config, last, use_transformer_engine=uses_te, vp_stage=vp_stage
     )
