@@ -256,6 +256,16 @@ def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
         mapping.family_with("NoSuchForCausalLM")
 
 
+def test_an_architecture_without_layers_in_megatron_is_refused() -> None:
+    with pytest.raises(MappingError, match=r"RwkvForCausalLM cannot .* it has no RWKV layer"):
+        mapping.family_with("RwkvForCausalLM")
+
+
+def test_no_family_has_an_architecture_that_is_refused() -> None:
+    known = {a for name in mapping.names("hf") for a in mapping.load("hf", name).architectures}
+    assert not known & mapping.refused().keys()
+
+
 @pytest.mark.parametrize(
     ("kind", "name"), [(kind, name) for kind in ("hf", "megatron") for name in mapping.names(kind)]
 )

@@ -17,6 +17,7 @@ from mckpt.mapping.reading import (
     misfits,
     names,
     parse_setting,
+    refused,
     to_keep,
 )
 from mckpt.mapping.rule import Bound, Rule
@@ -45,5 +46,6 @@ __all__ = [
     "misfits",
     "names",
     "parse_setting",
+    "refused",
     "to_keep",
 ]

@@ -107,12 +107,21 @@ def load(kind: str, name: str) -> MappingFile:
 
 
 def family_with(architecture: str) -> str:
-    """Returns the name of the family of an architecture of transformers."""
+    """Returns the name of the family of an architecture of transformers.
+
+    Raises MappingError for an architecture that no family has, or that Megatron-Core has no layers
+    for.
+    """
     for name in names("hf"):
         # only a file that has the name in its text is worth parsing
         text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
         if architecture in text and architecture in load("hf", name).architectures:
             return name
+    if architecture in refused():
+        raise MappingError(
+            f"{architecture} cannot be converted, because Megatron-Core cannot compute it:"
+            f" {refused()[architecture]}"
+        )
     known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
     raise MappingError(
         f"no family has the architecture {architecture}; known: {', '.join(known)}.\nA family is a"
@@ -121,6 +130,12 @@ def family_with(architecture: str) -> str:
         " it. Names and shapes do not prove that a model computes the same: run `mckpt verify` on"
         " the result. docs/new-model.md is the guide."
     )
+
+
+@functools.cache
+def refused() -> dict[str, str]:
+    """Returns the architectures that Megatron-Core has no layers for, and what is missing."""
+    return dict(parse(FOLDER / "refused.yaml")[0])
 
 
 def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]:
