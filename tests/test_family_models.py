@@ -38,6 +38,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("hunyuan_v1_dense", "hybrid"): "qk_norm_after_rope",
     ("hunyuan_v1_moe", "gpt"): "qk_norm_after_rope",
     ("hunyuan_v1_moe", "hybrid"): "qk_norm_after_rope",
+    ("llama4_qk_norm", "hybrid"): "rope_interleaved",
     ("moonlight", "gpt"): "norm_eps",
 }
 # (case, dialect) that Megatron cannot even load

@@ -46,7 +46,11 @@ def layer_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | None
             qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
         )
     spec = specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage
+        config,
+        use_transformer_engine=uses_te,
+        normalization=args.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
     )
     return spec if uses_te else _with_own_modules(spec)
 
