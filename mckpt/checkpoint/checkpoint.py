@@ -265,7 +265,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def mapping(self) -> MappingFile:
         """Returns the family (Hugging Face) or dialect (Megatron) that names the stored keys."""
         if self.is_megatron:
-            return mapping.dialect_of(self.opened.keys())
+            return mapping.dialect_of(self.opened.keys(), self.named.mapping)
         return self._family(self.path)
 
     def _family(self, described: Path) -> MappingFile:

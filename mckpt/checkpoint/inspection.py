@@ -120,7 +120,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     dims = family.read(parsed, source=str(config))
     here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
     fit, problems = [], list[str]()
-    for dialect in (mapping.load("megatron", name) for name in mapping.names("megatron")):
+    for dialect in (mapping.load("megatron", d, str(file)) for d in mapping.names("megatron")):
         apart = _misfits(file, here, dialect, dims)
         if not apart:
             fit.append(dialect.name)

@@ -75,7 +75,11 @@ def _refuse_unknown_names(target: Target, source: Checkpoint) -> None:
     config that cannot be written at all.
     """
     listed = sorted(
-        {n for d in mapping.names("megatron") for n in mapping.load("megatron", d).warned}
+        {
+            n
+            for d in mapping.names("megatron")
+            for n in mapping.load("megatron", d, source.named.mapping).warned
+        }
     )
     keys = [] if source.is_megatron else source.mapping.unknown(read_config(source.path))
     known = {*mapping.hub().dims, *listed, *keys, *source.allowed, "config"}

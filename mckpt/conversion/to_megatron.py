@@ -105,7 +105,7 @@ def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
     """
     if source.is_megatron and target.dialect is None:
         return source.mapping
-    return mapping.dialect_for(source.mapping, target.dialect)
+    return mapping.dialect_for(source.mapping, target.dialect, source.named.mapping)
 
 
 def _parallel(source: Checkpoint, dialect: MappingFile, target: Target, dims: Dims) -> Parallel:
