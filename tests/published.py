@@ -43,6 +43,9 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("nemotron-h-8b", "hybrid"): ("mamba_min_step",),
     ("nemotron-nano-9b-v2", "hybrid"): ("mamba_min_step",),
     ("moonlight-16b-a3b", "gpt"): ("norm_eps",),
+    ("qwen3-next-80b-a3b", "gpt"): ("mtp_layers",),
+    ("qwen3.6-27b-text", "gpt"): ("mtp_layers",),
+    ("qwen3.6-35b-a3b-text", "gpt"): ("mtp_layers",),
 }
 # (model, dialect) that no megatron-core can load
 UNLOADABLE = {
