@@ -24,7 +24,8 @@ CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
-    ("glm-5", "gpt"): ("norm_eps",),
+    ("deepseek-v3.2", "gpt"): ("mtp_layers",),
+    ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     ("glm-5", "hybrid"): ("norm_eps",),
     ("hunyuan-7b", "gpt"): ("qk_norm_after_rope",),
     ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
@@ -68,6 +69,8 @@ def _write(name: str, directory: Path) -> None:
     kind = getattr(transformers, config["architectures"][0])
     for key in ("quantization_config", "model_type"):  # of the weights; a name of no class
         config.pop(key, None)
+    if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
+        config.setdefault("tie_word_embeddings", False)
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config)).to(torch.bfloat16)
     tied = set(getattr(model, "all_tied_weights_keys", ()))

@@ -20,7 +20,12 @@ from tests import tiny
 from tests.published import INEXACT, RESTATED, UNTIL, UNTOLD
 from tests.tiny import FIXTURES
 
-CONFIGS = sorted((FIXTURES / "configs").rglob("*.json"))
+# without those of models that contain a text model, whose config no args describe
+CONFIGS = [
+    path
+    for path in sorted((FIXTURES / "configs").rglob("*.json"))
+    if "vision_config" not in json.loads(path.read_text())
+]
 IDS = [str(p.relative_to(FIXTURES / "configs")) for p in CONFIGS]
 TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
 

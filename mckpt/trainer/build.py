@@ -226,8 +226,7 @@ def check(args: Namespace) -> None:
             f"padded_vocab_size {args.padded_vocab_size} is not a multiple of"
             f" tensor_model_parallel_size {tp}"
         )
-    if hybrid.pattern(args):
-        problems += hybrid.problems(args)
+    problems += hybrid.problems(args) if hybrid.pattern(args) else gpt.problems(args)
     if problems:
         raise UsageError.of(
             "these args do not describe a model that can be built:",
@@ -328,6 +327,8 @@ def transformer_config(
 
     if pattern:
         config |= hybrid.config(args)
+    elif gpt.linear_attention(args):
+        config |= gpt.config(args)
     if args.transformer_impl != "transformer_engine":
         # The grouped experts of the local spec need a CUDA extension. Sequential experts load the
         # same `torch_dist`.
@@ -410,7 +411,7 @@ def uses_te(args: Namespace) -> bool:
             "args.transformer_impl is transformer_engine, which is not installed here;"
             " --transformer-impl local needs none"
         )
-    if not te and (gpt.variant(args) or "D" in (hybrid.pattern(args) or "")):
+    if not te and (gpt.variant(args) == "dsa" or "D" in (hybrid.pattern(args) or "")):
         raise MissingExtra(
             "megatron-core builds an attention with an indexer (--experimental-attention-variant"
             " dsa) of modules of Transformer Engine only, which is not in use"
