@@ -54,7 +54,7 @@ UNLOADABLE = {  # a second norm where q has no latent
 EXACT = [case for case in CASES if (case, "gpt") not in REFUSED]
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite", "moonlight"}
-# (case, dialect) with layers that only Transformer Engine has; tests/fake_te stands for it
+# (case, dialect) with modules that only Transformer Engine has; tests/fake_te stands for it
 WITH_TE = {
     ("deepseek_v32", "gpt"),
     ("deepseek_v32", "hybrid"),
@@ -65,6 +65,10 @@ WITH_TE = {
     ("qwen3_5", "gpt"),
     ("qwen3_5_moe", "gpt"),
     ("qwen3_next", "gpt"),
+    ("deepseek_v32", "gpt"),
+    ("deepseek_v32", "hybrid"),
+    ("glm_moe_dsa", "gpt"),
+    ("glm_moe_dsa", "hybrid"),
 }
 # case -> the oldest megatron-core that has its layers
 SINCE: dict[str, list[int]] = {
@@ -74,6 +78,8 @@ SINCE: dict[str, list[int]] = {
     "qwen3_next": [0, 19],
     "qwen3_5": [0, 19],
     "qwen3_5_moe": [0, 19],
+    "deepseek_v32": [0, 19],
+    "glm_moe_dsa": [0, 19],
 }
 # (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
 SIZES: dict[tuple[str, str], dict[str, int]] = {

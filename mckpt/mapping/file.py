@@ -69,7 +69,7 @@ class MappingFile(NamedTuple):
     path: Path
     digest: str
     models: str  # a family's: the models as their makers name them, and what is special about them
-    notes: str
+    special: str
     architectures: tuple[str, ...]
     canonical: bool
     dialect: str  # set in a family: the dialect of its Megatron checkpoints

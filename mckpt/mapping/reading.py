@@ -20,7 +20,7 @@ from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
     "models": str,
-    "notes": str,
+    "special": str,
     "architectures": list,
     "extends": (str, list),
     "canonical": bool,
@@ -70,7 +70,7 @@ _INNER: dict[str, type] = {
     "dialects": Node,
 }
 # what a file that extends another does not take over from it
-_OWN = ("models", "notes", "architectures", "default")
+_OWN = ("models", "special", "architectures", "default")
 # what a conversion supplies to the expressions of a dialect
 _GIVEN = (
     "dtype",
@@ -335,7 +335,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         path=path,
         digest=digest,
         models=root.get("models") or "",
-        notes=root.get("notes") or "",
+        special=root.get("special") or "",
         architectures=tuple(root.get("architectures", ())),
         canonical=bool(root.get("canonical", False)),
         dialect=root.get("dialect") or "",

@@ -411,7 +411,7 @@ def uses_te(args: Namespace) -> bool:
             "args.transformer_impl is transformer_engine, which is not installed here;"
             " --transformer-impl local needs none"
         )
-    if not te and (gpt.variant(args) == "dsa" or "D" in (hybrid.pattern(args) or "")):
+    if not te and (gpt.sparse_attention(args) or "D" in (hybrid.pattern(args) or "")):
         raise MissingExtra(
             "megatron-core builds an attention with an indexer (--experimental-attention-variant"
             " dsa) of modules of Transformer Engine only, which is not in use"
