@@ -45,10 +45,6 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
 UNLOADABLE = {("moonlight-16b-a3b", "hybrid")}
 # model -> the newest megatron-core that can load it, if it is not the newest of all
 UNTIL = {"moonlight-16b-a3b": "0.18"}
-# models whose config mckpt writes with other keys of the same meaning
-RESTATED = {"hunyuan-7b", "hunyuan-a13b"}
-# models of a family that Megatron's args cannot tell from a simpler one
-UNTOLD = {"hunyuan-7b", "hunyuan-a13b", "hy3"}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 

@@ -11,17 +11,9 @@ from typing import Any
 import torch
 
 
-def variant(args: Namespace) -> str | None:
-    """Returns the kind of attention that is neither the usual nor the latent one: dsa, which has an
-    indexer, or gated_delta_net.
-    """
-    kind: str | None = getattr(args, "experimental_attention_variant", None)
-    return kind
-
-
 def linear_attention(args: Namespace) -> bool:
     """Returns whether some layers are gated delta nets."""
-    return variant(args) == "gated_delta_net"
+    return getattr(args, "experimental_attention_variant", None) == "gated_delta_net"
 
 
 def sparse_attention(args: Namespace) -> bool:
