@@ -185,13 +185,13 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
         family = mapping.load("hf", name)
         if family.forms:  # args do not describe what is beside the text model
             continue
-        other = family.requires is not None and not family.requires(source.dims)
-        if other:
+        if family.requires is not None and not family.requires(source.dims):
             why = {"requires": f"it is for models where {family.requires.text}"}
         else:
             why = family.inexact(source.dims)
         if why:
-            reasons.append((other, len(why), f"{name}: {'; '.join(why.values())}"))
+            text = f"{name}: {'; '.join(why.values())}"
+            reasons.append(("requires" in why, len(why), text))
         else:
             fit.append(family)
     best = [f for f in fit if f.canonical] or fit
