@@ -24,7 +24,8 @@ CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
-    ("glm-5", "gpt"): ("norm_eps",),
+    ("deepseek-v3.2", "gpt"): ("mtp_layers",),
+    ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     ("glm-5", "hybrid"): ("norm_eps",),
     ("hunyuan-7b", "gpt"): ("qk_norm_after_rope",),
     ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
