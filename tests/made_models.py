@@ -96,7 +96,8 @@ def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:
     """Returns normal values, scaled such that the logits depend on every tensor."""
     normal: np.ndarray = drawn.standard_normal(tuple(tensor.shape)).astype(np.float32)
     if tensor.dim() == 1:  # a norm keeps its mean of 0 or 1, a bias its 0
-        spread = 0.05 if "correction_bias" in name else 0.3
+        # from 0.5 to 2, so that Megatron-Core's form of it, 1 less, is exact
+        spread = 0.05 if "correction_bias" in name or "linear_attn.norm" in name else 0.3
         return np.float32(tensor.mean().item()) + np.float32(spread) * normal
     if "embed" in name:
         return np.float32(0.25) * normal

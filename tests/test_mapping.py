@@ -24,7 +24,7 @@ from tests.tiny import TinyModel
 BROKEN: dict[str, tuple[str, str]] = {
     "unknown section": (
         "extends: llama\ntensor: {}\n",
-        r"my\.yaml:2: 'tensor' is not a key of a mapping file; the keys are architectures, extends",
+        r"my\.yaml:2: 'tensor' is not a key of a mapping file; the keys are models, special,",
     ),
     "unknown dim": (
         "extends: llama\ndims:\n  num_layer: n_layer\n",

@@ -171,22 +171,32 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         }
 
     @cached_property
+    def unstored(self) -> dict[str, Any]:
+        """Returns the dims of a Hugging Face directory that are neutral although config.json, or
+        its default, has another value: the tensor that they require is not there.
+        """
+        if self.is_megatron:
+            return {}
+        found = description.unstored(self.mapping, read_config(self.path), set(self.opened.keys()))
+        return {name: value for name, value in found.items() if name not in self.known.dims}
+
+    @cached_property
     def overruled(self) -> dict[str, Any]:
-        """Returns the dims that the user sets and that replace those of config.json, because the
-        tensors contradict config.json.
+        """Returns the dims that replace those of config.json, because the tensors contradict it:
+        those that the user sets, and `unstored`.
 
         Raises MappingError if the user contradicts a dim of config.json on which no tensor depends,
         or with which the tensors agree.
         """
-        said = self.known.dims
+        said, unstored = self.known.dims, self.unstored
         if self.is_megatron or not said:
-            return {}
+            return unstored
         config, where = read_config(self.path), str(self.path / CONFIG)
         try:
-            self.mapping.read(config, said, where)
+            self.mapping.read(config, said, where, unstored)
         except MappingError as denied:
             try:
-                plain = self.mapping.read(config, {}, where)
+                plain = self.mapping.read(config, {}, where, unstored)
             except MappingError:
                 raise denied from None
             free = {n for n, spec in self.mapping.dims.items() if spec.free}
@@ -199,7 +209,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             invisible = {
                 n: v
                 for n, v in apart.items()
-                if self.mapping.stored(self.mapping.read(config, {}, where, {n: v})) == shown
+                if self.mapping.stored(self.mapping.read(config, {}, where, {**unstored, n: v}))
+                == shown
             }
             if invisible:
                 raise self._contradiction(
@@ -208,9 +219,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             try:
                 self.opened.layout(Names(self.mapping, plain, {}, self.parallel))
             except MckptError:
-                return apart
+                return {**unstored, **apart}
             raise self._contradiction(apart, plain, "the tensors agree with it") from None
-        return {}
+        return unstored
 
     def _contradiction(self, apart: Mapping[str, Any], plain: Dims, why: str) -> MappingError:
         sized = () if self.known.vocab_size is None else ("vocab_size",)
@@ -238,12 +249,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if undescribed and not bridge and self._recorded:
             out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
         for name, value in self.overruled.items():
-            said = ", ".join(
-                f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
-            )
+            tensor = self.mapping.dims[name].tensor if name in self.unstored else None
             out.append(
-                f"{name}: config.json has {said}; the value of --set, {value!r}, is used, because"
-                " the tensors agree with it"
+                description.overruled(self.mapping, read_config(self.path), name, value, tensor)
             )
         made = "was given when the checkpoint was made"
         if "config" in self.allowed and self.granted:

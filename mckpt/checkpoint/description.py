@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +129,42 @@ def contradiction(
     )
     assert isinstance(error, MappingError)
     return error
+
+
+def unstored(
+    family: MappingFile, config: Mapping[str, Any], keys: Collection[str]
+) -> dict[str, Any]:
+    """Returns the neutral value of each dim whose tensor is not among the stored keys, unless the
+    config has that value already.
+    """
+    found: dict[str, Any] = {}
+    for name, spec in family.dims.items():
+        neutral = mapping.hub().dims[name].neutral
+        said = family.said_of(name, config).values()
+        if spec.tensor and spec.tensor not in keys and neutral is not None:
+            value = neutral({})
+            if not said or any(v != value for v in said):
+                found[name] = value
+    return found
+
+
+def overruled(
+    family: MappingFile, config: Mapping[str, Any], name: str, value: Any, tensor: str | None
+) -> str:
+    """Returns the note on a dim that is not read from config.json.
+
+    tensor: the stored key whose absence decides the dim; None if the user gave the value.
+    """
+    said = ", ".join(f"{k} {v!r}" for k, v in family.said_of(name, config).items())
+    if tensor is not None:
+        return (
+            f"{name}: config.json has {said or 'no key for it'}; {value!r} is used, because the"
+            f" tensor {tensor} is not there"
+        )
+    return (
+        f"{name}: config.json has {said}; the value of --set, {value!r}, is used, because the"
+        " tensors agree with it"
+    )
 
 
 def require_vocab_size(

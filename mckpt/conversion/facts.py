@@ -17,6 +17,7 @@ from mckpt.conversion.refusals import refuse_casts
 from mckpt.conversion.target import Target
 from mckpt.formats import carried
 from mckpt.formats.base import dtypes_of
+from mckpt.geometry.join import Joined
 from mckpt.mapping import MappingFile
 from mckpt.values import dtypes, quantisation
 
@@ -98,6 +99,22 @@ def facts_of(
         "notes": [*source.notes, *notes],
         **more,
     }
+
+
+def shifted(joined: Joined) -> list[str]:
+    """Returns notes on the tensors whose stored values differ by a number between both sides."""
+    out = []
+    for number, cast in enumerate(joined.casts):
+        if cast.offset:
+            copies = joined.copies[joined.copies["cast"] == number]
+            elements = int((copies["rows"] * copies["run"]).sum())
+            name = joined.name(int(copies["tensor"][0]))
+            out.append(
+                f"{elements:,} elements, such as those of {name}, are stored as the sum of the"
+                f" value and {cast.offset:g}, rounded to {cast.target}. Weights of a norm from 0.5"
+                " to 256 are exact; smaller ones lose their last bits"
+            )
+    return out
 
 
 def dequantised(source: Checkpoint) -> list[str]:

@@ -83,8 +83,13 @@ class Plan:
             "copies": len(copies),
             "casts": {
                 f"{a} -> {b}": n
-                for (a, b), n in zip(self.joined.casts, moved, strict=True)
-                if a != b
+                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                if a != b and not offset
+            },
+            "offsets": {
+                f"{a} {offset:+g} -> {b}": n
+                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                if offset
             },
             "padding_bytes": int(padding),
             "carried": self.facts.get("carried"),

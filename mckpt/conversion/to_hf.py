@@ -17,6 +17,7 @@ from mckpt.conversion.facts import (
     kinds_of,
     mapping_to_keep,
     named_by_user,
+    shifted,
 )
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.refusals import refuse_inexact, refuse_misfit, refuse_uncarried
@@ -67,19 +68,19 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     copies = _side_copies(roots, {file.path for file in outputs})
     outputs += [TargetFile.copy(name, path) for name, path in copies.items()]
     outputs.append(TargetFile.whole(CONFIG, text))
+    joined = join(source.layout, layout)
     facts = facts_of(
         source,
         source,
         target,
         family,
         inexact,
-        [note, *notes],
+        [note, *notes, *shifted(joined)],
         max_shard_size=target.max_shard_size,
         config=hashlib.sha256(text).hexdigest(),
         side=[[file.path, file.size] for file in outputs],
         **named_by_user(source, kept is not None),
     )
-    joined = join(source.layout, layout)
     side, copied = SideFiles(destination.root, {}), list(copies.values())
     return Plan(source, destination, target, joined, layout, outputs, side, copied, facts)
 

@@ -21,6 +21,7 @@ from mckpt.conversion.facts import (
     kinds_of,
     mapping_to_keep,
     named_by_user,
+    shifted,
     text_notes,
 )
 from mckpt.conversion.plan import Plan
@@ -87,13 +88,14 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     side.refuse_other()
     if not side.files:
         refuse_side_of_other(source, side.path)
+    joined = join(moved.layout, layout)
     facts = facts_of(
         source,
         moved,
         target,
         dialect,
         inexact,
-        [*dequantised(moved), *notes],
+        [*dequantised(moved), *shifted(joined), *notes],
         parallel=parallel.args(),
         choices=dict(names.choices),
         padded_vocab_size=padded,
@@ -105,7 +107,6 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         **({"form": form_of(source, source.family)} if unchanged and source.family else {}),
         **named_by_user(source, MAPPING in side.files),
     )
-    joined = join(moved.layout, layout)
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
 
 
@@ -222,6 +223,8 @@ def _inexact(
     program = {
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
+        "pp": target.parallel.pp,
+        "format": target.format,
     }
     refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:

@@ -177,11 +177,11 @@ def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
     Raises UsageError if the model's dims do not fit the packing.
     """
     try:
-        whole = PACKINGS[rule.pack](
-            [hub().shape(name, scope) for name in rule.of], scope["num_query_groups"]
-        )
+        groups = rule.heads(scope) if rule.heads else scope["num_query_groups"]
+        whole = PACKINGS[rule.pack]([hub().shape(name, scope) for name in rule.of], groups)
     except PackingError as e:
         raise UsageError(f"{rule.where}: {rule.key}: {e}") from None
+    whole = whole._replace(offset=rule.offset)
     return padded(whole, padded_rows) if rule.tp == "vocab" and padded_rows else whole
 
 

@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     box: Box
     start: int
     strides: tuple[int, ...]
+    offset: float = 0.0  # the buffer holds the logical values plus this number
 
 
 class Move(NamedTuple):

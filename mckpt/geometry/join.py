@@ -5,6 +5,7 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ COPY = np.dtype(
         ("tensor", "i4"),  # number of the logical tensor; `Joined.name` has its name
         ("src_file", "i4"),
         ("dst_file", "i4"),
-        ("cast", "u2"),  # index into Joined.casts: (source dtype, target dtype)
+        ("cast", "u2"),  # index into Joined.casts
         ("grid", "i4"),  # index into Joined.grids, or UNSCALED
         ("rows", "i8"),
         ("run", "i8"),  # elements
@@ -36,12 +37,25 @@ COPY = np.dtype(
 UNSCALED = -1
 
 
+class Cast(NamedTuple):
+    """The change of a value on its way from the source to the target."""
+
+    source: str  # dtype
+    target: str  # dtype
+    offset: float = 0.0  # added to the value
+
+    @property
+    def same(self) -> bool:
+        """Returns whether the target has the bytes of the source."""
+        return self.source == self.target and not self.offset
+
+
 @dataclass(frozen=True, eq=False)
 class Joined:
     """The copies that fill one layout from another."""
 
     copies: np.ndarray  # of COPY, in the order of reading
-    casts: tuple[tuple[str, str], ...]  # (source dtype, target dtype)
+    casts: tuple[Cast, ...]
     grids: np.ndarray  # a quantisation.Grid in each row
     names: tuple[str, ...]  # logical templates
     layers: int
@@ -76,7 +90,7 @@ def join(source: Layout, target: Layout) -> Joined:
 
     names = tuple(sorted(source.shapes))
     number = {name: i * layers * experts for i, name in enumerate(names)}
-    casts: dict[tuple[str, str], int] = {}
+    casts: dict[Cast, int] = {}
     grids = [np.empty((0, len(Grid._fields)), "i8")]
     holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray, int | None]]] = {}
     for s in source.stored:
@@ -100,7 +114,8 @@ def join(source: Layout, target: Layout) -> Joined:
                 rows = row_of[ids] if found else ids
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
-                cast = casts.setdefault((s.stored_as, t.dtype), len(casts))
+                offset = wanted[0].offset - pieces[0].offset
+                cast = casts.setdefault(Cast(s.stored_as, t.dtype, offset), len(casts))
                 src, dst = itemsize(s.stored_as), itemsize(t.dtype)
                 for m in found if len(here) else ():
                     part = np.empty(len(here), COPY)

@@ -43,6 +43,7 @@ class Dim(NamedTuple):
     when: Expression | None  # if it is false, the dim is neutral and is not written
     write_when: Expression | None
     free: bool  # True: the model does not depend on the value
+    tensor: str | None  # a stored key; without it, the dim of a checkpoint is neutral
     where: str
 
 
@@ -67,6 +68,8 @@ class MappingFile(NamedTuple):
     name: str
     path: Path
     digest: str
+    models: str  # a family's: the models as their makers name them, and what is special about them
+    special: str
     architectures: tuple[str, ...]
     canonical: bool
     dialect: str  # set in a family: the dialect of its Megatron checkpoints
@@ -451,9 +454,9 @@ class MappingFile(NamedTuple):
         """Returns dim -> reason, for each dim that the file can express and that the stock program
         computes differently.
 
-        scope: the dims, and `megatron` and `transformer_impl` of the program. If one of these two
-        is unknown, because a checkpoint does not name the program that trained it, the entries that
-        depend on it are left out. loads: True or False selects the entries of models that the
+        scope: the dims, `megatron` and `transformer_impl` of the program, and `pp` and `format` of
+        the checkpoint. If one of these four is unknown, the entries that depend on it are left out.
+        loads: True or False selects the entries of models that the
         program can or cannot load; None selects all.
         """
         out = {}
@@ -461,7 +464,8 @@ class MappingFile(NamedTuple):
             versioned = "megatron" in entry.when.names
             if (
                 (loads is None or entry.loads == loads)
-                and {"megatron", "transformer_impl"} & set(entry.when.names) <= set(scope)
+                and {"megatron", "transformer_impl", "pp", "format"} & set(entry.when.names)
+                <= set(scope)
                 and entry.when(scope)
             ):
                 which = (

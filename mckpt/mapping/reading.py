@@ -19,6 +19,8 @@ from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
+    "models": str,
+    "special": str,
     "architectures": list,
     "extends": (str, list),
     "canonical": bool,
@@ -68,7 +70,7 @@ _INNER: dict[str, type] = {
     "dialects": Node,
 }
 # what a file that extends another does not take over from it
-_OWN = ("architectures", "default")
+_OWN = ("models", "special", "architectures", "default")
 # what a conversion supplies to the expressions of a dialect
 _GIVEN = (
     "dtype",
@@ -87,7 +89,10 @@ _KINDS: dict[type, str] = {
     bool: "true or false",
 }
 _OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
-_DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+_DIM = (
+    *("key", "default", "values", "const", "read", "write", "when", "write_when", "free"),
+    "tensor",
+)
 
 
 def folder(kind: str) -> Path:
@@ -329,6 +334,8 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         name=path.stem,
         path=path,
         digest=digest,
+        models=root.get("models") or "",
+        special=root.get("special") or "",
         architectures=tuple(root.get("architectures", ())),
         canonical=bool(root.get("canonical", False)),
         dialect=root.get("dialect") or "",
@@ -390,6 +397,7 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
             has_const="const" in spec,
             const=spec.get("const"),
             free=spec.get("free", False),
+            tensor=spec.get("tensor"),
             where=where,
             **{k: expression(spec.get(k), where) for k in _OF_DIM},
         )
@@ -457,6 +465,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     for rule in (*file.rules, *file.objects):
         entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
         entries.append((f"{rule.where}: {rule.key}", rule.number, dims | {"layer"}))
+        entries.append((f"{rule.where}: {rule.key}", rule.heads, dims))
     for where, used, known in entries:
         for name in sorted(used.names - known if used else ()):
             yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"
