@@ -39,6 +39,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("hunyuan_v1_moe", "gpt"): "qk_norm_after_rope",
     ("hunyuan_v1_moe", "hybrid"): "qk_norm_after_rope",
     ("llama4_qk_norm", "hybrid"): "rope_interleaved",
+    ("llama4_vl", "hybrid"): "rope_interleaved",
     ("moonlight", "gpt"): "norm_eps",
 }
 # (case, dialect) that Megatron cannot even load
@@ -56,6 +57,8 @@ WITH_TE = {
     ("nemotron", "hybrid"),
     ("qwen3_5", "gpt"),
     ("qwen3_5_moe", "gpt"),
+    ("qwen3_5_vl", "gpt"),
+    ("qwen3_5_moe_vl", "gpt"),
     ("qwen3_next", "gpt"),
     ("deepseek_v32", "gpt"),
     ("deepseek_v32", "hybrid"),
@@ -68,6 +71,8 @@ SINCE: dict[str, list[int]] = {
     "qwen3_next": [0, 19],
     "qwen3_5": [0, 19],
     "qwen3_5_moe": [0, 19],
+    "qwen3_5_vl": [0, 19],
+    "qwen3_5_moe_vl": [0, 19],
     "deepseek_v32": [0, 19],
     "glm_moe_dsa": [0, 19],
 }
