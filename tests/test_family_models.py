@@ -43,6 +43,7 @@ REFUSED: dict[tuple[str, str], str] = {
     ("llama4_scout", "gpt"): "attn_chunk attn_temperature attn_temperature_floor qk_l2_norm",
     ("llama4_scout", "hybrid"): "attn_chunk attn_temperature attn_temperature_floor qk_l2_norm"
     " rope_interleaved",
+    ("llama4_vl", "hybrid"): "rope_interleaved",
     ("moonlight", "gpt"): "norm_eps",
 }
 # (case, dialect) that Megatron cannot even load
@@ -67,6 +68,8 @@ WITH_TE = {
     ("nemotron", "hybrid"),
     ("qwen3_5", "gpt"),
     ("qwen3_5_moe", "gpt"),
+    ("qwen3_5_vl", "gpt"),
+    ("qwen3_5_moe_vl", "gpt"),
     ("qwen3_next", "gpt"),
     ("deepseek_v32", "gpt"),
     ("deepseek_v32", "hybrid"),
@@ -79,6 +82,8 @@ SINCE: dict[str, list[int]] = {
     "qwen3_next": [0, 19],
     "qwen3_5": [0, 19],
     "qwen3_5_moe": [0, 19],
+    "qwen3_5_vl": [0, 19],
+    "qwen3_5_moe_vl": [0, 19],
     "deepseek_v32": [0, 19],
     "glm_moe_dsa": [0, 19],
     "bamba": [0, 19],
