@@ -136,7 +136,7 @@ def families(results: list[Row]) -> str:
         family = mapping.load("hf", name)
         which = ", ".join(f"`{a}`" for a in family.architectures)
         cells = [strongest(judged[name, d]) for d in mapping.names("megatron")]
-        rows.append([family.models, which, *cells, family.notes])
+        rows.append([family.models, which, *cells, family.special])
     rows.sort(key=lambda row: row[0].lower())
     return table(["models", "architecture", "GPTModel", "HybridModel", "notes"], rows)
 
