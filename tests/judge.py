@@ -19,6 +19,11 @@ has further entries by kind. The entries are listed first, and the results behin
              -> NAME.npy: fp32 logits [batch, seq, vocab]
              -> unread: model keys of the checkpoint that no rank asked for
              -> forgiven: the _extra_state that it lacks
+    encode   checkpoint, args, tokens
+             seen: [[...]], 0 for a token that is padding
+             kinds: [[...]], the kind of each token
+             -> NAME.npy: fp32 logits [batch, seq, vocab] of an encoder, at tp 1 and pp 1
+             -> sentence: its scores of two sentences [[...]]
     save     args, destination, format, seed, with_args, iteration (null: release), tokens
              -> a model with random weights, the same for every parallel size, which megatron-core
                 saved in args.params_dtype
@@ -205,6 +210,20 @@ def forward_case(
     }
 
 
+@torch.no_grad()
+def encode_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    args = build.at_sizes(load.read_args(case["checkpoint"]), **case["args"] | sizes(case))
+    start(case, args, store, rank, world)
+    chunks = build.build(args)
+    load.load(chunks, args, case["checkpoint"])
+    inputs = (torch.tensor(case[name]) for name in ("tokens", "seen", "kinds"))
+    logits, sentence = chunks[0](*inputs)
+    np.save(out / f"{case['name']}.npy", logits.numpy())
+    return {"sentence": sentence.tolist()}
+
+
 def save_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
@@ -375,6 +394,7 @@ def death_case(
 
 KINDS = {
     "forward": forward_case,
+    "encode": encode_case,
     "save": save_case,
     "train": train_case,
     "keys": keys_case,
