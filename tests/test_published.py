@@ -13,7 +13,7 @@ import mckpt
 from mckpt import mapping
 from mckpt.geometry.parallel import Parallel
 from tests import published
-from tests.published import CONFIGS, INEXACT, NAMES
+from tests.published import CONFIGS, DIALECTS, INEXACT, NAMES
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +22,10 @@ def models(work: Path) -> Path:
     return work / "published"
 
 
-@pytest.mark.parametrize("dialect", ["gpt", "hybrid"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "dialect"),
+    [(name, dialect) for name in NAMES for dialect in DIALECTS.get(name, ("gpt", "hybrid"))],
+)
 def test_every_tensor_of_a_published_model_has_a_place(
     name: str, dialect: str, models: Path, tmp_path: Path
 ) -> None:
