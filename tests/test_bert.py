@@ -14,10 +14,11 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.errors import MappingError
+from mckpt.errors import MappingError, UsageError
 from mckpt.formats.base import packed
 from mckpt.formats.megatron import torch_shards
 from mckpt.geometry.parallel import Parallel
+from mckpt.verification.levels import verify
 from tests import made_models, tiny
 from tests.judging import explain, judge
 
@@ -113,9 +114,7 @@ def test_every_tensor_of_the_model_has_a_rule(
     assert not files
 
 
-def test_a_model_without_the_head_for_sentences_is_refused(
-    made: Path, tmp_path: Path, work: Path
-) -> None:
+def test_a_model_without_the_head_for_sentences_is_refused(made: Path, tmp_path: Path) -> None:
     """pretrain_bert.py gives such a model no embeddings of kinds of tokens."""
     from safetensors.numpy import load_file, save_file
 
@@ -139,3 +138,10 @@ def test_a_model_without_the_head_for_sentences_is_refused(
 def test_a_decoder_cannot_hold_an_encoder(made: Path, tmp_path: Path) -> None:
     with pytest.raises(MappingError, match="causal is False, and gpt would compute with True"):
         mckpt.plan(made, tmp_path / "out", format="torch", dialect="gpt")
+
+
+def test_verify_compares_the_tensors_of_an_encoder(made: Path, tmp_path: Path) -> None:
+    mckpt.plan(made, tmp_path / "out", format="torch").run()
+    assert verify(made, tmp_path / "out", level="bytes").verdict == "pass"
+    with pytest.raises(UsageError, match="is an encoder"):
+        verify(made, tmp_path / "out")

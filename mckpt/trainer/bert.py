@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from argparse import Namespace
 from typing import Any
 
@@ -24,12 +23,8 @@ def build(args: Namespace, uses_te: bool, **options: Any) -> Any:
     from megatron.core.models.bert import bert_layer_specs as specs
     from megatron.core.models.bert.bert_model import BertModel
 
-    from mckpt.trainer.local_spec import with_own_modules
-
-    if uses_te:
-        spec = specs.get_bert_layer_with_transformer_engine_spec()
-    else:
-        spec = with_own_modules(copy.deepcopy(specs.bert_layer_local_spec))
+    local = specs.bert_layer_local_spec
+    spec = specs.get_bert_layer_with_transformer_engine_spec() if uses_te else local
     del options["rotary_base"]  # BertModel has 10000 alone
     return BertModel(
         transformer_layer_spec=spec,
