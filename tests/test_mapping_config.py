@@ -20,7 +20,12 @@ from tests import tiny
 from tests.published import INEXACT
 from tests.tiny import FIXTURES
 
-CONFIGS = sorted((FIXTURES / "configs").rglob("*.json"))
+# without those of models that contain a text model, whose config no args describe
+CONFIGS = [
+    path
+    for path in sorted((FIXTURES / "configs").rglob("*.json"))
+    if "vision_config" not in json.loads(path.read_text())
+]
 IDS = [str(p.relative_to(FIXTURES / "configs")) for p in CONFIGS]
 TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
 
@@ -197,11 +202,9 @@ def test_an_arg_without_a_dim_is_refused() -> None:
     dialect = mapping.load("megatron", "gpt")
     dims = mapping.load("hf", "llama").read(llama())
     args = dialect.write(dims)
-    assert dialect.read({**args, "qk_l2_norm": None}) == dims
-    with pytest.raises(
-        MappingError, match=r"qk_l2_norm is True, and gpt\.yaml supports only False"
-    ):
-        dialect.read({**args, "qk_l2_norm": True})
+    assert dialect.read({**args, "use_mup": None}) == dims
+    with pytest.raises(MappingError, match=r"use_mup is True, and gpt\.yaml supports only False"):
+        dialect.read({**args, "use_mup": True})
     with pytest.raises(
         MappingError, match=r"(?s)position_embedding_type is 'none'.*softmax_scale is 0\.5"
     ):
