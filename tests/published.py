@@ -22,6 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+# the dialects of a model that has others than gpt and hybrid
+DIALECTS = {"megatron-bert-cased-345m": ("bert",)}
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("deepseek-v3.2", "gpt"): ("mtp_layers",),

@@ -97,10 +97,14 @@ SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases
     ("gpt_oss", "hybrid"): {"tp": 2, "pp": 2, "ep": 1, "etp": 1},
 }
+# encoders, which have a dialect of their own
+ENCODERS = {"megatron_bert": "bert"}
 
 
 def dialects(case: str) -> list[str]:
     """The dialects that the installed megatron-core runs this case in."""
+    if case in ENCODERS:
+        return [ENCODERS[case]]
     if SINCE.get(case, [0, 12]) > VERSION:
         return []
     known = ["gpt", "hybrid"] if VERSION >= [0, 19] else ["gpt"]
@@ -133,13 +137,14 @@ def ran(work: Path, made: Path) -> dict[str, dict[str, Any]]:
             impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
             form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
             wanted = {"format": form, "dialect": dialect, "parallel": Parallel(**size)}
-            if dialect == "gpt":
+            if dialect != "hybrid":
                 wanted["transformer_impl"] = impl
             out = work / dialect / case
             mckpt.plan(made / case, out, **wanted).run()
             given = {"tokens": tokens, "format": form, "impl": impl, **size}
             name = f"{case}-{dialect}"
-            cases[impl].append({"name": name, "kind": "forward", "checkpoint": str(out), **given})
+            read = {"checkpoint": str(out), "args": {"dialect": dialect}, **given}
+            cases[impl].append({"name": name, "kind": "forward", **read})
             saved = {"destination": str(work / "saved" / name), "args": args_of(out, impl), **given}
             cases[impl].append({"name": f"saved-{name}", "kind": "save", **saved})
     te = judge(cases["transformer_engine"], WORLD, work / "ran-te", fake_te=True, timeout=1200)
@@ -152,7 +157,8 @@ def args_of(converted: Path, impl: str) -> dict[str, Any]:
     given = {"dtype": "float32", "padded_vocab_size": 512, "transformer_impl": impl}
     given["experts"] = "sequential" if impl == "local" else "grouped"
     args = mapping.load("megatron", checkpoint.mapping.name).write(checkpoint.dims, given)
-    return {**args, "params_dtype": "float32", "transformer_impl": impl}
+    chosen = {"transformer_impl": impl, "dialect": checkpoint.mapping.name}
+    return {**args, "params_dtype": "float32", **chosen}
 
 
 @pytest.mark.parametrize("case", EXACT)
