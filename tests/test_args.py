@@ -80,7 +80,7 @@ def test_a_list_of_moe_layers_requires_per_layer_keys(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("qk_l2_norm", True),
+        ("apply_residual_connection_post_layernorm", True),
         ("softmax_scale", 0.5),
         ("spec", ["a", "b"]),
         ("moe_router_load_balancing_type", "quantile_balancing"),
@@ -152,7 +152,7 @@ def test_a_router_that_no_family_with_these_tensors_has_is_refused(
     with pytest.raises(
         MappingError,
         match=(
-            rf"(?s)no family computes.*deepseek_v3: it is for models where mla.*qwen3_moe: .*{dim}"
+            rf"(?s)no family computes.*qwen3_moe: .*{dim}"
             rf" is {value!r}"
         ),
     ):

@@ -12,6 +12,7 @@ from mckpt import formats, mapping
 from mckpt.checkpoint import description
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
+from mckpt.formats import carried
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
@@ -20,10 +21,6 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
 from mckpt.storage.staging import MANIFEST, unfinished
-
-
-class VocabSizeUnknown(UsageError):
-    """The unpadded vocabulary size is not known."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
         self.unit: Unit | None = None  # set only for a Megatron save directory
         self._dims: Dims | None = None  # set by `with_dims`
+        self._borrows = False  # set by `borrowing`
         self.opened = self._open()
 
     def _open(self) -> Opened:
@@ -293,6 +291,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return self._megatron_dims(self.known.dims)
         return self._read_config(self.path, self.known.dims, self.overruled)
 
+    @cached_property
+    def family(self) -> MappingFile | None:
+        """Returns the family of the model; None if no config.json describes a Megatron
+        checkpoint.
+        """
+        return None if self.described_by is None else self._family(self.described_by)
+
     def _read_config(
         self, described: Path, known: Mapping[str, Any], override: Mapping[str, Any]
     ) -> Dims:
@@ -317,7 +322,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         root, described, recorded = self.opened.root, self._described_dims(said), self._recorded
         known = {**recorded, **described}
         if self.args is not None:
-            _require_vocab_size(root, self.args, known, said)
+            description.require_vocab_size(root, self.args, known, said)
             granted = {
                 n: v
                 for n, v in self.granted.items()
@@ -334,7 +339,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 raise (e.with_hint(hint) if hint else e) from None
         if (bridge := root / RUN_CONFIG).exists():
             return run_config_dims(bridge, known, said)
-        return _completed(root, {**known, **said})
+        return description.completed(root, {**known, **said})
 
     def _described_dims(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         """The dims of the config.json that describes a Megatron checkpoint; none without one."""
@@ -362,7 +367,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return None
         try:
             dims = self.dims
-        except VocabSizeUnknown:
+        except description.VocabSizeUnknown:
             dims = self._megatron_dims({**self.known.dims, "vocab_size": rows})
         if rows < dims["vocab_size"]:
             raise SourceError(
@@ -373,9 +378,19 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def with_dims(self, dims: Dims) -> Checkpoint:
         """Returns the same files, read with these dims."""
+        return self._again(_dims=dims)
+
+    def borrowing(self) -> Checkpoint:
+        """Returns the same checkpoint, which takes from --like the tensors that are not in
+        Megatron's model, if DST/hf does not have them. A conversion does so; a comparison would
+        compare such tensors with themselves.
+        """
+        return self._again(_borrows=True)
+
+    def _again(self, **changed: Any) -> Checkpoint:
         other = object.__new__(Checkpoint)
-        own = ("path", "known", "unit", "opened")
-        other.__dict__.update({name: getattr(self, name) for name in own}, _dims=dims)
+        own = ("path", "known", "unit", "opened", "_dims", "_borrows")
+        other.__dict__.update({name: getattr(self, name) for name in own} | changed)
         return other
 
     @property
@@ -430,7 +445,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def layout(self) -> Layout:
         """Returns the logical box that each stored tensor holds."""
         try:
-            return self.opened.layout(self.names)
+            found = self.opened.layout(self.names)
+            return found if self.carried is None else carried.joined(found, self.carried)
         except (SourceError, CoverError) as e:
             hints = []
             if self.known.dims:
@@ -441,6 +457,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             if hint := self._family_hint(self.described_by):
                 hints.append(hint)
             raise (e.with_hint("\n".join(hints)) if hints else e) from None
+
+    @cached_property
+    def carried(self) -> Layout | None:
+        """Returns the tensors that a Megatron checkpoint has beside it and that its model does not
+        have, such as a vision tower: from DST/hf, else, if it borrows, from --like. None if there
+        are none.
+        """
+        if not self.is_megatron:
+            return None
+        like = Path(self.known.like) if self.known.like and self._borrows else None
+        return carried.found(like, self.side_directory, self.family, self.manifest.get("carried"))
 
     def _check_sizes(self, dims: Dims) -> None:
         if self.opened.format.fixed_sizes:
@@ -472,46 +499,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.layout.num_tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "known": self.known, "dims": self._dims}
+        names = ("path", "known", "_dims", "_borrows")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # opened anew: a pickle of open headers would be large
-        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__)
-        self._dims = state["dims"]
-
-
-def _require_vocab_size(
-    root: Path, args: Mapping[str, Any], known: Mapping[str, Any], said: Mapping[str, Any]
-) -> None:
-    """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
-    vocab_size.
-    """
-    if any(found.get("vocab_size") is not None for found in (args, known, said)):
-        return
-    padded = args.get("padded_vocab_size")
-    raise VocabSizeUnknown(
-        f"{root}: its args do not contain the unpadded vocab_size"
-        + (f", only the padded {padded}" if padded else "")
-        + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
-        " --like HF_DIR"
-    )
-
-
-def _completed(root: Path, known: Mapping[str, Any]) -> Dims:
-    """The known dims of a checkpoint without args, and the neutral values of all others.
-
-    UsageError names the dims that have no neutral value.
-    """
-    dims = mapping.hub().dims
-    missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
-    if missing:
-        raise UsageError(
-            f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
-            " HF_DIR, a directory whose config.json does"
-        )
-    neutral = {
-        n: dim.neutral(known)
-        for n, dim in dims.items()
-        if n not in known and dim.neutral is not None
-    }
-    return {**known, **neutral}
+        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__ | state)

@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.errors import MappingError, SourceError
+from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.mapping import MappingFile
+from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import read_file
 from mckpt.storage.staging import MANIFEST
+
+
+class VocabSizeUnknown(UsageError):
+    """The unpadded vocabulary size is not known."""
 
 
 def download_hint(path: Path) -> str:
@@ -161,3 +165,40 @@ def overruled(
         f"{name}: config.json has {said}; the value of --set, {value!r}, is used, because the"
         " tensors agree with it"
     )
+
+
+def require_vocab_size(
+    root: Path, args: Mapping[str, Any], known: Mapping[str, Any], said: Mapping[str, Any]
+) -> None:
+    """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
+    vocab_size.
+    """
+    if any(found.get("vocab_size") is not None for found in (args, known, said)):
+        return
+    padded = args.get("padded_vocab_size")
+    raise VocabSizeUnknown(
+        f"{root}: its args do not contain the unpadded vocab_size"
+        + (f", only the padded {padded}" if padded else "")
+        + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
+        " --like HF_DIR"
+    )
+
+
+def completed(root: Path, known: Mapping[str, Any]) -> Dims:
+    """The known dims of a checkpoint without args, and the neutral values of all others.
+
+    UsageError names the dims that have no neutral value.
+    """
+    dims = mapping.hub().dims
+    missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
+    if missing:
+        raise UsageError(
+            f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
+            " HF_DIR, a directory whose config.json does"
+        )
+    neutral = {
+        n: dim.neutral(known)
+        for n, dim in dims.items()
+        if n not in known and dim.neutral is not None
+    }
+    return {**known, **neutral}

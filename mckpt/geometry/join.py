@@ -99,7 +99,7 @@ def join(source: Layout, target: Layout) -> Joined:
             if s.scales:
                 first = sum(map(len, grids))
                 grids.append(s.scales.grids)
-            row_of = np.full(layers * experts, -1, "i4")
+            row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
                 holders.setdefault(name, []).append((s, pieces, row_of, first))
@@ -136,6 +136,13 @@ def join(source: Layout, target: Layout) -> Joined:
 
 def _ids(s: Stored, experts: int) -> np.ndarray:
     return s.layer.astype("i8") * experts + s.expert
+
+
+def _places(s: Stored, layers: int, experts: int) -> int:
+    """Returns how many layers and experts a tensor can have. A carried one has neither; there are
+    hundreds of them, and each gets arrays of this length.
+    """
+    return 1 if s.carried else layers * experts
 
 
 def _by_name(s: Stored) -> dict[str, list[Piece]]:
@@ -181,7 +188,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
             holders.setdefault(name, []).append((s, pieces))
     for name, held in holders.items():
         counts = np.stack(
-            [np.bincount(_ids(s, experts), minlength=layers * experts) for s, _ in held]
+            [np.bincount(_ids(s, experts), minlength=_places(s, layers, experts)) for s, _ in held]
         )
         if (counts > 1).any():
             row, at = (int(x) for x in np.argwhere(counts > 1)[0])
@@ -213,7 +220,8 @@ def _present(layout: Layout, layers: int, experts: int) -> dict[str, np.ndarray]
     out: dict[str, np.ndarray] = {}
     for s in layout.stored:
         for name in _by_name(s) if not s.replica else ():
-            out.setdefault(name, np.zeros(layers * experts, bool))[_ids(s, experts)] = True
+            places = out.setdefault(name, np.zeros(_places(s, layers, experts), bool))
+            places[_ids(s, experts)] = True
     return out
 
 

@@ -1,6 +1,7 @@
 """Builds the model of a checkpoint's args as pretrain_gpt of Megatron-LM does:
 
-    args -> TransformerConfig -> GPTModel chunks, or HybridModel's if args have a layer pattern
+    args -> TransformerConfig -> GPTModel chunks, or HybridModel's if args have a layer pattern,
+                                 or BertModel's if args name its dialect
 
 The rules are those of core_transformer_config_from_args (megatron/training/arguments.py),
 gpt_builders.py and get_model (megatron/training/training.py) of Megatron-LM core_r0.16.0.
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import MissingExtra, UsageError
-from mckpt.trainer import cpu, gpt, hybrid
+from mckpt.trainer import bert, cpu, gpt, hybrid
 
 # Args that change the logits and that every run of pretrain_gpt has in its Namespace. An absent one
 # is an error, because a default would be a guess.
@@ -84,6 +85,8 @@ PLAIN = {
     "moe_token_dispatcher_type": "alltoall",
     "use_te_activation_func": False,
     "use_transformer_engine_op_fuser": False,
+    "dsa_indexer_rotate_activation": False,
+    "dsa_kernel_backend": "none",
     "fused_residual_rmsnorm": False,
     "moe_paged_stash": False,
     "cuda_graph_modules": [],
@@ -202,6 +205,8 @@ def check(args: Namespace) -> None:
         needed.append("num_query_groups")
     if getattr(args, "num_experts", None):
         needed += REQUIRED_MOE
+    if bert.chosen(args):
+        needed.append("bert_binary_head")
     if hybrid.pattern(args):  # says which layers have experts
         needed = [name for name in needed if name != "moe_layer_freq"]
     nullable = ("num_experts",)
@@ -331,9 +336,11 @@ def transformer_config(
         # The grouped experts of the local spec need a CUDA extension. Sequential experts load the
         # same `torch_dist`.
         config["moe_grouped_gemm"] = False
-    # A mixture of experts at tp > 1 requires sequence parallelism, but only to train.
+    # At tp > 1, a mixture of experts requires sequence parallelism to train, and an attention with
+    # an indexer always does.
     wanted = bool(getattr(args, "sequence_parallel", False) or args.num_experts)
-    config["sequence_parallel"] = training and wanted and args.tensor_model_parallel_size > 1
+    wanted = (training and wanted) or config.get("experimental_attention_variant") == "dsa"
+    config["sequence_parallel"] = wanted and args.tensor_model_parallel_size > 1
 
     config.update({name: value for name, value in PLAIN.items() if name in fields})
     if not args.num_experts:
@@ -407,6 +414,11 @@ def uses_te(args: Namespace) -> bool:
             "args.transformer_impl is transformer_engine, which is not installed here;"
             " --transformer-impl local needs none"
         )
+    if not te and (gpt.sparse_attention(args) or "D" in (hybrid.pattern(args) or "")):
+        raise MissingExtra(
+            "megatron-core builds an attention with an indexer (--experimental-attention-variant"
+            " dsa) of modules of Transformer Engine only, which is not in use"
+        )
     cp = getattr(args, "context_parallel_size", None) or 1
     if cp > 1 and not te:
         raise MissingExtra(
@@ -449,7 +461,7 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
                 args, "rotary_seq_len_interpolation_factor", None
             ),
         }
-        model = hybrid if hybrid.pattern(args) else gpt
+        model = bert if bert.chosen(args) else hybrid if hybrid.pattern(args) else gpt
         chunk = model.build(args, te, **options)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())

@@ -16,13 +16,21 @@ def linear_attention(args: Namespace) -> bool:
     return getattr(args, "experimental_attention_variant", None) == "gated_delta_net"
 
 
+def sparse_attention(args: Namespace) -> bool:
+    """Returns whether the attention has an indexer.
+
+    megatron-core builds it of modules of Transformer Engine only.
+    """
+    return getattr(args, "experimental_attention_variant", None) == "dsa"
+
+
 def problems(args: Namespace) -> list[str]:
     """Returns what is wrong with the args of a GPTModel."""
     from megatron.core import __version__
 
     variant = getattr(args, "experimental_attention_variant", None)
     found = []
-    if variant and not linear_attention(args):
+    if variant and not linear_attention(args) and not sparse_attention(args):
         found.append(f"experimental_attention_variant is {variant!r}: not built here")
     if linear_attention(args):
         if [int(part) for part in __version__.split(".")[:2]] < [0, 18]:
@@ -80,12 +88,22 @@ def layer_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | None
 
     if linear_attention(args):
         return _linear_spec(args, uses_te, config, vp_stage)
+    if sparse_attention(args):
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        return variants.get_transformer_block_with_experimental_attention_variant_spec(
+            config, vp_stage=vp_stage
+        )
     if uses_te and not args.num_experts:
         return specs.get_gpt_layer_with_transformer_engine_spec(
             qk_layernorm=config.qk_layernorm, multi_latent_attention=config.multi_latent_attention
         )
     spec = specs.get_gpt_decoder_block_spec(
-        config, use_transformer_engine=uses_te, normalization=args.normalization, vp_stage=vp_stage
+        config,
+        use_transformer_engine=uses_te,
+        normalization=args.normalization,
+        qk_l2_norm=config.qk_l2_norm,
+        vp_stage=vp_stage,
     )
     return spec if uses_te else _with_own_modules(spec)
 
@@ -144,9 +162,14 @@ def mtp_spec(args: Namespace, uses_te: bool, config: Any, vp_stage: int | None) 
 
     if not config.mtp_num_layers:
         return None
-    last = specs.get_gpt_decoder_layer_specs(
-        config, use_transformer_engine=uses_te, normalization=args.normalization
-    )[-1]
+    if sparse_attention(args):
+        from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+
+        last = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)[-1]
+    else:
+        last = specs.get_gpt_decoder_layer_specs(
+            config, use_transformer_engine=uses_te, normalization=args.normalization
+        )[-1]
     spec = specs.get_gpt_mtp_block_spec(
         config, last, use_transformer_engine=uses_te, vp_stage=vp_stage
     )

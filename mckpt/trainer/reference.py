@@ -5,8 +5,8 @@ its arithmetic.
 
 job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens),
 casts (dtypes that the checkpoint's weights were cast to, one after the other), uncast (the names of
-weights that were not cast), and vocab_size and length of the further sequences that are tried while
-some expert is not reached.
+weights that were not cast), and of the further sequences that are tried while some expert is not
+reached: vocab_size, length, and instead (pairs of a token that must not occur and the one to take).
 
 It writes OUT/reference.json (the sequences, the probe and the versions), OUT/reference.{i}.npz (for
 each position of sequence i the states of `points`), and OUT/logits.{i}.npy (fp32 logits [seq,
@@ -16,6 +16,7 @@ vocab]). The model is loaded once in fp32, and then once in its own dtype.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 import sys
@@ -44,7 +45,7 @@ def main(job: dict[str, Any]) -> None:
     model = load(job["hf"], "float32", device)
     points.cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()
-    watch(model, recorder)
+    watch(model, recorder, [parts.split() for parts in job["parts"]])
     largest = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
     reach(model, recorder, sequences, job, out)
     if not np.isfinite(largest).all():
@@ -95,7 +96,7 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     """
     import importlib.util
 
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -108,7 +109,10 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
         placed = {"device_map": "auto"}
     # Eager experts and attention run at any sizes. grouped_mm refuses widths that are not a
     # multiple of 16 bytes.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    kind: Any = transformers.AutoModelForCausalLM
+    if type(transformers.AutoConfig.from_pretrained(directory)) not in kind._model_mapping:
+        kind = transformers.AutoModelForImageTextToText  # its model contains a text model
+    loaded: Any = kind.from_pretrained(
         directory,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
@@ -145,17 +149,18 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def decoder_layers(model: Any) -> list[Any]:
     """Returns the decoder's layers: the list of modules that has num_hidden_layers items."""
     num_layers = model.config.get_text_config().num_hidden_layers
-    for _, module in model.named_modules():
+    for _, module in model.get_decoder().named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return list(module)
     raise SourceError(f"{type(model).__name__} has no list of num_hidden_layers modules")
 
 
-def watch(model: Any, recorder: points.Recorder) -> None:
+def watch(model: Any, recorder: points.Recorder, parts: list[list[str]]) -> None:
     """Puts hooks on all places of `points`.
 
-    The children of a layer that are not norms are its attention and its mlp, in this order, in
-    every family.
+    parts: of each layer of mckpt, the names of its parts, as in the dim layer_parts. In some
+    families each part is a layer of transformers. In the others, the parts are the children of a
+    layer that have parameters and are no norms, in the order in which they run.
     """
 
     def first(value: Any) -> Any:
@@ -175,12 +180,24 @@ def watch(model: Any, recorder: points.Recorder) -> None:
         return keep
 
     recorder.output(model.get_input_embeddings(), state("embed"))
-    for index, layer in enumerate(decoder_layers(model)):
-        recorder.output(layer, state(f"layers.{index}"))
-        attention, mlp, *_ = [child for name, child in layer.named_children() if "norm" not in name]
-        recorder.output(attention, state(f"layers.{index}.attn"))
-        recorder.output(mlp, state(f"layers.{index}.mlp"))
-        for module in mlp.modules():
+    layers = decoder_layers(model)
+    places = list(enumerate(parts))
+    if len(places) < len(layers):
+        places = [(index, [name]) for index, names in places for name in names]
+    for layer, (index, names) in zip(layers, places, strict=True):
+        recorder.output(layer, state(f"layers.{index}"))  # that of the last part stays
+        points_of = [
+            f"layers.{index}.{'mlp' if name in ('mlp', 'moe') else 'attn'}" for name in names
+        ]
+        turn = itertools.cycle(points_of)
+
+        def part(value: Any, turn: Iterator[str] = turn) -> None:
+            recorder.state(next(turn), first(value)[0])
+
+        for name, child in layer.named_children():
+            if "norm" not in name and any(True for _ in child.parameters()):
+                recorder.output(child, part)
+        for module in layer.modules():
             # it returns logits [tokens, experts], weights, chosen experts [tokens, k]
             if type(module).__name__.endswith("Router"):
                 recorder.output(module, routed(index, module))
@@ -295,6 +312,7 @@ def reach(
 ) -> None:
     """Adds sequences until every expert of every layer was chosen once, or TRIES were tried."""
     union: dict[int, np.ndarray] = {}
+    instead = dict(job.get("instead", ()))
     for index in range(len(sequences)):
         with np.load(out / f"reference.{index}.npz") as kept:
             for layer in recorder.experts:
@@ -303,6 +321,7 @@ def reach(
         if all(u.all() for u in union.values()):
             break
         tokens = candidate(seed, job["vocab_size"], job["length"])
+        tokens = [instead.get(token, token) for token in tokens]
         recorder.clear()
         logits(model, tokens)
         if any((value.any(0) & ~union[layer]).any() for layer, value in recorder.experts.items()):
@@ -359,7 +378,8 @@ def reordered(model: Any) -> Iterator[None]:
     """In the block, the model computes its sums in another order: by another attention kernel, and
     in linear layers in parts.
     """
-    model.set_attn_implementation("sdpa")
+    if getattr(model, "_supports_sdpa", True):  # a model without attention does not
+        model.set_attn_implementation("sdpa")
     with _SplitSums():
         yield
     model.set_attn_implementation("eager")
