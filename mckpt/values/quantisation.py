@@ -130,7 +130,9 @@ def dequantise(
         num = (count - 1) * down + 1 if most > 1 else 1
         scale = grid.scales(here // grid.rows, num, left, right, read)[::down]
         for part in pieces(count, n, CHUNK):
-            spread = scale[part[0] if most > 1 else slice(None)].take(where[part[1]], axis=1)
+            spread = scale[part[0] if most > 1 else slice(None)]
+            if right - left > 1:  # else one scale of each row is enough, and faster for e4m3
+                spread = spread.take(where[part[1]], axis=1)
             _values(grid, codes[i : i + count][part], spread, out[i : i + count][part])
         i += count
 
@@ -156,23 +158,23 @@ def _table(code: int, phase: int) -> np.ndarray:
 
 
 def _values(grid: Grid, codes: np.ndarray, scale: np.ndarray, out: np.ndarray) -> None:
-    """Fills `out` [m, n] with the values of codes [m, n] times scale [m or 1, n]."""
+    """Fills `out` [m, n] with the values of codes [m, n] times scale [m or 1, n or 1]."""
     with np.errstate(all="ignore"):
         if ENCODINGS[grid.code] == E4M3:
             values = _scaled_e4m3(codes, scale)
         else:
             values = _table(grid.code, grid.phase).take(codes, mode="wrap")
             values *= scale
-        rounded = (
-            out if out.dtype == numpy_dtype(VALUES) else np.empty(out.shape, numpy_dtype(VALUES))
-        )
-        np.copyto(rounded, values, casting="unsafe")
-        if rounded is not out:
+        # ml_dtypes rounds into a dense array in 0.4 ns per element, into one with strides in 2.2 ns
+        rounded = values.astype(numpy_dtype(VALUES))
+        if rounded.dtype == out.dtype:
+            np.copyto(out.view("u2"), rounded.view("u2"))
+        else:
             cast(rounded, out)
 
 
 def _scaled_e4m3(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """Returns the float32 values of e4m3 numbers [m, n] times scale [m or 1, n].
+    """Returns the float32 values of e4m3 numbers [m, n] times scale [m or 1, n or 1].
 
     The bits of an e4m3 number, shifted to the exponent and mantissa of a float32, are 2**-120 of
     that number, because the exponents' biases differ; that holds for subnormals too. A scale that
