@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.tiny import TinyModel
 BROKEN: dict[str, tuple[str, str]] = {
     "unknown section": (
         "extends: llama\ntensor: {}\n",
-        r"my\.yaml:2: 'tensor' is not a key of a mapping file; the keys are architectures, extends",
+        r"my\.yaml:2: 'tensor' is not a key of a mapping file; the keys are models, special,",
     ),
     "unknown dim": (
         "extends: llama\ndims:\n  num_layer: n_layer\n",
@@ -238,7 +239,7 @@ def test_an_error_in_a_base_file_names_the_base_file(tmp_path: Path) -> None:
 def test_a_missing_mapping_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         MappingError,
-        match=r"no mapping 'lama'; known: .*llama, mistral.*path of a file that ends in \.yaml",
+        match=r"no mapping 'lama'; known: .*llama, .*mistral.*path of a file that ends in \.yaml",
     ):
         mapping.load("hf", "lama")
     with pytest.raises(MappingError, match=r"none\.yaml: no such file$"):
@@ -254,6 +255,16 @@ def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
         ),
     ):
         mapping.family_with("NoSuchForCausalLM")
+
+
+def test_an_architecture_without_layers_in_megatron_is_refused() -> None:
+    with pytest.raises(MappingError, match=r"RwkvForCausalLM cannot .* it has no RWKV layer"):
+        mapping.family_with("RwkvForCausalLM")
+
+
+def test_no_family_has_an_architecture_that_is_refused() -> None:
+    known = {a for name in mapping.names("hf") for a in mapping.load("hf", name).architectures}
+    assert not known & mapping.refused().keys()
 
 
 @pytest.mark.parametrize(
@@ -374,6 +385,75 @@ def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
     raw = (tmp_path / "back" / "model.safetensors").read_bytes()
     for key, entry in again.opened.entries.items():
         assert raw[entry.at : entry.at + arrays[key].nbytes] == arrays[key].tobytes(), key
+
+
+def scaled() -> str:
+    """Returns the file of docs/new-model.md that adds a dim, a tensor and rules."""
+    text = (Path(mckpt.__file__).parent.parent / "docs" / "new-model.md").read_text()
+    return re.findall(r"(?s)```yaml\n(.*?)```", text[text.index("### Dims, tensors and rules") :])[
+        0
+    ]
+
+
+def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
+    """The part goes to Megatron and back, a reshard needs no option, and other models stay."""
+    (tmp_path / "scaled.yaml").write_text(scaled())
+    arrays = tiny.tensors(tiny.config("llama"))
+    c = llama(architectures=["ScaledForCausalLM"], use_attn_scale=True)
+    for i in range(c["num_hidden_layers"]):
+        drawn = np.random.RandomState(i).standard_normal(c["hidden_size"])
+        arrays[f"model.layers.{i}.self_attn.scale"] = drawn.astype(np.float32)
+    (tmp_path / "hf").mkdir()
+    tiny.write_weights(tmp_path / "hf", arrays)
+    tiny.write_json(tmp_path / "hf" / "config.json", c)
+
+    known, sizes = mckpt.Known(mapping=str(tmp_path / "scaled.yaml")), mckpt.Parallel(tp=2, pp=2)
+    wanted: dict[str, Any] = {"format": "torch_dist", "parallel": sizes}
+    mckpt.plan(tmp_path / "hf", tmp_path / "out", known=known, **wanted).run()
+    stored = mckpt.open(tmp_path / "out")
+    keys = set(stored.opened.keys())
+    assert "decoder.layers.self_attention.scale" in keys
+    assert stored.args is not None and stored.args["attention_scale"] is True
+    assert "--attention-scale" in next((tmp_path / "out").rglob("megatron_args.sh")).read_text()
+    mckpt.plan(
+        tmp_path / "out", tmp_path / "tp4", format="torch", parallel=mckpt.Parallel(tp=4)
+    ).run()
+    mckpt.plan(tmp_path / "tp4", tmp_path / "back", format="hf").run()
+    assert not mckpt.diff(tmp_path / "hf", tmp_path / "back")
+
+    with pytest.raises(MappingError, match="attn_scale is True, and hybrid would compute with"):
+        mckpt.plan(tmp_path / "hf", tmp_path / "no", known=known, dialect="hybrid", **wanted)
+    plain = tiny.tiny_random("llama", tmp_path / "llama")
+    mckpt.plan(plain, tmp_path / "plain", **wanted).run()
+    assert "attention_scale" not in (mckpt.open(tmp_path / "plain").args or {})
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "why"),
+    [
+        ('neutral: "False", ', "", r"mine\.yaml:5: attn_scale: it needs `neutral`"),
+        ("type: bool", "type: flag", r"mine\.yaml:5: attn_scale: its type is 'flag', and must be"),
+        ("type: bool, ", "", r"mine\.yaml:5: attn_scale: it needs `type`"),
+        ("[hidden_size]", "[hidden_size +]", r"mine\.yaml:7: layers\.\{layer\}\.attn\.other: "),
+        (
+            "    attn_scale: {type: bool",
+            "    head_dim: {type: bool",
+            "head_dim has another definition",
+        ),
+        ("  gpt:\n", "  gtp:\n", r"mine\.yaml:\d+: there is no dialect 'gtp'; known: gpt, hybrid"),
+        ("    flags:", "    flag:", r"mine\.yaml:\d+: 'flag' is not a key of a mapping file"),
+    ],
+)
+def test_a_wrong_addition_is_refused(was: str, now: str, why: str, tmp_path: Path) -> None:
+    text = scaled()
+    assert was in text
+    text = text.replace(was, now)
+    # names of its own, since this process knows those of the other cases already
+    text = text.replace("attn_scale", f"attn_scale_{len(why)}").replace("attn.scale", "attn.other")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(MappingError, match=why.replace("attn_scale", f"attn_scale_{len(why)}")):
+        mapping.load("megatron", "gpt", str(path))
 
 
 WITHOUT_NORMS = """

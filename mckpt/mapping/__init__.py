@@ -3,6 +3,7 @@
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
+from mckpt.mapping.forms import typed
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup
 from mckpt.mapping.nodes import digest_of
@@ -17,6 +18,7 @@ from mckpt.mapping.reading import (
     misfits,
     names,
     parse_setting,
+    refused,
     to_keep,
 )
 from mckpt.mapping.rule import Bound, Rule
@@ -45,5 +47,7 @@ __all__ = [
     "misfits",
     "names",
     "parse_setting",
+    "refused",
     "to_keep",
+    "typed",
 ]

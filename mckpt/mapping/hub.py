@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mckpt.mapping.expression import Expression
-from mckpt.mapping.nodes import parse
+from mckpt.errors import MappingError
+from mckpt.mapping.expression import Expression, ExpressionError
+from mckpt.mapping.nodes import Node, parse
 
 _PACKAGE = Path(__file__).parent.parent
 # a wheel has them inside
@@ -39,11 +40,12 @@ class TensorSpec(NamedTuple):
 
 
 class Hub(NamedTuple):
-    """logical.yaml: every dim and every logical tensor."""
+    """Every dim and every logical tensor."""
 
     dims: dict[str, DimSpec]
     tensors: dict[str, TensorSpec]
-    digest: str
+    digest: str  # of logical.yaml
+    added: dict[str, Any]  # name -> entry, of the user's files
 
     def shape(self, name: str, dims: Mapping[str, Any]) -> tuple[int, ...]:
         """Returns the shape of a logical tensor (by template), in elements."""
@@ -72,20 +74,54 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 @functools.cache
 def hub() -> Hub:
+    """Returns the dims and tensors of logical.yaml, and those that the user's files have added."""
     node, digest = parse(FOLDER / "logical.yaml")
-    dims = {
-        k: DimSpec(
-            v["type"],
-            v.get("optional", False),
-            Expression(v["neutral"]) if "neutral" in v else None,
-            v["about"],
-            v.get("min", 0),
-            v.get("max", math.inf),
-        )
-        for k, v in node["dims"].items()
+    dims = {name: _dim(entry) for name, entry in node["dims"].items()}
+    tensors = {name: _tensor(entry) for name, entry in node["tensors"].items()}
+    return Hub(dims, tensors, digest, {})
+
+
+def extend(added: Node) -> None:
+    """Adds the dims and logical tensors of a user's file to the hub, for this process.
+
+    Raises MappingError for an entry that is not complete, and for a name that already has another
+    definition. A dim needs a `neutral` value, because no other mapping mentions it.
+    """
+    known = hub()
+    readers: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+        "dims": (_dim, known.dims),
+        "tensors": (_tensor, known.tensors),
     }
-    tensors = {
-        k: TensorSpec(tuple(Expression(e) for e in v["shape"]), v["about"])
-        for k, v in node["tensors"].items()
-    }
-    return Hub(dims, tensors, digest)
+    for kind, (read, there) in readers.items():
+        for name, entry in (added.get(kind) or {}).items():
+            where = f"{added[kind].lines[name]}: {name}"
+            if known.added.get(name) == entry:
+                continue
+            if name in there:
+                raise MappingError(f"{where} has another definition already; rename it")
+            try:
+                if kind == "dims" and "neutral" not in entry:
+                    raise ValueError("it needs `neutral`, its value in all other models")
+                there[name] = read(entry)
+            except KeyError as e:
+                raise MappingError(f"{where}: it needs `{e.args[0]}`") from None
+            except (TypeError, ValueError, ExpressionError) as e:
+                raise MappingError(f"{where}: {e}") from None
+            known.added[name] = entry
+
+
+def _dim(entry: Mapping[str, Any]) -> DimSpec:
+    if entry["type"] not in _TYPES:
+        raise ValueError(f"its type is {entry['type']!r}, and must be one of {', '.join(_TYPES)}")
+    return DimSpec(
+        entry["type"],
+        entry.get("optional", False),
+        Expression(entry["neutral"]) if "neutral" in entry else None,
+        entry["about"],
+        entry.get("min", 0),
+        entry.get("max", math.inf),
+    )
+
+
+def _tensor(entry: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(tuple(Expression(e) for e in entry["shape"]), entry["about"])

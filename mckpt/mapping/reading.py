@@ -12,12 +12,15 @@ from typing import Any
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
-from mckpt.mapping.hub import FOLDER, hub, nearest
+from mckpt.mapping.forms import read_forms
+from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
+    "models": str,
+    "special": str,
     "architectures": list,
     "extends": (str, list),
     "canonical": bool,
@@ -47,18 +50,27 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "groups": Node,
     "blocks": Node,
     "objects": Node,
+    "config": str,
+    "forms": Node,
+    "notes": list,
+    "placeholders": list,
+    "logical": Node,
+    "dialects": Node,
 }
 _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of layers and experts in a stored key
 # what each key of a section holds
 _INNER: dict[str, type] = {
     "blocks": Node,
     "groups": Node,
+    "forms": Node,
     "inexact": Node,
     "expect": list,
     "choices": list,
+    "logical": Node,
+    "dialects": Node,
 }
 # what a file that extends another does not take over from it
-_OWN = ("architectures", "default")
+_OWN = ("models", "special", "architectures", "default")
 # what a conversion supplies to the expressions of a dialect
 _GIVEN = (
     "dtype",
@@ -77,7 +89,10 @@ _KINDS: dict[type, str] = {
     bool: "true or false",
 }
 _OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
-_DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+_DIM = (
+    *("key", "default", "values", "const", "read", "write", "when", "write_when", "free"),
+    "tensor",
+)
 
 
 def folder(kind: str) -> Path:
@@ -92,8 +107,11 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def load(kind: str, name: str) -> MappingFile:
-    """Returns the file of that name, or the user's own file if the name ends in .yaml."""
+def load(kind: str, name: str, own: str | None = None) -> MappingFile:
+    """Returns the file of that name, or the user's own file if the name ends in .yaml.
+
+    own: for a dialect, the user's family file, which may add rules to it.
+    """
     path = Path(name) if name.endswith((".yaml", ".yml")) else folder(kind) / f"{name}.yaml"
     if not path.is_file():
         if path == Path(name):
@@ -103,16 +121,36 @@ def load(kind: str, name: str) -> MappingFile:
             " ends in .yaml"
         )
     root, digest = _inherit(path, kind, ())
+    extend(root.get("logical") or Node())
+    for dialect in root.get("dialects") or ():
+        if dialect not in names("megatron"):
+            where, known = root["dialects"].lines[dialect], ", ".join(names("megatron"))
+            raise MappingError(f"{where}: there is no dialect {dialect!r}; known: {known}")
+    if own is not None:
+        load("hf", own)  # adds to the hub what the rules name
+        above, above_digest = _inherit(Path(own), "hf", ())
+        added = (above.get("dialects") or {}).get(name) or Node()
+        _check_sections(added)
+        root, digest = merge(root, added), digest_of(digest + above_digest)
     return _checked(path, root, digest)
 
 
 def family_with(architecture: str) -> str:
-    """Returns the name of the family of an architecture of transformers."""
+    """Returns the name of the family of an architecture of transformers.
+
+    Raises MappingError for an architecture that no family has, or that Megatron-Core has no layers
+    for.
+    """
     for name in names("hf"):
         # only a file that has the name in its text is worth parsing
         text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
         if architecture in text and architecture in load("hf", name).architectures:
             return name
+    if architecture in refused():
+        raise MappingError(
+            f"{architecture} cannot be converted, because Megatron-Core cannot compute it:"
+            f" {refused()[architecture]}"
+        )
     known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
     raise MappingError(
         f"no family has the architecture {architecture}; known: {', '.join(known)}.\nA family is a"
@@ -123,17 +161,15 @@ def family_with(architecture: str) -> str:
     )
 
 
+@functools.cache
+def refused() -> dict[str, str]:
+    """Returns the architectures that Megatron-Core has no layers for, and what is missing."""
+    return dict(parse(FOLDER / "refused.yaml")[0])
+
+
 def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]:
     node, digest = parse(path)
-    for key in node:
-        if key not in _TOP:
-            raise MappingError(
-                f"{node.lines[key]}: {key!r} is not a key of a mapping file; the keys"
-                f" are {', '.join(_TOP)}"
-            )
-        _shaped(node, key, _TOP[key])
-        for inner in (node[key] or ()) if key in _INNER else ():
-            _shaped(node[key], inner, _INNER[key])
+    _check_sections(node)
     merged, digests = Node(), ""
     for name in _extended(node):
         base = path.parent / f"{name}.yaml"
@@ -151,6 +187,18 @@ def _inherit(path: Path, kind: str, above: tuple[Path, ...]) -> tuple[Node, str]
     return merge(merged, node), digest_of(digests + digest) if digests else digest
 
 
+def _check_sections(node: Node) -> None:
+    for key in node:
+        if key not in _TOP:
+            raise MappingError(
+                f"{node.lines[key]}: {key!r} is not a key of a mapping file; the keys"
+                f" are {', '.join(_TOP)}"
+            )
+        _shaped(node, key, _TOP[key])
+        for inner in (node[key] or ()) if key in _INNER else ():
+            _shaped(node[key], inner, _INNER[key])
+
+
 def _extended(node: Node) -> list[str]:
     """Returns the names of the files that a file extends; a later one overrides an earlier."""
     if "extends" not in node:
@@ -165,25 +213,29 @@ def _extended(node: Node) -> list[str]:
     return list(named)
 
 
-def dialect_for(family: MappingFile | None = None, named: str | None = None) -> MappingFile:
+def dialect_for(
+    family: MappingFile | None = None, named: str | None = None, own: str | None = None
+) -> MappingFile:
     """Returns the dialect in which a checkpoint is written: the user's, else the one that the
     model's family names, else the default.
+
+    own: the user's family file, which may add rules to it.
     """
     known = names("megatron")
     if named := named or (family and family.dialect):
         if named not in known:
             raise UsageError(f"no dialect {named!r}; known: {', '.join(known)}")
-        return load("megatron", named)
-    return max((load("megatron", name) for name in known), key=lambda file: file.default)
+        return load("megatron", named, own)
+    return max((load("megatron", name, own) for name in known), key=lambda file: file.default)
 
 
-def dialect_of(keys: Iterable[str]) -> MappingFile:
+def dialect_of(keys: Iterable[str], own: str | None = None) -> MappingFile:
     """Returns the dialect that has most of the keys of a Megatron checkpoint; the default one if
     several have as many.
+
+    own: the user's family file, which may add rules to the dialects.
     """
     known = names("megatron")
-    if len(known) == 1:
-        return load("megatron", known[0])
     # layers and experts have the same names: each name is looked up once
     held = Counter(_NUMBERS.sub("0", key) for key in keys)
 
@@ -191,7 +243,7 @@ def dialect_of(keys: Iterable[str]) -> MappingFile:
         known = re.compile("|".join({key_pattern(rule.key).pattern for rule in file.rules}))
         return sum(n for key, n in held.items() if known.fullmatch(key)), file.default
 
-    return max((load("megatron", name) for name in known), key=score)
+    return max((load("megatron", name, own) for name in known), key=score)
 
 
 def inherited(file: MappingFile) -> Node:
@@ -282,6 +334,8 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         name=path.stem,
         path=path,
         digest=digest,
+        models=root.get("models") or "",
+        special=root.get("special") or "",
         architectures=tuple(root.get("architectures", ())),
         canonical=bool(root.get("canonical", False)),
         dialect=root.get("dialect") or "",
@@ -311,6 +365,10 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         computed=dict(root.get("computed") or {}),
         rules=tuple(read_rules(root, "tensors", expression, problems)),
         objects=tuple(read_rules(root, "objects", expression, problems)),
+        inside=root.get("config") or "",
+        forms=dict(read_forms(root, problems)),
+        notes=tuple(root.get("notes") or ()),
+        placeholders=tuple(root.get("placeholders") or ()),
     )
     problems += _undeclared(found, root)
     if problems:
@@ -339,6 +397,7 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
             has_const="const" in spec,
             const=spec.get("const"),
             free=spec.get("free", False),
+            tensor=spec.get("tensor"),
             where=where,
             **{k: expression(spec.get(k), where) for k in _OF_DIM},
         )
@@ -384,7 +443,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     """
     dims, chosen = {*hub().dims}, {*file.choices, "pp"}
     read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
-    ruled = dims | chosen | {*file.derive}
+    ruled = dims | chosen | {*file.derive} | ({"form"} if file.forms else set())
     entries: list[tuple[str, Expression | None, set[str]]] = [
         (file.path.name + ": requires", file.requires, dims),
         (file.path.name + ": stage_sizes", file.stage_sizes, {"config"}),
@@ -406,6 +465,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     for rule in (*file.rules, *file.objects):
         entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
         entries.append((f"{rule.where}: {rule.key}", rule.number, dims | {"layer"}))
+        entries.append((f"{rule.where}: {rule.key}", rule.heads, dims))
     for where, used, known in entries:
         for name in sorted(used.names - known if used else ()):
             yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"

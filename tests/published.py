@@ -1,0 +1,94 @@
+"""Published models without weights: config.json, and a file with a header and a hole.
+
+transformers builds its own class of a config on the meta device, and names the tensors that it
+would save. The file has their names, shapes and dtypes and the size of all their data, and takes
+no space on the disk. mckpt reads headers only to plan a conversion, so it can plan that of a model
+of a terabyte.
+
+    python -m tests.published OUT CONFIG ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+CONFIGS = ROOT / "fixtures" / "configs"
+NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+# (model, dialect) -> the dims that the dialect cannot compute exactly
+INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("glm-5", "gpt"): ("norm_eps",),
+    ("glm-5", "hybrid"): ("norm_eps",),
+    ("hunyuan-7b", "gpt"): ("qk_norm_after_rope",),
+    ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
+    ("hunyuan-a13b", "gpt"): ("qk_norm_after_rope",),
+    ("hunyuan-a13b", "hybrid"): ("qk_norm_after_rope",),
+    ("kimi-k2", "gpt"): ("rope_beta_fast",),
+    ("kimi-k2", "hybrid"): ("rope_beta_fast",),
+    ("llama-3.1-8b", "hybrid"): ("rope_type", "rope_factor"),
+    ("llama-3.2-1b", "gpt"): ("rope_factor",),
+    ("llama-3.2-1b", "hybrid"): ("rope_type", "rope_factor"),
+    ("llama-3.3-70b", "hybrid"): ("rope_type", "rope_factor"),
+    ("mistral-7b-v0.1", "gpt"): ("sliding_window",),
+    ("mistral-7b-v0.1", "hybrid"): ("sliding_window",),
+    ("moonlight-16b-a3b", "gpt"): ("norm_eps",),
+}
+# (model, dialect) that no megatron-core can load
+UNLOADABLE = {("moonlight-16b-a3b", "hybrid")}
+# model -> the newest megatron-core that can load it, if it is not the newest of all
+UNTIL = {"moonlight-16b-a3b": "0.18"}
+DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
+
+
+def write_all(names: Iterable[str], out: Path) -> None:
+    """Writes each model to out/NAME, in a process of its own since transformers needs 5 s."""
+    command = [sys.executable, "-m", "tests.published", str(out), *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def _write(name: str, directory: Path) -> None:
+    import torch
+    import transformers
+    from transformers.core_model_loading import revert_weight_conversion
+
+    text = (CONFIGS / f"{name}.json").read_text()
+    config = json.loads(text)
+    kind = getattr(transformers, config["architectures"][0])
+    for key in ("quantization_config", "model_type"):  # of the weights; a name of no class
+        config.pop(key, None)
+    if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
+        config.setdefault("tie_word_embeddings", False)
+    with torch.device("meta"):
+        model = kind(kind.config_class.from_dict(config)).to(torch.bfloat16)
+    tied = set(getattr(model, "all_tied_weights_keys", ()))
+    state = {k: v for k, v in model.state_dict().items() if k not in tied}
+    _holes(revert_weight_conversion(model, state), directory / "model.safetensors")
+    (directory / "config.json").write_text(text)
+
+
+def _holes(tensors: dict[str, Any], path: Path) -> None:
+    """Writes a safetensors file whose data is one hole."""
+    header: dict[str, Any] = {}
+    end = 0
+    for key, tensor in tensors.items():
+        name, size = DTYPES[str(tensor.dtype)]
+        begin, end = end, end + size * prod(tensor.shape)
+        header[key] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        os.truncate(file.fileno(), 8 + len(text) + end)
+
+
+if __name__ == "__main__":
+    for stem in sys.argv[2:]:
+        _write(stem, Path(sys.argv[1]) / stem)
