@@ -409,8 +409,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def quantised(self) -> bool:
-        """Returns whether config.json describes weights stored in 8 bits, with scales."""
-        return self.opened.block is not None
+        """Returns whether config.json describes quantised weights that mckpt reads."""
+        return self.opened.quantised
 
     @property
     def described_by(self) -> Path | None:
