@@ -31,6 +31,10 @@ WORLD = 4
 LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10
 # (case, dialect) -> the dim that the dialect cannot compute exactly; `mckpt plan` refuses these
 REFUSED: dict[tuple[str, str], str] = {
+    **{("gemma", dialect): "activation" for dialect in ("gpt", "hybrid")},
+    **{("granite", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
+    **{("gpt_neox_parallel", dialect): "parallel_residual" for dialect in ("gpt", "hybrid")},
+    ("helium", "hybrid"): "rope_interleaved",
     ("ernie4_5", "hybrid"): "rope_interleaved",
     ("ernie4_5_bias", "hybrid"): "rope_interleaved",
     ("glm", "hybrid"): "rope_interleaved",
@@ -42,7 +46,11 @@ LOCAL = {"deepseek_v2_lite"}
 # cases with norms that only Transformer Engine has; tests/fake_te stands for it
 WITH_TE = {"nemotron"}
 # case -> the oldest megatron-core that has its layers
-SINCE: dict[str, list[int]] = {"gpt_oss": [0, 19]}
+SINCE: dict[str, list[int]] = {
+    "arcee_yarn": [0, 19],
+    "gpt_oss": [0, 19],
+    "granite_residual_1": [0, 19],
+}
 # (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
 SIZES: dict[tuple[str, str], dict[str, int]] = {
     # experts with biases
@@ -111,7 +119,7 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
 ) -> None:
     names = dialects(case)
     if not names:
-        pytest.skip(f"{case} needs megatron-core {'.'.join(map(str, SINCE[case]))}")
+        pytest.skip(f"this megatron-core cannot compute {case}")
     tokens = made_models.tokens(case)
     reference = tiny.hf_logits(made / case, tokens)
     for dialect in names:
@@ -138,6 +146,8 @@ def test_a_model_of_transformers_comes_back_bit_for_bit(case: str, work: Path, m
     wanted = {"format": "torch", "parallel": Parallel(**sizes_of(case, "hybrid"))}
     if case in LOCAL:
         wanted["transformer_impl"] = "local"
+    if (case, "gpt") in REFUSED:
+        wanted["allow_inexact"] = (REFUSED[case, "gpt"],)
     mckpt.plan(made / case, work / "there" / case, **wanted).run()
     mckpt.plan(work / "there" / case, work / "again" / case, format="hf").run(check_replicas=True)
     assert not mckpt.diff(made / case, work / "again" / case)

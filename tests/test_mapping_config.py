@@ -43,8 +43,12 @@ def bears(config: dict[str, Any]) -> dict[str, Any]:
     out["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         out["sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "gemma" and out["hidden_act"] == "gelu":
+        out["hidden_act"] = "gelu_pytorch_tanh"  # as transformers computes it
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     out.update({k: rope.pop(k) for k in ("rope_theta",) if k in rope})
+    if not rope.get("mscale_all_dim"):
+        rope.pop("mscale", None)  # transformers reads both or neither
     rope["rope_type"] = rope.pop("type", rope.get("rope_type")) or "default"
     out.update({f"rope.{k}": v for k, v in rope.items()})
     if "num_local_experts" in out and config["model_type"] == "qwen3_moe":
@@ -86,16 +90,22 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     assert apart <= inexact.keys()
     wanted = set(INEXACT.get((path.stem, "gpt"), ()))
     assert inexact.keys() == wanted, inexact
+    if "activation" in inexact:
+        return  # the args are those of another gate, which no family has with these norms
 
     source: Any = SimpleNamespace(named=api.Known(), dims=again, path=path)
     chosen, note = choose_family(source)
-    assert chosen.name == ("llama" if name == "mistral" else name), note
+    if family.canonical:
+        assert chosen.name == name, note
+    else:  # several families compute the same
+        assert name in note.replace(",", "").split(), note
     written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
     same = {k: v for k, v in bears(written).items() if k not in ("architectures", "model_type")}
     wanted_keys = {
         k: v
         for k, v in bears(config).items()
-        if k not in ("architectures", "model_type", "sliding_window")
+        if k not in ("architectures", "model_type")
+        and (v is not False or k not in ("attention_bias", "mlp_bias"))  # of other families' names
     }
     assert {k: same.get(k) for k in wanted_keys} == wanted_keys
 
@@ -234,19 +244,30 @@ def test_the_report_of_an_inexact_dim_names_it(changed: dict[str, Any], name: st
     assert found[name].startswith(f"{name} is ")
 
 
-def test_a_window_is_inexact_and_refused_by_a_plan(tmp_path: Path) -> None:
-    source = tiny.tiny_random("mistral", tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text())
-    tiny.write_json(source / "config.json", {**config, "sliding_window": 16})
+def test_a_window_is_refused_for_a_megatron_core_that_mckpt_does_not_know_it_of(
+    tmp_path: Path,
+) -> None:
+    source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=16)
     with pytest.raises(
-        MappingError,
-        match=(
-            r"sliding_window is 16, and gpt would compute with None\n.*--allow-inexact"
-            r" sliding_window"
-        ),
+        MappingError, match=r"sliding_window is 16 .*\n.*--allow-inexact sliding_window"
     ):
-        mckpt.plan(source, tmp_path / "out")
-    mckpt.plan(source, tmp_path / "out", allow_inexact=["sliding_window"])
+        mckpt.plan(source, tmp_path / "out", megatron_version="0.15")
+    mckpt.plan(source, tmp_path / "out", megatron_version="0.16")
+
+
+def test_the_windows_of_qwen2_begin_at_a_layer() -> None:
+    """Transformers gives a window to the layers from max_window_layers on."""
+    family = mapping.load("hf", "qwen2")
+    given = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    config = json.loads(Path("fixtures/tiny/qwen2.json").read_text())
+    config.pop("layer_types", None)
+    layers = config["num_hidden_layers"]
+    dims = family.read({**config, **given})
+    assert dims["window_layers"] == [0] + [1] * (layers - 1)
+    given["layer_types"] = ["sliding_attention"] + ["full_attention"] * (layers - 1)
+    assert family.read({**config, **given})["window_layers"] == [1] + [0] * (layers - 1)
+    given["use_sliding_window"] = False
+    assert family.read({**config, **given})["sliding_window"] is None
 
 
 def test_unknown_keys_with_a_value_are_listed() -> None:

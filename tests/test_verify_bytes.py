@@ -98,13 +98,14 @@ def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
 
 def test_a_difference_that_was_allowed_makes_the_verdict_incomplete(tmp_path: Path) -> None:
     """The verdict is INCOMPLETE, and FAIL if an arg is not the one that the conversion wrote."""
-    source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=64)
+    granite = {"architectures": ["GraniteForCausalLM"], "residual_multiplier": 0.5}
+    source = tiny.tiny_random("llama", tmp_path / "hf", **granite)
     mckpt.plan(
-        source, tmp_path / "megatron", format="torch", allow_inexact=["sliding_window"]
+        source, tmp_path / "megatron", format="torch", allow_inexact=["residual_scale"]
     ).run()
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.verdict == "incomplete" and found.reasons[0].startswith(
-        "sliding_window: the config says 64, and the args mean None"
+        "residual_scale: the config says 0.5, and the args mean 1.0"
     )
     (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
     saved = torch.load(path, weights_only=False)

@@ -165,15 +165,13 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     if named := source.named.family_name:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
-    reasons, fit = [], []
+    unlike, differences, fit = [], [], []
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
         if family.requires is not None and not family.requires(source.dims):
-            why = {"requires": f"it is for models where {family.requires.text}"}
-        else:
-            why = family.inexact(source.dims)
-        if why:
-            reasons.append(f"{name}: {'; '.join(why.values())}")
+            unlike.append(f"{name}: it is for models where {family.requires.text}")
+        elif why := family.inexact(source.dims):
+            differences.append((len(why), f"{name}: {'; '.join(why.values())}"))
         else:
             fit.append(family)
     best = [f for f in fit if f.canonical] or fit
@@ -191,6 +189,7 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
         )
     raise MappingError.of(
         f"{source.path}: no family computes what its args describe:",
-        reasons,
+        # the nearest first, because an error prints some of them only
+        [*(text for _, text in sorted(differences)), *unlike],
         "give --like HF_DIR, or --mapping FILE of your own family",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import operator
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "range": lambda *a: range(*a) if all(abs(x) <= MAX_LENGTH for x in a) else _refuse(f"range{a}"),
     "split": lambda text, by: text.split(by),
     "join": lambda by, texts: by.join(texts),
+    "sqrt": math.sqrt,
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
 _LEAVES: tuple[type, ...] = (
