@@ -27,6 +27,7 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     **{("gemma-2b", dialect): ("activation",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-2b-base", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
     ("helium-1-2b", "hybrid"): ("rope_interleaved",),
+    **{("ministral-3-8b", dialect): ("position_scale",) for dialect in ("gpt", "hybrid")},
     **{("pythia-1.4b", dialect): ("parallel_residual",) for dialect in ("gpt", "hybrid")},
     ("kimi-k2", "gpt"): ("rope_beta_fast",),
     ("kimi-k2", "hybrid"): ("rope_beta_fast",),

@@ -34,6 +34,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{("gemma", dialect): "activation" for dialect in ("gpt", "hybrid")},
     **{("granite", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
     **{("gpt_neox_parallel", dialect): "parallel_residual" for dialect in ("gpt", "hybrid")},
+    **{("ministral3", dialect): "position_scale" for dialect in ("gpt", "hybrid")},
     ("helium", "hybrid"): "rope_interleaved",
     ("ernie4_5", "hybrid"): "rope_interleaved",
     ("ernie4_5_bias", "hybrid"): "rope_interleaved",
@@ -44,10 +45,11 @@ UNLOADABLE = {("deepseek_v2_lite", "hybrid")}  # a second norm where q has no la
 # the cases that Transformer Engine cannot compute exactly with the newest megatron-core
 LOCAL = {"deepseek_v2_lite"}
 # cases with norms that only Transformer Engine has; tests/fake_te stands for it
-WITH_TE = {"nemotron"}
+WITH_TE = {"gemma_silu", "nemotron"}
 # case -> the oldest megatron-core that has its layers
 SINCE: dict[str, list[int]] = {
     "arcee_yarn": [0, 19],
+    "gemma_silu": [0, 19],
     "gpt_oss": [0, 19],
     "granite_residual_1": [0, 19],
 }
