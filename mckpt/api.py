@@ -8,7 +8,8 @@ from typing import Any
 
 from mckpt import formats
 from mckpt.checkpoint import comparison
-from mckpt.checkpoint.checkpoint import Checkpoint, Known, VocabSizeUnknown
+from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.plan import Plan
@@ -48,7 +49,7 @@ def plan(
 
     helps: this process is not rank 0, so it does not check whether the destination is occupied.
     """
-    source = src if isinstance(src, Checkpoint) else Checkpoint(src, known)
+    source = (src if isinstance(src, Checkpoint) else Checkpoint(src, known)).borrowing()
     target = target or Target(**wanted)
     format = formats.get(target.format)
     if not format.megatron and not source.is_megatron and not source.quantised:

@@ -19,6 +19,9 @@ has further entries by kind. The entries are listed first, and the results behin
              -> NAME.npy: fp32 logits [batch, seq, vocab]
              -> unread: model keys of the checkpoint that no rank asked for
              -> forgiven: the _extra_state that it lacks
+    mtp      as forward, on one rank
+             -> NAME.npy: fp32 logits [batch, seq, vocab] of the first layer of multi-token
+                prediction
     save     args, destination, format, seed, with_args, iteration (null: release), tokens
              -> a model with random weights, the same for every parallel size, which megatron-core
                 saved in args.params_dtype
@@ -205,6 +208,30 @@ def forward_case(
     }
 
 
+@torch.no_grad()
+def mtp_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    stored = load.read_common(case["checkpoint"]).get("args")
+    args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
+    start(case, args, store, rank, world)
+    (chunk,) = build.build(args)
+    state = load.load([chunk], args, case["checkpoint"], "raise_unexpected")
+    hidden: list[torch.Tensor] = []  # of the decoder and of each layer, one after the other
+    chunk.mtp.register_forward_hook(lambda module, given, found: hidden.append(found))
+    tokens = torch.tensor(case["tokens"])
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    chunk(tokens, positions, mask, labels=tokens)
+    weight = chunk.shared_embedding_or_output_weight()
+    if not chunk.share_embeddings_and_output_weights:
+        weight = chunk.output_layer.weight
+    logits = (hidden[0][length : 2 * length] @ weight.T).transpose(0, 1)
+    np.save(out / f"{case['name']}.npy", logits[..., : args.vocab_size].float().numpy())
+    return {"unread": state["unread"]}
+
+
 def save_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
@@ -375,6 +402,7 @@ def death_case(
 
 KINDS = {
     "forward": forward_case,
+    "mtp": mtp_case,
     "save": save_case,
     "train": train_case,
     "keys": keys_case,

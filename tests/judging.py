@@ -31,8 +31,8 @@ def record(
     largest: float,
     dialect: str = "gpt",
 ) -> None:
-    """Adds one result to the file that JUDGED names, from which tests/matrix.py makes
-    docs/judges.md; does nothing without it.
+    """Adds one result to the file that JUDGED names, from which tests/matrix.py makes its tables;
+    does nothing without it.
 
     `difference` is the largest difference of a logit, and `largest` the largest logit.
     """
@@ -111,6 +111,8 @@ def launch(
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONWARNINGS": "ignore",
         "OMP_NUM_THREADS": "1",
+        # required by megatron-core where gated delta nets run without FLA's kernels
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(launching.free_port()),
         "WORLD_SIZE": str(world_size),

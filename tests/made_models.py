@@ -24,6 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ROOT / "fixtures" / "families"
 CASES = tuple(sorted(path.stem for path in FAMILIES.glob("*.json")))
 
+# case -> names that transformers writes and does not read -> the names of published files
+AS_PUBLISHED = {
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "model.mm_projector.": "mm_projector.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    }
+}
+
 
 def config(case: str) -> dict[str, Any]:
     """Returns the config.json of a case."""
@@ -31,11 +40,17 @@ def config(case: str) -> dict[str, Any]:
     return found
 
 
+def text(c: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a config.json that describes the text model."""
+    found: dict[str, Any] = c.get("text_config", c)
+    return found
+
+
 def tokens(case: str, rows: int = 2) -> np.ndarray:
     """Returns random tokens [rows, length] over the whole vocabulary, at most 96 in a row."""
     c = config(case)
-    length = min(c.get("max_position_embeddings", 96), 96)
-    return np.random.RandomState(1).randint(0, c["vocab_size"], (rows, length))
+    length = min(text(c).get("max_position_embeddings", 96), 96)
+    return np.random.RandomState(1).randint(0, text(c)["vocab_size"], (rows, length))
 
 
 def make(cases: Iterable[str], out: Path) -> None:
@@ -60,15 +75,29 @@ def _write(case: str, directory: Path) -> None:
                 drawn = np.random.RandomState(zlib.crc32(name.encode()))
                 tensor.copy_(torch.from_numpy(_values(name, tensor, drawn)))
     model.save_pretrained(directory)
+    if case in AS_PUBLISHED:
+        _rename(directory / "model.safetensors", AS_PUBLISHED[case])
     # with the keys of the file, since transformers writes its own defaults beside them
     (directory / "config.json").write_text(json.dumps(c, indent=2, sort_keys=True) + "\n")
+
+
+def _rename(file: Path, names: dict[str, str]) -> None:
+    """Replaces the starts of the names of tensors in a file."""
+    from safetensors.torch import load_file, save_file
+
+    def published(name: str) -> str:
+        start = next((start for start in names if name.startswith(start)), "")
+        return names.get(start, "") + name[len(start) :]
+
+    save_file({published(k): v for k, v in load_file(file).items()}, file, {"format": "pt"})
 
 
 def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:
     """Returns normal values, scaled such that the logits depend on every tensor."""
     normal: np.ndarray = drawn.standard_normal(tuple(tensor.shape)).astype(np.float32)
     if tensor.dim() == 1:  # a norm keeps its mean of 0 or 1, a bias its 0
-        spread = 0.05 if "correction_bias" in name else 0.3
+        # from 0.5 to 2, so that Megatron-Core's form of it, 1 less, is exact
+        spread = 0.05 if "correction_bias" in name or "linear_attn.norm" in name else 0.3
         return np.float32(tensor.mean().item()) + np.float32(spread) * normal
     if "embed" in name:
         return np.float32(0.25) * normal

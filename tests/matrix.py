@@ -1,9 +1,11 @@
-"""Makes docs/judges.md, the table of what Megatron-Core has judged, from the results of test runs.
+"""Makes docs/judges.md and the README's table of families from what the judges found.
 
     JUDGED=$PWD/judged.jsonl .ci/run        # all tests, with both versions of megatron-core
-    python -m tests.matrix judged.jsonl > docs/judges.md
+    python -m tests.matrix judged.jsonl
 
-Each judge adds its results to the file that JUDGED names, so that file must not exist before.
+Each judge adds its results to the file that JUDGED names, so that file must not exist before. The
+second command keeps the worst result of each kind in docs/judged.json, and writes both tables from
+it. Without a file it only writes the tables again.
 """
 
 from __future__ import annotations
@@ -14,10 +16,28 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from mckpt import mapping
+from tests import made_models, tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE, README = (
+    ROOT / name for name in ("docs/judged.json", "docs/judges.md", "README.md")
+)
+# the README's table is between these two lines
+BEGIN, CLOSE = "<!-- table: tests/matrix.py writes it -->\n", "\n<!-- end -->\n"
+KEYS = ("judge", "case", "dialect", "format", "megatron_core")
 Row = dict[str, Any]  # a line that tests.judging.record writes
 
 # From the strongest to the weakest; HEAD explains what each one proves.
-JUDGES = ("stock trainer", "forward", "saved by megatron-core")
+ACCEPTED = "accepted"
+JUDGES = (
+    "stock trainer",
+    "forward",
+    "saved by megatron-core",
+    "Megatron-Bridge",
+    "layout",
+    ACCEPTED,
+)
 HEAD = """# What Megatron-Core has judged
 
 A judge is a program that is not part of mckpt. Each of them gets checkpoints of tiny models with
@@ -31,6 +51,9 @@ transformers:
   strictly, and computed the logits.
 - *saved by megatron-core*: Megatron-Core initialised a model, computed the logits and saved it.
   mckpt converted it to Hugging Face, and transformers loaded the result.
+- *layout*: the keys and shapes are those of the `sharded_state_dict()` of Megatron-Core's model.
+- *accepted*: the dialect computes something else, which the option `--allow-inexact` in the table
+  of sizes accepts. The weights come back bit for bit.
 
 ## The largest difference of a logit
 
@@ -53,26 +76,36 @@ END = """
 """
 
 
-def page(rows: list[Row]) -> str:
-    """Returns the text of docs/judges.md."""
-    worst: dict[tuple[str, ...], float] = defaultdict(float)
-    sizes: dict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
+def worst_of(rows: list[Row]) -> list[Row]:
+    """Returns one result for each judge, model, dialect, format and version: the largest difference
+    of a logit divided by the largest logit, and all sizes.
+    """
+    found: dict[tuple[str, ...], Row] = {}
     for row in rows:
-        case, dialect, form, judge = (row[k] for k in ("case", "dialect", "format", "judge"))
-        key = case, dialect, form, judge, row["megatron_core"]
-        worst[key] = max(worst[key], row["difference"] / row["largest"])
-        sizes[judge, dialect, form, case][row["sizes"]] = None
-    versions = sorted({key[4] for key in worst}, key=lambda v: [int(n) for n in v.split(".")])
-    ran = {key[3:] for key in worst}
+        key = {k: row[k] for k in KEYS}
+        one = found.setdefault(tuple(key.values()), {**key, "ratio": 0.0, "sizes": []})
+        one["ratio"] = max(one["ratio"], float(f"{row['difference'] / row['largest']:.1e}"))
+        one["sizes"] += [row["sizes"]] if row["sizes"] not in one["sizes"] else []
+    return [found[key] for key in sorted(found)]
+
+
+def page(results: list[Row]) -> str:
+    """Returns the text of docs/judges.md."""
+    found = {tuple(r[k] for k in KEYS): r for r in results}
+    sizes: dict[tuple[str, ...], dict[str, None]] = defaultdict(dict)
+    for (judge, case, dialect, form, _), result in found.items():
+        sizes[judge, dialect, form, case] |= dict.fromkeys(result["sizes"])
+    versions = sorted({r["megatron_core"] for r in results}, key=_version)
+    ran = {(r["judge"], r["megatron_core"]) for r in results}
     columns = [(judge, v) for judge in JUDGES for v in versions if (judge, v) in ran]
     models = [
         [
             case,
             dialect,
             f"`{form}`",
-            *(number(worst.get((case, dialect, form, *column))) for column in columns),
+            *(number(found.get((judge, case, dialect, form, v))) for judge, v in columns),
         ]
-        for case, dialect, form in sorted({key[:3] for key in worst})
+        for case, dialect, form in sorted({key[1:4] for key in found})
     ]
     # models of one kind are judged at the same sizes
     alike: dict[tuple[str, ...], list[str]] = defaultdict(list)
@@ -92,8 +125,58 @@ def page(rows: list[Row]) -> str:
     )
 
 
-def number(apart: float | None) -> str:
-    return "" if apart is None else f"{apart:.1e}"
+def families(results: list[Row]) -> str:
+    """Returns the README's table: every architecture, and its strongest judge in each dialect."""
+    judged: dict[tuple[str, str], list[Row]] = defaultdict(list)
+    for result in results:
+        architecture = _config(result["case"])["architectures"][0]
+        judged[mapping.family_with(architecture), result["dialect"]].append(result)
+    rows = []
+    for name in mapping.names("hf"):
+        family = mapping.load("hf", name)
+        which = ", ".join(f"`{a}`" for a in family.architectures)
+        cells = [strongest(judged[name, d]) for d in mapping.names("megatron")]
+        rows.append([family.models, which, *cells, family.special])
+    rows.sort(key=lambda row: row[0].lower())
+    return table(["models", "architecture", "GPTModel", "HybridModel", "notes"], rows)
+
+
+def strongest(results: list[Row]) -> str:
+    """Returns the strongest judge of several results, and the largest difference it found."""
+    if not results:
+        return "no"
+    judge = min((r["judge"] for r in results), key=JUDGES.index)
+    chosen = [r for r in results if r["judge"] == judge]
+    if judge == ACCEPTED:
+        return ", ".join(dict.fromkeys(size for r in chosen for size in r["sizes"]))
+    worst = max(r["ratio"] for r in chosen)
+    return f"{judge}, {worst:.1e}" if worst else judge
+
+
+def with_families(readme: str, results: list[Row]) -> str:
+    """Returns the text of the README with this table in place of its own."""
+    head, _, rest = readme.partition(BEGIN)
+    return head + BEGIN + families(results) + CLOSE + rest.partition(CLOSE)[2]
+
+
+def read() -> list[Row]:
+    """Returns the results in docs/judged.json."""
+    found: list[Row] = json.loads(RESULTS.read_text())
+    return found
+
+
+def _config(case: str) -> dict[str, Any]:
+    return made_models.config(case) if case in made_models.CASES else tiny.config(case)
+
+
+def _version(text: str) -> list[int]:
+    return [int(part) for part in text.split(".")]
+
+
+def number(result: Row | None) -> str:
+    if result is None or not result["ratio"]:
+        return "" if result is None else "yes"
+    return f"{result['ratio']:.1e}"
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -103,6 +186,13 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def write(results: list[Row]) -> None:
+    lines = ",\n".join(json.dumps(result) for result in results)
+    RESULTS.write_text(f"[\n{lines}\n]\n")
+    PAGE.write_text(page(results))
+    README.write_text(with_families(README.read_text(), results))
+
+
 if __name__ == "__main__":
     LINES = [line for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]
-    sys.stdout.write(page([json.loads(line) for line in LINES]))
+    write(worst_of([json.loads(line) for line in LINES]) if LINES else read())

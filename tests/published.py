@@ -29,13 +29,24 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("helium-1-2b", "hybrid"): ("rope_interleaved",),
     **{("ministral-3-8b", dialect): ("position_scale",) for dialect in ("gpt", "hybrid")},
     **{("pythia-1.4b", dialect): ("parallel_residual",) for dialect in ("gpt", "hybrid")},
+    ("glm-5", "gpt"): ("norm_eps",),
+    ("glm-5", "hybrid"): ("norm_eps",),
+    ("hunyuan-7b", "gpt"): ("qk_norm_after_rope",),
+    ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
+    ("hunyuan-a13b", "gpt"): ("qk_norm_after_rope",),
+    ("hunyuan-a13b", "hybrid"): ("qk_norm_after_rope",),
     ("kimi-k2", "gpt"): ("rope_beta_fast",),
     ("kimi-k2", "hybrid"): ("rope_beta_fast",),
     ("llama-3.1-8b", "hybrid"): ("rope_type", "rope_factor"),
     ("llama-3.2-1b", "gpt"): ("rope_factor",),
     ("llama-3.2-1b", "hybrid"): ("rope_type", "rope_factor"),
     ("llama-3.3-70b", "hybrid"): ("rope_type", "rope_factor"),
+    ("moonlight-16b-a3b", "gpt"): ("norm_eps",),
 }
+# (model, dialect) that no megatron-core can load
+UNLOADABLE = {("moonlight-16b-a3b", "hybrid")}
+# model -> the newest megatron-core that can load it, if it is not the newest of all
+UNTIL = {"moonlight-16b-a3b": "0.18"}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 
@@ -56,6 +67,8 @@ def _write(name: str, directory: Path) -> None:
     kind = getattr(transformers, config["architectures"][0])
     for key in ("quantization_config", "model_type"):  # of the weights; a name of no class
         config.pop(key, None)
+    if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
+        config.setdefault("tie_word_embeddings", False)
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config)).to(torch.bfloat16)
     tied = set(getattr(model, "all_tied_weights_keys", ()))

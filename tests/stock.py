@@ -170,6 +170,12 @@ def stub() -> None:
     multiprocessing.context.SpawnContext.Manager = lambda self: multiprocessing.get_context(
         "fork"
     ).Manager()
+    # STUB: gated delta nets ask for the kernels of FLA when they are built
+    for module in list(sys.modules.values()):
+        if getattr(module, "HAVE_FLA", None) is False:
+            module.HAVE_FLA = True
+        if getattr(module, "chunk_gated_delta_rule", ...) is None:
+            module.chunk_gated_delta_rule = module.torch_chunk_gated_delta_rule
     # STUB: a CUDA extension that only a backward pass calls
     layers._grad_accum_fusion_available = True
 

@@ -80,7 +80,7 @@ def test_a_list_of_moe_layers_requires_per_layer_keys(
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("qk_l2_norm", True),
+        ("apply_residual_connection_post_layernorm", True),
         ("softmax_scale", 0.5),
         ("spec", ["a", "b"]),
         ("moe_router_load_balancing_type", "quantile_balancing"),

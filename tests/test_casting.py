@@ -95,6 +95,36 @@ def test_an_overflow_error_names_the_place(tmp_path, src, run_of):
     assert caught.value.tensor == 5
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_offset_of_1_goes_there_and_back_exactly_from_a_half_to_256(dtype):
+    kind = numpy_dtype(dtype)
+    first, last = (np.array(x, kind).view(f"u{kind.itemsize}").item() for x in (0.5, 256))
+    codes = np.arange(first, last + 1, 1 if kind.itemsize == 2 else 997)
+    values = codes.astype(f"u{kind.itemsize}").view(kind).reshape(1, -1)
+    less, back = np.empty_like(values), np.empty_like(values)
+    casting.shift(values, less, -1)
+    assert np.array_equal(less.astype("f8"), values.astype("f8") - 1)
+    casting.shift(less, back, 1)
+    assert np.array_equal(back, values)
+    # below 0.5 a value has more digits than the numbers near -1
+    values = np.array([[0.1]], kind)
+    casting.shift(values, less[:, :1], -1)
+    casting.shift(less[:, :1], back[:, :1], 1)
+    assert back[0, 0] != values[0, 0]
+
+
+@pytest.mark.parametrize("src", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dst", ["bfloat16", "float16", "float32"])
+def test_an_execution_adds_the_offset_before_it_rounds(tmp_path, src, dst):
+    values = RNG.standard_normal(70_001).astype("f4").astype(numpy_dtype(src))
+    plan = copies(copy(1, len(values), (0, 0, 0, itemsize(src)), (0, 0, 0, itemsize(dst))))
+    size = itemsize(dst) * len(values)
+    (got,), _ = run(tmp_path, plan, [(src, dst, -1.0)], [values.view("u1")], [size])
+    wide = "f8" if src == "float64" else "f4"
+    want = (values.astype(wide) - np.ones((), wide)).astype(numpy_dtype(dst))
+    assert got == want.tobytes()
+
+
 def test_pieces_cover_each_element_once():
     for shape in [
         (1, 1),

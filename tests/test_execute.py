@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from mckpt.errors import SourceError, StorageError
 from mckpt.execute import files, units
 from mckpt.execute.engine import execute
-from mckpt.geometry.join import COPY
+from mckpt.geometry.join import COPY, Cast
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
@@ -324,7 +324,7 @@ def test_many_copies_are_cut_fast():
     )
     tracemalloc.start()
     began = time.process_time()
-    work = units.Work.of(plan, SAME)
+    work = units.Work.of(plan, [Cast(*cast) for cast in SAME])
     took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert len(work.bounds) - 1 == num // 4 and int(work.slabs["bytes"].sum()) == num << 20

@@ -107,7 +107,7 @@ def test_a_stage_that_ends_in_a_layer_has_no_place_in_gpt(
 
 
 @pytest.mark.parametrize(
-    "other", ["**--*-*-", "*-*-*-*", "*-*-*-M-", "*-*-*-*-/*", "*-*-*-*-/*-*-", "G-*-*-*-"]
+    "other", ["**--*-*-", "*-*-*-*", "*-*-*-M-", "*-*-*-*-/*", "*-*-*-*-/*-*-", "M-*-*-*-"]
 )
 def test_another_pattern_is_another_model(
     other: str, tiny_model: TinyModel, tmp_path: Path

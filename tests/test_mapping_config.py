@@ -20,7 +20,15 @@ from tests import tiny
 from tests.published import INEXACT
 from tests.tiny import FIXTURES
 
-CONFIGS = sorted((FIXTURES / "configs").rglob("*.json"))
+EVERY = [
+    path
+    for path in sorted((FIXTURES / "configs").rglob("*.json"))
+    # without those of models that contain a text model, whose config no args describe
+    if "vision_config" not in json.loads(path.read_text())
+]
+# those of the families in fixtures/tiny, whose keys `bears` knows
+KINDS = {"kimi_k2", *(tiny.config(case)["model_type"] for case in tiny.CASES)}
+CONFIGS = [path for path in EVERY if json.loads(path.read_text())["model_type"] in KINDS]
 IDS = [str(p.relative_to(FIXTURES / "configs")) for p in CONFIGS]
 TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
 
@@ -74,6 +82,17 @@ def test_a_config_comes_back_from_its_dims(path: Path) -> None:
     assert all(type(v) in (int, float, bool, str, list, type(None)) for v in dims.values())
 
 
+@pytest.mark.parametrize("path", EVERY, ids=lambda p: str(p.relative_to(FIXTURES / "configs")))
+def test_a_family_writes_the_config_that_it_reads(path: Path) -> None:
+    """The dims of the written config are those of the published one, and no key is left out."""
+    config = json.loads(path.read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    dims = family.read(config)
+    written = {"architectures": list(family.architectures), **family.write(dims)}
+    assert family.read(written) == dims
+    assert set(family.unknown(config)) <= {"quantization_config"}
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=IDS)
 def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     """The dims are the same after Megatron's args were written and read, except those that the plan
@@ -83,7 +102,8 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     name = mapping.family_with(config["architectures"][0])
     family, dialect = mapping.load("hf", name), mapping.load("megatron", "gpt")
     dims = family.read(config)
-    inexact = dialect.inexact(dims)
+    # layers of Megatron-Core's own: those of Transformer Engine have a fault in 0.19
+    inexact = dialect.inexact(dims, {"transformer_impl": "local"})
     again = dialect.read(dialect.write(dims))
     free = {d for d, spec in family.dims.items() if spec.free}
     apart = {k for k in dims if dims[k] != again[k]} - free
@@ -207,11 +227,11 @@ def test_an_arg_without_a_dim_is_refused() -> None:
     dialect = mapping.load("megatron", "gpt")
     dims = mapping.load("hf", "llama").read(llama())
     args = dialect.write(dims)
-    assert dialect.read({**args, "qk_l2_norm": None}) == dims
+    assert dialect.read({**args, "enable_hyper_connections": None}) == dims
     with pytest.raises(
-        MappingError, match=r"qk_l2_norm is True, and gpt\.yaml supports only False"
+        MappingError, match=r"enable_hyper_connections is True, and gpt\.yaml supports only False"
     ):
-        dialect.read({**args, "qk_l2_norm": True})
+        dialect.read({**args, "enable_hyper_connections": True})
     with pytest.raises(
         MappingError, match=r"(?s)position_embedding_type is 'none'.*softmax_scale is 0\.5"
     ):

@@ -147,6 +147,46 @@ def check_qkv_bias(ways: int = 1) -> None:
     )
 
 
+def check_gated_attention(ways: int = 1) -> None:
+    """Compares with Megatron-Core, which splits each query group into [q | gate | k | v], and with
+    transformers, which views q_proj as [heads, 2 * head_dim] and chunks each head in two.
+    """
+    gate = tensor(15, HEADS * HEAD_DIM, HIDDEN)
+    grouped = [x.reshape(GROUPS, -1, HIDDEN) for x in (Q, gate, K, V)]
+    megatron = np.concatenate(grouped, axis=1).reshape(-1, HIDDEN)
+    same(shards("qkv", [Q, gate, K, V], "column", ways), np.split(megatron, ways))
+    (q_proj,) = shards("qkv", [Q, gate], "column", 1, groups=HEADS)
+    by_head = q_proj.reshape(HEADS, 2 * HEAD_DIM, HIDDEN)
+    same([by_head[:, :HEAD_DIM].reshape(-1, HIDDEN)], [Q])
+    same([by_head[:, HEAD_DIM:].reshape(-1, HIDDEN)], [gate])
+
+
+def check_gated_delta_net(ways: int = 1) -> None:
+    """Splits in_proj_qkvz and in_proj_ba as transformers does, per key head, and compares each
+    rank of Megatron-Core's in_proj, which is [q | k | v | z | beta | alpha] over its own heads.
+    """
+    heads, ratio, dk, dv = 8, 3, 5, 7
+    q, k = tensor(16, heads * dk, HIDDEN), tensor(17, heads * dk, HIDDEN)
+    v, z = (tensor(i, heads * ratio * dv, HIDDEN) for i in (18, 19))
+    beta, alpha = tensor(20, heads * ratio, HIDDEN), tensor(21, heads * ratio, HIDDEN)
+    members = [q, k, v, z, beta, alpha]
+    (qkvz,) = shards("qkv", members[:4], "column", 1, groups=heads)
+    (ba,) = shards("qkv", members[4:], "column", 1, groups=heads)
+    ends = np.cumsum([dk, dk, ratio * dv])
+    split = np.split(qkvz.reshape(heads, -1, HIDDEN), ends, axis=1)
+    split += np.split(ba.reshape(heads, 2 * ratio, HIDDEN), 2, axis=1)
+    same([part.reshape(-1, HIDDEN) for part in split], members)
+    of_ranks = zip(*(np.split(member, ways) for member in members), strict=True)
+    same(shards("gated", members, "column", ways), [np.concatenate(own) for own in of_ranks])
+
+
+def check_convolution(ways: int = 1) -> None:
+    """Compares tensors of three axes, [channels, 1, kernel]."""
+    members = [tensor(22, 40, 1, 4), tensor(23, 40, 1, 4), tensor(24, 56, 1, 4)]
+    of_ranks = zip(*(np.split(member, ways) for member in members), strict=True)
+    same(shards("gated", members, "column", ways), [np.concatenate(own) for own in of_ranks])
+
+
 def check_gated(ways: int = 1) -> None:
     same(shards("gated", [GATE, UP], "column", ways), reference_gated(GATE, UP, ways))
 
@@ -195,6 +235,9 @@ CHECKS: dict[str, Callable[[int], None]] = {
     for f in (
         check_qkv,
         check_qkv_bias,
+        check_gated_attention,
+        check_gated_delta_net,
+        check_convolution,
         check_gated,
         check_gated_bias,
         check_row,
@@ -262,9 +305,9 @@ def test_qkv_packs_a_literal_example() -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(PackingError, match=r"k \[7, 5\] does not fall into 2 query groups"):
+    with pytest.raises(PackingError, match=r"tensor 1 \[7, 5\] does not fall into 2 groups"):
         packing.qkv([(8, 5), (7, 5), (8, 5)], 2)
-    with pytest.raises(PackingError, match=r"v \[8, 6\]"):
+    with pytest.raises(PackingError, match=r"tensor 2 \[8, 6\]"):
         packing.qkv([(8, 5), (8, 5), (8, 6)], 2)
     with pytest.raises(
         PackingError, match=r"cannot be stacked along axis 0: \[4, 5\] and \[4, 6\]"

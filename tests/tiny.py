@@ -399,18 +399,21 @@ def load(directory: Path, dtype: str = "float32") -> Any:
     unexpected or of another shape.
     """
     import torch
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model, info = AutoModelForCausalLM.from_pretrained(
+    named = json.loads((directory / "config.json").read_text())["architectures"][0]
+    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    model, info = kind.from_pretrained(
         directory,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
         output_loading_info=True,
     )
     # transformers' model has no layers of multi-token prediction, which follow the decoder's
-    info["unexpected_keys"] = decoder_only(model.config.to_dict(), info["unexpected_keys"])
+    text = model.config.get_text_config().to_dict()
+    info["unexpected_keys"] = decoder_only(text, info["unexpected_keys"])
     wrong = {kind: found for kind, found in info.items() if found}
     assert not wrong, f"{directory}: transformers reports {wrong}"
     return model.eval()

@@ -12,6 +12,7 @@ from mckpt import formats, mapping
 from mckpt.checkpoint import description
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
+from mckpt.formats import carried
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
@@ -20,10 +21,6 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
 from mckpt.storage.staging import MANIFEST, unfinished
-
-
-class VocabSizeUnknown(UsageError):
-    """The unpadded vocabulary size is not known."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +65,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
         self.unit: Unit | None = None  # set only for a Megatron save directory
         self._dims: Dims | None = None  # set by `with_dims`
+        self._borrows = False  # set by `borrowing`
         self.opened = self._open()
 
     def _open(self) -> Opened:
@@ -173,22 +171,32 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         }
 
     @cached_property
+    def unstored(self) -> dict[str, Any]:
+        """Returns the dims of a Hugging Face directory that are neutral although config.json, or
+        its default, has another value: the tensor that they require is not there.
+        """
+        if self.is_megatron:
+            return {}
+        found = description.unstored(self.mapping, read_config(self.path), set(self.opened.keys()))
+        return {name: value for name, value in found.items() if name not in self.known.dims}
+
+    @cached_property
     def overruled(self) -> dict[str, Any]:
-        """Returns the dims that the user sets and that replace those of config.json, because the
-        tensors contradict config.json.
+        """Returns the dims that replace those of config.json, because the tensors contradict it:
+        those that the user sets, and `unstored`.
 
         Raises MappingError if the user contradicts a dim of config.json on which no tensor depends,
         or with which the tensors agree.
         """
-        said = self.known.dims
+        said, unstored = self.known.dims, self.unstored
         if self.is_megatron or not said:
-            return {}
+            return unstored
         config, where = read_config(self.path), str(self.path / CONFIG)
         try:
-            self.mapping.read(config, said, where)
+            self.mapping.read(config, said, where, unstored)
         except MappingError as denied:
             try:
-                plain = self.mapping.read(config, {}, where)
+                plain = self.mapping.read(config, {}, where, unstored)
             except MappingError:
                 raise denied from None
             free = {n for n, spec in self.mapping.dims.items() if spec.free}
@@ -201,7 +209,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             invisible = {
                 n: v
                 for n, v in apart.items()
-                if self.mapping.stored(self.mapping.read(config, {}, where, {n: v})) == shown
+                if self.mapping.stored(self.mapping.read(config, {}, where, {**unstored, n: v}))
+                == shown
             }
             if invisible:
                 raise self._contradiction(
@@ -210,9 +219,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             try:
                 self.opened.layout(Names(self.mapping, plain, {}, self.parallel))
             except MckptError:
-                return apart
+                return {**unstored, **apart}
             raise self._contradiction(apart, plain, "the tensors agree with it") from None
-        return {}
+        return unstored
 
     def _contradiction(self, apart: Mapping[str, Any], plain: Dims, why: str) -> MappingError:
         sized = () if self.known.vocab_size is None else ("vocab_size",)
@@ -240,12 +249,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if undescribed and not bridge and self._recorded:
             out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
         for name, value in self.overruled.items():
-            said = ", ".join(
-                f"{k} {v!r}" for k, v in self.mapping.said_of(name, read_config(self.path)).items()
-            )
+            tensor = self.mapping.dims[name].tensor if name in self.unstored else None
             out.append(
-                f"{name}: config.json has {said}; the value of --set, {value!r}, is used, because"
-                " the tensors agree with it"
+                description.overruled(self.mapping, read_config(self.path), name, value, tensor)
             )
         made = "was given when the checkpoint was made"
         if "config" in self.allowed and self.granted:
@@ -285,6 +291,13 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return self._megatron_dims(self.known.dims)
         return self._read_config(self.path, self.known.dims, self.overruled)
 
+    @cached_property
+    def family(self) -> MappingFile | None:
+        """Returns the family of the model; None if no config.json describes a Megatron
+        checkpoint.
+        """
+        return None if self.described_by is None else self._family(self.described_by)
+
     def _read_config(
         self, described: Path, known: Mapping[str, Any], override: Mapping[str, Any]
     ) -> Dims:
@@ -309,7 +322,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         root, described, recorded = self.opened.root, self._described_dims(said), self._recorded
         known = {**recorded, **described}
         if self.args is not None:
-            _require_vocab_size(root, self.args, known, said)
+            description.require_vocab_size(root, self.args, known, said)
             granted = {
                 n: v
                 for n, v in self.granted.items()
@@ -326,7 +339,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 raise (e.with_hint(hint) if hint else e) from None
         if (bridge := root / RUN_CONFIG).exists():
             return run_config_dims(bridge, known, said)
-        return _completed(root, {**known, **said})
+        return description.completed(root, {**known, **said})
 
     def _described_dims(self, said: Mapping[str, Any]) -> Mapping[str, Any]:
         """The dims of the config.json that describes a Megatron checkpoint; none without one."""
@@ -349,7 +362,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return None
         try:
             dims = self.dims
-        except VocabSizeUnknown:
+        except description.VocabSizeUnknown:
             dims = self._megatron_dims({**self.known.dims, "vocab_size": rows})
         if rows < dims["vocab_size"]:
             raise SourceError(
@@ -360,9 +373,19 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def with_dims(self, dims: Dims) -> Checkpoint:
         """Returns the same files, read with these dims."""
+        return self._again(_dims=dims)
+
+    def borrowing(self) -> Checkpoint:
+        """Returns the same checkpoint, which takes from --like the tensors that are not in
+        Megatron's model, if DST/hf does not have them. A conversion does so; a comparison would
+        compare such tensors with themselves.
+        """
+        return self._again(_borrows=True)
+
+    def _again(self, **changed: Any) -> Checkpoint:
         other = object.__new__(Checkpoint)
-        own = ("path", "known", "unit", "opened")
-        other.__dict__.update({name: getattr(self, name) for name in own}, _dims=dims)
+        own = ("path", "known", "unit", "opened", "_dims", "_borrows")
+        other.__dict__.update({name: getattr(self, name) for name in own} | changed)
         return other
 
     @property
@@ -417,7 +440,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def layout(self) -> Layout:
         """Returns the logical box that each stored tensor holds."""
         try:
-            return self.opened.layout(self.names)
+            found = self.opened.layout(self.names)
+            return found if self.carried is None else carried.joined(found, self.carried)
         except (SourceError, CoverError) as e:
             hints = []
             if self.known.dims:
@@ -428,6 +452,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             if hint := self._family_hint(self.described_by):
                 hints.append(hint)
             raise (e.with_hint("\n".join(hints)) if hints else e) from None
+
+    @cached_property
+    def carried(self) -> Layout | None:
+        """Returns the tensors that a Megatron checkpoint has beside it and that its model does not
+        have, such as a vision tower: from DST/hf, else, if it borrows, from --like. None if there
+        are none.
+        """
+        if not self.is_megatron:
+            return None
+        like = Path(self.known.like) if self.known.like and self._borrows else None
+        return carried.found(like, self.side_directory, self.family, self.manifest.get("carried"))
 
     def _check_sizes(self, dims: Dims) -> None:
         if self.opened.format.fixed_sizes:
@@ -459,46 +494,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.layout.num_tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path, "known": self.known, "dims": self._dims}
+        names = ("path", "known", "_dims", "_borrows")
+        return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # opened anew: a pickle of open headers would be large
-        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__)
-        self._dims = state["dims"]
-
-
-def _require_vocab_size(
-    root: Path, args: Mapping[str, Any], known: Mapping[str, Any], said: Mapping[str, Any]
-) -> None:
-    """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
-    vocab_size.
-    """
-    if any(found.get("vocab_size") is not None for found in (args, known, said)):
-        return
-    padded = args.get("padded_vocab_size")
-    raise VocabSizeUnknown(
-        f"{root}: its args do not contain the unpadded vocab_size"
-        + (f", only the padded {padded}" if padded else "")
-        + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
-        " --like HF_DIR"
-    )
-
-
-def _completed(root: Path, known: Mapping[str, Any]) -> Dims:
-    """The known dims of a checkpoint without args, and the neutral values of all others.
-
-    UsageError names the dims that have no neutral value.
-    """
-    dims = mapping.hub().dims
-    missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
-    if missing:
-        raise UsageError(
-            f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
-            " HF_DIR, a directory whose config.json does"
-        )
-    neutral = {
-        n: dim.neutral(known)
-        for n, dim in dims.items()
-        if n not in known and dim.neutral is not None
-    }
-    return {**known, **neutral}
+        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__ | state)

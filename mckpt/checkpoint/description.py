@@ -6,17 +6,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.errors import MappingError, SourceError
+from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.mapping import MappingFile
+from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import read_file
 from mckpt.storage.staging import MANIFEST
+
+
+class VocabSizeUnknown(UsageError):
+    """The unpadded vocabulary size is not known."""
 
 
 def download_hint(path: Path) -> str:
@@ -125,3 +129,76 @@ def contradiction(
     )
     assert isinstance(error, MappingError)
     return error
+
+
+def unstored(
+    family: MappingFile, config: Mapping[str, Any], keys: Collection[str]
+) -> dict[str, Any]:
+    """Returns the neutral value of each dim whose tensor is not among the stored keys, unless the
+    config has that value already.
+    """
+    found: dict[str, Any] = {}
+    for name, spec in family.dims.items():
+        neutral = mapping.hub().dims[name].neutral
+        said = family.said_of(name, config).values()
+        if spec.tensor and spec.tensor not in keys and neutral is not None:
+            value = neutral({})
+            if not said or any(v != value for v in said):
+                found[name] = value
+    return found
+
+
+def overruled(
+    family: MappingFile, config: Mapping[str, Any], name: str, value: Any, tensor: str | None
+) -> str:
+    """Returns the note on a dim that is not read from config.json.
+
+    tensor: the stored key whose absence decides the dim; None if the user gave the value.
+    """
+    said = ", ".join(f"{k} {v!r}" for k, v in family.said_of(name, config).items())
+    if tensor is not None:
+        return (
+            f"{name}: config.json has {said or 'no key for it'}; {value!r} is used, because the"
+            f" tensor {tensor} is not there"
+        )
+    return (
+        f"{name}: config.json has {said}; the value of --set, {value!r}, is used, because the"
+        " tensors agree with it"
+    )
+
+
+def require_vocab_size(
+    root: Path, args: Mapping[str, Any], known: Mapping[str, Any], said: Mapping[str, Any]
+) -> None:
+    """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
+    vocab_size.
+    """
+    if any(found.get("vocab_size") is not None for found in (args, known, said)):
+        return
+    padded = args.get("padded_vocab_size")
+    raise VocabSizeUnknown(
+        f"{root}: its args do not contain the unpadded vocab_size"
+        + (f", only the padded {padded}" if padded else "")
+        + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
+        " --like HF_DIR"
+    )
+
+
+def completed(root: Path, known: Mapping[str, Any]) -> Dims:
+    """The known dims of a checkpoint without args, and the neutral values of all others.
+
+    UsageError names the dims that have no neutral value.
+    """
+    dims = mapping.hub().dims
+    missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
+    if missing:
+        raise UsageError(
+            f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
+            " HF_DIR, a directory whose config.json does"
+        )
+    neutral = {
+        n: dim.neutral(known)
+        for n, dim in dims.items()
+        if n not in known and dim.neutral is not None
+    }
+    return {**known, **neutral}

@@ -9,6 +9,7 @@ from typing import Any
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.errors import MappingError, SourceError, counted
+from mckpt.formats import carried
 from mckpt.formats.base import Names
 from mckpt.formats.hf_config import CONFIG, parse_config, read_config
 from mckpt.geometry.parallel import Parallel
@@ -39,6 +40,7 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
         sizes = opened.parallel().args()
         out["parallel"] = {k: v for k, v in sizes.items() if v not in (None, False)}
         out["model"] = {k: args[k] for k in MODEL_ARGS if args.get(k)} or None
+        out["carried"] = carried.shown(source.side_directory)
     shown = opened.show(most)
     out.update(shown.facts)
     out["inexact"] = source.allowed or None
@@ -113,7 +115,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     if unknown := [key for key in family.unknown(parsed) if model is not None]:
         raise MappingError.of(
             f"{config}: has keys that {file.name} does not mention:",
-            [f"{key}: {mapping.lookup(parsed, key)!r}" for key in unknown],
+            [f"{key}: {family.lookup(parsed, key)!r}" for key in unknown],
             "Let a dim read a key that changes the result, or list its value under `expect`; list"
             " a key that changes nothing under `inert`.",
         )

@@ -22,6 +22,7 @@ from mckpt.geometry.box import (
 )
 from mckpt.lazy import numpy as np
 from mckpt.storage.files import unreadable
+from mckpt.values.casting import shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
 
@@ -87,6 +88,11 @@ class LogicalTensor:
         out = LogicalTensor(self._reader, self.name, self.whole, Box(tuple(offset), tuple(shape)))
         out._dropped = tuple(dropped)
         return out
+
+    @property
+    def offset(self) -> float:
+        """Returns the number that the stored values have been shifted by."""
+        return self._reader.offset(self.name)
 
     def numpy(self, buffer: np.ndarray | None = None) -> np.ndarray:
         """Reads and returns the elements; dtypes that numpy lacks are those of ml_dtypes.
@@ -160,6 +166,12 @@ class Reader(Mapping[str, "LogicalTensor"]):
         template, layer, expert = self._order[name]
         return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
 
+    def offset(self, name: str) -> float:
+        """Returns the number that the stored values have been shifted by; see Piece."""
+        template, layer, expert = self._order[name]
+        held = self._held[template]
+        return next(pieces[0].offset for _, pieces, row_of in held if (layer, expert) in row_of)
+
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
         """Returns the bytes of a box, dense, as unsigned integers of the dtype's size.
 
@@ -183,6 +195,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
         box of `into`.
         """
         size, wide = itemsize(s.stored_as), out.itemsize
+        offset = pieces[0].offset  # of all pieces of one logical tensor
         for m in (
             m
             for p in pieces
@@ -192,7 +205,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             at = int(s.at[row]) + m.src_start * size
             if (
                 m.src_step == m.dst_step == 1
-                and not s.scales
+                and not (s.scales or offset)
                 and (m.rows == 1 or m.run * size >= DIRECT)
             ):
                 for i in range(m.rows):  # without a buffer in between
@@ -220,6 +233,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 dequantise(
                     grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read
                 )
+            elif offset:
+                kind = numpy_dtype(s.dtype)
+                shift(rows.view(kind), to.view(kind), -offset)
             else:
                 to[...] = rows
 

@@ -23,15 +23,16 @@ def list_mappings(as_json: bool) -> None:
     from mckpt import mapping
 
     files = {
-        kind: {name: list(mapping.load(kind, name).architectures) for name in mapping.names(kind)}
+        kind: {name: mapping.load(kind, name) for name in mapping.names(kind)}
         for kind in mapping.KINDS
     }
     if as_json:
-        click.echo(json.dumps(files))
+        said = {k: {n: list(f.architectures) for n, f in v.items()} for k, v in files.items()}
+        click.echo(json.dumps(said))
         return
     for kind, found in files.items():
-        for name, architectures in found.items():
-            click.echo(f"{kind}/{name}  {' '.join(architectures)}".rstrip())
+        for name, file in found.items():
+            click.echo("  ".join([f"{kind}/{name}", *file.architectures, file.models]).rstrip())
 
 
 @command()

@@ -11,10 +11,13 @@ from typing import Any
 import numpy as np
 
 from mckpt import __version__, mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_casts
 from mckpt.conversion.target import Target
+from mckpt.formats import carried
 from mckpt.formats.base import dtypes_of
+from mckpt.geometry.join import Joined
 from mckpt.mapping import MappingFile
 from mckpt.values import dtypes, quantisation
 
@@ -24,10 +27,11 @@ def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
     if target.dtype is not None:
         wanted = dtypes.parse(target.dtype)
         refuse_casts(source, target.dtype)
-        return dict.fromkeys(source.layout.shapes, wanted), wanted
+        names = {p.tensor for s in source.layout.stored if not s.carried for p in s.pieces}
+        return dict.fromkeys(names, wanted), wanted
     kinds = dtypes_of(source.layout)
     weight: dict[str, int] = {}
-    for s in source.layout.stored:
+    for s in (s for s in source.layout.stored if not s.carried):
         weight[s.dtype] = weight.get(s.dtype, 0) + s.numel * len(s) * dtypes.itemsize(s.dtype)
     return kinds, max(weight, key=lambda d: weight[d])
 
@@ -91,9 +95,26 @@ def facts_of(
         "dtype": target.dtype,
         "casts": [*source.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
         "inexact": dict(inexact),
+        **({"carried": carried.facts(held)} if (held := carried.of(moved.layout)) else {}),
         "notes": [*source.notes, *notes],
         **more,
     }
+
+
+def shifted(joined: Joined) -> list[str]:
+    """Returns notes on the tensors whose stored values differ by a number between both sides."""
+    out = []
+    for number, cast in enumerate(joined.casts):
+        if cast.offset:
+            copies = joined.copies[joined.copies["cast"] == number]
+            elements = int((copies["rows"] * copies["run"]).sum())
+            name = joined.name(int(copies["tensor"][0]))
+            out.append(
+                f"{elements:,} elements, such as those of {name}, are stored as the sum of the"
+                f" value and {cast.offset:g}, rounded to {cast.target}. Weights of a norm from 0.5"
+                " to 256 are exact; smaller ones lose their last bits"
+            )
+    return out
 
 
 def dequantised(source: Checkpoint) -> list[str]:
@@ -105,6 +126,29 @@ def dequantised(source: Checkpoint) -> list[str]:
     return [
         f"{num:,} tensors are {quantisation.CODES} with a scale for each {block[0]} x {block[1]},"
         f" and are dequantised to {quantisation.VALUES}"
+    ]
+
+
+def form_of(source: Checkpoint, family: MappingFile) -> str | None:
+    """Returns the form of the family in which the source's tensors have their names, or had them in
+    the directory that it was made of; None for a family without forms.
+    """
+    keys = [carried.key_of(s) for s in carried.of(source.layout)]
+    known = source.manifest if source.is_megatron else source.names.choices
+    return family.form_of(keys, known.get("form"))
+
+
+def text_notes(source: Checkpoint) -> list[str]:
+    """Returns notes on a source of which Megatron's model is a part, the one that computes text."""
+    unchanged = carried.of(source.layout)
+    if not unchanged or (family := source.family) is None:
+        return []
+    named = form_of(source, family)
+    form = family.form({} if named is None else {"form": named})
+    return [
+        f"the tensors {', '.join(form.carried)} are carried in hf/{carried.FILES}, and Megatron's"
+        " model is the text model: it computes text, and no images, video or audio",
+        *family.notes,
     ]
 
 

@@ -83,10 +83,16 @@ class Plan:
             "copies": len(copies),
             "casts": {
                 f"{a} -> {b}": n
-                for (a, b), n in zip(self.joined.casts, moved, strict=True)
-                if a != b
+                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                if a != b and not offset
+            },
+            "offsets": {
+                f"{a} {offset:+g} -> {b}": n
+                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
+                if offset
             },
             "padding_bytes": int(padding),
+            "carried": self.facts.get("carried"),
             "ignored": dict(_short(self.source.layout.ignored)),
             "left_behind": self.source.left_behind(),
             "inexact": self.facts["inexact"],
@@ -121,6 +127,10 @@ class Plan:
         lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(
             p["padding_bytes"]
         )
+        if held := p["carried"]:
+            lines.append(
+                f"carried unchanged: {counted(held['tensors'], 'tensor')}, {held['bytes']:,} bytes"
+            )
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
         lines += [f"inexact: {text}" for text in p["inexact"].values()]

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
-from mckpt.checkpoint.description import family_for
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown, family_for
 from mckpt.conversion.target import MAX_SHARD_SIZE, Target
 from mckpt.errors import DestinationError, MappingError, UsageError
+from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
@@ -158,7 +159,7 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
 
 def refuse_casts(source: Checkpoint, dtype: str) -> None:
     """Raises UsageError if the source has tensors of a dtype that --dtype cannot cast."""
-    held = {s.dtype for s in source.layout.stored}
+    held = {s.dtype for s in source.layout.stored if not s.carried}
     strange = sorted(d for d in held if d not in WEIGHT_DTYPES)
     if strange:
         raise UsageError(
@@ -209,7 +210,8 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
     """
     family = source.mapping.path.name
     wanted = {name for b in target.bound() for name in b.rule.of}
-    found = mapping.misfits(family, set(source.layout.shapes), title, wanted, target.dims)
+    held = source.layout.shapes.keys() - carried.shapes(source.layout.stored).keys()
+    found = mapping.misfits(family, held, title, wanted, target.dims)
     if found:
         cure = (
             "Add what is missing to the family file; `mckpt mappings check FILE --config"
@@ -253,3 +255,25 @@ def refuse_side_of_other(source: Checkpoint, side: Path) -> None:
             f"{side}: describes another model; all checkpoints of one save directory share its"
             f" hf. {e}"
         ) from None
+
+
+def refuse_uncarried(source: Checkpoint, family: MappingFile) -> None:
+    """Raises MappingError if the family's model has tensors beside those of Megatron's model and
+    the source does not have them, or the other way round.
+    """
+    found = carried.of(source.layout)
+    parts = " or ".join(", ".join(form.carried) for form in family.forms.values())
+    where = source.described_by or source.path
+    if family.forms and not found:
+        raise MappingError(
+            f"{where}: describes a {family.architectures[0]}, whose tensors {parts} are not in"
+            f" Megatron's model, and {carried.FILES} is not there: give --like HF_DIR, the model's"
+            " original directory with its weights, or the directory hf that mckpt wrote beside the"
+            " checkpoint"
+        )
+    if found and family.form_of(map(carried.key_of, found)) is None:
+        raise MappingError(
+            f"{where}: has {len(found):,} tensors that are carried unchanged, such as"
+            f" {carried.key_of(found[0])}, and {family.path.name} has no place for them; give the"
+            " family of the whole model"
+        )

@@ -5,21 +5,31 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mckpt.errors import DestinationError, SourceError
+from mckpt.formats.carried import FILES
 from mckpt.formats.hf_config import CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.storage.files import stamp
+from mckpt.storage.files import TargetFile, stamp
 from mckpt.storage.staging import sync
 
 
 class SideFiles:
     """The files of DST/hf for one checkpoint, by name: the source path of each, or its content."""
 
-    def __init__(self, root: Path, files: Mapping[str, Path | bytes]) -> None:
+    def __init__(
+        self,
+        root: Path,
+        files: Mapping[str, Path | bytes],
+        carried: Sequence[TargetFile] = (),
+    ) -> None:
+        """carried: files of carried tensors, which a run writes to the directory hf of its staging
+        directory.
+        """
         self.path, self.files = root / "hf", files
+        self.carried = {Path(file.path).name: file.size for file in carried}
         paths = [source for source in files.values() if isinstance(source, Path)]
         self._stamps = {path: stamp(path) for path in paths}  # bytes and mtime when it was planned
 
@@ -51,18 +61,32 @@ class SideFiles:
                     f"{path}: {what}; all checkpoints of one save directory share its hf. Write to"
                     " another directory"
                 )
+        for name in {path.name for path in self.path.glob(FILES)} | self.carried.keys():
+            there = self.path / name
+            if not there.is_file() or there.stat().st_size != self.carried.get(name):
+                raise self._other_tensors(name)
         if (self.path / MAPPING).is_file() and MAPPING not in self.files:
             raise DestinationError(
                 f"{self.path / MAPPING}: is the family file of other checkpoints here, and this one"
                 " has none. Write to another directory"
             )
 
+    def _other_tensors(self, name: str) -> DestinationError:
+        return DestinationError(
+            f"{self.path / name}: is not the source's; all checkpoints"
+            " of one save directory share its hf. Write to another directory"
+        )
+
     def publish(self, staging: Path) -> None:
-        """Moves the files to DST/hf, unless it exists already."""
-        if not self.files or self.path.exists():
-            return
+        """Moves the files to DST/hf. If it exists already, only compares the carried tensors."""
         folder = staging / "hf"
-        shutil.rmtree(folder, ignore_errors=True)
+        if not self.files:
+            return
+        if self.path.exists():
+            for name in self.carried:
+                if not filecmp.cmp(folder / name, self.path / name, shallow=False):
+                    raise self._other_tensors(name)
+            return
         for name, source in self.files.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

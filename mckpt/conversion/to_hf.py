@@ -13,17 +13,27 @@ from mckpt.checkpoint.description import family_for
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     facts_of,
+    form_of,
     kinds_of,
     mapping_to_keep,
     named_by_user,
+    shifted,
 )
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.refusals import refuse_inexact, refuse_misfit
+from mckpt.conversion.refusals import refuse_inexact, refuse_misfit, refuse_uncarried
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
+from mckpt.formats import carried
 from mckpt.formats.base import Names, Wanted
-from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
+from mckpt.formats.hf_config import (
+    CONFIG,
+    QUANTISED,
+    quantised_by,
+    read_config,
+    side_files,
+    without_quantisation,
+)
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
@@ -44,9 +54,13 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     inexact = _inexact(source, family, target)
     kinds, dtype = kinds_of(source, target)
     text, notes = _config(source, family, base, dtype)
-    names = Names(family, source.dims, {}, Parallel())
+    refuse_uncarried(source, family)
+    unchanged = carried.of(source.layout)
+    form = form_of(source, family)
+    names = Names(family, source.dims, {} if form is None else {"form": form}, Parallel())
     refuse_misfit(source, names, family.path.name)
-    layout, outputs = destination.format.lay_out(Wanted(names, kinds, target.max_shard_size))
+    wanted = Wanted(names, kinds, target.max_shard_size, carried=tuple(unchanged))
+    layout, outputs = destination.format.lay_out(wanted)
     kept = mapping_to_keep(source)
     if kept is not None:
         outputs.append(TargetFile.whole(MAPPING, kept[1]))
@@ -54,19 +68,19 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     copies = _side_copies(roots, {file.path for file in outputs})
     outputs += [TargetFile.copy(name, path) for name, path in copies.items()]
     outputs.append(TargetFile.whole(CONFIG, text))
+    joined = join(source.layout, layout)
     facts = facts_of(
         source,
         source,
         target,
         family,
         inexact,
-        [note, *notes],
+        [note, *notes, *shifted(joined)],
         max_shard_size=target.max_shard_size,
         config=hashlib.sha256(text).hexdigest(),
         side=[[file.path, file.size] for file in outputs],
         **named_by_user(source, kept is not None),
     )
-    joined = join(source.layout, layout)
     side, copied = SideFiles(destination.root, {}), list(copies.values())
     return Plan(source, destination, target, joined, layout, outputs, side, copied, facts)
 
@@ -112,11 +126,11 @@ def _config(
     if base is None:
         named = {"architectures": [family.architectures[0]]}
         return _json({**named, **family.write(source.dims), "torch_dtype": dtype}), []
-    key = "dtype" if "dtype" in base else "torch_dtype"
-    typed = {} if base.get(key) is None else {key: dtype}
-    config = {**base, **typed, "vocab_size": source.dims["vocab_size"]}
+    config = mapping.typed(base, family.inside, dtype)
+    config = family.restate(config, source.dims, ["vocab_size"])
     notes = []
-    if config.pop(QUANTISED, None):
+    if quantised_by(config):
+        config = without_quantisation(config)
         notes.append(
             f"config.json is written without its {QUANTISED}: no tensor is quantised any more"
         )
@@ -168,6 +182,8 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     unlike, differences, fit = [], [], []
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
+        if family.forms:  # args do not describe what is beside the text model
+            continue
         if family.requires is not None and not family.requires(source.dims):
             unlike.append(f"{name}: it is for models where {family.requires.text}")
         elif why := family.inexact(source.dims):

@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, VocabSizeUnknown
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
 from mckpt.conversion.args import Decided, args_of
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     dequantised,
     facts_of,
+    form_of,
     kinds_of,
     mapping_to_keep,
     named_by_user,
+    shifted,
+    text_notes,
 )
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.refusals import (
@@ -35,6 +39,7 @@ from mckpt.conversion.refusals import (
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import UsageError
+from mckpt.formats import carried
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
 from mckpt.formats.megatron import megatron_args
@@ -72,19 +77,25 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         Wanted(names, kinds, target.max_shard_size, padded, args.common, target.common_as_object)
     )
     line = megatron_args.launch(dialect, args.written)
-    launch_files = megatron_args.files(line).items()
+    notes = text_notes(moved)
+    launch_files = megatron_args.files(line, notes).items()
     outputs += [TargetFile.whole(name, text.encode()) for name, text in launch_files]
-    side = SideFiles(destination.root, _side_of(source))
+    unchanged = carried.of(moved.layout)
+    more, carried_files = carried.lay_out(unchanged, target.max_shard_size)
+    layout = carried.joined(replace(layout, files=[file.path for file in outputs]), more)
+    outputs += carried_files
+    side = SideFiles(destination.root, _side_of(source), carried_files)
     side.refuse_other()
     if not side.files:
         refuse_side_of_other(source, side.path)
+    joined = join(moved.layout, layout)
     facts = facts_of(
         source,
         moved,
         target,
         dialect,
         inexact,
-        dequantised(moved),
+        [*dequantised(moved), *shifted(joined), *notes],
         parallel=parallel.args(),
         choices=dict(names.choices),
         padded_vocab_size=padded,
@@ -93,9 +104,9 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         common_as_object=target.common_as_object,
         args=line.flags,
         megatron_version=".".join(map(str, megatron)),
+        **({"form": form_of(source, source.family)} if unchanged and source.family else {}),
         **named_by_user(source, MAPPING in side.files),
     )
-    joined = join(moved.layout, layout)
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
 
 
@@ -187,7 +198,7 @@ def _choices(
                 "grouped experts need --transformer-impl transformer_engine: the local spec names"
                 " no tensors for them"
             )
-    elif target.transformer_impl is None and own:
+    elif target.transformer_impl is None and "experts" in own:
         grouped = own["experts"] == "grouped"
     else:
         grouped = impl == "transformer_engine"
@@ -212,6 +223,8 @@ def _inexact(
     program = {
         "megatron": dialect.version(target.megatron_version),
         "transformer_impl": impl,
+        "pp": target.parallel.pp,
+        "format": target.format,
     }
     refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:
@@ -219,7 +232,7 @@ def _inexact(
     config = read_config(source.path)
     unknown = {
         key: (
-            f"config.json has {mapping.lookup(config, key)!r}, and"
+            f"config.json has {source.mapping.lookup(config, key)!r}, and"
             f" {source.mapping.path.name} does not mention this key: it may matter or not"
         )
         for key in source.mapping.unknown(config)
@@ -245,6 +258,8 @@ def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     user's family file.
     """
     root = source.side_directory if source.is_megatron else source.path
+    if root is None and source.carried:  # its tensors need the config.json that describes them
+        root = source.described_by
     if root is None:
         return {}
     side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *side_files(root)]}

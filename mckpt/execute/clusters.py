@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mckpt.geometry.join import UNSCALED
+from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.values import casting, quantisation
 from mckpt.values.dtypes import numpy_dtype
 
@@ -213,7 +213,7 @@ class Cluster:
         return bisect_right(range(1, most + 1), limit, key=lambda rows: self.places(rows)[2])
 
     def views(
-        self, rows: int, memory: memoryview, casts: Sequence[tuple[str, str]]
+        self, rows: int, memory: memoryview, casts: Sequence[Cast]
     ) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns the (source, target) arrays of each copy in the buffer, both [rows, run]."""
         bands, strips, _ = self.places(rows)
@@ -222,7 +222,7 @@ class Cluster:
             band, strip = self.bands[b], self.strips[s]
             pitch, shape = band.spans(rows)[2], (rows, c.run)
             src_type, dst_type = (
-                (f"u{c.src_item}",) * 2 if c.cast == SAME else map(numpy_dtype, casts[c.cast])
+                (f"u{c.src_item}",) * 2 if c.cast == SAME else map(numpy_dtype, casts[c.cast][:2])
             )
             strides = (c.src_pitch, pitch) if c.transposed else (pitch, c.src_step)
             src = np.ndarray(shape, src_type, memory, bands[b] + c.src_at - band.at, strides)

@@ -35,6 +35,7 @@ from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks, Session, awaited
 from mckpt.execute.threads import Crew
 from mckpt.execute.units import Work
+from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
 from mckpt.storage.files import TargetFile
 
@@ -48,7 +49,7 @@ KNEE_FLAT = 16  # the same if nothing is staged: 1.6 s; with 8 threads 1.9 s, wi
 
 def execute(
     copies: np.ndarray,
-    casts: Sequence[tuple[str, str]],
+    casts: Sequence[Cast],
     sources: Sequence[str],
     outputs: Sequence[TargetFile],
     staging: Path,
@@ -85,6 +86,7 @@ def execute(
     assert checksum in ("none", "crc32", "sha256"), checksum
     session = session or Session(staging, Ranks())
     ranks, done = session.ranks, session.staging / "done"
+    casts = [Cast(*cast) for cast in casts]
     work = Work.of(copies, casts)
     threads = threads or max(
         1, min(ranks.cores, KNEE_FLAT if work.is_flat() else KNEE, max_memory // PIECE)

@@ -17,8 +17,8 @@ from mckpt.execute.checksums import UNKNOWN, Range, merged
 from mckpt.execute.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip
 from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, write_at
 from mckpt.execute.units import is_ranges
-from mckpt.geometry.join import UNSCALED
-from mckpt.values.casting import cast, has_infinity, pieces
+from mckpt.geometry.join import UNSCALED, Cast
+from mckpt.values.casting import cast, has_infinity, pieces, shift
 from mckpt.values.dtypes import numpy_dtype
 from mckpt.values.quantisation import VALUES, Grid, dequantise
 
@@ -52,7 +52,7 @@ class Mover:
 
     sources: OpenFiles
     targets: OpenFiles
-    casts: Sequence[tuple[str, str]]  # (source dtype, target dtype)
+    casts: Sequence[Cast]
     grids: np.ndarray | None  # Joined.grids, for copies that are scaled
     summing: bool  # compute a crc32 of the bytes that pass
     in_kernel: bool  # let the kernel copy ranges of bytes
@@ -180,15 +180,20 @@ class _SlabCopy:
 
         Raises Overflow for a finite value that becomes infinite as float16.
         """
+        offset = 0.0 if c.cast == SAME else self.mover.casts[c.cast].offset
         if c.grid != UNSCALED:
+            assert not offset, "no rule has an offset for a tensor that is quantised"
             self._dequantise(c, src, dst, row)
+        elif offset:
+            for part in pieces(*src.shape):
+                shift(src[part], dst[part], offset)
         else:
             width = LINES if c.transposed else c.run
             for j in range(0, c.run, width):
                 cast(src[:, j : j + width], dst[:, j : j + width])
         if c.cast == SAME:
             return
-        if self.mover.allow_overflow or self.mover.casts[c.cast][1] != "float16":
+        if self.mover.allow_overflow or self.mover.casts[c.cast].target != "float16":
             return
         for part in pieces(*dst.shape):
             if not has_infinity(dst[part]):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mckpt.execute.clusters import SAME, SECTOR
-from mckpt.geometry.join import COPY, UNSCALED
+from mckpt.geometry.join import COPY, UNSCALED, Cast
 from mckpt.values.dtypes import itemsize
 
 # bytes between two entries of the journal, which each thread may have to do again after a kill;
@@ -58,7 +58,7 @@ class Work(NamedTuple):
     slabs: np.ndarray
 
     @classmethod
-    def of(cls, copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> Work:
+    def of(cls, copies: np.ndarray, casts: Sequence[Cast]) -> Work:
         """Cuts join.COPY records, which may come in any order."""
         w, starts = _clustered(_normal(copies, casts))
         return cls(w, np.append(starts, np.int32(len(w))), _slabs(w, starts))
@@ -85,7 +85,7 @@ def is_ranges(w: np.ndarray) -> np.ndarray:
     return _is_flat(w) & ((w["rows"] == 1) | (w["run"] * w["src_item"] >= SHORT_RUN))
 
 
-def _normal(copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> np.ndarray:
+def _normal(copies: np.ndarray, casts: Sequence[Cast]) -> np.ndarray:
     """Returns the same copies as _WORK, in source order and in one normal form.
 
     A row is the axis along which target elements are closer together. Adjacent rows are joined and
@@ -95,7 +95,9 @@ def _normal(copies: np.ndarray, casts: Sequence[tuple[str, str]]) -> np.ndarray:
     for name in COPY.names or ():
         w[name] = copies[name]
     w = _kept(w, (w["rows"] > 0) & (w["run"] > 0))
-    pairs = np.array([(itemsize(a), itemsize(b), a == b) for a, b in casts], "u1").reshape(-1, 3)
+    pairs = np.array(
+        [(itemsize(c.source), itemsize(c.target), c.same) for c in casts], "u1"
+    ).reshape(-1, 3)
     w["src_item"], w["dst_item"] = pairs[w["cast"], 0], pairs[w["cast"], 1]
     w["cast"][pairs[w["cast"], 2] == 1] = SAME
     turn = (w["run"] == 1) | ((w["rows"] > 1) & (w["dst_step"] > w["dst_pitch"]))

@@ -54,6 +54,7 @@ class Wanted(NamedTuple):
     padded_vocab_size: int = 0  # rows
     common: Mapping[str, Any] = {}  # Megatron's args and other plain values
     common_as_object: bool = False
+    carried: tuple[Stored, ...] = ()  # of the source: tensors to write unchanged
 
 
 class Shown(NamedTuple):
@@ -176,11 +177,11 @@ def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
     Raises UsageError if the model's dims do not fit the packing.
     """
     try:
-        whole = PACKINGS[rule.pack](
-            [hub().shape(name, scope) for name in rule.of], scope["num_query_groups"]
-        )
+        groups = rule.heads(scope) if rule.heads else scope["num_query_groups"]
+        whole = PACKINGS[rule.pack]([hub().shape(name, scope) for name in rule.of], groups)
     except PackingError as e:
         raise UsageError(f"{rule.where}: {rule.key}: {e}") from None
+    whole = whole._replace(offset=rule.offset)
     return padded(whole, padded_rows) if rule.tp == "vocab" and padded_rows else whole
 
 
@@ -233,13 +234,14 @@ def stored_of(
     *,
     replica: bool = False,
     padding: bool = False,
+    carried: bool = False,
 ) -> list[Stored]:
     """Returns buffers of one kind as stored tensors; none if no copy can follow their strides.
 
     where: layer, expert, file, byte [4, buffers].
     """
     dtype, shape, strides = kind
-    if dtype not in WEIGHT_DTYPES:
+    if dtype not in WEIGHT_DTYPES and not carried:
         problems.missing(
             f"{key} {list(shape)} holds {dtype}, and weights are {', '.join(WEIGHT_DTYPES)}: a"
             " quantised model must be dequantised first"
@@ -271,6 +273,7 @@ def stored_of(
             replica=replica,
             padding=padding,
             view=strides is not None,
+            carried=carried,
         )
     ]
 
@@ -287,7 +290,9 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
     out: dict[str, str] = {}
     where: dict[str, dict[str, str]] = {}  # template -> dtype -> one place that holds it
     for s in layout.stored:
-        for name in {p.tensor for p in s.pieces} if not s.replica and len(s) else ():
+        if s.replica or s.carried or not len(s):
+            continue
+        for name in {p.tensor for p in s.pieces}:
             out.setdefault(name, s.dtype)
             where.setdefault(name, {}).setdefault(
                 s.dtype,

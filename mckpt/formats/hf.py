@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections import Counter
 from functools import cached_property
 from pathlib import Path
@@ -15,20 +14,23 @@ from typing import Any
 from mckpt import mapping
 from mckpt.containers.entries import Kind
 from mckpt.errors import SourceError
+from mckpt.formats import carried
 from mckpt.formats.base import (
     Format,
     Names,
     Problems,
     Shown,
     Wanted,
+    best_choices,
     dtype_of,
     packed,
     shapes_of,
     stored_of,
 )
-from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config
+from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config
 from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
 from mckpt.formats.hf_scales import SCALES, Quantised
+from mckpt.formats.shards import Row, place
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
@@ -37,13 +39,13 @@ from mckpt.mapping import MappingFile
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes, quantisation
 
-ALIGN = 8  # header length is padded to this, so that data is aligned for mmap
+STEM = "model"  # starts the names of the weight files
 
 
 def detect(path: Path) -> bool:
     """Returns whether a directory looks like a Hugging Face checkpoint."""
     return any((path / name).exists() for name in (*INDEX.values(), *SINGLE.values())) or (
-        (path / CONFIG).exists() and any(path.glob("*.safetensors"))
+        (path / CONFIG).exists() and any(map(carried.is_weights, path.glob("*.safetensors")))
     )
 
 
@@ -67,7 +69,7 @@ class HuggingFace:
         """Returns the rows and columns of a quantised weight that share a scale, from config.json;
         None if it has no quantisation that mckpt reads.
         """
-        how = self.config.get(QUANTISED)
+        how = quantised_by(self.config)
         if (
             not isinstance(how, dict)
             or how.get("quant_method") != "fp8"
@@ -91,8 +93,22 @@ class HuggingFace:
         """Returns None, because there is no padding here."""
 
     def choices(self, names: Names) -> dict[str, Any]:
-        """Returns no choices, because there is one way to write a Hugging Face directory."""
-        return {}
+        """Returns the form of the names, if the family has several: the one that fits most keys."""
+        if len(names.mapping.forms) < 2:
+            return {}
+
+        def mismatch(names: Names) -> int:
+            apart = len(names.mapping.form(names.choices).unmatched(self.keys()))
+            scope = names.scope()
+            for b in (b for b in names.bound() if not b.rule.alias):
+                # the first layer that a rule has: all layers have the same names and shapes
+                entry = self.entries.get(b.key(int(b.numbers[0])))
+                shape = packed(b.rule, scope).shape
+                held = b.axes(scope) + (shape[::-1] if b.rule.transposed else shape)
+                apart += entry is None or entry.shape != held
+            return apart
+
+        return best_choices(names, {"form": names.mapping.forms}, mismatch)
 
     def beside(self, mapping: MappingFile) -> list[str]:
         """Returns nothing, because the directory holds weights only."""
@@ -176,12 +192,23 @@ class HuggingFace:
                     stored += stored_of(
                         rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias
                     )
+        form = family.form(scope)
         left = dict.fromkeys(entries.names[i] for i in np.flatnonzero(~used).tolist())
+        unchanged = [key for key in left if form.carries(key)]
+        left = {key: None for key in left if not form.carries(key)}
+        stored += carried.stored(entries, unchanged, problems)
+        if self.block is not None:
+            carried.refuse_quantised(stored, problems)
+        for pattern in form.unmatched(unchanged):
+            problems.missing(
+                f"{pattern}: no tensor has such a name, and {family.path.name} lists it as a part"
+                " of the model"
+            )
         ignored: dict[str, str] = {}
         left_out: dict[str, str] = {}
         for found, patterns in ((ignored, family.computed), (left_out, family.ignore)):
             for pattern, why in patterns.items():
-                match = mapping.key_pattern(pattern)
+                match = mapping.key_pattern(form.rename(pattern))
                 found.update({key: why for key in left if match.fullmatch(key)})
         ignored |= left_out
         for key in [k for k in left if k not in ignored]:
@@ -195,11 +222,11 @@ class HuggingFace:
             else:
                 what = f"holds {entries[weight].dtype}" if weight in entries else "is not there"
                 problems.missing(f"{key} in {self._file(key)} has scales, and {weight} {what}")
-        if problems and self.block is None and self.config.get(QUANTISED):
+        if problems and self.block is None and quantised_by(self.config):
             problems.damaged = True  # in front, as all others may follow from it
             problems.insert(
                 0,
-                f"config.json says {QUANTISED} {_short(self.config[QUANTISED])}; of quantised"
+                f"config.json says {QUANTISED} {_short(quantised_by(self.config))}; of quantised"
                 " models, those of quant_method fp8, fmt e4m3 and a weight_block_size are read:"
                 " dequantise it first",
             )
@@ -212,7 +239,8 @@ class HuggingFace:
                 " --set mtp_layers=0 leaves them out."
             )
         problems.check()
-        return Layout(self.files, stored, shapes_of(bound, scope), ignored, left_out)
+        shapes = {**shapes_of(bound, scope), **carried.shapes(stored)}
+        return Layout(self.files, stored, shapes, ignored, left_out)
 
     def _file(self, key: str) -> str:
         """Returns the name of the file that holds a tensor."""
@@ -237,39 +265,14 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------------------------ writing
 
 
-def cut(sizes: list[int], most: int) -> list[int]:
-    """Assigns a file to each tensor, of these bytes and in this order. The files have about the
-    same size, so that the threads that write them end together.
-
-    A file exceeds `most` bytes only if it contains a single tensor.
-    """
-    each = np.array(sizes, "i8")
-    total = int(each.sum())
-    middle = np.cumsum(each) - each / 2
-    least = max(1, -(-total // most))
-    for count in range(least, least + least // 8 + 2):  # the fewest, or a few more
-        _, even = np.unique(
-            np.minimum(middle * count // max(1, total), count - 1), return_inverse=True
-        )
-        if not ((np.bincount(even, each) > most) & (np.bincount(even) > 1)).any():
-            return [int(file) for file in even]
-    # tensors about as large as `most`: as many as fit, one file after the other
-    files, held = [0], 0
-    for i, size in enumerate(sizes):
-        full = i > 0 and held + size > most
-        held = size if full else held + size
-        files.append(files[-1] + full)
-    return files[1:]
-
-
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """Lays out the safetensors files of a model and their index: layer by layer, cut so that no
     file grows past `max_shard_size` bytes.
     """
     dims, kinds, scope = wanted.names.dims, wanted.dtypes, wanted.names.scope()
     bound = [b for b in wanted.names.bound() if b.rule.written]
-    # (rank in the file order, key, dtype, shape, rule, instance)
-    rows: list[tuple[int, str, str, tuple[int, ...], int, int]] = []
+    # (rank in the file order, tensor, rule, instance)
+    ranked: list[tuple[int, Row, int, int]] = []
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
         held, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
@@ -281,41 +284,19 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
                 if "layer" in b.rule.indices
                 else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
             )
-            rows.append((order, keys[i], dtype, axes + held, r, i))
-    rows.sort(key=lambda row: row[0])
-    sizes = [math.prod(row[3]) * dtypes.itemsize(row[2]) for row in rows]
-    file_of = cut(sizes, wanted.max_shard_size)
-    count = file_of[-1] + 1
-    names = (
-        [SINGLE[".safetensors"]]
-        if count == 1
-        else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    )
-    place = {(row[4], row[5]): i for i, row in enumerate(rows)}
-    headers: list[dict[str, Any]] = [{"__metadata__": {"format": "pt"}} for _ in names]
-    at = np.zeros(len(rows), "i8")
-    ends = [0] * count
-    for i, (_, key, dtype, shape, _, _) in enumerate(rows):
-        f = file_of[i]
-        at[i], ends[f] = ends[f], ends[f] + sizes[i]
-        headers[f][key] = {
-            "dtype": dtypes.TABLE[dtype].safetensors,
-            "shape": list(shape),
-            "data_offsets": [int(at[i]), ends[f]],
-        }
-    heads = []
-    for header in headers:
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % ALIGN)
-        heads.append(struct.pack("<Q", len(text)) + text)
-    at += np.array([len(heads[f]) for f in file_of])
-    stored = []
+            ranked.append((order, Row(keys[i], dtype, axes + held), r, i))
+    ranked.sort(key=lambda row: row[0])
+    rows = [*carried.rows(wanted.carried), *(row for _, row, _, _ in ranked)]
+    placed = place(rows, wanted.max_shard_size, STEM)
+    first = len(wanted.carried)
+    index_of = {(r, i): n for n, (_, _, r, i) in enumerate(ranked, first)}
+    stored = carried.placed(wanted.carried, placed)
     for r, b in enumerate(bound):
         whole = packed(b.rule, scope)
         shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of, b.rule.transposed)
         layers, experts = b.instances()
         part = np.arange(len(layers)) % math.prod(b.axes(scope))  # of a tensor of all experts
-        index = np.array([place[r, int(i)] for i in np.arange(len(layers)) - part])
+        index = np.array([index_of[r, int(i)] for i in np.arange(len(layers)) - part])
         nbytes = math.prod(shape) * dtypes.itemsize(dtype_of(b.rule, kinds))
         stored.append(
             Stored(
@@ -325,16 +306,19 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
                 pieces,
                 layers,
                 experts,
-                np.array(file_of, "i4")[index],
-                at[index] + part * nbytes,
+                placed.file[index],
+                placed.at[index] + part * nbytes,
                 replica=b.rule.alias,
             )
         )
-    outputs = [TargetFile.headed(n, h, e) for n, h, e in zip(names, heads, ends, strict=True)]
-    if count > 1:
-        weight_map = {row[1]: names[file_of[i]] for i, row in enumerate(rows)}
+    outputs = placed.outputs
+    if len(placed.names) > 1:
+        weight_map = {
+            row.key: placed.names[file]
+            for row, file in zip(rows, placed.file.tolist(), strict=True)
+        }
         index_json = {
-            "metadata": {"total_size": sum(sizes)},
+            "metadata": {"total_size": sum(row.nbytes for row in rows)},
             "weight_map": dict(sorted(weight_map.items())),
         }
         outputs.append(
@@ -342,7 +326,8 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
                 INDEX[".safetensors"], (json.dumps(index_json, indent=2) + "\n").encode()
             )
         )
-    return Layout(names, stored, shapes_of(bound, scope)), outputs
+    shapes = {**shapes_of(bound, scope), **carried.shapes(stored)}
+    return Layout(placed.names, stored, shapes), outputs
 
 
 FORMAT = Format(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,22 @@ def side_files(root: Path) -> list[str]:
             ):
                 out.append(relative)
     return out
+
+
+def quantised_by(config: Mapping[str, Any]) -> Any:
+    """Returns the quantisation that a config.json describes: at the top, or in the config of one
+    of the model's parts. None if there is none.
+    """
+    parts = [config, *(part for part in config.values() if isinstance(part, Mapping))]
+    return next((part[QUANTISED] for part in parts if part.get(QUANTISED)), None)
+
+
+def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a config.json without any description of a quantisation."""
+    kept = {key: value for key, value in config.items() if key != QUANTISED}
+    return {
+        key: {k: v for k, v in value.items() if k != QUANTISED}
+        if isinstance(value, dict)
+        else value
+        for key, value in kept.items()
+    }

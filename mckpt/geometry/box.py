@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     box: Box
     start: int
     strides: tuple[int, ...]
+    offset: float = 0.0  # the buffer holds the logical values plus this number
 
 
 class Move(NamedTuple):
@@ -87,6 +88,7 @@ class Stored:
     # the buffer is the range that a strided view spans; its other elements are unknown
     view: bool = False
     scales: Scales | None = None  # the scales by which the elements are multiplied
+    carried: bool = False  # no mapping describes it: its bytes are copied and never cast
 
     def __len__(self) -> int:
         return len(self.file)

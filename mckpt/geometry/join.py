@@ -5,6 +5,7 @@ once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,7 @@ COPY = np.dtype(
         ("tensor", "i4"),  # number of the logical tensor; `Joined.name` has its name
         ("src_file", "i4"),
         ("dst_file", "i4"),
-        ("cast", "u2"),  # index into Joined.casts: (source dtype, target dtype)
+        ("cast", "u2"),  # index into Joined.casts
         ("grid", "i4"),  # index into Joined.grids, or UNSCALED
         ("rows", "i8"),
         ("run", "i8"),  # elements
@@ -36,12 +37,25 @@ COPY = np.dtype(
 UNSCALED = -1
 
 
+class Cast(NamedTuple):
+    """The change of a value on its way from the source to the target."""
+
+    source: str  # dtype
+    target: str  # dtype
+    offset: float = 0.0  # added to the value
+
+    @property
+    def same(self) -> bool:
+        """Returns whether the target has the bytes of the source."""
+        return self.source == self.target and not self.offset
+
+
 @dataclass(frozen=True, eq=False)
 class Joined:
     """The copies that fill one layout from another."""
 
     copies: np.ndarray  # of COPY, in the order of reading
-    casts: tuple[tuple[str, str], ...]  # (source dtype, target dtype)
+    casts: tuple[Cast, ...]
     grids: np.ndarray  # a quantisation.Grid in each row
     names: tuple[str, ...]  # logical templates
     layers: int
@@ -76,7 +90,7 @@ def join(source: Layout, target: Layout) -> Joined:
 
     names = tuple(sorted(source.shapes))
     number = {name: i * layers * experts for i, name in enumerate(names)}
-    casts: dict[tuple[str, str], int] = {}
+    casts: dict[Cast, int] = {}
     grids = [np.empty((0, len(Grid._fields)), "i8")]
     holders: dict[str, list[tuple[Stored, list[Piece], np.ndarray, int | None]]] = {}
     for s in source.stored:
@@ -85,7 +99,7 @@ def join(source: Layout, target: Layout) -> Joined:
             if s.scales:
                 first = sum(map(len, grids))
                 grids.append(s.scales.grids)
-            row_of = np.full(layers * experts, -1, "i4")
+            row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
                 holders.setdefault(name, []).append((s, pieces, row_of, first))
@@ -100,7 +114,8 @@ def join(source: Layout, target: Layout) -> Joined:
                 rows = row_of[ids] if found else ids
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
-                cast = casts.setdefault((s.stored_as, t.dtype), len(casts))
+                offset = wanted[0].offset - pieces[0].offset
+                cast = casts.setdefault(Cast(s.stored_as, t.dtype, offset), len(casts))
                 src, dst = itemsize(s.stored_as), itemsize(t.dtype)
                 for m in found if len(here) else ():
                     part = np.empty(len(here), COPY)
@@ -121,6 +136,13 @@ def join(source: Layout, target: Layout) -> Joined:
 
 def _ids(s: Stored, experts: int) -> np.ndarray:
     return s.layer.astype("i8") * experts + s.expert
+
+
+def _places(s: Stored, layers: int, experts: int) -> int:
+    """Returns how many layers and experts a tensor can have. A carried one has neither; there are
+    hundreds of them, and each gets arrays of this length.
+    """
+    return 1 if s.carried else layers * experts
 
 
 def _by_name(s: Stored) -> dict[str, list[Piece]]:
@@ -166,7 +188,7 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
             holders.setdefault(name, []).append((s, pieces))
     for name, held in holders.items():
         counts = np.stack(
-            [np.bincount(_ids(s, experts), minlength=layers * experts) for s, _ in held]
+            [np.bincount(_ids(s, experts), minlength=_places(s, layers, experts)) for s, _ in held]
         )
         if (counts > 1).any():
             row, at = (int(x) for x in np.argwhere(counts > 1)[0])
@@ -198,7 +220,8 @@ def _present(layout: Layout, layers: int, experts: int) -> dict[str, np.ndarray]
     out: dict[str, np.ndarray] = {}
     for s in layout.stored:
         for name in _by_name(s) if not s.replica else ():
-            out.setdefault(name, np.zeros(layers * experts, bool))[_ids(s, experts)] = True
+            places = out.setdefault(name, np.zeros(_places(s, layers, experts), bool))
+            places[_ids(s, experts)] = True
     return out
 
 

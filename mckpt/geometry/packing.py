@@ -5,8 +5,8 @@ Each packing is written once, as a list of boxes and their places, in storage or
     one      [ a ]
     concat   [ a | b | c ]                   along axis 0; tensor parallelism cuts the whole
     gated    [ gate | up ]                   along axis 0; tensor parallelism cuts each part
-    qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]   along axis 0, one query group after the other
-                                             (Megatron-Core, attention.py)
+    qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]   along axis 0, one group of heads after the other, by
+                                             default one query group (Megatron-Core, attention.py)
     interleaved  [ a0 b0 a1 b1 ]             along axis 0, the rows of all in turn
 
 All numbers are elements. Tensors have no layer and expert axes here.
@@ -37,6 +37,7 @@ class Packed(NamedTuple):
     shape: Shape
     placed: tuple[Placed, ...]  # in storage order
     parts: tuple[int, ...]  # rows of each part that tensor parallelism cuts on its own
+    offset: float = 0.0  # see Piece
 
 
 class PackingError(ValueError):
@@ -74,11 +75,11 @@ def gated(shapes: Sequence[Shape], groups: int) -> Packed:
 def qkv(shapes: Sequence[Shape], groups: int) -> Packed:
     rest = shapes[0][1:]
     zeros = (0,) * len(rest)
-    for name, shape in zip("qkv", shapes, strict=True):
+    for number, shape in enumerate(shapes):
         if shape[0] % groups or shape[1:] != rest:
             raise PackingError(
-                f"{name} {list(shape)} does not fall into {groups} query groups of the same width"
-                f" as q {list(shapes[0])}"
+                f"tensor {number} {list(shape)} does not fall into {groups} groups of the same"
+                f" width as tensor 0 {list(shapes[0])}"
             )
     placed, at = [], 0
     for g in range(groups):
@@ -168,6 +169,7 @@ def buffer(
             place = [h - r for h, r in zip(hit.offset, region.offset, strict=True)]
             place[0] += above
             start = sum(p * s for p, s in zip(place, strides, strict=True))
-            pieces.append(Piece(names[member], Box(inner, hit.shape), start, strides))
+            part = Box(inner, hit.shape)
+            pieces.append(Piece(names[member], part, start, strides, packed.offset))
         above += region.shape[0]
     return (shape[::-1] if transposed else shape), tuple(pieces)

@@ -3,6 +3,7 @@
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
+from mckpt.mapping.forms import typed
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup
 from mckpt.mapping.nodes import digest_of
@@ -48,4 +49,5 @@ __all__ = [
     "parse_setting",
     "refused",
     "to_keep",
+    "typed",
 ]

@@ -16,7 +16,6 @@ from mckpt.errors import MappingError
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile
 from mckpt.mapping.hub import hub, nearest
-from mckpt.mapping.lookup import lookup
 from mckpt.mapping.nodes import Node
 from mckpt.mapping.reading import inherited, load, names
 from mckpt.mapping.rule_reading import expand
@@ -55,7 +54,8 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
     if not isinstance(named, list) or not named:
         raise MappingError(f"{where}: its config.json names no architectures")
     shapes = {_template(name): tuple(shape) for name, shape in tensors.items()}
-    known = [_names_of(load("hf", name)) for name in names("hf")]
+    # a family with forms is another family inside of a larger model
+    known = [_names_of(load("hf", name)) for name in names("hf") if not load("hf", name).forms]
     base = max(known, key=lambda k: (_score(k, shapes), _times_extended(k.family.name)))
     found = len(base.names() & shapes.keys())
     dims, problems = _dims(base.family, config)
@@ -127,7 +127,7 @@ def _config_lines(
         yield f"# TODO {problem.removeprefix('config.json: ')}"
     if problems:
         yield "# dims:  # for each, the key of config.json, or {const: VALUE}"
-    unknown = {key: lookup(config, key) for key in family.unknown(config)}
+    unknown = {key: family.lookup(config, key) for key in family.unknown(config)}
     if unknown:
         yield f"# TODO {family.name} does not know these keys of config.json. A key that changes"
         yield "# the result belongs under `dims` or `expect`; `inert` is for the others:"

@@ -27,6 +27,7 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Div: operator.truediv,
     ast.Mod: operator.mod,
+    ast.Pow: lambda a, b: float(a) ** float(b),  # a power of whole numbers could fill the memory
 }
 _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression, ExpressionError
+from mckpt.mapping.forms import OUTER, Form, part, view, whole
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import ABSENT, LazyScope, equal, lookup, major_minor
 from mckpt.mapping.rule import Bound, Rule
@@ -42,6 +43,7 @@ class Dim(NamedTuple):
     when: Expression | None  # if it is false, the dim is neutral and is not written
     write_when: Expression | None
     free: bool  # True: the model does not depend on the value
+    tensor: str | None  # a stored key; without it, the dim of a checkpoint is neutral
     where: str
 
 
@@ -66,6 +68,8 @@ class MappingFile(NamedTuple):
     name: str
     path: Path
     digest: str
+    models: str  # a family's: the models as their makers name them, and what is special about them
+    special: str
     architectures: tuple[str, ...]
     canonical: bool
     dialect: str  # set in a family: the dialect of its Megatron checkpoints
@@ -100,6 +104,11 @@ class MappingFile(NamedTuple):
     computed: dict[str, str]
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
+    inside: str = ""  # the key of config.json under which the text model's keys are
+    # by name, of a model that contains a text model; the first one is the one to write
+    forms: Mapping[str, Form] = {}
+    notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states
+    placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
 
     # ---- versions of megatron-core
 
@@ -131,11 +140,24 @@ class MappingFile(NamedTuple):
 
     # ---- tensors
 
+    def form(self, scope: Mapping[str, Any]) -> Form:
+        """Returns the form that the choice `form` in a scope names; the first one without it."""
+        return self.forms[scope.get("form", next(iter(self.forms)))] if self.forms else Form({}, ())
+
+    def form_of(self, keys: Iterable[str], likely: object = None) -> str | None:
+        """Returns the name of a form that has exactly these carried tensors: `likely` if it is one,
+        else the first one, or None.
+        """
+        known = list(keys)
+        fit = [name for name, form in self.forms.items() if form.is_of(known)]
+        return str(likely) if likely in fit else next(iter(fit), None)
+
     def scope(self, dims: Mapping[str, Any], **chosen: Any) -> dict[str, Any]:
         """Returns the names that a `when` can use, and their values: dims, choices, derived values
         and others that are given (pp).
         """
-        scope = {**dims, **chosen}
+        first = {"form": next(iter(self.forms))} if self.forms else {}
+        scope = {**dims, **first, **chosen}
         for name, expression in self.derive.items():
             scope[name] = expression(scope)
         return scope
@@ -146,7 +168,9 @@ class MappingFile(NamedTuple):
         decoder = range(scope["num_layers"])
         mtp = range(len(decoder), len(decoder) + scope["mtp_layers"])
         found: dict[tuple[range, str | None], list[int]] = {}  # many rules hold for the same layers
+        form = self.form(scope)
         for rule in self.rules if rules is None else rules:
+            rule = rule._replace(key=form.rename(rule.key)) if form.names else rule
             every = (mtp if rule.mtp else decoder) if "layer" in rule.indices else range(1)
             which = every, rule.when.text if rule.when else None
             if which not in found:
@@ -209,6 +233,10 @@ class MappingFile(NamedTuple):
         file does not support.
         """
         known, override = dict(known or {}), dict(override or {})
+        try:
+            config = view(config, self.inside)
+        except ValueError as e:
+            raise MappingError(f"{source}: {e}") from None
         if refused := list(self._refusals(config, source)):
             raise MappingError.of(
                 f"{source} describes a model that {self.path.name} does not know:", refused
@@ -342,15 +370,15 @@ class MappingFile(NamedTuple):
                 raise MappingError(f"{spec.where}: {name}: {e}") from None
             path = spec.keys[0].split(".")
             inner = config
-            for part in path[:-1]:
-                inner = inner.setdefault(part, {})
+            for step in path[:-1]:
+                inner = inner.setdefault(step, {})
             inner[path[-1]] = list(value) if isinstance(value, tuple) else value
         for key, expression in self.also.items():
             try:
                 config[key] = expression(scope)
             except ExpressionError as e:
                 raise MappingError(f"{self.path.name}: also: {key}: {e}") from None
-        return config
+        return whole(config, self.inside)
 
     def keys_with(self, name: str) -> list[str]:
         """Returns the keys of a config whose written values depend on a name of `given`."""
@@ -360,7 +388,11 @@ class MappingFile(NamedTuple):
     def said_of(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keys of a config that determine a dim, and their values."""
         keys = self.dims[name].keys if name in self.dims else ()
-        return {k: v for k in keys if (v := lookup(config, k)) is not None}
+        return {k: v for k in keys if (v := self.lookup(config, k)) is not None}
+
+    def lookup(self, config: Mapping[str, Any], key: str) -> Any:
+        """Returns the value of a key of the text model in a config; None without it."""
+        return lookup(view(config, self.inside), key)
 
     def restate(
         self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
@@ -373,11 +405,11 @@ class MappingFile(NamedTuple):
         for name in changed:
             keys = self.dims[name].keys if name in self.dims else ()
             for path in list(self.said_of(name, config)) or list(keys[:1]):
-                *outer, last = path.split(".")
-                inner = out
-                for part in outer:
-                    inner = inner.setdefault(part, {})
-                inner[last] = lookup(written, keys[0])
+                *outer, last = path.removeprefix(OUTER).split(".")
+                inner: Any = out if path.startswith(OUTER) else part(out, self.inside)
+                for step in outer:
+                    inner = inner.setdefault(step, {})
+                inner[last] = self.lookup(written, keys[0])
         return out
 
     def stored(self, dims: Mapping[str, Any]) -> list[tuple[Any, ...]]:
@@ -422,9 +454,9 @@ class MappingFile(NamedTuple):
         """Returns dim -> reason, for each dim that the file can express and that the stock program
         computes differently.
 
-        scope: the dims, and `megatron` and `transformer_impl` of the program. If one of these two
-        is unknown, because a checkpoint does not name the program that trained it, the entries that
-        depend on it are left out. loads: True or False selects the entries of models that the
+        scope: the dims, `megatron` and `transformer_impl` of the program, and `pp` and `format` of
+        the checkpoint. If one of these four is unknown, the entries that depend on it are left out.
+        loads: True or False selects the entries of models that the
         program can or cannot load; None selects all.
         """
         out = {}
@@ -432,7 +464,8 @@ class MappingFile(NamedTuple):
             versioned = "megatron" in entry.when.names
             if (
                 (loads is None or entry.loads == loads)
-                and {"megatron", "transformer_impl"} & set(entry.when.names) <= set(scope)
+                and {"megatron", "transformer_impl", "pp", "format"} & set(entry.when.names)
+                <= set(scope)
                 and entry.when(scope)
             ):
                 which = (
@@ -455,6 +488,7 @@ class MappingFile(NamedTuple):
             | self.expect.keys()
             | self.inert
         )
+        config = part(config, self.inside)
         objects = {k.split(".")[0] for k in read if "." in k}
         inner = {
             f"{k}.{i}": v

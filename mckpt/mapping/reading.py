@@ -12,12 +12,15 @@ from typing import Any
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
+from mckpt.mapping.forms import read_forms
 from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
+    "models": str,
+    "special": str,
     "architectures": list,
     "extends": (str, list),
     "canonical": bool,
@@ -47,6 +50,10 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "groups": Node,
     "blocks": Node,
     "objects": Node,
+    "config": str,
+    "forms": Node,
+    "notes": list,
+    "placeholders": list,
     "logical": Node,
     "dialects": Node,
 }
@@ -55,6 +62,7 @@ _NUMBERS = re.compile(r"(?<=\.)\d+(?=\.)|\d+$")  # of layers and experts in a st
 _INNER: dict[str, type] = {
     "blocks": Node,
     "groups": Node,
+    "forms": Node,
     "inexact": Node,
     "expect": list,
     "choices": list,
@@ -62,7 +70,7 @@ _INNER: dict[str, type] = {
     "dialects": Node,
 }
 # what a file that extends another does not take over from it
-_OWN = ("architectures", "default")
+_OWN = ("models", "special", "architectures", "default")
 # what a conversion supplies to the expressions of a dialect
 _GIVEN = (
     "dtype",
@@ -81,7 +89,10 @@ _KINDS: dict[type, str] = {
     bool: "true or false",
 }
 _OF_DIM = ("default", "read", "write", "when", "write_when")  # expressions
-_DIM = ("key", "default", "values", "const", "read", "write", "when", "write_when", "free")
+_DIM = (
+    *("key", "default", "values", "const", "read", "write", "when", "write_when", "free"),
+    "tensor",
+)
 
 
 def folder(kind: str) -> Path:
@@ -323,6 +334,8 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         name=path.stem,
         path=path,
         digest=digest,
+        models=root.get("models") or "",
+        special=root.get("special") or "",
         architectures=tuple(root.get("architectures", ())),
         canonical=bool(root.get("canonical", False)),
         dialect=root.get("dialect") or "",
@@ -352,6 +365,10 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         computed=dict(root.get("computed") or {}),
         rules=tuple(read_rules(root, "tensors", expression, problems)),
         objects=tuple(read_rules(root, "objects", expression, problems)),
+        inside=root.get("config") or "",
+        forms=dict(read_forms(root, problems)),
+        notes=tuple(root.get("notes") or ()),
+        placeholders=tuple(root.get("placeholders") or ()),
     )
     problems += _undeclared(found, root)
     if problems:
@@ -380,6 +397,7 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
             has_const="const" in spec,
             const=spec.get("const"),
             free=spec.get("free", False),
+            tensor=spec.get("tensor"),
             where=where,
             **{k: expression(spec.get(k), where) for k in _OF_DIM},
         )
@@ -425,7 +443,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     """
     dims, chosen = {*hub().dims}, {*file.choices, "pp"}
     read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
-    ruled = dims | chosen | {*file.derive}
+    ruled = dims | chosen | {*file.derive} | ({"form"} if file.forms else set())
     entries: list[tuple[str, Expression | None, set[str]]] = [
         (file.path.name + ": requires", file.requires, dims),
         (file.path.name + ": stage_sizes", file.stage_sizes, {"config"}),
@@ -447,6 +465,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     for rule in (*file.rules, *file.objects):
         entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
         entries.append((f"{rule.where}: {rule.key}", rule.number, dims | {"layer"}))
+        entries.append((f"{rule.where}: {rule.key}", rule.heads, dims))
     for where, used, known in entries:
         for name in sorted(used.names - known if used else ()):
             yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"

@@ -31,6 +31,8 @@ class Rule(NamedTuple):
     where: str
     number: Expression | None = None  # the number that stands for {layer} in its key; None: layer
     transposed: bool = False  # the stored tensor is the transpose of the packed one
+    heads: Expression | None = None  # groups of the packing qkv; None: num_query_groups
+    offset: float = 0.0  # the stored values are the logical ones plus this number
 
     @property
     def shared(self) -> bool:

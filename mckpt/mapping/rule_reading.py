@@ -16,7 +16,10 @@ from mckpt.values.dtypes import TABLE
 _INDEX = re.compile(r"\{(\w+)\}")
 COUNT = "count"  # of `numbering`: how many numbers there are
 _BRACES = re.compile(r"\{([^{}]*,[^{}]*)\}")
-_RULE = ("of", "pack", "tp", "stage", "when", "alias", "dtype", "mtp", "expert", "transposed")
+_RULE = (
+    *("of", "pack", "heads", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
+    "transposed",
+)
 _BLOCK = ("is", "instead", "mtp", "groups", "tensors", "objects")
 
 Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
@@ -207,6 +210,11 @@ def _rule(
     when, dtype = expression(spec.get("when"), where), spec.get("dtype")
     if dtype not in (None, *TABLE):
         raise ValueError(f"no dtype {dtype!r}; known: {', '.join(TABLE)}")
+    heads, offset = expression(spec.get("heads"), where), spec.get("offset", 0)
+    if heads is not None and pack != "qkv":
+        raise ValueError("`heads` is for the packing qkv only")
+    if type(offset) not in (int, float):
+        raise ValueError(f"`offset` is a number, not {offset!r}")
     return Rule(
         key,
         of,
@@ -222,6 +230,8 @@ def _rule(
         where,
         number,
         bool(spec.get("transposed")),
+        heads,
+        float(offset),
     )
 
 

@@ -60,7 +60,6 @@ REQUIRED_MOE = (
 UNSUPPORTED = (
     ("spec", None),
     ("heterogeneous_layers_config_path", None),
-    ("experimental_attention_variant", None),
     ("hybrid_override_pattern", None),
     ("is_hybrid_model", False),
 )
@@ -85,6 +84,8 @@ PLAIN = {
     "moe_token_dispatcher_type": "alltoall",
     "use_te_activation_func": False,
     "use_transformer_engine_op_fuser": False,
+    "dsa_indexer_rotate_activation": False,
+    "dsa_kernel_backend": "none",
     "fused_residual_rmsnorm": False,
     "moe_paged_stash": False,
     "cuda_graph_modules": [],
@@ -225,8 +226,7 @@ def check(args: Namespace) -> None:
             f"padded_vocab_size {args.padded_vocab_size} is not a multiple of"
             f" tensor_model_parallel_size {tp}"
         )
-    if hybrid.pattern(args):
-        problems += hybrid.problems(args)
+    problems += hybrid.problems(args) if hybrid.pattern(args) else gpt.problems(args)
     if problems:
         raise UsageError.of(
             "these args do not describe a model that can be built:",
@@ -327,13 +327,17 @@ def transformer_config(
 
     if pattern:
         config |= hybrid.config(args)
+    elif gpt.linear_attention(args):
+        config |= gpt.config(args)
     if args.transformer_impl != "transformer_engine":
         # The grouped experts of the local spec need a CUDA extension. Sequential experts load the
         # same `torch_dist`.
         config["moe_grouped_gemm"] = False
-    # A mixture of experts at tp > 1 requires sequence parallelism, but only to train.
+    # At tp > 1, a mixture of experts requires sequence parallelism to train, and an attention with
+    # an indexer always does.
     wanted = bool(getattr(args, "sequence_parallel", False) or args.num_experts)
-    config["sequence_parallel"] = training and wanted and args.tensor_model_parallel_size > 1
+    wanted = (training and wanted) or config.get("experimental_attention_variant") == "dsa"
+    config["sequence_parallel"] = wanted and args.tensor_model_parallel_size > 1
 
     config.update({name: value for name, value in PLAIN.items() if name in fields})
     if not args.num_experts:
@@ -406,6 +410,11 @@ def uses_te(args: Namespace) -> bool:
         raise MissingExtra(
             "args.transformer_impl is transformer_engine, which is not installed here;"
             " --transformer-impl local needs none"
+        )
+    if not te and (gpt.sparse_attention(args) or "D" in (hybrid.pattern(args) or "")):
+        raise MissingExtra(
+            "megatron-core builds an attention with an indexer (--experimental-attention-variant"
+            " dsa) of modules of Transformer Engine only, which is not in use"
         )
     cp = getattr(args, "context_parallel_size", None) or 1
     if cp > 1 and not te:

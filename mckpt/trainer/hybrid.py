@@ -2,9 +2,10 @@
 
     *-*-|*E*E/*E    two stages of four layers, and one depth of multi-token prediction
 
-Every symbol is a layer of its own. `*` is attention, `+` multi-latent attention, `G` a gated delta
-net, `-` a dense MLP and `E` a mixture of experts. `|` ends a virtual stage: part v * pp + p belongs
-to virtual stage v of pipeline rank p. `/` begins a depth of multi-token prediction.
+Every symbol is a layer of its own. `*` is attention, `+` multi-latent attention, `D` the same with
+an indexer, `G` a gated delta net, `-` a dense MLP and `E` a mixture of experts. `|` ends a virtual
+stage: part v * pp + p belongs to virtual stage v of pipeline rank p. `/` begins a depth of
+multi-token prediction.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import Any
 from mckpt.errors import MissingExtra, UsageError
 
 SINCE = (0, 18)  # the first megatron-core that has HybridModel
-SINCE_SYMBOL = {"+": (0, 19)}  # and those that came later
-BUILT = "*+G-E"
-MIXERS = "*+G"  # layers that mix the positions of a sequence
+SINCE_SYMBOL = {"+": (0, 19), "D": (0, 19)}  # and those that came later
+BUILT = "*+DG-E"
+MIXERS = "*+DG"  # layers that mix the positions of a sequence
 
 
 def pattern(args: Namespace) -> str | None:
@@ -85,7 +86,7 @@ def problems(args: Namespace) -> list[str]:
         "num_layers": len(symbols),
         "mtp_num_layers": len(depths),
         "num_experts": "E" in whole,
-        "multi_latent_attention": "+" in whole,
+        "multi_latent_attention": "+" in whole or "D" in whole,
     }
     for name, expected in by_pattern.items():
         given = getattr(args, name, None) or 0
@@ -104,6 +105,8 @@ def problems(args: Namespace) -> list[str]:
 def config(args: Namespace) -> dict[str, Any]:
     """Returns the fields of TransformerConfig that differ for a hybrid model."""
     fields: dict[str, Any] = {"is_hybrid_model": True}
+    if "D" in args.hybrid_layer_pattern:
+        fields["experimental_attention_variant"] = "dsa"
     if "G" in args.hybrid_layer_pattern and args.transformer_impl != "transformer_engine":
         fields["deterministic_mode"] = True  # torch's gated delta rule instead of FLA's kernels
     return fields

@@ -5,8 +5,8 @@ its arithmetic.
 
 job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences (lists of tokens),
 casts (dtypes that the checkpoint's weights were cast to, one after the other), uncast (the names of
-weights that were not cast), and vocab_size and length of the further sequences that are tried while
-some expert is not reached.
+weights that were not cast), and of the further sequences that are tried while some expert is not
+reached: vocab_size, length, and instead (pairs of a token that must not occur and the one to take).
 
 It writes OUT/reference.json (the sequences, the probe and the versions), OUT/reference.{i}.npz (for
 each position of sequence i the states of `points`), and OUT/logits.{i}.npy (fp32 logits [seq,
@@ -95,7 +95,7 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     """
     import importlib.util
 
-    from transformers import AutoModelForCausalLM
+    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -108,7 +108,10 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
         placed = {"device_map": "auto"}
     # Eager experts and attention run at any sizes. grouped_mm refuses widths that are not a
     # multiple of 16 bytes.
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    kind: Any = transformers.AutoModelForCausalLM
+    if type(transformers.AutoConfig.from_pretrained(directory)) not in kind._model_mapping:
+        kind = transformers.AutoModelForImageTextToText  # its model contains a text model
+    loaded: Any = kind.from_pretrained(
         directory,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
@@ -145,7 +148,7 @@ def logits(model: Any, tokens: list[int]) -> torch.Tensor:
 def decoder_layers(model: Any) -> list[Any]:
     """Returns the decoder's layers: the list of modules that has num_hidden_layers items."""
     num_layers = model.config.get_text_config().num_hidden_layers
-    for _, module in model.named_modules():
+    for _, module in model.get_decoder().named_modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
             return list(module)
     raise SourceError(f"{type(model).__name__} has no list of num_hidden_layers modules")
@@ -295,6 +298,7 @@ def reach(
 ) -> None:
     """Adds sequences until every expert of every layer was chosen once, or TRIES were tried."""
     union: dict[int, np.ndarray] = {}
+    instead = dict(job.get("instead", ()))
     for index in range(len(sequences)):
         with np.load(out / f"reference.{index}.npz") as kept:
             for layer in recorder.experts:
@@ -303,6 +307,7 @@ def reach(
         if all(u.all() for u in union.values()):
             break
         tokens = candidate(seed, job["vocab_size"], job["length"])
+        tokens = [instead.get(token, token) for token in tokens]
         recorder.clear()
         logits(model, tokens)
         if any((value.any(0) & ~union[layer]).any() for layer, value in recorder.experts.items()):

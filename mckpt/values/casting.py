@@ -32,6 +32,17 @@ def cast(src: np.ndarray, out: np.ndarray) -> None:
         table.take(codes[part], out=out[part], mode="wrap")
 
 
+def shift(src: np.ndarray, out: np.ndarray, offset: float) -> None:
+    """Fills `out` with the values of `src` plus `offset`.
+
+    The sum is computed in float32, in float64 if either side is, and rounded once more to the dtype
+    of `out`. In one dtype, w - 1 is exact for every w from 0.5 to 256, and so is its sum with 1.
+    """
+    wide = np.float64 if 8 in (src.dtype.itemsize, out.dtype.itemsize) else np.float32
+    with np.errstate(all="ignore"):
+        np.copyto(out, src.astype(wide) + wide(offset), casting="unsafe")
+
+
 def has_infinity(values: np.ndarray) -> bool:
     """Whether any of at most PIECE float16 values is infinite, in a sixth of the time of isinf."""
     return bool(((values.view("u2") & 0x7FFF) == 0x7C00).any())

@@ -29,10 +29,11 @@ from mckpt import api, formats, launching
 from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.conversion.refusals import refuse_sizes
 from mckpt.errors import MckptError, StorageError, UsageError
+from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification import verdict
 from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
-from mckpt.verification.tokens import random_sequences, read_tokens
+from mckpt.verification.tokens import random_sequences, read_tokens, text_for
 from mckpt.verification.values import casts_between, compare_values, uncast
 from mckpt.verification.verdict import Pair, Values, Verdict
 
@@ -163,11 +164,13 @@ def _run(
         for subject in subjects:
             launching.device(options.device, launching.world(subject.other_sizes()))
     vocab_size = left.dims["vocab_size"]
+    instead = text_for(left.mapping, read_config(left.path))
     sequences = [
         *read_tokens(options.tokens, vocab_size),
-        *random_sequences(left.dims, options.sequences, options.length),
+        *random_sequences(left.dims, options.sequences, options.length, instead),
     ]
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
+    held |= {"instead": list(instead.items())}
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
     launching.launch(
@@ -251,7 +254,7 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
             raise
         return Verdict("fail", [*reasons, f"so the tensors cannot be compared: {e}"], facts)
     reasons += values.reasons(left, right)
-    missing = [*unlike_dims(left, right), *values.not_compared()]
+    missing = [*unlike_dims(left, right), *values.not_compared(left, right)]
     facts["notes"] = [*left.notes, *right.notes]
     return Verdict(
         "fail" if reasons else "incomplete" if missing else "pass",

@@ -8,6 +8,7 @@ from typing import Any
 
 from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.formats import carried
 
 LISTED = 40  # tensors named in one reason
 
@@ -45,18 +46,30 @@ class Values:
 
     def reasons(self, left: Checkpoint, right: Checkpoint) -> list[str]:
         """Returns the reasons why the two differ; empty if they are equal."""
-        found = self.difference
+        found, lost = self.difference, self._not_beside(left, right)
         return [
             *found.replicas,
-            *(f"{name}: only in {left.path}" for name in found.missing),
+            *(f"{name}: only in {left.path}" for name in found.missing if name not in lost),
             *(f"{name}: only in {right.path}" for name in found.extra),
             *map(str, found.changed),
             *self.padding,
         ]
 
-    def not_compared(self) -> list[str]:
+    def _not_beside(self, left: Checkpoint, right: Checkpoint) -> set[str]:
+        """Returns the tensors of the left side that are not in Megatron's model, if the right side
+        has none of them beside it.
+        """
+        known = not right.is_megatron or carried.of(right.layout)
+        return set() if known else {carried.name_of(s) for s in carried.of(left.layout)}
+
+    def not_compared(self, left: Checkpoint, right: Checkpoint) -> list[str]:
         """Returns the reasons why equal values are no proof; empty if they are one."""
         out = list(self.difference.infinite)
+        if lost := self._not_beside(left, right):
+            out.append(
+                f"{len(lost):,} tensors of {left.path} are not in Megatron's model, and none of"
+                f" them is beside {right.path}"
+            )
         if left_out := self.difference.left_out:
             shown = "; ".join(left_out[:LISTED]) + (" ..." if len(left_out) > LISTED else "")
             out.append(

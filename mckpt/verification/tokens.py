@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from mckpt.errors import UsageError
-from mckpt.mapping import Dims
+from mckpt.mapping import Dims, MappingFile
 
 LONGEST_WINDOW = 8192  # a sliding window beyond this is not filled
 
 
-def random_sequences(dims: Dims, count: int, length: int) -> list[list[int]]:
+def random_sequences(
+    dims: Dims, count: int, length: int, instead: Mapping[int, int]
+) -> list[list[int]]:
     """Returns random tokens from fixed seeds over the whole vocabulary. The first sequence is
     longer than a sliding window.
+
+    instead: tokens that must not occur, and the token to take for each.
     """
     length = max(2, min(length, dims["max_positions"] or length))
     lengths = [length] * count
     window = dims.get("sliding_window")
     if window and length <= window < LONGEST_WINDOW:
         lengths[0] = min(window + window // 4 + 1, dims["max_positions"] or LONGEST_WINDOW)
-    return [
+    drawn = [
         np.random.RandomState(seed).randint(0, dims["vocab_size"], n).tolist()
         for seed, n in enumerate(lengths)
     ]
+    return [[instead.get(token, token) for token in tokens] for tokens in drawn]
+
+
+def text_for(family: MappingFile, config: Mapping[str, Any]) -> dict[int, int]:
+    """Returns for each token of a config that stands for an image or the like a token of text. The
+    text model never reads such a token.
+    """
+    found = (family.lookup(config, key) for key in family.placeholders)
+    placeholders = [token for token in found if isinstance(token, int)]
+    free = min(set(range(len(placeholders) + 1)).difference(placeholders))
+    return dict.fromkeys(placeholders, free)
 
 
 def read_tokens(path: str | Path | None, vocab_size: int) -> list[list[int]]:

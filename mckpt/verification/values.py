@@ -6,6 +6,7 @@ import threading
 
 from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.formats import carried
 from mckpt.verification.verdict import Values
 
 
@@ -54,8 +55,9 @@ def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:
     """Returns the logical templates that the checkpoint's mapping always stores in one dtype, and
-    that dtype.
+    that dtype; and those of tensors that are carried unchanged, which have none.
     """
-    return {
+    always = {
         name: [rule.dtype] for rule in checkpoint.mapping.rules if rule.dtype for name in rule.of
     }
+    return always | {name: list[str]() for name in carried.shapes(checkpoint.layout.stored)}

@@ -153,7 +153,8 @@ def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: 
     }
     if isinstance(values, Values):
         facts["values"] = values.difference.json()
-        stored, not_compared = values.reasons(pair.left, pair.right), values.not_compared()
+        stored = values.reasons(pair.left, pair.right)
+        not_compared = values.not_compared(pair.left, pair.right)
     else:
         stored, not_compared = [values], []
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,10 +71,11 @@ def _values(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]
     return out
 
 
-def shell(line: Launch) -> str:
+def shell(line: Launch, notes: Sequence[str] = ()) -> str:
     """Returns a shell script that sets the array MEGATRON_ARGS to the flags.
 
-    The user sources it and then runs `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`.
+    The user sources it and then runs `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`. Notes become
+    comments.
     """
 
     def lines(flags: Mapping[str, Any]) -> list[str]:
@@ -86,6 +88,7 @@ def shell(line: Launch) -> str:
         f"# Flags of {line.program} for this checkpoint. Source this file, then:",
         f'#     {line.program} "${{MEGATRON_ARGS[@]}}"'
         " --load DIR --no-load-optim --no-load-rng ...",
+        *(f"# {text}" for note in notes for text in textwrap.wrap(note, 90)),
         "MEGATRON_ARGS=(",
         (
             "    # Facts of the model. Do not change them: the weights would not load, or would"
@@ -109,11 +112,11 @@ def shell(line: Launch) -> str:
     return "\n".join([*text, ")", ""])
 
 
-def files(line: Launch) -> dict[str, str]:
+def files(line: Launch, notes: Sequence[str] = ()) -> dict[str, str]:
     """Returns the names and texts of the two files that mckpt writes beside a Megatron
     checkpoint.
     """
-    return {SHELL: shell(line), JSON: as_json(line)}
+    return {SHELL: shell(line, notes), JSON: as_json(line)}
 
 
 def as_json(line: Launch) -> str:

@@ -1,0 +1,208 @@
+"""Tensors that are carried unchanged: the parts of a model, such as its vision tower, that
+Megatron's model does not have.
+
+Beside a Megatron checkpoint they are in DST/hf/carried*.safetensors, under their own keys. In a
+layout each of them is a tensor of its own, `carried.KEY`, so plans prove that each of its elements
+is copied once, and comparisons compare it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from mckpt.containers import safetensors
+from mckpt.containers.entries import Entries
+from mckpt.errors import SourceError
+from mckpt.formats.base import Problems, stored_of
+from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
+from mckpt.formats.shards import Placed, Row, place
+from mckpt.geometry.box import Layout, Piece, Stored, row_major, whole_box
+from mckpt.lazy import numpy as np
+from mckpt.mapping import MappingFile
+from mckpt.storage.files import TargetFile
+from mckpt.storage.staging import MANIFEST
+from mckpt.values import quantisation
+
+STEM = "carried"  # starts the names of the files
+FILES = f"{STEM}*.safetensors"
+BESIDE = "../hf/"  # DST/hf, from the directory of a checkpoint in DST
+_PREFIX = "carried."  # of the logical names
+
+
+def is_weights(path: Path) -> bool:
+    """Returns whether a .safetensors file can be the weights of a whole model."""
+    return not path.match(FILES)
+
+
+def key_of(s: Stored) -> str:
+    """Returns the stored key of a carried tensor."""
+    return s.pieces[0].tensor.removeprefix(_PREFIX).replace("{{", "{").replace("}}", "}")
+
+
+def name_of(s: Stored) -> str:
+    """Returns the logical name of a carried tensor."""
+    return _PREFIX + key_of(s)
+
+
+def of(layout: Layout) -> list[Stored]:
+    """Returns the carried tensors of a layout, in the order of their bytes."""
+    found = [s for s in layout.stored if s.carried]
+    return sorted(found, key=lambda s: (int(s.file[0]), int(s.at[0])))
+
+
+def shapes(stored: Iterable[Stored]) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the carried tensors among `stored`, by logical name."""
+    return {p.tensor: p.box.shape for s in stored if s.carried for p in s.pieces}
+
+
+def stored(entries: Entries, keys: Iterable[str], problems: Problems) -> list[Stored]:
+    """Returns the tensors with these keys as carried ones, of any dtype."""
+    out = []
+    for row in entries.rows(keys).tolist():
+        key, entry = entries.names[row], entries.entry(row)
+        # the name is a template, in which braces stand for themselves if they are doubled
+        name = _PREFIX + key.replace("{", "{{").replace("}", "}}")
+        piece = Piece(name, whole_box(entry.shape), 0, row_major(entry.shape))
+        kind, where = entries.kinds[entries.columns.kind[row]], [[0], [0], [entry.file], [entry.at]]
+        out += stored_of(key, (piece,), kind, np.array(where, "i8"), problems, carried=True)
+    return out
+
+
+def refuse_quantised(tensors: Iterable[Stored], problems: Problems) -> None:
+    """Adds a problem for each carried tensor of 8-bit floats: config.json is written without the
+    description of its scales, because the other tensors are dequantised.
+    """
+    for s in tensors:
+        if s.carried and s.dtype == quantisation.CODES:
+            problems.append(
+                f"{s.key} holds {s.dtype}, and tensors that are carried unchanged cannot be"
+                " quantised: dequantise the model first"
+            )
+
+
+def rows(tensors: Sequence[Stored]) -> list[Row]:
+    """Returns carried tensors as rows of a file to be written."""
+    return [Row(key_of(s), s.dtype, s.pieces[0].box.shape) for s in tensors]
+
+
+def placed(tensors: Sequence[Stored], places: Placed) -> list[Stored]:
+    """Returns carried tensors where new files have them; they are the first of these files."""
+    out = []
+    for n, s in enumerate(tensors):
+        shape = s.pieces[0].box.shape
+        piece = s.pieces[0]._replace(start=0, strides=row_major(shape))
+        none = np.zeros(1, "i4")
+        file, at = places.file[n : n + 1], places.at[n : n + 1]
+        out.append(Stored(s.key, s.dtype, shape, (piece,), none, none, file, at, carried=True))
+    return out
+
+
+def lay_out(tensors: Sequence[Stored], most: int) -> tuple[Layout, list[TargetFile]]:
+    """Lays out the files of carried tensors beside a Megatron checkpoint.
+
+    most: bytes of a file.
+    """
+    if not tensors:
+        return Layout([], [], {}), []
+    places = place(rows(tensors), most, STEM)
+    outputs = [file._replace(path=BESIDE + file.path) for file in places.outputs]
+    found = placed(tensors, places)
+    return Layout([file.path for file in outputs], found, shapes(found)), outputs
+
+
+def joined(layout: Layout, other: Layout) -> Layout:
+    """Returns a layout with the tensors and files of another one behind its own."""
+    first = len(layout.files)
+    moved = [_at_file(s, first) for s in other.stored]
+    return Layout(
+        [*layout.files, *other.files],
+        [*layout.stored, *moved],
+        {**layout.shapes, **other.shapes},
+        layout.ignored,
+        layout.left_out,
+    )
+
+
+def _at_file(s: Stored, first: int) -> Stored:
+    return Stored(
+        s.key, s.dtype, s.shape, s.pieces, s.layer, s.expert, s.file + first, s.at, carried=True
+    )
+
+
+def beside(folder: Path, family: MappingFile) -> Layout | None:
+    """Returns the carried tensors in a directory that describes a model: those of DST/hf, or those
+    among the weights of a Hugging Face checkpoint. None if the directory has no weights.
+
+    Raises SourceError if they are damaged or incomplete.
+    """
+    if files := [str(path) for path in sorted(folder.glob(FILES))]:
+        entries, wrong = safetensors.read(files), list[str]()
+        keys = list(entries.names)
+    elif any((folder / name).exists() for name in (*INDEX.values(), *SINGLE.values())):
+        files, entries, wrong = weight_files(folder)
+        forms = family.forms.values()
+        form = min(forms, key=lambda form: len(form.unmatched(entries.names)))
+        keys = [key for key in entries.names if form.carries(key)]
+    else:
+        return None
+    problems = Problems(f"the tensors that {folder} has for {family.path.name} are incomplete:")
+    for text in wrong:
+        problems.missing(text)
+    found = stored(entries, keys, problems)
+    if not problems and family.form_of(keys) is None:
+        listed = " or ".join(", ".join(form.carried) for form in family.forms.values())
+        problems.missing(f"{family.path.name} says that a model has tensors {listed}")
+    problems.check()
+    return Layout(files, found, shapes(found))
+
+
+def shown(folder: Path | None) -> dict[str, Any] | None:
+    """Returns the files of carried tensors in DST/hf, their number and their bytes, as `inspect`
+    prints them; None if there are none.
+    """
+    files = [] if folder is None else sorted(folder.glob(FILES))
+    if not files:
+        return None
+    entries = safetensors.read([str(path) for path in files])
+    held = (entries.entry(row) for row in range(len(entries.names)))
+    return {
+        "tensors": len(entries.names),
+        "bytes": sum(Row("", entry.dtype, entry.shape).nbytes for entry in held),
+        "files": [path.name for path in files],
+    }
+
+
+def facts(tensors: Sequence[Stored]) -> dict[str, Any]:
+    """Returns the manifest's entry on carried tensors: their number, their bytes, and a digest of
+    their keys, dtypes and shapes.
+    """
+    held = sorted(rows(tensors))
+    digest = hashlib.sha256(repr([tuple(row) for row in held]).encode()).hexdigest()[:16]
+    return {"tensors": len(held), "bytes": sum(row.nbytes for row in held), "digest": digest}
+
+
+def found(
+    like: Path | None, own: Path | None, family: MappingFile | None, recorded: object
+) -> Layout | None:
+    """Returns the carried tensors of a Megatron checkpoint: those in `own`, its DST/hf, else those
+    in `like`. None if there are none.
+
+    family: of the config.json that describes the checkpoint. recorded: the entry of its manifest.
+    Raises SourceError if the tensors of that entry are in neither.
+    """
+    if family is not None and family.forms:
+        kept = None if own is None else beside(own, family)
+        if kept and (not isinstance(recorded, dict) or facts(kept.stored) == recorded):
+            return kept
+        if like is not None and (given := beside(like, family)) is not None:
+            return given
+    if isinstance(recorded, dict):
+        raise SourceError(
+            f"{own or 'hf'}: {MANIFEST} records {recorded.get('tensors')} tensors"
+            f" ({recorded.get('bytes')} bytes) in {FILES}, which are not there. Copy the directory"
+            " hf of the save directory again, or give --like HF_DIR, the model's own directory"
+        )
+    return None

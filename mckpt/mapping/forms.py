@@ -1,0 +1,113 @@
+"""The ways in which the files of a family name its tensors, and the config of a text model that is
+part of a larger one.
+
+A vision-language model contains a text model. A family describes the text model with the names of
+its own family; a *form* says how these names begin in the files of the larger model, and which
+tensors of the larger model are carried unchanged because Megatron's model does not have them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mckpt.mapping.nodes import Node
+
+OUTER = "/"  # starts a key of the whole config.json, not of the text model's part
+
+
+class Form(NamedTuple):
+    """One way in which files name the tensors of a family."""
+
+    names: dict[str, str]  # start of a key in the family's rules -> start of the stored key
+    carried: tuple[str, ...]  # patterns of stored keys; * stands for any text
+
+    def rename(self, key: str) -> str:
+        """Returns the stored key for a key of the family's rules."""
+        start = max((s for s in self.names if key.startswith(s)), key=len, default="")
+        return self.names.get(start, "") + key[len(start) :]
+
+    def carries(self, key: str) -> bool:
+        """Returns whether the tensor with this stored key is carried unchanged."""
+        return any(_compiled(pattern).fullmatch(key) for pattern in self.carried)
+
+    def is_of(self, keys: Iterable[str]) -> bool:
+        """Returns whether the carried tensors of a model in this form can have these keys."""
+        known = list(keys)
+        return not self.unmatched(known) and all(map(self.carries, known))
+
+    def unmatched(self, keys: Iterable[str]) -> list[str]:
+        """Returns the patterns that match none of the keys."""
+        known = list(keys)
+        return [p for p in self.carried if not any(map(_compiled(p).fullmatch, known))]
+
+
+@functools.cache
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(".*".join(map(re.escape, pattern.split("*"))))
+
+
+def view(config: Mapping[str, Any], inside: str) -> dict[str, Any]:
+    """Returns the part of a config.json that describes the text model, as a family reads it. The
+    keys of the whole config.json follow with `/` before them.
+
+    inside: the key of the part. If the config does not have it, the whole config.json describes the
+    text model. Raises ValueError if the part is not an object.
+    """
+    if not inside:
+        return dict(config)
+    return {**part(config, inside), **{OUTER + key: value for key, value in config.items()}}
+
+
+def part(config: Mapping[str, Any], inside: str) -> Mapping[str, Any]:
+    """Returns the object of a config.json that has the text model's keys: config[inside], or the
+    config itself if it has no such key.
+    """
+    found = config.get(inside) if inside else None
+    if found is None:
+        return config
+    if not isinstance(found, Mapping):
+        raise ValueError(f"{inside} is {found!r}, and must be an object")
+    return found
+
+
+def typed(config: Mapping[str, Any], inside: str, dtype: str) -> dict[str, Any]:
+    """Returns a copy of a config.json in which the text model has this dtype, if it has any."""
+    out: Any = copy.deepcopy(dict(config))
+    inner: Any = part(out, inside)
+    for place in (out, inner):
+        key = "dtype" if "dtype" in place else "torch_dtype"
+        if place.get(key) is not None:
+            place[key] = dtype
+    return dict(out)
+
+
+def whole(keys: Mapping[str, Any], inside: str) -> dict[str, Any]:
+    """Returns the config.json that has the text model's keys under `inside`; the inverse of
+    `view`.
+    """
+    if not inside:
+        return dict(keys)
+    outer = {k.removeprefix(OUTER): v for k, v in keys.items() if k.startswith(OUTER)}
+    return {**outer, inside: {k: v for k, v in keys.items() if not k.startswith(OUTER)}}
+
+
+def read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, Form]]:
+    """Yields the entries of `forms`; adds errors to `problems`."""
+    forms = root.get("forms") or Node()
+    for name, form in forms.items():
+        names, carried = (form or {}).get("names") or {}, (form or {}).get("carried") or ()
+        if (
+            not carried
+            or form.keys() - {"names", "carried"}
+            or not all(isinstance(text, str) for text in (*names, *names.values(), *carried))
+        ):
+            problems.append(
+                f"{forms.lines[name]}: forms: {name} needs `carried`, a list of patterns, and may"
+                f" have `names`, the starts of names, not {form!r}"
+            )
+            continue
+        yield name, Form(dict(names), tuple(carried))
