@@ -22,9 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+# the dialects of a model that has others than gpt and hybrid
+DIALECTS = {"megatron-bert-cased-345m": ("bert",)}
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
-    ("glm-5", "gpt"): ("norm_eps",),
+    ("deepseek-v3.2", "gpt"): ("mtp_layers",),
+    ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     ("glm-5", "hybrid"): ("norm_eps",),
     ("hunyuan-7b", "gpt"): ("qk_norm_after_rope",),
     ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
@@ -43,6 +46,9 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("nemotron-h-8b", "hybrid"): ("mamba_min_step",),
     ("nemotron-nano-9b-v2", "hybrid"): ("mamba_min_step",),
     ("moonlight-16b-a3b", "gpt"): ("norm_eps",),
+    ("qwen3-next-80b-a3b", "gpt"): ("mtp_layers",),
+    ("qwen3.6-27b-text", "gpt"): ("mtp_layers",),
+    ("qwen3.6-35b-a3b-text", "gpt"): ("mtp_layers",),
 }
 # (model, dialect) that no megatron-core can load
 UNLOADABLE = {

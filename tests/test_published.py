@@ -13,9 +13,11 @@ import mckpt
 from mckpt import mapping
 from mckpt.geometry.parallel import Parallel
 from tests import published
-from tests.published import CONFIGS, INEXACT, NAMES, UNLOADABLE, UNTIL
+from tests.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL
 
-PAIRS = [(n, d) for n in NAMES for d in ("gpt", "hybrid") if (n, d) not in UNLOADABLE]
+PAIRS = [
+    (n, d) for n in NAMES for d in DIALECTS.get(n, ("gpt", "hybrid")) if (n, d) not in UNLOADABLE
+]
 
 
 @pytest.fixture(scope="module")

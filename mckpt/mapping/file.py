@@ -238,10 +238,7 @@ class MappingFile(NamedTuple):
         file does not support.
         """
         known, override = dict(known or {}), dict(override or {})
-        try:
-            config = view(config, self.inside)
-        except ValueError as e:
-            raise MappingError(f"{source}: {e}") from None
+        config = view(config, self.inside)
         if refused := list(self._refusals(config, source)):
             raise MappingError.of(
                 f"{source} describes a model that {self.path.name} does not know:", refused
