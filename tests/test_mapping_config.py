@@ -20,12 +20,15 @@ from tests import tiny
 from tests.published import INEXACT
 from tests.tiny import FIXTURES
 
-# without those of models that contain a text model, whose config no args describe
-CONFIGS = [
+EVERY = [
     path
     for path in sorted((FIXTURES / "configs").rglob("*.json"))
+    # without those of models that contain a text model, whose config no args describe
     if "vision_config" not in json.loads(path.read_text())
 ]
+# those of the families in fixtures/tiny, whose keys `bears` knows
+KINDS = {"kimi_k2", *(tiny.config(case)["model_type"] for case in tiny.CASES)}
+CONFIGS = [path for path in EVERY if json.loads(path.read_text())["model_type"] in KINDS]
 IDS = [str(p.relative_to(FIXTURES / "configs")) for p in CONFIGS]
 TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
 
@@ -50,6 +53,10 @@ def bears(config: dict[str, Any]) -> dict[str, Any]:
         out["sliding_window"] = config["sliding_window"]
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     out.update({k: rope.pop(k) for k in ("rope_theta",) if k in rope})
+    for key in ("mrope_section", "mrope_interleaved"):  # of images
+        rope.pop(key, None)
+    if "partial_rotary_factor" in config:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
     rope["rope_type"] = rope.pop("type", rope.get("rope_type")) or "default"
     out.update({f"rope.{k}": v for k, v in rope.items()})
     if "num_local_experts" in out and config["model_type"] == "qwen3_moe":
@@ -75,6 +82,17 @@ def test_a_config_comes_back_from_its_dims(path: Path) -> None:
     assert all(type(v) in (int, float, bool, str, list, type(None)) for v in dims.values())
 
 
+@pytest.mark.parametrize("path", EVERY, ids=lambda p: str(p.relative_to(FIXTURES / "configs")))
+def test_a_family_writes_the_config_that_it_reads(path: Path) -> None:
+    """The dims of the written config are those of the published one, and no key is left out."""
+    config = json.loads(path.read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    dims = family.read(config)
+    written = {"architectures": list(family.architectures), **family.write(dims)}
+    assert family.read(written) == dims
+    assert set(family.unknown(config)) <= {"quantization_config"}
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=IDS)
 def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     """The dims are the same after Megatron's args were written and read, except those that the plan
@@ -84,7 +102,8 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     name = mapping.family_with(config["architectures"][0])
     family, dialect = mapping.load("hf", name), mapping.load("megatron", "gpt")
     dims = family.read(config)
-    inexact = dialect.inexact(dims)
+    # layers of Megatron-Core's own: those of Transformer Engine have a fault in 0.19
+    inexact = dialect.inexact(dims, {"transformer_impl": "local"})
     again = dialect.read(dialect.write(dims))
     free = {d for d, spec in family.dims.items() if spec.free}
     apart = {k for k in dims if dims[k] != again[k]} - free
@@ -94,7 +113,8 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
 
     source: Any = SimpleNamespace(named=api.Known(), dims=again, path=path)
     chosen, note = choose_family(source)
-    assert chosen.name == ("llama" if name == "mistral" else name), note
+    alike = {"mistral": "llama", "qwen3_5_moe": "qwen3_next"}
+    assert chosen.name == alike.get(name, name), note
     written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
     same = {k: v for k, v in bears(written).items() if k not in ("architectures", "model_type")}
     wanted_keys = {
@@ -206,9 +226,9 @@ def test_an_arg_without_a_dim_is_refused() -> None:
     with pytest.raises(MappingError, match=r"use_mup is True, and gpt\.yaml supports only False"):
         dialect.read({**args, "use_mup": True})
     with pytest.raises(
-        MappingError, match=r"(?s)position_embedding_type is 'none'.*softmax_scale is 0\.5"
+        MappingError, match=r"(?s)position_embedding_type is 'mrope'.*softmax_scale is 0\.5"
     ):
-        dialect.read({**args, "position_embedding_type": "none", "softmax_scale": 0.5})
+        dialect.read({**args, "position_embedding_type": "mrope", "softmax_scale": 0.5})
 
 
 LLAMA3 = {
