@@ -1,4 +1,4 @@
-"""Runs tests/judge.py or tests/stock.py for a test: starts the processes, waits with a limit, reads
+"""Runs judge.py, stock.py or bridge.py for a test: starts the processes, waits with a limit, reads
 the results, and leaves nothing running.
 """
 
@@ -30,11 +30,13 @@ def record(
     difference: float,
     largest: float,
     dialect: str = "gpt",
+    megatron_core: str = "",
 ) -> None:
     """Adds one result to the file that JUDGED names, from which tests/matrix.py makes its tables;
     does nothing without it.
 
     `difference` is the largest difference of a logit, and `largest` the largest logit.
+    `megatron_core` is the judge's version, if it does not use the installed one.
     """
     if path := os.environ.get("JUDGED"):
         row = {
@@ -45,7 +47,7 @@ def record(
             "sizes": sizes,
             "difference": difference,
             "largest": largest,
-            "megatron_core": version("megatron-core"),
+            "megatron_core": megatron_core or version("megatron-core"),
         }
         with open(path, "a") as file:
             file.write(json.dumps(row, default=float) + "\n")
@@ -58,13 +60,15 @@ def judge(
     fake_te: bool = False,
     timeout: float = 1200,
     program: str = "judge.py",
+    python: str = sys.executable,
 ) -> dict[str, dict[str, Any]]:
     """Returns the result of every case by its name, with `logits` (an array) where the case gives
     them. A failed case has ok False and an error.
 
     A case that ends the whole launch (a crash, a hang) is recorded as failed with the end of the
     log, and the cases after it get a launch of their own. `timeout` is the limit of all launches
-    together, in seconds. `program` is judge.py or stock.py, which have the same interface.
+    together, in seconds. `program` is judge.py, stock.py or bridge.py, which have the same
+    interface, and `python` is that of its environment.
     """
     directory.mkdir(parents=True, exist_ok=True)
     cases = [{"name": f"case{index:03d}"} | case for index, case in enumerate(cases)]
@@ -73,7 +77,9 @@ def judge(
     results: dict[str, dict[str, Any]] = {}
     left = cases
     while left:
-        log = launch(left, world_size, directory, fake_te, deadline - time.monotonic(), program)
+        log = launch(
+            left, world_size, directory, fake_te, deadline - time.monotonic(), program, python
+        )
         while left and (directory / f"{left[0]['name']}.json").exists():
             results[left[0]["name"]] = read_result(directory, left[0]["name"])
             left = left[1:]
@@ -94,6 +100,7 @@ def launch(
     fake_te: bool,
     timeout: float,
     program: str,
+    python: str,
 ) -> str:
     """Runs the program once on `world_size` ranks; returns its log.
 
@@ -121,7 +128,7 @@ def launch(
     log = directory / "log.txt"
     with log.open("w") as stream:
         group = subprocess.Popen(
-            [sys.executable, str(HERE / program), str(directory / "cases.json"), str(directory)],
+            [python, str(HERE / program), str(directory / "cases.json"), str(directory)],
             env=environ,
             stdout=stream,
             stderr=stream,

@@ -39,7 +39,7 @@ def test_every_tensor_of_a_published_model_has_a_place(
         tmp_path / "out",
         format="torch_dist",
         dialect=dialect,
-        parallel=Parallel(tp=2),
+        parallel=Parallel(tp=published.TP.get(name, 2)),
         known=known,
         allow_inexact=INEXACT.get((name, dialect), ()),
         megatron_version=UNTIL.get(name),

@@ -160,10 +160,11 @@ def watch(chunks: list[Any], recorder: Recorder) -> None:
             # the mlp comes last, and its state replaces that behind the attention
             recorder.output(module, state(f"layers.{layer}"))
             if part != "mlp":
-                recorder.output(module.self_attention, state(f"layers.{layer}.attn"))
+                attention = getattr(module, "mixer", None) or module.self_attention
+                recorder.output(attention, state(f"layers.{layer}.attn"))
             if part != "attn":
                 recorder.output(module.mlp, state(f"layers.{layer}.mlp"))
-            if hasattr(module.mlp, "router"):
+            if hasattr(getattr(module, "mlp", None), "router"):
                 recorder.output(module.mlp.router, routed(layer))
         if chunk.post_process:
             recorder.input(chunk.output_layer, state("final_norm"))

@@ -1,0 +1,111 @@
+"""Megatron-Bridge as a judge: converts many Hugging Face models to torch_dist in one process.
+
+    MEGATRON_BRIDGE_PYTHON tests/bridge.py cases.json out_dir
+
+It runs in an environment of its own, which CONTRIBUTING.md describes. cases.json is a list of
+dicts with these entries; the results stand behind the arrow:
+
+    name        of the case
+    source      Hugging Face directory
+    destination the save directory that Megatron-Bridge makes
+                -> supported: false if Megatron-Bridge has no class for the architecture
+
+out_dir/NAME.json: ok, error {"0": warnings of Megatron-Bridge and traceback}, and the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+
+
+def main() -> None:
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    threading.Thread(target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True).start()
+    sys.meta_path.append(peers.StandIns())
+    peers.without_gpu()
+    without_kernels()
+    said = Warnings()
+    logging.getLogger("megatron.bridge").addHandler(said)
+    for case in cases:
+        said.lines.clear()
+        try:
+            result = {"ok": True, **convert(Path(case["source"]), Path(case["destination"]))}
+        except Exception:
+            result = {
+                "ok": False,
+                "error": {"0": "\n".join([*said.lines, traceback.format_exc()])},
+            }
+        text = json.dumps({"name": case["name"], **result})
+        (out / f"{case['name']}.json").write_text(text)
+        gc.collect()
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings. Megatron-Bridge warns of a parameter without a mapping, and fails later
+    without naming it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def without_kernels() -> None:
+    """Lets gated delta nets be built without FLA, whose kernels no conversion calls."""
+    from megatron.core.ssm import gated_delta_net
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(gated_delta_net.__name__) and hasattr(module, "HAVE_FLA"):
+            module.HAVE_FLA = True  # type: ignore[attr-defined]
+
+
+def die_with(parent: int) -> None:
+    """Ends this process when the process that started it has ended."""
+    while True:
+        time.sleep(1)
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(parent, 0)
+            except ProcessLookupError:
+                os._exit(1)
+
+
+def convert(source: Path, destination: Path) -> dict[str, Any]:
+    """Does the steps of AutoBridge.import_ckpt, in fp32, which some bridges do not take from the
+    config. It does not save the tokenizer, because the tiny models have none.
+    """
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.model_load_save import temporary_distributed_context
+
+    config = json.loads((source / "config.json").read_text())
+    if config["architectures"][0] not in AutoBridge.list_supported_models():
+        return {"supported": False}
+    with temporary_distributed_context("gloo"):
+        bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.float32)
+        provider = bridge.to_megatron_provider()
+        provider.params_dtype, provider.bf16, provider.fp16 = torch.float32, False, False
+        provider.finalize()
+        model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+        bridge.save_megatron_model(model, destination, low_memory_save=True)
+    return {"supported": True}
+
+
+if __name__ == "__main__":
+    main()
