@@ -19,6 +19,11 @@ has further entries by kind. The entries are listed first, and the results behin
              -> NAME.npy: fp32 logits [batch, seq, vocab]
              -> unread: model keys of the checkpoint that no rank asked for
              -> forgiven: the _extra_state that it lacks
+    encode   checkpoint, args, tokens
+             seen: [[...]], 0 for a token that is padding
+             kinds: [[...]], the kind of each token
+             -> NAME.npy: fp32 logits [batch, seq, vocab] of an encoder, at tp 1 and pp 1
+             -> sentence: its scores of two sentences [[...]]
     mtp      as forward, on one rank
              -> NAME.npy: fp32 logits [batch, seq, vocab] of the first layer of multi-token
                 prediction
@@ -206,6 +211,20 @@ def forward_case(
         "forgiven": state["forgiven"],
         "iteration": state.get("iteration"),
     }
+
+
+@torch.no_grad()
+def encode_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    args = build.at_sizes(load.read_args(case["checkpoint"]), **case["args"] | sizes(case))
+    start(case, args, store, rank, world)
+    chunks = build.build(args)
+    load.load(chunks, args, case["checkpoint"])
+    inputs = (torch.tensor(case[name]) for name in ("tokens", "seen", "kinds"))
+    logits, sentence = chunks[0](*inputs)
+    np.save(out / f"{case['name']}.npy", logits.numpy())
+    return {"sentence": sentence.tolist()}
 
 
 @torch.no_grad()
@@ -402,6 +421,7 @@ def death_case(
 
 KINDS = {
     "forward": forward_case,
+    "encode": encode_case,
     "mtp": mtp_case,
     "save": save_case,
     "train": train_case,

@@ -66,6 +66,7 @@ def _write(case: str, directory: Path) -> None:
 
     c = config(case)
     kind = getattr(transformers, c["architectures"][0])
+    torch.manual_seed(0)  # some tensors keep the mean of transformers' random values
     # a copy, since transformers adds keys to rope_scaling
     model = kind(kind.config_class.from_dict(config(case))).float()
     state = model.state_dict(keep_vars=True)

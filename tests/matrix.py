@@ -65,7 +65,7 @@ judge cannot run. The wheels of megatron-core have the stock trainer from 0.17 o
 cannot load latent attention without a latent of the queries (`deepseek-v3-plain`).
 
 The dialect is the model of Megatron-Core that the checkpoint is for: `gpt` for GPTModel, `hybrid`
-for HybridModel, which mckpt writes with `--dialect hybrid`.
+for HybridModel, which mckpt writes with `--dialect hybrid`, and `bert` for BertModel.
 """
 SIZES = """
 ## The parallel sizes
@@ -137,8 +137,12 @@ def families(results: list[Row]) -> str:
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
         which = ", ".join(f"`{a}`" for a in family.architectures)
-        cells = [strongest(judged[name, d]) for d in mapping.names("megatron")]
-        rows.append([family.models, which, *cells, family.special])
+        cells = [strongest(judged[name, d]) for d in ("gpt", "hybrid")]
+        # of a model that is neither GPTModel nor HybridModel
+        own = judged[name, family.dialect] if cells == ["no", "no"] else []
+        rows.append(
+            [family.models, which, *cells, family.special + f"; {strongest(own)}" * bool(own)]
+        )
     rows.sort(key=lambda row: row[0].lower())
     return table(["models", "architecture", "GPTModel", "HybridModel", "notes"], rows)
 

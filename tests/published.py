@@ -22,9 +22,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
+# the dialects of a model that has others than gpt and hybrid
+DIALECTS = {"megatron-bert-cased-345m": ("bert",)}
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
-    ("glm-5", "gpt"): ("norm_eps",),
+    ("deepseek-v3.2", "gpt"): ("mtp_layers",),
+    ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     ("glm-5", "hybrid"): ("norm_eps",),
     ("hunyuan-7b", "gpt"): ("qk_norm_after_rope",),
     ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
@@ -38,12 +41,30 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("llama-3.3-70b", "hybrid"): ("rope_type", "rope_factor"),
     ("mistral-7b-v0.1", "gpt"): ("sliding_window",),
     ("mistral-7b-v0.1", "hybrid"): ("sliding_window",),
+    ("nemotron-3-nano-30b-a3b", "hybrid"): ("mamba_min_step",),
+    ("nemotron-3-super-120b-a12b", "hybrid"): ("mamba_min_step",),
+    ("nemotron-h-8b", "hybrid"): ("mamba_min_step",),
+    ("nemotron-nano-9b-v2", "hybrid"): ("mamba_min_step",),
     ("moonlight-16b-a3b", "gpt"): ("norm_eps",),
+    ("qwen3-next-80b-a3b", "gpt"): ("mtp_layers",),
+    ("qwen3.6-27b-text", "gpt"): ("mtp_layers",),
+    ("qwen3.6-35b-a3b-text", "gpt"): ("mtp_layers",),
 }
 # (model, dialect) that no megatron-core can load
-UNLOADABLE = {("moonlight-16b-a3b", "hybrid")}
+UNLOADABLE = {
+    ("moonlight-16b-a3b", "hybrid"),
+    # GPTModel has no Mamba-2
+    ("bamba-9b", "gpt"),
+    ("mamba-codestral-7b", "gpt"),
+    ("nemotron-3-nano-30b-a3b", "gpt"),
+    ("nemotron-3-super-120b-a12b", "gpt"),
+    ("nemotron-h-8b", "gpt"),
+    ("nemotron-nano-9b-v2", "gpt"),
+}
 # model -> the newest megatron-core that can load it, if it is not the newest of all
 UNTIL = {"moonlight-16b-a3b": "0.18"}
+# the tensor-parallel size of a plan, where 2 is too many: a Mamba-2 of one group
+TP = {"bamba-9b": 1}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 

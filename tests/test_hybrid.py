@@ -106,17 +106,55 @@ def test_a_stage_that_ends_in_a_layer_has_no_place_in_gpt(
         mckpt.plan(hybrid, tmp_path / "gpt", dialect="gpt", parallel=kept)
 
 
-@pytest.mark.parametrize(
-    "other", ["**--*-*-", "*-*-*-*", "*-*-*-M-", "*-*-*-*-/*", "*-*-*-*-/*-*-", "M-*-*-*-"]
-)
+@pytest.mark.parametrize("other", ["*-*-*-*-/*", "*-*-*-*-/*-*-", "*-*-*-*-/M-", "W-*-*-*-"])
 def test_another_pattern_is_another_model(
     other: str, tiny_model: TinyModel, tmp_path: Path
 ) -> None:
     made = written(tiny_model("qwen3"), tmp_path / "made", dialect="hybrid")
     opened = mckpt.open(made)
     assert opened.args is not None
-    with pytest.raises(MappingError, match=r"hybrid_layer_pattern is '.*Another order is another"):
+    with pytest.raises(MappingError, match=r"hybrid_layer_pattern is '.*mckpt knows patterns of"):
         opened.mapping.read({**opened.args, "hybrid_layer_pattern": other})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts", "numbers"),
+    [
+        ("*-*-", ["attn mlp", "attn mlp"], [0, 2]),
+        ("**-|--M*", ["attn", "attn mlp", "mlp", "mlp", "mamba", "attn"], [0, 1, 3, 4, 5, 6]),
+        ("-M|-ME|EM", ["mlp", "mamba mlp", "mamba moe", "moe", "mamba"], [0, 1, 3, 5, 6]),
+    ],
+)
+def test_any_order_of_layers_is_read_and_written_again(
+    pattern: str, parts: list[str], numbers: list[int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    opened = mckpt.open(written(tiny_model("qwen3-moe"), tmp_path / "made", dialect="hybrid"))
+    assert opened.args is not None
+    dialect = opened.mapping
+    dims = dialect.read({**opened.args, "hybrid_layer_pattern": pattern})
+    assert dims["layer_parts"] == parts and dims["num_layers"] == len(parts)
+    assert dialect.num_numbers(dims) == len(pattern.replace("|", ""))
+    scope = dialect.scope(dims, keys="global", layers="per_layer", pp=1, transformer_impl="")
+    first = {}
+    for bound in dialect.bind(scope):
+        for number, layer in zip(bound.numbers.tolist(), bound.layers.tolist(), strict=True):
+            if "decoder.layers." in bound.rule.key:
+                first[layer] = min(number, first.get(layer, number))
+    assert [first[layer] for layer in range(len(parts))] == numbers
+    stages = [len(stage) for stage in pattern.split("|")]
+    ends = [sum(stages[: i + 1]) for i in range(len(stages))]
+    cut = [list(range(end - size, end)) for end, size in zip(ends, stages, strict=True)]
+    assert dialect.write(dims, {"stages": cut})["hybrid_layer_pattern"] == pattern
+
+
+def test_a_pattern_that_the_tensors_contradict_is_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    made = mckpt.open(written(tiny_model("qwen3"), tmp_path / "made", dialect="hybrid"))
+    assert made.args is not None
+    made.args["hybrid_layer_pattern"] = "**--*-*-"
+    with pytest.raises(MappingError, match=r"layer_parts is \['attn', 'attn mlp', 'mlp', "):
+        _ = made.dims
 
 
 def test_what_a_hybrid_model_cannot_say_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -25,7 +25,9 @@ from tests.test_stock import launch_line
 
 pytestmark = pytest.mark.judge
 
-CASES = [case for case in ("qwen3_5", "qwen3_5_moe", "qwen3_next") if SINCE[case] <= VERSION]
+CASES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+if any(SINCE[case] > VERSION for case in CASES):
+    pytest.skip("these models need megatron-core 0.19", allow_module_level=True)
 STOCK = [
     (case, dialect, form)
     for dialect in ("hybrid", "gpt")

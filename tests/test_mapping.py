@@ -440,7 +440,11 @@ def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
             "    head_dim: {type: bool",
             "head_dim has another definition",
         ),
-        ("  gpt:\n", "  gtp:\n", r"mine\.yaml:\d+: there is no dialect 'gtp'; known: gpt, hybrid"),
+        (
+            "  gpt:\n",
+            "  gtp:\n",
+            r"mine\.yaml:\d+: there is no dialect 'gtp'; known: bert, gpt, hybrid",
+        ),
         ("    flags:", "    flag:", r"mine\.yaml:\d+: 'flag' is not a key of a mapping file"),
     ],
 )

@@ -198,6 +198,38 @@ def check_gated_bias(ways: int = 1) -> None:
     )
 
 
+def check_mamba(ways: int = 1) -> None:
+    """Takes each rank's rows out of the in_proj and the conv1d of transformers, which splits them
+    into [z | x | B | C | dt] and [x | B | C], by the heads and groups that Megatron-Core gives the
+    rank (mamba_mixer.py, nheads_local_tp and ngroups_local_tp).
+    """
+    heads, groups, width, state = 16, 8, 3, 5
+    sizes = {"z": heads * width, "x": heads * width, "B": groups * state, "C": groups * state}
+    in_proj = tensor(14, sum(sizes.values()) + heads, HIDDEN)
+    conv = tensor(15, sum(sizes.values()) - sizes["z"], 1, 4)
+    first = dict(zip("zxBC", np.cumsum([0, *sizes.values()]).tolist(), strict=False))
+    first["dt"] = sum(sizes.values())
+    rows = {"z": heads, "x": heads, "B": groups, "C": groups, "dt": heads}
+    each = {"z": width, "x": width, "B": state, "C": state, "dt": 1}
+
+    def of_rank(rank: int, names: Sequence[str]) -> list[int]:
+        return [
+            first[name] + number * each[name] + row
+            for name in names
+            for number in range(rank * rows[name] // ways, (rank + 1) * rows[name] // ways)
+            for row in range(each[name])
+        ]
+
+    names = ["z", "x", "B", "C", "dt"]
+    members = [in_proj[first[n] : first[n] + rows[n] * each[n]] for n in names]
+    same(shards("concat", members, "column", 1), [in_proj])
+    wanted = [in_proj[of_rank(rank, names)] for rank in range(ways)]
+    same(shards("gated", members, "column", ways), wanted)
+    ends = np.cumsum([sizes["x"], sizes["B"]])
+    wanted = [conv[np.array(of_rank(r, ["x", "B", "C"])) - sizes["z"]] for r in range(ways)]
+    same(shards("gated", np.split(conv, ends), "column", ways), wanted)
+
+
 def check_row(ways: int = 1) -> None:
     same(shards("one", [DOWN], "row", ways), np.split(DOWN, ways, axis=1))
 
@@ -240,6 +272,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
         check_convolution,
         check_gated,
         check_gated_bias,
+        check_mamba,
         check_row,
         check_column,
         check_concat,

@@ -13,9 +13,11 @@ import mckpt
 from mckpt import mapping
 from mckpt.geometry.parallel import Parallel
 from tests import published
-from tests.published import CONFIGS, INEXACT, NAMES, UNLOADABLE, UNTIL
+from tests.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL
 
-PAIRS = [(n, d) for n in NAMES for d in ("gpt", "hybrid") if (n, d) not in UNLOADABLE]
+PAIRS = [
+    (n, d) for n in NAMES for d in DIALECTS.get(n, ("gpt", "hybrid")) if (n, d) not in UNLOADABLE
+]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def test_every_tensor_of_a_published_model_has_a_place(
         tmp_path / "out",
         format="torch_dist",
         dialect=dialect,
-        parallel=Parallel(tp=2),
+        parallel=Parallel(tp=published.TP.get(name, 2)),
         known=known,
         allow_inexact=INEXACT.get((name, dialect), ()),
         megatron_version=UNTIL.get(name),

@@ -424,11 +424,10 @@ def logits(model: Any, tokens: np.ndarray) -> np.ndarray:
     import torch
 
     with torch.no_grad():
-        out: np.ndarray = (
-            model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False)
-            .logits.float()
-            .numpy()
-        )
+        found = model(torch.from_numpy(np.asarray(tokens, np.int64)), use_cache=False)
+    # a model with a second head has other names
+    scores = found.prediction_logits if "prediction_logits" in found else found.logits
+    out: np.ndarray = scores.float().numpy()
     return out
 
 

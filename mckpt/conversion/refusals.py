@@ -128,9 +128,10 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
     heads, groups = dims["num_heads"], dims["num_query_groups"]
     moe = dims["moe_layers"]
     cut = {
-        "ffn_size": not all(moe),
+        "ffn_size": any("mlp" in parts for parts in dims["layer_parts"]),
         "shared_ffn_size": any(moe),
         "expert_ffn_size": any(moe) and parallel.etp is None,
+        "mamba_groups": dims["mamba_groups"] > 0,
     }
     widths = {name: dims[name] for name, is_cut in cut.items() if is_cut}
     fit = [

@@ -179,7 +179,8 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     if named := source.named.family_name:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
-    reasons, fit = [], []
+    reasons: list[tuple[bool, int, str]] = []
+    fit = []
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
         if family.forms:  # args do not describe what is beside the text model
@@ -189,7 +190,8 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
         else:
             why = family.inexact(source.dims)
         if why:
-            reasons.append(f"{name}: {'; '.join(why.values())}")
+            text = f"{name}: {'; '.join(why.values())}"
+            reasons.append(("requires" in why, len(why), text))
         else:
             fit.append(family)
     best = [f for f in fit if f.canonical] or fit
@@ -207,6 +209,6 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
         )
     raise MappingError.of(
         f"{source.path}: no family computes what its args describe:",
-        reasons,
+        [text for *_, text in sorted(reasons)],  # the nearest family first
         "give --like HF_DIR, or --mapping FILE of your own family",
     )

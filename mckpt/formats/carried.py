@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +117,13 @@ def lay_out(tensors: Sequence[Stored], most: int) -> tuple[Layout, list[TargetFi
 def joined(layout: Layout, other: Layout) -> Layout:
     """Returns a layout with the tensors and files of another one behind its own."""
     first = len(layout.files)
-    moved = [_at_file(s, first) for s in other.stored]
+    moved = [replace(s, file=s.file + first) for s in other.stored]
     return Layout(
         [*layout.files, *other.files],
         [*layout.stored, *moved],
         {**layout.shapes, **other.shapes},
         layout.ignored,
         layout.left_out,
-    )
-
-
-def _at_file(s: Stored, first: int) -> Stored:
-    return Stored(
-        s.key, s.dtype, s.shape, s.pieces, s.layer, s.expert, s.file + first, s.at, carried=True
     )
 
 

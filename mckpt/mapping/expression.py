@@ -40,10 +40,11 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 }
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.Not: operator.not_, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{f.__name__: f for f in (all, any, bool, float, int, len, max, min)},
+    **{f.__name__: f for f in (all, any, bool, float, int, len, max, min, sum)},
     "range": lambda *a: range(*a) if all(abs(x) <= MAX_LENGTH for x in a) else _refuse(f"range{a}"),
     "split": lambda text, by: text.split(by),
     "join": lambda by, texts: by.join(texts),
+    "replace": lambda text, old, new: text.replace(old, new),
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
 _LEAVES: tuple[type, ...] = (

@@ -168,6 +168,7 @@ class MappingFile(NamedTuple):
         decoder = range(scope["num_layers"])
         mtp = range(len(decoder), len(decoder) + scope["mtp_layers"])
         found: dict[tuple[range, str | None], list[int]] = {}  # many rules hold for the same layers
+        number_of: dict[tuple[str, int], int] = {}  # and have the same numbers
         form = self.form(scope)
         for rule in self.rules if rules is None else rules:
             rule = rule._replace(key=form.rename(rule.key)) if form.names else rule
@@ -187,7 +188,11 @@ class MappingFile(NamedTuple):
                 experts = np.arange(scope["num_experts"] if "expert" in rule.indices else 1)
                 numbers = layers
                 if rule.number is not None:
-                    numbers = [rule.number({**scope, "layer": layer}) for layer in layers]
+                    text = rule.number.text
+                    for layer in layers:
+                        if (text, layer) not in number_of:
+                            number_of[text, layer] = rule.number({**scope, "layer": layer})
+                    numbers = [number_of[text, layer] for layer in layers]
                 where = np.array(layers, "i4"), experts.astype("i4"), np.array(numbers, "i4")
                 out.append(Bound(rule, *where, len(decoder)))
         return out
@@ -233,10 +238,7 @@ class MappingFile(NamedTuple):
         file does not support.
         """
         known, override = dict(known or {}), dict(override or {})
-        try:
-            config = view(config, self.inside)
-        except ValueError as e:
-            raise MappingError(f"{source}: {e}") from None
+        config = view(config, self.inside)
         if refused := list(self._refusals(config, source)):
             raise MappingError.of(
                 f"{source} describes a model that {self.path.name} does not know:", refused

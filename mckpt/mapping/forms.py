@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from mckpt.errors import MappingError
 from mckpt.mapping.nodes import Node
 
 OUTER = "/"  # starts a key of the whole config.json, not of the text model's part
@@ -55,7 +56,7 @@ def view(config: Mapping[str, Any], inside: str) -> dict[str, Any]:
     keys of the whole config.json follow with `/` before them.
 
     inside: the key of the part. If the config does not have it, the whole config.json describes the
-    text model. Raises ValueError if the part is not an object.
+    text model. Raises MappingError if the part is not an object.
     """
     if not inside:
         return dict(config)
@@ -70,7 +71,7 @@ def part(config: Mapping[str, Any], inside: str) -> Mapping[str, Any]:
     if found is None:
         return config
     if not isinstance(found, Mapping):
-        raise ValueError(f"{inside} is {found!r}, and must be an object")
+        raise MappingError(f"config.json: {inside} is {found!r}, and must be an object")
     return found
 
 

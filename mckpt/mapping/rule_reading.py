@@ -20,7 +20,7 @@ _RULE = (
     *("of", "pack", "heads", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
     "transposed",
 )
-_BLOCK = ("is", "instead", "mtp", "groups", "tensors", "objects")
+_BLOCK = ("is", "when", "instead", "mtp", "groups", "tensors", "objects")
 
 Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
 
@@ -34,6 +34,7 @@ class _Scope(NamedTuple):
     instead: tuple[str, Expression | None] | None = None  # another prefix, and when
     again: bool = False  # the rules of a block once more, for multi-token prediction
     number: Expression | None = None  # see Rule
+    when: str | None = None  # a condition on all rules
 
 
 def read_rules(root: Node, section: str, expression: Parse, problems: list[str]) -> Iterator[Rule]:
@@ -84,7 +85,8 @@ def _scopes(
         instead = (other["key"], expression(other["when"], where)) if other else None
         for node in rules:
             logical = block.get("is", "")
-            yield _Scope(node or Node(), start, logical, instead, again, None if again else number)
+            counted, when = None if again else number, block.get("when")
+            yield _Scope(node or Node(), start, logical, instead, again, counted, when)
 
 
 def _group(root: Node, name: str, where: str, problems: list[str]) -> Node:
@@ -105,7 +107,7 @@ def _numbered(root: Node, prefix: str, expression: Parse) -> tuple[str, Expressi
 
 
 def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Rule]:
-    node, prefix, logical, instead, again, number = scope
+    node, prefix, logical, instead, again, number, always = scope
     for key, value in node.items():
         where = node.lines[key]
         for spec in value if isinstance(value, list) else [value]:
@@ -119,6 +121,8 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
                     continue
                 if again or "{mtp}" in prefix:
                     one = {**one, "mtp": True}
+                if always is not None:
+                    one = {**one, "when": _both(always, one.get("when"))}
                 try:
                     rule = _rule(prefix + stored, one, logical, number, where, expression)
                 except (ValueError, TypeError) as e:
@@ -130,12 +134,14 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
                 other_prefix, condition = instead
                 if condition is None:  # it is among the problems
                     continue
-                both = f"({condition.text})" + (f" and ({rule.when.text})" if rule.when else "")
-                neither = f"not ({condition.text})" + (
-                    f" and ({rule.when.text})" if rule.when else ""
-                )
-                yield rule._replace(when=Expression(neither))
-                yield rule._replace(key=other_prefix + stored, when=Expression(both))
+                there, when = condition.text, rule.when and rule.when.text
+                yield rule._replace(when=Expression(_both(f"not ({there})", when)))
+                yield rule._replace(key=other_prefix + stored, when=Expression(_both(there, when)))
+
+
+def _both(first: str, second: Any) -> str:
+    """Returns the condition that both are true; `second` may be None."""
+    return first if second is None else f"({first}) and ({second})"
 
 
 def expand(key: str, spec: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mckpt.trainer import hybrid
+from mckpt.trainer import bert, hybrid
 from mckpt.trainer.points import Recorder
 
 
@@ -59,8 +59,11 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
             hidden = torch.empty(shape, dtype=config.params_dtype, device=device)
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(hidden)
-        with without_mtp(chunk):
-            hidden = chunk(tokens, positions, mask)
+        if bert.chosen(args):
+            hidden = bert.run(chunk, args, tokens, seq)
+        else:
+            with without_mtp(chunk):
+                hidden = chunk(tokens, positions, mask)
         if not (last and stage == len(chunks) - 1):
             dist.send(hidden.contiguous(), ps.get_pipeline_model_parallel_next_rank())
 
@@ -157,10 +160,11 @@ def watch(chunks: list[Any], recorder: Recorder) -> None:
             # the mlp comes last, and its state replaces that behind the attention
             recorder.output(module, state(f"layers.{layer}"))
             if part != "mlp":
-                recorder.output(module.self_attention, state(f"layers.{layer}.attn"))
+                attention = getattr(module, "mixer", None) or module.self_attention
+                recorder.output(attention, state(f"layers.{layer}.attn"))
             if part != "attn":
                 recorder.output(module.mlp, state(f"layers.{layer}.mlp"))
-            if hasattr(module.mlp, "router"):
+            if hasattr(getattr(module, "mlp", None), "router"):
                 recorder.output(module.mlp.router, routed(layer))
         if chunk.post_process:
             recorder.input(chunk.output_layer, state("final_norm"))

@@ -3,9 +3,9 @@
     *-*-|*E*E/*E    two stages of four layers, and one depth of multi-token prediction
 
 Every symbol is a layer of its own. `*` is attention, `+` multi-latent attention, `D` the same with
-an indexer, `G` a gated delta net, `-` a dense MLP and `E` a mixture of experts. `|` ends a virtual
-stage: part v * pp + p belongs to virtual stage v of pipeline rank p. `/` begins a depth of
-multi-token prediction.
+an indexer, `G` a gated delta net, `M` a Mamba-2, `-` a dense MLP and `E` a mixture of experts. `|`
+ends a virtual stage: part v * pp + p belongs to virtual stage v of pipeline rank p. `/` begins a
+depth of multi-token prediction.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from mckpt.errors import MissingExtra, UsageError
 
 SINCE = (0, 18)  # the first megatron-core that has HybridModel
 SINCE_SYMBOL = {"+": (0, 19), "D": (0, 19)}  # and those that came later
-BUILT = "*+DG-E"
-MIXERS = "*+DG"  # layers that mix the positions of a sequence
+BUILT = "*+DGM-E"
+MIXERS = "*+DGM"  # layers that mix the positions of a sequence
 
 
 def pattern(args: Namespace) -> str | None:
@@ -117,6 +117,10 @@ def build(args: Namespace, uses_te: bool, **options: Any) -> Any:
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     options["hybrid_layer_pattern"] = args.hybrid_layer_pattern
+    if "M" in args.hybrid_layer_pattern:
+        from mckpt.trainer import mamba
+
+        mamba.install()
     if uses_te:
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 

@@ -20,6 +20,8 @@ from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.models.hybrid import hybrid_block
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
@@ -27,6 +29,7 @@ from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubm
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe import moe_layer
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.multi_token_prediction import (
@@ -136,6 +139,17 @@ def mixer(module: Any, submodules: Any, input_norm: Any = IdentityOp, **params: 
     )
 
 
+def mamba(config: Any) -> ModuleSpec:
+    linears = MambaMixerSubmodules(in_proj=NormedColumn, out_proj=RowParallelLinear)
+    return ModuleSpec(
+        module=MambaLayer,
+        submodules=MambaLayerSubmodules(
+            mixer=ModuleSpec(module=MambaMixer, submodules=linears),
+            mamba_bda=get_bias_dropout_add,
+        ),
+    )
+
+
 def mlp(config: Any) -> ModuleSpec:
     linears = MLPSubmodules(linear_fc1=NormedColumn, linear_fc2=RowParallelLinear)
     return ModuleSpec(
@@ -178,6 +192,7 @@ PARTS: dict[str, Callable[[Any], ModuleSpec]] = {
     "attention_layer": attention,
     "mla_layer": latent_attention,  # from megatron-core 0.19 on
     "gdn_layer": gated_delta_net,
+    "mamba_layer": mamba,
     "mlp_layer": mlp,
     "moe_layer": experts,
     "mtp_block_spec": mtp_block,
@@ -197,7 +212,13 @@ def stack_spec(config: Any) -> ModuleSpec:
 @contextmanager
 def own_modules() -> Iterator[None]:
     """Replaces modules that megatron-core takes by their name, not from the spec, in the block."""
-    named = [(hybrid_block, "TENorm", Norm), (multi_latent_attention, "TELinear", Whole)]
+    named: list[tuple[Any, str, Any]] = [
+        (hybrid_block, "TENorm", Norm),
+        (multi_latent_attention, "TELinear", Whole),
+        # the latent of a mixture of experts
+        (moe_layer, "TELinear", Whole),
+        (moe_layer, "HAVE_TE", True),
+    ]
     kept = [getattr(module, name) for module, name, _ in named]
     for base in GatedDeltaNet.__mro__:
         module = sys.modules[base.__module__]

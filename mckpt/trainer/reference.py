@@ -16,6 +16,7 @@ vocab]). The model is loaded once in fp32, and then once in its own dtype.
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import re
 import sys
@@ -44,7 +45,7 @@ def main(job: dict[str, Any]) -> None:
     model = load(job["hf"], "float32", device)
     points.cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()
-    watch(model, recorder)
+    watch(model, recorder, [parts.split() for parts in job["parts"]])
     largest = [base(model, recorder, tokens, out, index) for index, tokens in enumerate(sequences)]
     reach(model, recorder, sequences, job, out)
     if not np.isfinite(largest).all():
@@ -154,11 +155,12 @@ def decoder_layers(model: Any) -> list[Any]:
     raise SourceError(f"{type(model).__name__} has no list of num_hidden_layers modules")
 
 
-def watch(model: Any, recorder: points.Recorder) -> None:
+def watch(model: Any, recorder: points.Recorder, parts: list[list[str]]) -> None:
     """Puts hooks on all places of `points`.
 
-    The children of a layer that are not norms are its attention and its mlp, in this order, in
-    every family.
+    parts: of each layer of mckpt, the names of its parts, as in the dim layer_parts. In some
+    families each part is a layer of transformers. In the others, the parts are the children of a
+    layer that have parameters and are no norms, in the order in which they run.
     """
 
     def first(value: Any) -> Any:
@@ -178,12 +180,24 @@ def watch(model: Any, recorder: points.Recorder) -> None:
         return keep
 
     recorder.output(model.get_input_embeddings(), state("embed"))
-    for index, layer in enumerate(decoder_layers(model)):
-        recorder.output(layer, state(f"layers.{index}"))
-        attention, mlp, *_ = [child for name, child in layer.named_children() if "norm" not in name]
-        recorder.output(attention, state(f"layers.{index}.attn"))
-        recorder.output(mlp, state(f"layers.{index}.mlp"))
-        for module in mlp.modules():
+    layers = decoder_layers(model)
+    places = list(enumerate(parts))
+    if len(places) < len(layers):
+        places = [(index, [name]) for index, names in places for name in names]
+    for layer, (index, names) in zip(layers, places, strict=True):
+        recorder.output(layer, state(f"layers.{index}"))  # that of the last part stays
+        points_of = [
+            f"layers.{index}.{'mlp' if name in ('mlp', 'moe') else 'attn'}" for name in names
+        ]
+        turn = itertools.cycle(points_of)
+
+        def part(value: Any, turn: Iterator[str] = turn) -> None:
+            recorder.state(next(turn), first(value)[0])
+
+        for name, child in layer.named_children():
+            if "norm" not in name and any(True for _ in child.parameters()):
+                recorder.output(child, part)
+        for module in layer.modules():
             # it returns logits [tokens, experts], weights, chosen experts [tokens, k]
             if type(module).__name__.endswith("Router"):
                 recorder.output(module, routed(index, module))
@@ -364,7 +378,8 @@ def reordered(model: Any) -> Iterator[None]:
     """In the block, the model computes its sums in another order: by another attention kernel, and
     in linear layers in parts.
     """
-    model.set_attn_implementation("sdpa")
+    if getattr(model, "_supports_sdpa", True):  # a model without attention does not
+        model.set_attn_implementation("sdpa")
     with _SplitSums():
         yield
     model.set_attn_implementation("eager")

@@ -102,6 +102,11 @@ def verify_all(
         raise UsageError(
             f"{left.path}: is a Megatron checkpoint; give a Hugging Face directory as the first"
         )
+    if not left.dims["causal"]:
+        raise UsageError(
+            f"{left.path}: is an encoder, and verify runs decoders only; --level bytes compares the"
+            " tensors of both"
+        )
     launching.require("torch", "transformers", "megatron", "psutil")
     _ = left.layout  # damage is reported before any process starts
     work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
@@ -173,6 +178,7 @@ def _run(
     held |= {"instead": list(instead.items())}
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
+    held["parts"] = left.dims["layer_parts"]
     launching.launch(
         "mckpt.trainer.reference",
         {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held},
