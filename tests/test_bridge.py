@@ -38,6 +38,7 @@ ALSO: dict[str, dict[str, Any]] = {
 # The architectures for which Megatron-Bridge 0.6.2 has no class. A case that is neither here nor
 # below must be equal.
 NO_BRIDGE = {
+    "BambaForCausalLM",
     "DeepseekV32ForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5ForCausalLM",
@@ -46,7 +47,10 @@ NO_BRIDGE = {
     "HunYuanMoEV1ForCausalLM",
     "Kimi_K25ForConditionalGeneration",  # it has one for the Python that is published with K2.5
     "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
     "LlavaForConditionalGeneration",
+    "Mamba2ForCausalLM",
+    "MegatronBertForPreTraining",
     "MixtralForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2MoeForCausalLM",
