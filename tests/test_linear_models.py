@@ -225,3 +225,5 @@ def test_a_model_without_the_tensors_has_no_layer_of_multi_token_prediction(
     assert json.loads((tmp_path / "there" / "hf" / "config.json").read_text())[key] == 0
     mckpt.plan(tmp_path / "there", tmp_path / "again", format="hf").run()
     assert not mckpt.diff(tmp_path / "hf" / case, tmp_path / "again")
+    like = tmp_path / "hf" / case  # whose config.json is that of the source
+    assert mckpt.open(tmp_path / "there", like=like).dims["mtp_layers"] == 0

@@ -51,12 +51,16 @@ def bears(config: dict[str, Any]) -> dict[str, Any]:
     out["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
     if config.get("use_sliding_window", True) and config.get("sliding_window"):
         out["sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "gemma" and out["hidden_act"] == "gelu":
+        out["hidden_act"] = "gelu_pytorch_tanh"  # as transformers computes it
     rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     out.update({k: rope.pop(k) for k in ("rope_theta",) if k in rope})
     for key in ("mrope_section", "mrope_interleaved"):  # of images
         rope.pop(key, None)
     if "partial_rotary_factor" in config:
         rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    if not rope.get("mscale_all_dim"):
+        rope.pop("mscale", None)  # transformers reads both or neither
     rope["rope_type"] = rope.pop("type", rope.get("rope_type")) or "default"
     out.update({f"rope.{k}": v for k, v in rope.items()})
     if "num_local_experts" in out and config["model_type"] == "qwen3_moe":
@@ -110,17 +114,22 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     assert apart <= inexact.keys()
     wanted = set(INEXACT.get((path.stem, "gpt"), ()))
     assert inexact.keys() == wanted, inexact
+    if "activation" in inexact:
+        return  # the args are those of another gate, which no family has with these norms
 
     source: Any = SimpleNamespace(named=api.Known(), dims=again, path=path)
     chosen, note = choose_family(source)
-    alike = {"mistral": "llama", "qwen3_5_moe": "qwen3_next"}
-    assert chosen.name == alike.get(name, name), note
+    if family.canonical:
+        assert chosen.name == name, note
+    else:  # several families compute the same
+        assert name in note.replace(",", "").split(), note
     written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
     same = {k: v for k, v in bears(written).items() if k not in ("architectures", "model_type")}
     wanted_keys = {
         k: v
         for k, v in bears(config).items()
-        if k not in ("architectures", "model_type", "sliding_window")
+        if k not in ("architectures", "model_type")
+        and (v is not False or k not in ("attention_bias", "mlp_bias"))  # of other families' names
     }
     assert {k: same.get(k) for k in wanted_keys} == wanted_keys
 
@@ -222,9 +231,11 @@ def test_an_arg_without_a_dim_is_refused() -> None:
     dialect = mapping.load("megatron", "gpt")
     dims = mapping.load("hf", "llama").read(llama())
     args = dialect.write(dims)
-    assert dialect.read({**args, "use_mup": None}) == dims
-    with pytest.raises(MappingError, match=r"use_mup is True, and gpt\.yaml supports only False"):
-        dialect.read({**args, "use_mup": True})
+    assert dialect.read({**args, "enable_hyper_connections": None}) == dims
+    with pytest.raises(
+        MappingError, match=r"enable_hyper_connections is True, and gpt\.yaml supports only False"
+    ):
+        dialect.read({**args, "enable_hyper_connections": True})
     with pytest.raises(
         MappingError, match=r"(?s)position_embedding_type is 'mrope'.*softmax_scale is 0\.5"
     ):
@@ -257,19 +268,30 @@ def test_the_report_of_an_inexact_dim_names_it(changed: dict[str, Any], name: st
     assert found[name].startswith(f"{name} is ")
 
 
-def test_a_window_is_inexact_and_refused_by_a_plan(tmp_path: Path) -> None:
-    source = tiny.tiny_random("mistral", tmp_path / "hf")
-    config = json.loads((source / "config.json").read_text())
-    tiny.write_json(source / "config.json", {**config, "sliding_window": 16})
+def test_a_window_is_refused_for_a_megatron_core_that_mckpt_does_not_know_it_of(
+    tmp_path: Path,
+) -> None:
+    source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=16)
     with pytest.raises(
-        MappingError,
-        match=(
-            r"sliding_window is 16, and gpt would compute with None\n.*--allow-inexact"
-            r" sliding_window"
-        ),
+        MappingError, match=r"sliding_window is 16 .*\n.*--allow-inexact sliding_window"
     ):
-        mckpt.plan(source, tmp_path / "out")
-    mckpt.plan(source, tmp_path / "out", allow_inexact=["sliding_window"])
+        mckpt.plan(source, tmp_path / "out", megatron_version="0.15")
+    mckpt.plan(source, tmp_path / "out", megatron_version="0.16")
+
+
+def test_the_windows_of_qwen2_begin_at_a_layer() -> None:
+    """Transformers gives a window to the layers from max_window_layers on."""
+    family = mapping.load("hf", "qwen2")
+    given = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    config = json.loads(Path("fixtures/tiny/qwen2.json").read_text())
+    config.pop("layer_types", None)
+    layers = config["num_hidden_layers"]
+    dims = family.read({**config, **given})
+    assert dims["window_layers"] == [0] + [1] * (layers - 1)
+    given["layer_types"] = ["sliding_attention"] + ["full_attention"] * (layers - 1)
+    assert family.read({**config, **given})["window_layers"] == [1] + [0] * (layers - 1)
+    given["use_sliding_window"] = False
+    assert family.read({**config, **given})["sliding_window"] is None
 
 
 def test_unknown_keys_with_a_value_are_listed() -> None:

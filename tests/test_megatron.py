@@ -443,7 +443,7 @@ INERT = frozenset(
     dsa_indexer_topk_freq dsa_indexer_skip_topk_offset dsa_kernel_backend
     dsa_indexer_rope_interleaved dsa_indexer_rotate_activation dsa_indexer_scoring_relu
     dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 mup_width_mult mup_base_hidden_size
-    mup_embedding_mult mup_output_mult mup_base_head_dim mup_attn_scale_power fused_residual_rmsnorm
+    fused_residual_rmsnorm
     use_transformer_engine_op_fuser fp8_output_proj high_priority_a2a_comm_stream
     moe_router_quantile_balancing_ema moe_permute_fusion_into_hybridep
     moe_hybridep_pad_uneven_dispatch_inputs moe_pad_experts_for_cuda_graph_inference

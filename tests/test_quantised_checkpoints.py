@@ -260,7 +260,7 @@ REFUSED: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "other 8 bits": (
         put(UP, "F8_E5M2", [64, 48], 64 * 48),
         3,
-        (f"{UP}_scale_inv", "float8_e5m2", "layers.{layer}.mlp.up_proj"),
+        (f"{UP}_scale_inv", f"{UP} [64, 48] holds float8_e5m2", "does not describe it"),
     ),
     "integers": (put(UP, "I8", [64, 48], 64 * 48), 3, (f"{UP}_scale_inv", "int8")),
     "a norm in 8 bits": (
@@ -276,7 +276,7 @@ REFUSED: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "no block size": (
         says(weight_block_size=None),
         3,
-        ("quantization_config", "weight_block_size", Q, "dequantise"),
+        (f"{Q}_scale_inv is [24, 2]", "should be []", "a scale for each tensor"),
     ),
     "a block size of nothing": (says(weight_block_size=[0, 128]), 3, ("[0, 128]", Q)),
     "a block size of one number": (says(weight_block_size=128), 3, ("weight_block_size", Q)),
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "no config": (
         lambda src: edit_json(src / "config.json", lambda c: c.pop("quantization_config")),
         3,
-        (Q, "no weight_block_size"),
+        (f"{Q} [384, 48] holds float8_e4m3fn", "quantization_config", "does not describe it"),
     ),
 }
 

@@ -98,20 +98,19 @@ def test_copies_in_a_hugging_face_directory_must_agree(tmp_path: Path) -> None:
 
 def test_a_difference_that_was_allowed_makes_the_verdict_incomplete(tmp_path: Path) -> None:
     """The verdict is INCOMPLETE, and FAIL if an arg is not the one that the conversion wrote."""
-    source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=64)
-    mckpt.plan(
-        source, tmp_path / "megatron", format="torch", allow_inexact=["sliding_window"]
-    ).run()
+    gemma = {"architectures": ["GemmaForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
+    source = tiny.tiny_random("llama", tmp_path / "hf", **gemma)
+    mckpt.plan(source, tmp_path / "megatron", format="torch", allow_inexact=["activation"]).run()
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.verdict == "incomplete" and found.reasons[0].startswith(
-        "sliding_window: the config says 64, and the args mean None"
+        "activation: the config says gelu_tanh, and the args mean silu"
     )
     (path,) = (tmp_path / "megatron").glob("release/mp_rank_*/model_optim_rng.pt")
     saved = torch.load(path, weights_only=False)
-    saved["args"].window_size = (31, 0)
+    saved["args"].swiglu, saved["args"].quick_geglu = False, True
     torch.save(saved, path)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
-    assert found.verdict == "fail" and "sliding_window" in found.reasons[0], found.reasons
+    assert found.verdict == "fail" and "activation" in found.reasons[0], found.reasons
 
 
 def test_values_that_a_cast_made_infinite_make_the_verdict_incomplete(tmp_path: Path) -> None:

@@ -32,7 +32,14 @@ DTYPES = {
 }
 LETTERS = {
     np.dtype(kind): letter
-    for letter, kind in [*DTYPES.values(), ("F8_E4M3", ml_dtypes.float8_e4m3fn), ("I8", np.int8)]
+    for letter, kind in [
+        *DTYPES.values(),
+        ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("I8", np.int8),
+        ("U8", np.uint8),
+        ("I32", np.int32),
+        ("I64", np.int64),
+    ]
 }
 
 Config = dict[str, Any]

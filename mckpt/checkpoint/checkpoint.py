@@ -345,7 +345,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """The dims of the config.json that describes a Megatron checkpoint; none without one."""
         if (described := self.described_by) is None:
             return {}
-        return self._read_config(described, {}, said)
+        # A directory with weights, as of --like, may lack some that its config.json describes.
+        weights = formats.detect(described, megatron=False)
+        keys = set(weights.open(described).keys()) if weights is not None else None
+        family, config = self._family(described), read_config(described)
+        lacks = {} if keys is None else description.unstored(family, config, keys)
+        return self._read_config(described, {}, {**lacks, **said})
 
     @property
     def _recorded(self) -> dict[str, Any]:
@@ -404,8 +409,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @property
     def quantised(self) -> bool:
-        """Returns whether config.json describes weights stored in 8 bits, with scales."""
-        return self.opened.block is not None
+        """Returns whether config.json describes quantised weights that mckpt reads."""
+        return self.opened.quantised
 
     @property
     def described_by(self) -> Path | None:

@@ -17,6 +17,7 @@ from mckpt.geometry.box import (
     by_rows,
     gaps,
     moves,
+    phased,
     row_major,
     whole_box,
 )
@@ -196,12 +197,12 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """
         size, wide = itemsize(s.stored_as), out.itemsize
         offset = pieces[0].offset  # of all pieces of one logical tensor
-        for m in (
-            m
-            for p in pieces
-            for whole in moves(p, into)
-            for m in (by_rows(whole, s.shape[-1]) if s.scales else [whole])
-        ):
+        found = [m for p in pieces for m in moves(p, into)]
+        parts = [(m, 0) for m in found]
+        if s.scales:
+            straight = (part for m in found for part in by_rows(m, s.shape[-1]))
+            parts = [part for m in straight for part in phased(m, s.scales.per_byte)]
+        for m, phase in parts:
             at = int(s.at[row]) + m.src_start * size
             if (
                 m.src_step == m.dst_step == 1
@@ -225,7 +226,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 out[m.dst_start :], (m.rows, m.run), (m.dst_pitch * wide, m.dst_step * wide)
             )
             if s.scales:
-                grid = Grid(*s.scales.grids[row].tolist())
+                grid = Grid(*s.scales.grids[row].tolist())._replace(phase=phase)
 
                 def read(file: int, at: int, nbytes: int) -> np.ndarray:
                     return self._pread(file, at, np.empty(nbytes, "u1"))

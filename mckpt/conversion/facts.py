@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,14 @@ def shifted(joined: Joined) -> list[str]:
 
 
 def dequantised(source: Checkpoint) -> list[str]:
-    """Returns notes on the quantised tensors of the source."""
-    num = sum(len(s) for s in source.layout.stored if s.scales)
-    block = source.opened.block
-    if not num or block is None:
-        return []
+    """Returns notes on the quantised tensors of the source, one for each encoding and block."""
+    forms: Counter[str] = Counter()
+    for s in source.layout.stored:
+        if s.scales:
+            forms[s.scales.said] += len(s)
     return [
-        f"{num:,} tensors are {quantisation.CODES} with a scale for each {block[0]} x {block[1]},"
-        f" and are dequantised to {quantisation.VALUES}"
+        f"{num:,} tensors are {said}, and are dequantised to {quantisation.VALUES}"
+        for said, num in forms.items()
     ]
 
 

@@ -77,10 +77,8 @@ class Opened(Protocol):
         """Returns Megatron's args and other plain values; None for a Hugging Face directory."""
 
     @property
-    def block(self) -> tuple[int, int] | None:
-        """Returns the rows and columns of a quantised weight that share a scale; None without
-        quantisation.
-        """
+    def quantised(self) -> bool:
+        """Returns whether a config describes quantised weights that mckpt reads."""
 
     def keys(self) -> Iterable[str]:
         """Returns keys of its tensors, enough to tell which mapping has them."""

@@ -28,8 +28,9 @@ from mckpt.formats.base import (
     stored_of,
 )
 from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config
+from mckpt.formats.hf_encodings import Quantisation, quantisation_of
 from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
-from mckpt.formats.hf_scales import SCALES, Quantised
+from mckpt.formats.hf_quantised import QuantisedTensors, Weights
 from mckpt.formats.shards import Row, place
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
@@ -37,8 +38,10 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import TargetFile
-from mckpt.values import dtypes, quantisation
+from mckpt.values import dtypes
 
+# dtypes of the elements of quantised weights, which have no value without scales
+EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 STEM = "model"  # starts the names of the weight files
 
 
@@ -65,21 +68,14 @@ class HuggingFace:
         return read_config(self.root)
 
     @cached_property
-    def block(self) -> tuple[int, int] | None:
-        """Returns the rows and columns of a quantised weight that share a scale, from config.json;
-        None if it has no quantisation that mckpt reads.
-        """
-        how = quantised_by(self.config)
-        if (
-            not isinstance(how, dict)
-            or how.get("quant_method") != "fp8"
-            or how.get("fmt", "e4m3") != "e4m3"
-        ):
-            return None
-        match how.get("weight_block_size"):
-            case [int(rows), int(columns)] if rows > 0 and columns > 0:
-                return int(rows), int(columns)
-        return None
+    def quantisation(self) -> Quantisation:
+        """Returns the forms of the quantised weights, from config.json."""
+        return quantisation_of(quantised_by(self.config), self.entries.names)
+
+    @property
+    def quantised(self) -> bool:
+        """Returns whether config.json describes quantised weights that mckpt reads."""
+        return bool(self.quantisation.schemes)
 
     def parallel(self) -> Parallel:
         """Returns sizes of one, because nothing is sharded."""
@@ -148,6 +144,7 @@ class HuggingFace:
             f" {family.name}):"
         )
         entries = self.entries
+        quantised = QuantisedTensors(entries, self.files, self.quantisation)
         used = np.zeros(len(entries.names), bool)
         stored: list[Stored] = []
         mtp_found = mtp_missing = 0  # tensors of multi-token prediction
@@ -156,13 +153,22 @@ class HuggingFace:
             whole = packed(rule, scope)
             shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of, rule.transposed)
             axes, experts = b.axes(scope), b.instances()[1]
-            rows = entries.rows(keys)
+            rows, coded = entries.rows(keys), np.zeros(len(keys), bool)
+            for scheme, which, elements in quantised.rows_of(keys):
+                at = np.flatnonzero(which)
+                layers, numbers = (index[at] for index in b.instances())
+                named = [keys[i] for i in at.tolist()]
+                weights = Weights(rule, named, layers, numbers, axes, shape, pieces)
+                held, scales = quantised.stored(weights, scheme, elements[at], problems)
+                stored += held
+                used[elements[at]] = used[scales] = coded[at] = True
+            rows = np.where(coded, -1, rows)
             used[rows[rows >= 0]] = True
             if rule.mtp:
-                mtp_found += int((rows >= 0).sum())
-                mtp_missing += 0 if rule.alias else int((rows < 0).sum())
+                mtp_found += int((coded | (rows >= 0)).sum())
+                mtp_missing += 0 if rule.alias else int((~coded & (rows < 0)).sum())
             fit = entries.are(rows, [kind.shape == axes + shape for kind in entries.kinds])
-            for i in np.flatnonzero(~fit).tolist():
+            for i in np.flatnonzero(~fit & ~coded).tolist():
                 if axes and experts[i]:
                     continue  # one tensor holds all experts
                 if rows[i] >= 0:
@@ -182,29 +188,35 @@ class HuggingFace:
                 kind, alike = entries.kinds[number], kinds == number
                 if axes:
                     kind = _stacked(kind, where, alike)
-                if kind.dtype == quantisation.CODES:
-                    scales = [keys[i] + SCALES for i in here[alike].tolist()]
-                    known = entries.rows(scales)
-                    used[known[known >= 0]] = True
-                    weights = Quantised(entries, self.files, kind, scales, known, self.block)
-                    stored += weights.stored(rule, pieces, where[:, alike], problems)
-                else:
-                    stored += stored_of(
-                        rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias
-                    )
+                if kind.dtype in EIGHT_BITS:
+                    for i in here[alike].tolist():
+                        problems.missing(
+                            f"{keys[i]} {list(axes + shape)} holds {kind.dtype}, and {QUANTISED} of"
+                            " config.json does not describe it: dequantise it first"
+                        )
+                    continue
+                stored += stored_of(
+                    rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias
+                )
         form = family.form(scope)
         left = dict.fromkeys(entries.names[i] for i in np.flatnonzero(~used).tolist())
         unchanged = [key for key in left if form.carries(key)]
         left = {key: None for key in left if not form.carries(key)}
         stored += carried.stored(entries, unchanged, problems)
-        if self.block is not None:
+        if self.quantised:
             carried.refuse_quantised(stored, problems)
+            for key in unchanged:
+                if any(x.codes and key.endswith(x.codes) for x in self.quantisation.schemes):
+                    problems.append(
+                        f"{key} holds the elements of a quantised weight, and tensors that are"
+                        " carried unchanged cannot be quantised: dequantise the model first"
+                    )
         for pattern in form.unmatched(unchanged):
             problems.missing(
                 f"{pattern}: no tensor has such a name, and {family.path.name} lists it as a part"
                 " of the model"
             )
-        ignored: dict[str, str] = {}
+        ignored = quantised.ignored(left)
         left_out: dict[str, str] = {}
         for found, patterns in ((ignored, family.computed), (left_out, family.ignore)):
             for pattern, why in patterns.items():
@@ -212,7 +224,7 @@ class HuggingFace:
                 found.update({key: why for key in left if match.fullmatch(key)})
         ignored |= left_out
         for key in [k for k in left if k not in ignored]:
-            weight = key.removesuffix(SCALES)
+            weight = quantised.weight_of(key)
             if weight in ignored:
                 ignored[key] = ignored[weight]
             elif weight == key or weight in left:
@@ -222,13 +234,12 @@ class HuggingFace:
             else:
                 what = f"holds {entries[weight].dtype}" if weight in entries else "is not there"
                 problems.missing(f"{key} in {self._file(key)} has scales, and {weight} {what}")
-        if problems and self.block is None and quantised_by(self.config):
+        if problems and self.quantisation.refused:
             problems.damaged = True  # in front, as all others may follow from it
             problems.insert(
                 0,
-                f"config.json says {QUANTISED} {_short(quantised_by(self.config))}; of quantised"
-                " models, those of quant_method fp8, fmt e4m3 and a weight_block_size are read:"
-                " dequantise it first",
+                f"config.json says {QUANTISED} {_short(quantised_by(self.config))}:"
+                f" {self.quantisation.refused}: dequantise it first",
             )
         if mtp_missing and not mtp_found and mtp_missing == len(problems):
             said = [f"{k} {v!r}" for k, v in family.said_of("mtp_layers", self.config).items()]

@@ -63,6 +63,8 @@ class Scales(NamedTuple):
 
     dtype: str
     grids: np.ndarray  # one row, a quantisation.Grid, for each stored tensor
+    per_byte: int = 1  # elements
+    said: str = ""  # the encoding and its blocks, for messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -278,6 +280,31 @@ def by_rows(move: Move, width: int) -> list[Move]:
         rows = (move.run - done) // run if run * src == width else 1
         out.append(Move(rows, run, at, run * src, src, move.dst_start + done * dst, run * dst, dst))
         done += rows * run
+    return out
+
+
+def phased(move: Move, per_byte: int) -> list[tuple[Move, int]]:
+    """Returns moves of the same elements whose source numbers are bytes that hold `per_byte`
+    elements each, with the place of their elements in these bytes.
+
+        2 in a byte, one row of 5    a b | c d | e .   ->   a c e at place 0, b d at place 1
+    """
+    down = per_byte // math.gcd(per_byte, move.src_pitch) if move.rows > 1 else 1
+    along = per_byte // math.gcd(per_byte, move.src_step) if move.run > 1 else 1
+    out = []
+    for i, j in itertools.product(range(min(down, move.rows)), range(min(along, move.run))):
+        start, phase = divmod(move.src_start + i * move.src_pitch + j * move.src_step, per_byte)
+        part = Move(
+            -(-(move.rows - i) // down),
+            -(-(move.run - j) // along),
+            start,
+            down * move.src_pitch // per_byte,
+            along * move.src_step // per_byte,
+            move.dst_start + i * move.dst_pitch + j * move.dst_step,
+            down * move.dst_pitch,
+            along * move.dst_step,
+        )
+        out.append((part, phase))
     return out
 
 

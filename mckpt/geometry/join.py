@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mckpt.errors import CoverError
-from mckpt.geometry.box import Layout, Piece, Stored, by_rows, coalesce, gaps, moves, tiles
+from mckpt.geometry.box import Layout, Piece, Stored, by_rows, coalesce, gaps, moves, phased, tiles
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import Grid
 
@@ -35,6 +35,7 @@ COPY = np.dtype(
     ]
 )
 UNSCALED = -1
+PHASE = Grid._fields.index("phase")
 
 
 class Cast(NamedTuple):
@@ -98,7 +99,10 @@ def join(source: Layout, target: Layout) -> Joined:
             first = None
             if s.scales:
                 first = sum(map(len, grids))
-                grids.append(s.scales.grids)
+                for phase in range(s.scales.per_byte):
+                    each = s.scales.grids.copy()
+                    each[:, PHASE] = phase
+                    grids.append(each)
             row_of = np.full(_places(s, layers, experts), -1, "i4")
             row_of[_ids(s, experts)] = np.arange(len(s), dtype="i4")
             for name, pieces in _by_name(s).items():
@@ -109,19 +113,21 @@ def join(source: Layout, target: Layout) -> Joined:
         for name, wanted in _by_name(t).items():
             for s, pieces, row_of, first in holders.get(name, ()):
                 found = coalesce(m for p in pieces for w in wanted for m in moves(p, w))
-                if first is not None:
-                    found = [part for m in found for part in by_rows(m, s.shape[-1])]
+                parts_of = [(m, 0) for m in found]
+                if s.scales:
+                    straight = (part for m in found for part in by_rows(m, s.shape[-1]))
+                    parts_of = [one for m in straight for one in phased(m, s.scales.per_byte)]
                 rows = row_of[ids] if found else ids
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
                 offset = wanted[0].offset - pieces[0].offset
                 cast = casts.setdefault(Cast(s.stored_as, t.dtype, offset), len(casts))
                 src, dst = itemsize(s.stored_as), itemsize(t.dtype)
-                for m in found if len(here) else ():
+                for m, phase in parts_of if len(here) else ():
                     part = np.empty(len(here), COPY)
                     part["tensor"], part["cast"] = number[name] + ids[here], cast
                     part["rows"], part["run"] = m.rows, m.run
-                    part["grid"] = UNSCALED if first is None else first + rows
+                    part["grid"] = UNSCALED if first is None else first + phase * len(s) + rows
                     part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
                     part["src_at"] = s.at[rows] + m.src_start * src
                     part["dst_at"] = t.at[here] + m.dst_start * dst

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
 import operator
 from collections import ChainMap
 from collections.abc import Callable, Mapping
@@ -45,6 +46,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "split": lambda text, by: text.split(by),
     "join": lambda by, texts: by.join(texts),
     "replace": lambda text, old, new: text.replace(old, new),
+    "sqrt": math.sqrt,
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
 _LEAVES: tuple[type, ...] = (

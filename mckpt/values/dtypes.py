@@ -37,11 +37,18 @@ TABLE = {
 }
 OF_SAFETENSORS = {d.safetensors: d.name for d in TABLE.values()}
 OF_STORAGE = {d.storage: d.name for d in TABLE.values() if d.storage}
+# names of encodings that put several elements, or one with an offset, in a byte (quantisation.py)
+PACKED = ("mxfp4", "packed_int4", "packed_int8")
 ALIASES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 def itemsize(name: str) -> int:
-    """Returns the bytes of one element; raises SourceError for an unknown dtype."""
+    """Returns the bytes of one element, or of those that share a byte.
+
+    Raises SourceError for an unknown dtype.
+    """
+    if name in PACKED:
+        return 1
     try:
         return TABLE[name].itemsize
     except KeyError:
@@ -66,4 +73,4 @@ def numpy_dtype(name: str) -> np.dtype:
         import ml_dtypes  # takes 15 ms, and most runs never cast
 
         return np.dtype(getattr(ml_dtypes, name))
-    return np.dtype(name)
+    return np.dtype("uint8" if name in PACKED else name)

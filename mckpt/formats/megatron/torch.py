@@ -67,7 +67,7 @@ class Torch:
     The pickles of all ranks are read when their tensors are asked for, those of rank 0 at once.
     """
 
-    block = None  # nothing is quantised
+    quantised = False
 
     def __init__(self, path: Path) -> None:
         self.format = FORMAT

@@ -67,7 +67,7 @@ class TorchDist:
     `.metadata` is read, and of the items only what tells where a chunk's data begins.
     """
 
-    block = None  # nothing is quantised
+    quantised = False
 
     def __init__(self, path: Path) -> None:
         self.format = FORMAT

@@ -1,0 +1,212 @@
+"""Reads `quantization_config` of config.json, which says how the quantised weights are stored.
+
+quant_method fp8                  X.weight, X.weight_scale_inv      fp8, in blocks or per tensor
+quant_method mxfp4                X_blocks, X_scales                mxfp4, in blocks of 32
+quant_method compressed-tensors   X.weight, X.weight_scale          fp8 or int8
+                                  X.weight_packed, X.weight_scale   int4, or int8 with an offset
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mckpt.values.quantisation import E4M3, INT4, INT8, MXFP4, PACKED_INT8, Encoding
+
+# what `refused` names as possible
+READ = (
+    "of quantised models, these are read: quant_method fp8 (fmt e4m3), mxfp4, and"
+    " compressed-tensors (pack-quantized with 4 or 8 bits, float-quantized, int-quantized and"
+    " naive-quantized; symmetric, without actorder)"
+)
+FLOATS = ("float32", "bfloat16", "float16")
+MX_BLOCK = 32  # elements of mxfp4 that share a scale
+# Scales and similar tensors beside the weights, which no weight's value depends on.
+ACTIVATIONS = "a scale of activations, which training in bfloat16 does not use"
+PACKED_SHAPE = "the shape of a packed weight, which the dims give as well"
+
+
+class Scheme(NamedTuple):
+    """The form of quantised weights [rows, columns] of some modules."""
+
+    encoding: Encoding
+    codes: str  # what a weight's key has more in the key of its elements
+    scales: str  # and in the key of its scales
+    block: tuple[int | None, int | None]  # rows and columns that share a scale; None: all
+    dtypes: tuple[str, ...] = FLOATS  # that the scales may have
+    transposed: bool = False  # the elements are stored as the transpose of the weight
+    targets: tuple[str, ...] = ("Linear",)  # the modules, as compressed-tensors names them
+
+    def held(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the rows and columns as which a weight is stored."""
+        return shape[::-1] if self.transposed else shape
+
+    def shape(self, shape: tuple[int, int]) -> tuple[int, ...] | None:
+        """Returns the shape of the stored elements of a weight; None if its columns do not fill
+        them.
+        """
+        rows, columns = self.held(shape)
+        if self.encoding == MXFP4:
+            return None if columns % MX_BLOCK else (rows, columns // MX_BLOCK, MX_BLOCK // 2)
+        if self.encoding.dtype == "int32":
+            each = 4 * self.encoding.per_byte
+            return None if columns % each else (rows, columns // each)
+        return rows, columns
+
+    def blocks(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Returns the rows and columns of a block of a weight. No block is larger than it."""
+        rows, columns = (min(n, b or n) for n, b in zip(self.held(shape), self.block, strict=True))
+        return rows, columns
+
+    def grids(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
+        """Returns the shapes that the scales of a weight may have; the first one is usual."""
+        pairs = zip(self.held(shape), self.block, strict=True)
+        grid = tuple(-(-n // (b or n)) for n, b in pairs)
+        return [(), (1,), (1, 1)] if self.block == (None, None) else [grid]
+
+    def said(self) -> str:
+        """Returns the encoding and its blocks, for messages."""
+        match self.block:
+            case None, None:
+                where = "a scale for each tensor"
+            case 1, None:
+                where = "a scale for each row"
+            case rows, columns:
+                where = f"a scale for each {rows} x {columns}"
+        return f"{self.encoding.name} with {where}"
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """The forms of the quantised weights of one model."""
+
+    schemes: tuple[Scheme, ...] = ()
+    beside: dict[str, str] = field(default_factory=dict)  # key suffix -> the reason to ignore it
+    refused: str = ""  # why config.json's quantization_config is not read
+
+    def scheme_of(self, key: str) -> Scheme | None:
+        """Returns the scheme of the module that has this weight: the one that names it, else the
+        one whose pattern matches, else the one of all linears.
+        """
+        module = key.rpartition(".")[0]
+        found = [(_match(s.targets, module), s) for s in self.schemes]
+        best = min(found, key=lambda pair: pair[0], default=(NONE, None))
+        return best[1] if best[0] < NONE else None
+
+
+NONE = 3  # _match of a module that no target names
+
+
+def _match(targets: Iterable[str], module: str) -> int:
+    """Returns 0 if a target is the module, 1 if a pattern matches it, 2 for a class, else NONE."""
+    how = [
+        (1 if re.match(target[3:], module) else NONE)
+        if target.startswith("re:")
+        else (0 if target == module else 2 if target == "Linear" else NONE)
+        for target in targets
+    ]
+    return min(how, default=NONE)
+
+
+def quantisation_of(how: Any, keys: Iterable[str]) -> Quantisation:
+    """Returns the forms that a quantization_config describes; `how` is its value, `keys` are those
+    of all tensors.
+
+    An empty value has no forms. `refused` says what is unknown.
+    """
+    if not how:
+        return Quantisation()
+    if not isinstance(how, dict):
+        return Quantisation(refused=READ)
+    match how.get("quant_method"):
+        case "fp8":
+            return _fp8(how, keys)
+        case "mxfp4":
+            block = (1, MX_BLOCK)
+            scheme = Scheme(MXFP4, "_blocks", "_scales", block, ("uint8",), transposed=True)
+            return Quantisation((scheme,))
+        case "compressed-tensors":
+            return _compressed_tensors(how)
+    return Quantisation(refused=READ)
+
+
+def _fp8(how: dict[str, Any], keys: Iterable[str]) -> Quantisation:
+    """Returns the form of fp8 weights, in blocks or with one scale.
+
+    vLLM's form has `weight_scale` and `input_scale`, transformers' form has `weight_scale_inv` and
+    `activation_scale`.
+    """
+    if how.get("fmt", "e4m3") != "e4m3":
+        return Quantisation(refused=READ)
+    dtypes = (*FLOATS, "uint8") if how.get("scale_fmt") == "ue8m0" else FLOATS
+    beside = {".activation_scale": ACTIVATIONS, ".input_scale": ACTIVATIONS}
+    match how.get("weight_block_size"):
+        case [int(rows), int(columns)] if rows > 0 and columns > 0:
+            return Quantisation((Scheme(E4M3, "", "_scale_inv", (rows, columns), dtypes),), beside)
+        case None:
+            vllm = any(key.endswith(".weight_scale") for key in keys)
+            scales = "_scale" if vllm else "_scale_inv"
+            return Quantisation((Scheme(E4M3, "", scales, (None, None), dtypes),), beside)
+    return Quantisation(
+        refused="its weight_block_size is neither two positive numbers nor null; " + READ
+    )
+
+
+def _compressed_tensors(how: dict[str, Any]) -> Quantisation:
+    """Returns the forms of the groups of a compressed-tensors model."""
+    groups = how.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        return Quantisation(refused="it has no config_groups; " + READ)
+    schemes = []
+    for name, group in groups.items():
+        group = group if isinstance(group, dict) else {}
+        found = _scheme(group, group.get("format") or how.get("format"))
+        if isinstance(found, str):
+            return Quantisation(refused=f"its config_groups {name} has {found}; {READ}")
+        schemes.append(found)
+    beside = dict.fromkeys(
+        (".input_scale", ".output_scale", ".q_scale", ".k_scale", ".v_scale"), ACTIVATIONS
+    )
+    return Quantisation(tuple(schemes), {**beside, ".weight_shape": PACKED_SHAPE})
+
+
+def _scheme(group: dict[str, Any], form: Any) -> Scheme | str:
+    """Returns the form of a group's weights, or the entry that mckpt does not read."""
+    weights, targets = group.get("weights"), group.get("targets")
+    if not isinstance(weights, dict):
+        return f"weights {weights!r}"
+    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+        return f"targets {targets!r}"
+    if not weights.get("symmetric", True):
+        return "symmetric false: weights with zero points are not read"
+    if weights.get("actorder"):
+        return f"actorder {weights['actorder']!r}: weights in another order are not read"
+    match weights.get("strategy"), weights.get("group_size"), weights.get("block_structure"):
+        case "tensor", _, _:
+            block: tuple[int | None, int | None] = (None, None)
+        case "channel", _, _:
+            block = (1, None)
+        case "group", int(size), _ if size > 0:
+            block = (1, size)
+        case "block", _, [int(rows), int(columns)] if rows > 0 and columns > 0:
+            block = (rows, columns)
+        case strategy, size, structure:
+            return f"strategy {strategy!r}, group_size {size!r}, block_structure {structure!r}"
+    match form, weights.get("type"), weights.get("num_bits"):
+        case "pack-quantized", "int", 4:
+            encoding = INT4
+        case "pack-quantized", "int", 8:
+            encoding = PACKED_INT8
+        case (("int-quantized" | "naive-quantized"), "int", 8):
+            encoding = INT8
+        case (("float-quantized" | "naive-quantized"), "float", 8):
+            encoding = E4M3
+        case _, kind, bits:
+            return f"format {form!r}, type {kind!r}, num_bits {bits!r}"
+    codes = "_packed" if encoding.dtype == "int32" else ""
+    # its values are computed in the dtype of the scales, and only those of bfloat16 and float32
+    # are those that mckpt computes
+    dtypes = ("bfloat16", "float32")
+    return Scheme(encoding, codes, "_scale", block, dtypes, targets=tuple(targets))

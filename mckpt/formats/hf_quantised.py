@@ -1,0 +1,242 @@
+"""The quantised weights of a Hugging Face directory, and the scales that each of them has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mckpt.containers.entries import Entries
+from mckpt.formats.base import Problems
+from mckpt.formats.hf_encodings import Quantisation, Scheme
+from mckpt.geometry.box import Piece, Scales, Stored, restride
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Rule
+from mckpt.values import dtypes, quantisation
+
+
+class Weights(NamedTuple):
+    """The weights of one rule."""
+
+    rule: Rule
+    keys: list[str]
+    layers: np.ndarray
+    experts: np.ndarray
+    axes: tuple[int, ...]  # [experts] if one tensor holds all of them, else []
+    shape: tuple[int, ...]  # of a weight without these axes
+    pieces: tuple[Piece, ...]  # of a weight
+
+
+@dataclass(frozen=True)
+class QuantisedTensors:
+    """All tensors of a directory, some of which hold elements and scales of quantised weights."""
+
+    entries: Entries
+    files: list[str]  # their paths
+    quantisation: Quantisation
+
+    def rows_of(self, keys: list[str]) -> list[tuple[Scheme, np.ndarray, np.ndarray]]:
+        """Returns the forms in which some of these weights are quantised, for each a mask of them
+        and the rows in `entries` of their elements.
+        """
+        out = []
+        schemes = self.quantisation.schemes
+        chosen = [self.quantisation.scheme_of(key) for key in keys] if len(schemes) > 1 else []
+        for scheme in schemes:
+            rows = self.entries.rows(keys if not scheme.codes else (k + scheme.codes for k in keys))
+            kinds = self.entries.kinds
+            which = self.entries.are(
+                rows, [bool(scheme.codes) or k.dtype == scheme.encoding.dtype for k in kinds]
+            )
+            if chosen:
+                which &= np.array([one == scheme for one in chosen], bool)
+            if which.any():
+                out.append((scheme, which, rows))
+        return out
+
+    def stored(
+        self, weights: Weights, scheme: Scheme, rows: np.ndarray, problems: Problems
+    ) -> tuple[list[Stored], np.ndarray]:
+        """Returns the weights with their scales, as stored tensors of dequantised values, and the
+        rows in `entries` of all their scales.
+
+        rows: those of the elements of each weight.
+        """
+        scales = [key + scheme.scales for key in weights.keys]
+        scale_rows = self.entries.rows(scales)
+        known = scale_rows[scale_rows >= 0]
+        if len(weights.shape) != 2:
+            said = f"and {scheme.said()} is for matrices: dequantise it first"
+            for key, row in zip(weights.keys, rows.tolist(), strict=True):
+                problems.missing(f"{self._held(key + scheme.codes, row)} is no matrix, {said}")
+            return [], known
+        shape = (weights.shape[0], weights.shape[1])
+        # a tensor of all experts is reported once
+        first = np.flatnonzero((weights.experts == 0) | (not weights.axes)).tolist()
+        fit = self._fit_elements(weights, scheme, shape, rows, first, problems)
+        fit &= self._fit_scales(weights, scheme, shape, scale_rows, fit, first, problems)
+        self._check_dense(weights, scheme, rows, scale_rows, fit, problems)
+        pieces = weights.pieces
+        held = scheme.held(shape)
+        if scheme.transposed:
+            placed = [restride(p, shape, (1, shape[0])) for p in pieces]
+            pieces = tuple(p for p in placed if p is not None)
+            assert len(pieces) == len(placed), f"{weights.rule.key} has no transpose"
+        out = []
+        encoding = scheme.encoding
+        width = held[1] // encoding.per_byte
+        for number, dtype in enumerate(quantisation.SCALES):
+            alike = fit & self.entries.are(
+                scale_rows, [k.dtype == dtype for k in self.entries.kinds]
+            )
+            if not alike.any():
+                continue
+            # where a tensor holds all experts, the part of each of them begins further on
+            expert = weights.experts[alike] if weights.axes else 0
+            ats = self.entries.at[rows[alike]] + expert * held[0] * width
+            grid = math.prod(scheme.grids(shape)[0])
+            scale_ats = self.entries.at[scale_rows[alike]] + (
+                expert * grid * dtypes.itemsize(dtype)
+            )
+            grids = np.broadcast_arrays(
+                ats,
+                width,
+                *scheme.blocks(shape),
+                self.entries.file[scale_rows[alike]],
+                scale_ats,
+                number,
+                quantisation.ENCODINGS.index(encoding),
+                0,
+            )
+            out.append(
+                Stored(
+                    weights.rule.key,
+                    quantisation.VALUES,
+                    held,
+                    pieces,
+                    weights.layers[alike].astype("i4"),
+                    weights.experts[alike].astype("i4"),
+                    self.entries.file[rows[alike]].astype("i4"),
+                    ats,
+                    replica=weights.rule.alias,
+                    scales=Scales(
+                        encoding.name, np.stack(grids, 1), encoding.per_byte, scheme.said()
+                    ),
+                )
+            )
+        return out, known
+
+    def _fit_elements(
+        self,
+        weights: Weights,
+        scheme: Scheme,
+        shape: tuple[int, int],
+        rows: np.ndarray,
+        first: list[int],
+        problems: Problems,
+    ) -> np.ndarray:
+        """Returns a mask of the weights whose elements have the right shape and dtype; reports the
+        others.
+        """
+        held = scheme.shape(shape)
+        wanted = None if held is None else (*weights.axes, *held)
+        dtype = scheme.encoding.dtype
+        fit = self.entries.are(
+            rows, [(k.shape, k.dtype) == (wanted, dtype) for k in self.entries.kinds]
+        )
+        for i in first:
+            if fit[i]:
+                continue
+            should = (
+                f"should be {list(wanted)} {dtype} by config.json"
+                if wanted is not None
+                else f"a row of {scheme.held(shape)[1]} elements does not fill whole words of"
+                f" {scheme.encoding.name}"
+            )
+            key = weights.keys[i] + scheme.codes
+            problems.missing(f"{self._held(key, int(rows[i]))}, and {should}")
+        return fit
+
+    def _fit_scales(
+        self,
+        weights: Weights,
+        scheme: Scheme,
+        shape: tuple[int, int],
+        rows: np.ndarray,
+        of: np.ndarray,
+        first: list[int],
+        problems: Problems,
+    ) -> np.ndarray:
+        """Returns a mask of the weights whose scales have a right shape and dtype; reports the
+        others of the weights `of`.
+
+        rows: those of the scales.
+        """
+        wanted = [(*weights.axes, *grid) for grid in scheme.grids(shape)]
+        kinds = self.entries.kinds
+        fit = self.entries.are(
+            rows, [k.shape in wanted and k.dtype in scheme.dtypes for k in kinds]
+        )
+        for i in first:
+            if fit[i] or not of[i]:
+                continue
+            key = weights.keys[i]
+            name, held = key + scheme.scales, key + scheme.codes
+            what = f"{held} {list(weights.axes + shape)} is {scheme.said()}"
+            if rows[i] < 0:
+                problems.missing(
+                    f"{what}, and {name} {list(wanted[0])} is missing: find the file that has it,"
+                    " or dequantise the model"
+                )
+                continue
+            scales = self.entries.entry(int(rows[i]))
+            file = Path(self.files[scales.file]).name
+            problems.missing(
+                f"{name} is {list(scales.shape)} in {file}, and should be {list(wanted[0])}: {what}"
+                if scales.shape not in wanted
+                else f"{name} holds {scales.dtype} in {file}, and these scales are"
+                f" {', '.join(scheme.dtypes)}"
+            )
+        return fit
+
+    def _check_dense(
+        self,
+        weights: Weights,
+        scheme: Scheme,
+        rows: np.ndarray,
+        scale_rows: np.ndarray,
+        fit: np.ndarray,
+        problems: Problems,
+    ) -> None:
+        """Reports those of the weights `fit` that are views with strides, or whose scales are."""
+        strided = [k.strides is not None for k in self.entries.kinds]
+        views = fit & (self.entries.are(rows, strided) | self.entries.are(scale_rows, strided))
+        for i in np.flatnonzero(views).tolist():
+            problems.missing(
+                f"{self._held(weights.keys[i] + scheme.codes, int(rows[i]))}, and it or its scales"
+                " are a view with strides; save both as dense tensors"
+            )
+
+    def ignored(self, left: Iterable[str]) -> dict[str, str]:
+        """Returns those of the tensors in no rule that stand beside quantised weights, and why they
+        are not used.
+        """
+        beside = self.quantisation.beside
+        return {key: why for key in left for suffix, why in beside.items() if key.endswith(suffix)}
+
+    def weight_of(self, key: str) -> str:
+        """Returns the key of the weight to which a tensor of scales or elements belongs, or the key
+        itself.
+        """
+        for scheme in self.quantisation.schemes:
+            for suffix in (scheme.scales, scheme.codes):
+                if suffix and key.endswith(suffix):
+                    return key.removesuffix(suffix)
+        return key
+
+    def _held(self, key: str, row: int) -> str:
+        """Returns the start of a message on a tensor."""
+        entry = self.entries.entry(row)
+        return f"{key} {list(entry.shape)} in {Path(self.files[entry.file]).name} is {entry.dtype}"
