@@ -22,6 +22,7 @@ import pytest
 import mckpt
 from mckpt.errors import MappingError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
+from mckpt.geometry.parallel import Parallel
 from tests import made_models, tiny
 from tests.judging import judge, record
 
@@ -38,11 +39,16 @@ ALSO: dict[str, dict[str, Any]] = {
 # The architectures for which Megatron-Bridge 0.6.2 has no class. A case that is neither here nor
 # below must be equal.
 NO_BRIDGE = {
+    "ArceeForCausalLM",
     "BambaForCausalLM",
     "DeepseekV32ForCausalLM",
     "Dots1ForCausalLM",
     "Ernie4_5ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
     "GlmForCausalLM",
+    "GraniteForCausalLM",
+    "HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
     "Kimi_K25ForConditionalGeneration",  # it has one for the Python that is published with K2.5
@@ -51,13 +57,16 @@ NO_BRIDGE = {
     "LlavaForConditionalGeneration",
     "Mamba2ForCausalLM",
     "MegatronBertForPreTraining",
+    "Ministral3ForCausalLM",
     "MixtralForCausalLM",
     "Phi3ForCausalLM",
     "Qwen2MoeForCausalLM",
     "Qwen2VLForConditionalGeneration",
     "SeedOssForCausalLM",
     "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
     "Starcoder2ForCausalLM",
+    "YoutuForCausalLM",
 }
 Q_NORM = (
     r"No mapping found for megatron_param: \S+linear_q_proj.layer_norm_weight",
@@ -175,7 +184,16 @@ def test_megatron_bridge_writes_the_same_tensors(
         next(theirs.rglob(RUN_CONFIG)).unlink()
         known = mckpt.Known(like=sources / case)
         assert not mckpt.diff(ours, mckpt.Checkpoint(theirs, known))
-    record("Megatron-Bridge", case, "torch_dist", "", 0, 1, dialect, version_of_megatron_core())
+    record(
+        "Megatron-Bridge",
+        case,
+        "torch_dist",
+        str(Parallel()),
+        0,
+        1,
+        dialect,
+        version_of_megatron_core(),
+    )
 
 
 def config(case: str) -> dict[str, Any]:
