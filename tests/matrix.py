@@ -51,6 +51,8 @@ transformers:
   strictly, and computed the logits.
 - *saved by megatron-core*: Megatron-Core initialised a model, computed the logits and saved it.
   mckpt converted it to Hugging Face, and transformers loaded the result.
+- *Megatron-Bridge*: it converted the same model to `torch_dist`, and the keys, shapes and bits of
+  all tensors are those of mckpt. Its version is 0.6.2. Only mckpt pads the vocabulary.
 - *layout*: the keys and shapes are those of the `sharded_state_dict()` of Megatron-Core's model.
 - *accepted*: the dialect computes something else, which the option `--allow-inexact` in the table
   of sizes accepts. The weights come back bit for bit.
