@@ -268,7 +268,7 @@ CONFIGS = {
         ("low_freq_factor",),
     ),
     "tied of a string": (config(tie_word_embeddings="yes"), 4, ("'yes'", "bool")),
-    "quantised": (config(quantization_config={"quant_method": "fp8"}), 4, ("quantization_config",)),
+    "quantised": (config(quantization_config={"quant_method": "awq"}), 4, ("quantization_config",)),
     "unknown key": (config(frobnicate=3), 4, ("frobnicate", "--allow-inexact frobnicate")),
 }
 

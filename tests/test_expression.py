@@ -101,7 +101,6 @@ a = 1
 *xs
 range(*xs)
 max(key=a)
-2 ** 9
 1 << 9
 a | 1
 a & 1
@@ -143,6 +142,7 @@ missing
 a[0]
 xs[9]
 1 / 0
+10 ** 10 ** 10
 a % 0
 none + 1
 len(a)

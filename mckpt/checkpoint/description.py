@@ -140,9 +140,8 @@ def unstored(
     found: dict[str, Any] = {}
     for name, spec in family.dims.items():
         neutral = mapping.hub().dims[name].neutral
-        said = family.said_of(name, config).values()
         if spec.tensor and spec.tensor not in keys and neutral is not None:
-            value = neutral({})
+            value, said = neutral({}), family.said_of(name, config).values()
             if not said or any(v != value for v in said):
                 found[name] = value
     return found
