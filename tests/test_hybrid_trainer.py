@@ -423,7 +423,7 @@ def test_states_are_recorded_under_the_names_of_the_layers_of_transformers() -> 
         ("*-*E", {}, {}, "num_experts is 0, which does not agree"),
         ("+-", {}, {}, "multi_latent_attention is 0, which does not agree"),
         ("*-", {"multi_latent_attention": True}, {}, "multi_latent_attention is True, which"),
-        ("M-", {}, {}, "has the layer M: not built here"),
+        ("X-", {}, {}, "has the layer X: not built here"),
         ("*-+-", {"multi_latent_attention": True}, {}, r"has both \* and \+"),
         ("*-/*-/--", {}, {}, "the parts behind / must be equal"),
         ("*-|*-", {}, {}, "has 2 parts between |, and pp 1 times vpp 1 is not"),

@@ -19,10 +19,22 @@ from mckpt.verification import measuring, verdict
 from mckpt.verification.levels import Options, other_sizes, verify_all
 from mckpt.verification.tokens import read_tokens
 from mckpt.verification.verdict import CLEAN, FAULT
-from tests import door, tiny
+from tests import door, made_models, tiny
 from tests.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama4"])
+def test_a_model_of_an_unusual_class_is_verified(case: str, tmp_path: Path) -> None:
+    """GPT-2 has no linear layers of torch's class and other names of norms. The router of Llama 4
+    gives weights of all experts, and its experts one axis less.
+    """
+    made_models.make([case], tmp_path)
+    mckpt.plan(tmp_path / case, tmp_path / "out").run()
+    options = Options(device="cpu", sequences=1, length=64)
+    (found,) = verify_all(tmp_path / case, [tmp_path / "out"], options)
+    assert (found.verdict, found.reasons) == ("pass", [])
 
 
 def test_logits_agree_when_the_hugging_face_side_was_cast(

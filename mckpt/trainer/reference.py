@@ -155,23 +155,33 @@ def decoder_layers(model: Any) -> list[Any]:
     raise SourceError(f"{type(model).__name__} has no list of num_hidden_layers modules")
 
 
+def matrices(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """Yields the parameters with two axes: the weights of linear layers, and no norm or bias."""
+    return (parameter for parameter in module.parameters() if parameter.dim() == 2)
+
+
 def watch(model: Any, recorder: points.Recorder, parts: list[list[str]]) -> None:
     """Puts hooks on all places of `points`.
 
     parts: of each layer of mckpt, the names of its parts, as in the dim layer_parts. In some
     families each part is a layer of transformers. In the others, the parts are the children of a
-    layer that have parameters and are no norms, in the order in which they run.
+    layer that have matrices, so no norms, in the order in which they run.
     """
 
     def first(value: Any) -> Any:
-        return value[0] if isinstance(value, tuple) else value
+        """Returns the first output of a module, without the axis of a batch of one."""
+        value = value[0] if isinstance(value, tuple) else value
+        return value[0] if value.dim() == 3 else value
 
     def state(name: str) -> Any:
-        return lambda value: recorder.state(name, first(value)[0])  # of a batch of one
+        return lambda value: recorder.state(name, first(value))
 
     def routed(layer: int, router: torch.nn.Module) -> Any:
         def keep(value: Any) -> None:
             scores, chosen = value[0].float(), value[-1]
+            if chosen.is_floating_point():  # the weights of all experts, 0 if not chosen; scores
+                scores, weights = chosen.float(), value[0]
+                chosen = weights.topk(int((weights[0] > 0).sum())).indices
             experts = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, chosen, True)
             recorder.router_logits[layer] = scores.cpu().numpy()
             recorder.margins[layer] = margin(router, scores, chosen.shape[1]).cpu().numpy()
@@ -192,10 +202,10 @@ def watch(model: Any, recorder: points.Recorder, parts: list[list[str]]) -> None
         turn = itertools.cycle(points_of)
 
         def part(value: Any, turn: Iterator[str] = turn) -> None:
-            recorder.state(next(turn), first(value)[0])
+            recorder.state(next(turn), first(value))
 
-        for name, child in layer.named_children():
-            if "norm" not in name and any(True for _ in child.parameters()):
+        for child in layer.children():
+            if next(matrices(child), None) is not None:
                 recorder.output(child, part)
         for module in layer.modules():
             # it returns logits [tokens, experts], weights, chosen experts [tokens, k]
@@ -345,8 +355,7 @@ def probe(model: Any, tokens: list[int], out: Path) -> float:
     logits move. The tolerance must show such a fault.
     """
     layer = decoder_layers(model)[-1]
-    attention = next(child for name, child in layer.named_children() if "norm" not in name)
-    weight = next(m.weight for m in attention.modules() if isinstance(m, torch.nn.Linear))
+    weight = next(matrix for child in layer.children() for matrix in matrices(child))
     config = model.config.get_text_config()
     rows = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     with torch.no_grad():

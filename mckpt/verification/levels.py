@@ -178,7 +178,8 @@ def _run(
     held |= {"instead": list(instead.items())}
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
-    held["parts"] = left.dims["layer_parts"]
+    # without the layers of multi-token prediction, which neither model runs
+    held["parts"] = left.dims["layer_parts"][: left.dims["num_layers"]]
     launching.launch(
         "mckpt.trainer.reference",
         {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held},
