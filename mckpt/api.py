@@ -8,8 +8,9 @@ from typing import Any
 
 from mckpt import formats
 from mckpt.checkpoint import comparison
-from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
+from mckpt.checkpoint.known import Known
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.plan import Plan

@@ -258,7 +258,7 @@ def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
 
 
 def test_an_architecture_without_layers_in_megatron_is_refused() -> None:
-    with pytest.raises(MappingError, match=r"RwkvForCausalLM cannot .* it has no RWKV layer"):
+    with pytest.raises(MappingError, match=r"can hold RwkvForCausalLM: Megatron-Core has no RWKV"):
         mapping.family_with("RwkvForCausalLM")
 
 

@@ -16,7 +16,7 @@ import mckpt
 from mckpt import api, mapping
 from mckpt.conversion.to_hf import choose_family
 from mckpt.errors import MappingError, UsageError
-from tests import tiny
+from tests import made_models, tiny
 from tests.published import INEXACT
 from tests.tiny import FIXTURES
 
@@ -132,6 +132,40 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
         and (v is not False or k not in ("attention_bias", "mlp_bias"))  # of other families' names
     }
     assert {k: same.get(k) for k in wanted_keys} == wanted_keys
+
+
+def read(case: str, **changed: Any) -> dict[str, Any]:
+    """Returns the dims of a case of fixtures/families with these keys changed, None removes one."""
+    config = made_models.config(case) | changed
+    config = {key: value for key, value in config.items() if value is not None}
+    return mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
+
+
+def test_an_absent_key_means_the_default_of_the_config_class() -> None:
+    """The defaults are those of transformers, written by hand."""
+    dims = read("qwen2_window", sliding_window=None, layer_types=None, max_window_layers=2)
+    assert dims["sliding_window"] == 4096
+    assert dims["window_layers"] == [int(i >= 2) for i in range(dims["num_layers"])]
+    vision = json.loads((FIXTURES / "configs" / "qwen2-vl-7b.json").read_text())
+    vision |= {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": None}
+    dims = mapping.load("hf", "qwen2_vl").read({k: v for k, v in vision.items() if v is not None})
+    assert not any(dims["window_layers"])
+
+
+def test_half_of_a_pair_of_keys_is_refused() -> None:
+    """transformers reads mscale and mscale_all_dim together or not at all."""
+    rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+    for half in ({"mscale_all_dim": 1.0}, {"mscale": 0.707}):
+        with pytest.raises(MappingError, match="transformers reads mscale and mscale_all_dim"):
+            read("deepseek_v2", rope_scaling=rope | half, rope_parameters=None)
+    read("deepseek_v2", rope_scaling=rope | {"mscale": 1.0}, rope_parameters=None)
+
+
+def test_alpha_stretches_the_base_of_dynamic_scaling_only() -> None:
+    for kind, stretched in (("dynamic", True), ("default", False)):
+        rope = {"rope_type": kind, "alpha": 1000.0, "rope_theta": 10000.0}
+        dims = read("hunyuan_v1_dense", rope_scaling=None, rope_parameters=rope, rope_theta=None)
+        assert (dims["rope_theta"] > 10000.0) is stretched
 
 
 def llama(**changed: Any) -> dict[str, Any]:

@@ -625,6 +625,12 @@ BAD: dict[str, tuple[str, Callable[[Arrays, dict[str, Any]], Any], int, tuple[st
         5,
         ("weight_zero_point [8, 1] is in no rule",),
     ),
+    "weights that are rotated": (
+        "several groups",
+        lambda _, method: method.update(transform_config={"config_groups": {"R4": {}}}),
+        3,
+        ("its transform_config changes what the weights mean",),
+    ),
     "no module is meant": (
         "several groups",
         lambda _, method: method["config_groups"].pop("group_1"),

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import mckpt
 from mckpt import mapping
 from mckpt.containers import safetensors
-from mckpt.errors import CoverError, DestinationError, MappingError, SourceError
+from mckpt.errors import CoverError, DestinationError, MappingError, MckptError, SourceError
 from mckpt.formats import carried
 from mckpt.formats.base import packed
 from mckpt.geometry.parallel import Parallel
@@ -316,17 +316,20 @@ def test_the_vocabulary_and_the_tie_are_read_where_transformers_reads_them(
     assert written["vocab_size"] == 300 and "text_config" not in written
 
 
-def test_quantised_towers_are_refused(tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "hf",
-        "qwen3_vl",
-        quantization_config={"quant_method": "fp8", "weight_block_size": [4, 4]},
-    )
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [4, 4]}, "float8_e4m3fn"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "int8"),
+    ],
+)
+def test_quantised_towers_are_refused(method: dict[str, Any], dtype: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "hf", "qwen3_vl", quantization_config=method)
     arrays = load_file(source / "model.safetensors")
     name = "model.visual.patch_embed.proj.weight"
-    arrays[name] = arrays[name].astype(ml_dtypes.float8_e4m3fn)
+    arrays[name] = arrays[name].astype(getattr(ml_dtypes, dtype, dtype))
     save_file(arrays, source / "model.safetensors")
-    with pytest.raises(CoverError, match=r"patch_embed\.proj\.weight holds float8_e4m3fn"):
+    with pytest.raises(MckptError, match=rf"patch_embed\.proj\.weight holds {dtype}"):
         mckpt.plan(source, tmp_path / "out")
 
 

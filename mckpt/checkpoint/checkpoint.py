@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint import description
+from mckpt.checkpoint.known import Known
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
 from mckpt.formats import carried
@@ -21,34 +22,6 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
 from mckpt.storage.staging import MANIFEST, unfinished
-
-
-@dataclass(frozen=True)
-class Known:
-    """The user's description of a checkpoint.
-
-    For a Megatron checkpoint, `vocab_size` and `settings` replace its args.
-    """
-
-    like: str | Path | None = None  # a Hugging Face directory whose config.json describes the model
-    family: str | None = None
-    mapping: str | None = None  # the user's own family file
-    vocab_size: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
-    iteration: int | None = None
-
-    @property
-    def family_name(self) -> str | None:
-        """Returns the family, or the family file, that the user names."""
-        return self.mapping or self.family
-
-    @property
-    def dims(self) -> dict[str, Any]:
-        """Returns the dims that the user gives."""
-        return {
-            **self.settings,
-            **({} if self.vocab_size is None else {"vocab_size": self.vocab_size}),
-        }
 
 
 class Checkpoint(Mapping[str, LogicalTensor]):

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import formats, mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.known import Known
 from mckpt.errors import MappingError, SourceError, counted
 from mckpt.formats import carried
 from mckpt.formats.base import Names

@@ -414,7 +414,8 @@ def run_options(otherwise: str) -> Decorator:
 
 def open_source(path: Path, options: Options) -> Checkpoint:
     """Opens a checkpoint; the options describe the model."""
-    from mckpt.checkpoint.checkpoint import Checkpoint, Known
+    from mckpt.checkpoint.checkpoint import Checkpoint
+    from mckpt.checkpoint.known import Known
 
     settings = parse_settings(options)
     return Checkpoint(path, Known(**_fields(Known, options) | {"settings": settings}))

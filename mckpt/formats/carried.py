@@ -25,11 +25,12 @@ from mckpt.lazy import numpy as np
 from mckpt.mapping import MappingFile
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST
-from mckpt.values import quantisation
 
 STEM = "carried"  # starts the names of the files
 FILES = f"{STEM}*.safetensors"
 BESIDE = "../hf/"  # DST/hf, from the directory of a checkpoint in DST
+# dtypes that the elements of quantised weights have, in any form
+ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32")
 _PREFIX = "carried."  # of the logical names
 
 
@@ -73,11 +74,11 @@ def stored(entries: Entries, keys: Iterable[str], problems: Problems) -> list[St
 
 
 def refuse_quantised(tensors: Iterable[Stored], problems: Problems) -> None:
-    """Adds a problem for each carried tensor of 8-bit floats: config.json is written without the
-    description of its scales, because the other tensors are dequantised.
+    """Adds a problem for each carried tensor that can only be the elements of a quantised weight:
+    config.json is written without their description, because the other tensors are dequantised.
     """
     for s in tensors:
-        if s.carried and s.dtype == quantisation.CODES:
+        if s.carried and s.dtype in ELEMENTS:
             problems.append(
                 f"{s.key} holds {s.dtype}, and tensors that are carried unchanged cannot be"
                 " quantised: dequantise the model first"

@@ -203,7 +203,7 @@ class HuggingFace:
         unchanged = [key for key in left if form.carries(key)]
         left = {key: None for key in left if not form.carries(key)}
         stored += carried.stored(entries, unchanged, problems)
-        if self.quantised:
+        if quantised_by(self.config):
             carried.refuse_quantised(stored, problems)
             for key in unchanged:
                 if any(x.codes and key.endswith(x.codes) for x in self.quantisation.schemes):

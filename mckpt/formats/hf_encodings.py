@@ -156,6 +156,9 @@ def _fp8(how: dict[str, Any], keys: Iterable[str]) -> Quantisation:
 
 def _compressed_tensors(how: dict[str, Any]) -> Quantisation:
     """Returns the forms of the groups of a compressed-tensors model."""
+    for key in ("transform_config", "sparsity_config"):
+        if how.get(key) not in (None, {}):
+            return Quantisation(refused=f"its {key} changes what the weights mean; {READ}")
     groups = how.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return Quantisation(refused="it has no config_groups; " + READ)

@@ -463,18 +463,15 @@ class MappingFile(NamedTuple):
         """
         out = {}
         for name, entry in self.warned.items():
-            versioned = "megatron" in entry.when.names
             if (
                 (loads is None or entry.loads == loads)
                 and {"megatron", "transformer_impl", "pp", "format"} & set(entry.when.names)
                 <= set(scope)
                 and entry.when(scope)
             ):
-                which = (
-                    f" (written for megatron-core {'.'.join(map(str, scope['megatron']))})"
-                    if versioned
-                    else ""
-                )
+                version = ".".join(map(str, scope.get("megatron", ())))
+                versioned = "megatron" in entry.when.names
+                which = f" (written for megatron-core {version})" if versioned else ""
                 out[name] = f"{name} is {scope[name]!r}{which}: {entry.why}"
         return out
 

@@ -148,8 +148,7 @@ def family_with(architecture: str) -> str:
             return name
     if architecture in refused():
         raise MappingError(
-            f"{architecture} cannot be converted, because Megatron-Core cannot compute it:"
-            f" {refused()[architecture]}"
+            f"no dialect of Megatron can hold {architecture}: {refused()[architecture]}"
         )
     known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
     raise MappingError(

@@ -35,8 +35,8 @@ def build(args: Namespace, uses_te: bool, **options: Any) -> Any:
 
 
 def run(chunk: Any, args: Namespace, tokens: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the output of the chunk: hidden states, or behind the last layer the logits of all
-    positions. Tokens behind `length` are padding, and all others are of the first kind.
+    """Returns the output of the chunk: hidden states, or after the last layer the logits of all
+    positions. Tokens after `length` are padding, and all others are of the first kind.
     """
     seen, kinds = torch.zeros_like(tokens), torch.zeros_like(tokens)
     seen[:, :length] = 1

@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import api, formats, launching
-from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.known import Known
 from mckpt.conversion.refusals import refuse_sizes
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats.hf_config import read_config

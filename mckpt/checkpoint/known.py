@@ -1,0 +1,36 @@
+"""What the user says of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Known:
+    """The user's description of a checkpoint.
+
+    For a Megatron checkpoint, `vocab_size` and `settings` replace its args.
+    """
+
+    like: str | Path | None = None  # a Hugging Face directory whose config.json describes the model
+    family: str | None = None
+    mapping: str | None = None  # the user's own family file
+    vocab_size: int | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
+    iteration: int | None = None
+
+    @property
+    def family_name(self) -> str | None:
+        """Returns the family, or the family file, that the user names."""
+        return self.mapping or self.family
+
+    @property
+    def dims(self) -> dict[str, Any]:
+        """Returns the dims that the user gives."""
+        return {
+            **self.settings,
+            **({} if self.vocab_size is None else {"vocab_size": self.vocab_size}),
+        }
