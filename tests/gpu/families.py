@@ -74,7 +74,8 @@ def verify(work: Path, case: str, dialect: str, mechanism: str) -> bool:
     try:
         found: dict[str, Any] = json.loads(done.stdout)
         fp32 = found["logits"]["float32"]
-        said = f"{found['verdict']} | {fp32['max_abs']:.1e} | {fp32['tolerance']:.1e}"
+        verdict = ": ".join([found["verdict"], *found["reasons"]])
+        said = f"{verdict} | {fp32['max_abs']:.1e} | {fp32['tolerance']:.1e}"
     except (ValueError, KeyError):
         said = f"exit {done.returncode}: {done.stderr.strip()[-300:]} | |".replace("\n", " ")
     took = time.monotonic() - began
