@@ -261,6 +261,7 @@ def test_the_tables_are_those_of_the_last_judged_run_and_of_the_families() -> No
     assert readme == matrix.with_families(readme, results)
 
 
+@pytest.mark.skipif("JUDGED" in os.environ, reason="this run makes the results for the tables")
 def test_every_model_has_been_judged_in_every_dialect_and_format() -> None:
     """A new model is not in the tables until `.ci/run` has judged it."""
     judged = {(r["case"], r["dialect"], r["format"]) for r in matrix.read()}

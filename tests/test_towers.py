@@ -28,7 +28,7 @@ from tests.door import good
 from tests.tiny import write_json
 
 FAMILIES = [
-    name for name in mapping.names("hf") if mapping.load("hf", name).forms
+    name for name in mapping.names("hf") if mapping.is_part(mapping.load("hf", name).forms)
 ]  # each has a config of its own name in fixtures/families
 FORMS = [(name, form) for name in FAMILIES for form in mapping.load("hf", name).forms]
 # one of each kind and shape that a tower may have, under names that braces could break
@@ -316,6 +316,25 @@ def test_the_vocabulary_and_the_tie_are_read_where_transformers_reads_them(
     assert written["vocab_size"] == 300 and "text_config" not in written
 
 
+def test_published_names_without_a_prefix_come_back(tmp_path: Path) -> None:
+    """GPT-2 as published: its names do not begin with transformer., and there are two buffers."""
+    made_models.make(["gpt2"], tmp_path)
+    arrays = load_file(tmp_path / "gpt2" / "model.safetensors")
+    short = {key.removeprefix("transformer."): value for key, value in arrays.items()}
+    source = tmp_path / "published"
+    source.mkdir()
+    mask = {"h.0.attn.bias": np.ones((1, 1, 4, 4), "f4")}
+    save_file(short | mask, source / "model.safetensors")
+    shutil.copy(tmp_path / "gpt2" / "config.json", source)
+    mckpt.plan(source, tmp_path / "out", parallel=mckpt.Parallel(tp=2)).run()
+    assert not mckpt.diff(tmp_path / "gpt2", tmp_path / "out")
+    mckpt.plan(tmp_path / "out", tmp_path / "tp1", format="torch").run()
+    mckpt.plan(tmp_path / "tp1", tmp_path / "back", format="hf").run()
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == short.keys()
+    assert all((back[key] == short[key]).all() for key in short)
+
+
 @pytest.mark.parametrize(
     ("method", "dtype"),
     [
@@ -336,9 +355,9 @@ def test_quantised_towers_are_refused(method: dict[str, Any], dtype: str, tmp_pa
 @pytest.mark.parametrize(
     ("form", "words"),
     [
-        ({"names": {"model.": "a."}}, "needs `carried`"),
-        ({"carried": ["a.*"], "extra": 1}, "needs `carried`"),
-        ({"carried": [1]}, "needs `carried`"),
+        ({}, "needs `names`"),
+        ({"carried": ["a.*"], "extra": 1}, "needs `names`"),
+        ({"carried": [1]}, "needs `names`"),
     ],
 )
 def test_a_wrong_form_is_an_error_with_its_line(

@@ -265,7 +265,7 @@ def refuse_uncarried(source: Checkpoint, family: MappingFile) -> None:
     found = carried.of(source.layout)
     parts = " or ".join(", ".join(form.carried) for form in family.forms.values())
     where = source.described_by or source.path
-    if family.forms and not found:
+    if mapping.is_part(family.forms) and not found:
         raise MappingError(
             f"{where}: describes a {family.architectures[0]}, whose tensors {parts} are not in"
             f" Megatron's model, and {carried.FILES} is not there: give --like HF_DIR, the model's"

@@ -183,7 +183,7 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     fit = []
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
-        if family.forms:  # args do not describe what is beside the text model
+        if mapping.is_part(family.forms):  # args do not describe what is beside the text model
             continue
         if family.requires is not None and not family.requires(source.dims):
             why = {"requires": f"it is for models where {family.requires.text}"}

@@ -104,10 +104,16 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         common_as_object=target.common_as_object,
         args=line.flags,
         megatron_version=".".join(map(str, megatron)),
-        **({"form": form_of(source, source.family)} if unchanged and source.family else {}),
+        **_form(source),
         **named_by_user(source, MAPPING in side.files),
     )
     return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
+
+
+def _form(source: Checkpoint) -> dict[str, str | None]:
+    """Returns the manifest's entry for a family whose files name tensors in several ways."""
+    family = source.family
+    return {"form": form_of(source, family)} if family is not None and family.forms else {}
 
 
 def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:

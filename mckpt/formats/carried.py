@@ -22,7 +22,7 @@ from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
 from mckpt.formats.shards import Placed, Row, place
 from mckpt.geometry.box import Layout, Piece, Stored, row_major, whole_box
 from mckpt.lazy import numpy as np
-from mckpt.mapping import MappingFile
+from mckpt.mapping import MappingFile, is_part
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST
 
@@ -189,7 +189,7 @@ def found(
     family: of the config.json that describes the checkpoint. recorded: the entry of its manifest.
     Raises SourceError if the tensors of that entry are in neither.
     """
-    if family is not None and family.forms:
+    if family is not None and is_part(family.forms):
         kept = None if own is None else beside(own, family)
         if kept and (not isinstance(recorded, dict) or facts(kept.stored) == recorded):
             return kept

@@ -3,7 +3,7 @@
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
-from mckpt.mapping.forms import typed
+from mckpt.mapping.forms import is_part, typed
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup
 from mckpt.mapping.nodes import digest_of
@@ -40,6 +40,7 @@ __all__ = [
     "family_with",
     "folder",
     "hub",
+    "is_part",
     "key_pattern",
     "load",
     "lookup",

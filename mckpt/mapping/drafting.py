@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from mckpt.errors import MappingError
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile
+from mckpt.mapping.forms import is_part
 from mckpt.mapping.hub import hub, nearest
 from mckpt.mapping.nodes import Node
 from mckpt.mapping.reading import inherited, load, names
@@ -55,7 +56,9 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
         raise MappingError(f"{where}: its config.json names no architectures")
     shapes = {_template(name): tuple(shape) for name, shape in tensors.items()}
     # a family with forms is another family inside of a larger model
-    known = [_names_of(load("hf", name)) for name in names("hf") if not load("hf", name).forms]
+    known = [
+        _names_of(load("hf", name)) for name in names("hf") if not is_part(load("hf", name).forms)
+    ]
     base = max(known, key=lambda k: (_score(k, shapes), _times_extended(k.family.name)))
     found = len(base.names() & shapes.keys())
     dims, problems = _dims(base.family, config)

@@ -46,6 +46,13 @@ class Form(NamedTuple):
         return [p for p in self.carried if not any(map(_compiled(p).fullmatch, known))]
 
 
+def is_part(forms: Mapping[str, Form]) -> bool:
+    """Returns whether the family is the text model of a larger one, whose other tensors are
+    carried.
+    """
+    return any(form.carried for form in forms.values())
+
+
 @functools.cache
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(".*".join(map(re.escape, pattern.split("*"))))
@@ -102,13 +109,13 @@ def read_forms(root: Node, problems: list[str]) -> Iterator[tuple[str, Form]]:
     for name, form in forms.items():
         names, carried = (form or {}).get("names") or {}, (form or {}).get("carried") or ()
         if (
-            not carried
+            not (carried or names)
             or form.keys() - {"names", "carried"}
             or not all(isinstance(text, str) for text in (*names, *names.values(), *carried))
         ):
             problems.append(
-                f"{forms.lines[name]}: forms: {name} needs `carried`, a list of patterns, and may"
-                f" have `names`, the starts of names, not {form!r}"
+                f"{forms.lines[name]}: forms: {name} needs `names`, the starts of names, or"
+                f" `carried`, a list of patterns, or both, not {form!r}"
             )
             continue
         yield name, Form(dict(names), tuple(carried))
