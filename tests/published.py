@@ -26,6 +26,8 @@ NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
 DIALECTS = {"megatron-bert-cased-345m": ("bert",)}
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("ernie-4.5-0.3b", "hybrid"): ("rope_interleaved",),
+    ("glm-4-9b-chat", "hybrid"): ("rope_interleaved",),
     ("deepseek-v3.2", "gpt"): ("mtp_layers",),
     ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     **{("gemma-2b", dialect): ("activation",) for dialect in ("gpt", "hybrid")},
@@ -55,6 +57,7 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
 }
 # (model, dialect) that no megatron-core can load
 UNLOADABLE = {
+    ("deepseek-v2-lite", "hybrid"),
     ("moonlight-16b-a3b", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba-9b", "gpt"),
@@ -65,9 +68,9 @@ UNLOADABLE = {
     ("nemotron-nano-9b-v2", "gpt"),
 }
 # model -> the newest megatron-core that can load it, if it is not the newest of all
-UNTIL = {"moonlight-16b-a3b": "0.18"}
-# the tensor-parallel size of a plan, where 2 is too many: a Mamba-2 of one group
-TP = {"bamba-9b": 1}
+UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18"}
+# the tensor-parallel size of a plan, where 2 is too many: one group, and experts with biases
+TP = {"bamba-9b": 1, "gpt-oss-20b": 1}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 
