@@ -34,6 +34,7 @@ JUDGES = (
     "stock trainer",
     "forward",
     "saved by megatron-core",
+    "multi-token prediction",
     "Megatron-Bridge",
     "layout",
     ACCEPTED,
@@ -53,6 +54,8 @@ transformers:
   mckpt converted it to Hugging Face, and transformers loaded the result.
 - *Megatron-Bridge*: it converted the same model to `torch_dist`, and the keys, shapes and bits of
   all tensors are those of mckpt. Its version is 0.6.2. Only mckpt pads the vocabulary.
+- *multi-token prediction*: the logits of the layers that predict further tokens are those of
+  transformers.
 - *layout*: the keys and shapes are those of the `sharded_state_dict()` of Megatron-Core's model.
 - *accepted*: the dialect computes something else, which the option `--allow-inexact` in the table
   of sizes accepts. The weights come back bit for bit.

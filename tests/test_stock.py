@@ -349,7 +349,8 @@ def test_the_launch_line_of_a_published_model_is_accepted(
     result = results[f"config-{path.stem}"]
     assert result["ok"], explain(result)
     config = json.loads(path.read_text())
-    most = config.get("text_config", config)["max_position_embeddings"]
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    most = family.read(config)["max_positions"]
     assert (result["args"]["seq_length"], result["args"]["max_position_embeddings"]) == (
         min(most, 4096),
         most,
