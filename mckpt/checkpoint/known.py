@@ -1,4 +1,4 @@
-"""What the user says of a checkpoint."""
+"""The description of a checkpoint that the user gives."""
 
 from __future__ import annotations
 
