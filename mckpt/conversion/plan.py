@@ -94,7 +94,8 @@ class Plan:
             "padding_bytes": int(padding),
             "carried": self.facts.get("carried"),
             "ignored": dict(_short(self.source.layout.ignored)),
-            "left_behind": self.source.left_behind(),
+            "optimizer": self.facts.get("optimizer"),
+            "left_behind": self.facts.get("left_behind", self.source.left_behind()),
             "inexact": self.facts["inexact"],
             "notes": self.facts["notes"],
             "plan": self.digest,
@@ -130,6 +131,12 @@ class Plan:
         if held := p["carried"]:
             lines.append(
                 f"carried unchanged: {counted(held['tensors'], 'tensor')}, {held['bytes']:,} bytes"
+            )
+        if state := p["optimizer"]:
+            lines.append(
+                f"optimizer ({state['stored_as']}): {', '.join(state['states'])} are kept; the"
+                f" master copies of {counted(state['proved'], 'weight')} were read, and each, when"
+                " rounded, is its weight bit for bit"
             )
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])

@@ -30,6 +30,7 @@ from mckpt.formats.base import (
     shapes_of,
 )
 from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.torch_shards import (
     FILE,
     Shard,
@@ -225,6 +226,10 @@ class Torch:
             shapes_of(bound, scope),
             dict.fromkeys(self.beside(dialect), "not weights"),
         )
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none."""
+        return None
 
     def _grid(self, names: Names, problems: Problems) -> list[tuple[int, int]]:
         """Returns the tensor and expert ranks that have a file in each pipeline stage.

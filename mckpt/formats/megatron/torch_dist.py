@@ -36,7 +36,9 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
+from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
@@ -163,8 +165,63 @@ class TorchDist:
         One error lists every tensor that is missing, left over or of another shape.
         """
         self._check_sizes()
-        with _Files(self.root) as files:
-            return self._layout(names, files)
+        dialect, bound = names.mapping, names.bound()
+        problems = Problems(f"the tensors of {self.root} do not match its args:")
+        stored = self._stored(bound, names, problems)
+        known = {key for b in bound for key, _ in b.global_keys()}
+        ignored = {
+            k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)
+        }
+        problems.extend(
+            f"{k} {list(t[1])} is in no rule of {dialect.path.name}"
+            for k, t in self.metadata.tensors.items()
+            if not ignored[k] and k not in known
+        )
+        problems.extend(
+            f"{k}: an object that {dialect.path.name} does not know"
+            for k in self.metadata.objects
+            if not ignored[k]
+        )
+        problems.check()
+        return Layout(
+            [str(self.root / f) for f in self.files],
+            stored,
+            shapes_of(bound, names.scope()),
+            {k: why for k, why in ignored.items() if why},
+        )
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none.
+
+        Raises SourceError with every state that is missing, left over or of another shape.
+        """
+        held = optimizer.keys_of(self.metadata.tensors)
+        if not held:
+            return None
+        bound = []
+        for b in names.bound():
+            keys = [key for key, _ in b.global_keys()] if not b.rule.alias else []
+            for state in dict.fromkeys(s for key in keys for s in held.get(key, ())):
+                key = next(key for key in keys if state in held.get(key, ()))
+                prefix = held[key][state].removesuffix(key)
+                bound.append(optimizer.state_bound(b, state, prefix))
+        problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
+        stored = self._stored(bound, names, problems)
+        known = {key for b in bound for key, _ in b.global_keys()}
+        problems.extend(
+            f"{key}: the state of a weight that {names.mapping.path.name} does not have"
+            for states in held.values()
+            for key in states.values()
+            if key not in known
+        )
+        problems.check()
+        files = [str(self.root / f) for f in self.files]
+        layout = Layout(files, stored, shapes_of(bound, names.scope()))
+        masters = {states.get(optimizer.MASTER, "") for states in held.values()}
+        distributed = not any(f".{optimizer.MASTER_KEYS[1]}." in key for key in masters)
+        form = optimizer.FULLY_RESHARDABLE if distributed else optimizer.NOT_DISTRIBUTED
+        stored_keys = frozenset(key for states in held.values() for key in states.values())
+        return Optimizer(form, layout, self.common.fields.get("optimizer"), stored_keys)
 
     def _check_sizes(self) -> None:
         """SourceError for files that end before their last item does, though it be one that nothing
@@ -188,69 +245,54 @@ class TorchDist:
                 short,
             )
 
-    def _layout(self, names: Names, files: _Files) -> Layout:
-        dialect, scope, bound = names.mapping, names.scope(), names.bound()
-        problems = Problems(f"the tensors of {self.root} do not match its args:")
-        left = dict.fromkeys(k for k in self.metadata.tensors if not _ignored(k, dialect))
+    def _stored(self, bound: list[Bound], names: Names, problems: Problems) -> list[Stored]:
+        """Returns the chunks of these rules; what is missing or of another shape becomes one of
+        `problems`.
+        """
+        scope = names.scope()
         stored: list[Stored] = []
-        for b in bound:
-            found: dict[Box, list[tuple[int, int, Entry]]] = {}
-            whole = packed(b.rule, scope)
-            for key, layer in b.global_keys():
-                if key not in self.metadata.tensors:
-                    if not b.rule.alias:
-                        problems.missing(f"{key} is missing")
-                    continue
-                left.pop(key, None)
-                _, size, chunks = self.metadata.tensors[key]
-                axes = b.axes(scope)
-                if (
-                    b.rule.tp == "vocab"
-                    and len(size) > len(axes)
-                    and size[len(axes)] >= whole.shape[0]
-                ):
-                    whole = packed(b.rule, scope, size[len(axes)])
-                if size != (*axes, *whole.shape):
-                    problems.missing(
-                        f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its dims"
+        with _Files(self.root) as files:
+            for b in bound:
+                found: dict[Box, list[tuple[int, int, Entry]]] = {}
+                whole = packed(b.rule, scope)
+                for key, layer in b.global_keys():
+                    if key not in self.metadata.tensors:
+                        if not b.rule.alias:
+                            problems.missing(f"{key} is missing")
+                        continue
+                    _, size, chunks = self.metadata.tensors[key]
+                    axes = b.axes(scope)
+                    if (
+                        b.rule.tp == "vocab"
+                        and len(size) > len(axes)
+                        and size[len(axes)] >= whole.shape[0]
+                    ):
+                        whole = packed(b.rule, scope, size[len(axes)])
+                    if size != (*axes, *whole.shape):
+                        problems.missing(
+                            f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its"
+                            " dims"
+                        )
+                        continue
+                    for _, offsets, sizes in sorted(
+                        (self.metadata.items[key, offsets], offsets, sizes)
+                        for offsets, sizes in chunks
+                    ):
+                        region, entries = self._chunk(b, key, layer, offsets, sizes, files)
+                        if entries:  # not of an empty chunk
+                            found.setdefault(region, []).extend(entries)
+                for region, entries in found.items():
+                    shape, pieces = buffer(whole, [region], b.rule.of)
+                    stored += group(
+                        b.rule.key,
+                        shape,
+                        pieces,
+                        entries,
+                        problems,
+                        replica=b.rule.alias,
+                        padding=b.rule.tp == "vocab",
                     )
-                    continue
-                for _, offsets, sizes in sorted(
-                    (self.metadata.items[key, offsets], offsets, sizes) for offsets, sizes in chunks
-                ):
-                    region, entries = self._chunk(b, key, layer, offsets, sizes, files)
-                    if entries:  # not of an empty chunk
-                        found.setdefault(region, []).extend(entries)
-            for region, entries in found.items():
-                shape, pieces = buffer(whole, [region], b.rule.of)
-                stored += group(
-                    b.rule.key,
-                    shape,
-                    pieces,
-                    entries,
-                    problems,
-                    replica=b.rule.alias,
-                    padding=b.rule.tp == "vocab",
-                )
-        problems.extend(
-            f"{k} {list(self.metadata.tensors[k][1])} is in no rule of {dialect.path.name}"
-            for k in left
-        )
-        ignored = {
-            k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)
-        }
-        problems.extend(
-            f"{k}: an object that {dialect.path.name} does not know"
-            for k in self.metadata.objects
-            if not ignored[k]
-        )
-        problems.check()
-        return Layout(
-            [str(self.root / f) for f in self.files],
-            stored,
-            shapes_of(bound, scope),
-            {k: why for k, why in ignored.items() if why},
-        )
+        return stored
 
     def _chunk(
         self,
