@@ -14,7 +14,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format
-from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, MASTER, is_state
+from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, MASTER, common_of, is_state
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
@@ -63,20 +63,13 @@ def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
     assert optimizer is not None and common is not None
     fields = {k: v for k, v in common.fields.items() if k in SCHEDULER}
     marks = dict(common.fields.get("content_metadata") or {})
-    plain = optimizer.plain
+    marks = {k: v for k, v in marks.items() if not k.startswith("distrib_optim_")}
     if optimizer.distributed:
-        marks = {k: v for k, v in marks.items() if not k.startswith("distrib_optim_")}
         marks["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
         marks["distrib_optim_fully_reshardable_mem_efficient"] = False
-        plain = _as_fully_reshardable(plain)
     marks["chained_optim_avoid_prefix"] = True
+    plain = common_of(optimizer.groups, optimizer.distributed)
     return {**fields, "optimizer": plain, "content_metadata": marks}
-
-
-def _as_fully_reshardable(plain: Any) -> Any:
-    if isinstance(plain, dict) and "param_state_sharding_type" not in plain and 0 in plain:
-        return {number: _as_fully_reshardable(one) for number, one in plain.items()}
-    return {**(plain or {}), "param_state_sharding_type": FULLY_RESHARDABLE}
 
 
 def prove(source: Checkpoint, look: bool = True) -> Proof:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from mckpt.errors import SourceError
 from mckpt.geometry.box import Layout, Stored
 from mckpt.mapping import Bound
 
@@ -35,19 +36,15 @@ class Optimizer(NamedTuple):
 
     form: str  # how it is stored, such as fully_reshardable
     layout: Layout  # of its tensors
-    # `param_groups` and other plain values of the optimizer, as torch_dist has them
-    plain: Any
+    # the param_groups of each optimizer: of a model with experts on ranks of their own, the second
+    # is that of the experts
+    groups: list[list[dict[str, Any]]]
     keys: frozenset[str]  # under which the checkpoint stores it
 
     @property
     def distributed(self) -> bool:
         """Returns whether it is the state of a DistributedOptimizer."""
         return self.form != NOT_DISTRIBUTED
-
-
-def weight_of(name: str) -> str:
-    """Returns the weight of a state; a weight itself for its own name."""
-    return name.partition("@")[0]
 
 
 def is_state(name: str) -> bool:
@@ -104,3 +101,31 @@ def prefix_of(state: str, distributed: bool) -> str:
     """Returns what precedes a weight's key in the key of its state in torch_dist."""
     name = MASTER_KEYS[not distributed] if state == MASTER else state
     return f"optimizer.state.{name}."
+
+
+def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
+    """Returns the param_groups of each optimizer in the `optimizer` of a checkpoint's common state.
+
+    Their lists of parameters are left out: they number the parameters of one rank. Raises
+    SourceError if there are none.
+    """
+    numbered = isinstance(plain, dict) and plain.keys() and all(type(k) is int for k in plain)
+    chained = list(plain.values()) if numbered else plain if isinstance(plain, list) else [plain]
+    out = []
+    for one in chained:
+        inner = one.get("optimizer", one) if isinstance(one, dict) else None
+        groups = inner.get("param_groups") if isinstance(inner, dict) else None
+        if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+            raise SourceError(
+                f"{where}: has the state of an optimizer without its param_groups; give"
+                " --no-optimizer to convert the weights alone"
+            )
+        out.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
+    return out
+
+
+def common_of(groups: list[list[dict[str, Any]]], distributed: bool) -> Any:
+    """Returns the `optimizer` of the common state of torch_dist."""
+    kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if distributed else {}
+    each = [{"optimizer": {"param_groups": own}, **kind} for own in groups]
+    return each[0] if len(each) == 1 else dict(enumerate(each))

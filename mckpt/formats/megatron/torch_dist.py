@@ -221,7 +221,8 @@ class TorchDist:
         distributed = not any(f".{optimizer.MASTER_KEYS[1]}." in key for key in masters)
         form = optimizer.FULLY_RESHARDABLE if distributed else optimizer.NOT_DISTRIBUTED
         stored_keys = frozenset(key for states in held.values() for key in states.values())
-        return Optimizer(form, layout, self.common.fields.get("optimizer"), stored_keys)
+        groups = optimizer.groups_of(self.common.fields.get("optimizer"), self.common.where)
+        return Optimizer(form, layout, groups, stored_keys)
 
     def _check_sizes(self) -> None:
         """SourceError for files that end before their last item does, though it be one that nothing
