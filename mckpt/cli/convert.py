@@ -1,5 +1,5 @@
-"""`mckpt hf-to-megatron`, `megatron-to-hf`, `reshard` and `plan`: all make a plan, and all but
-`plan` run it.
+"""`mckpt hf-to-megatron`, `megatron-to-hf`, `reshard`, `repair` and `plan`: all make a plan, and
+all but `plan` run it.
 """
 
 from __future__ import annotations
@@ -125,6 +125,39 @@ def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> 
         raise UsageError(f"{src}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it")
     parallel = source.parallel.with_(**parallel_sizes(options))
     _convert(source, dst, make_target(options, target_format or source.format, parallel), options)
+
+
+@command()
+@source_argument
+@click.argument("dst", type=click.Path(path_type=Path), required=False)
+@megatron_source_options
+@family_options
+@conversion_options
+def repair(src: Path, dst: Path | None, **options: Any) -> None:
+    """Make a training checkpoint loadable at any sizes.
+
+    Writes torch_dist at the source's sizes, with the optimizer state of each weight under the
+    weight's name. Without DST it writes to SRC-portable. If there is nothing to repair, it says so.
+    """
+    source = open_source(src, options)
+    if not source.is_megatron:
+        raise UsageError(
+            f"{src}: is a Hugging Face directory, which has no optimizer state to repair"
+        )
+    portable = formats.get(formats.MEGATRON)
+    if source.format == portable.name and (found := source.optimizer) and found.portable:
+        click.echo(
+            f"{source.opened.root}: is portable already: its optimizer state"
+            f" ({found.form}) loads at any sizes"
+        )
+        return
+    dst = dst or src.parent / f"{src.name}-portable"
+    target = make_target(options, portable.name, source.parallel)
+    planned = _plan(source, dst, target, options | {"overwrite": True}, helps=True)
+    if not options["overwrite"] and planned.destination.manifest().get("plan") == planned.digest:
+        click.echo(f"{planned.destination.path}: is the repaired checkpoint already")
+        return
+    _convert(source, dst, target, options)
 
 
 @command()

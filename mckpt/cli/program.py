@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from mckpt import __version__
-from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, reshard
+from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
 from mckpt.cli.diff import diff
 from mckpt.cli.inspect import inspect
 from mckpt.cli.mappings import mappings
@@ -35,6 +35,7 @@ for _command in (
     hf_to_megatron,
     megatron_to_hf,
     reshard,
+    repair,
     plan,
     inspect,
     diff,

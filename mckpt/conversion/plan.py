@@ -170,10 +170,13 @@ class Plan:
 
 def _optimizer_lines(state: Mapping[str, Any]) -> Iterator[str]:
     """Yields sentences on the optimizer that is kept; `state` is its entry in the manifest."""
+    proved = (
+        f"; of {counted(state['proved'], 'weight')} the master copy, when rounded, is the weight"
+        " bit for bit"
+    )
     yield (
-        f"optimizer ({state['stored_as']}): {', '.join(state['states'])} are kept; of"
-        f" {counted(state['proved'], 'weight')} the master copy, when rounded, is the weight bit"
-        " for bit"
+        f"optimizer ({state['stored_as']}): {', '.join(state['states'])} are kept"
+        + proved * bool(state["proved"])
     )
     if num := state["unproved"]:
         yield f"{counted(num, 'weight')} have no master copy that could prove their states' names"

@@ -47,6 +47,11 @@ class Optimizer(NamedTuple):
         return self.form != NOT_DISTRIBUTED
 
     @property
+    def portable(self) -> bool:
+        """Returns whether Megatron loads it at other sizes than those it was saved at."""
+        return self.form in (FULLY_RESHARDABLE, NOT_DISTRIBUTED)
+
+    @property
     def states(self) -> list[str]:
         """Returns the names of the states."""
         return sorted({name.partition("@")[2] for name in self.layout.shapes})

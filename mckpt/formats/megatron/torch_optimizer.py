@@ -40,6 +40,8 @@ from mckpt.values.dtypes import itemsize
 
 FILE = "distrib_optim.pt"
 FORM = "distrib_optim.pt"
+# of a file: what belongs to the optimizer
+KEYS = ("optimizer", "opt_param_scheduler", FILE)
 ALIGNED = 64  # elements: each parameter of a flat buffer begins at a multiple of them
 
 
@@ -123,7 +125,7 @@ def read(source: Source) -> Optimizer | None:
     stored, bound = _stored(found, problems)
     problems.check()
     layout = Layout(source.files, stored, shapes_of(bound, source.names.scope()))
-    return Optimizer(FORM if flat else NOT_DISTRIBUTED, layout, groups, frozenset(["optimizer"]))
+    return Optimizer(FORM if flat else NOT_DISTRIBUTED, layout, groups, frozenset(KEYS))
 
 
 def _has_states(plain: Any) -> bool:
