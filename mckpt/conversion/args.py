@@ -12,7 +12,12 @@ from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import true_vocab
 from mckpt.conversion.target import Target
 from mckpt.formats.base import Names
-from mckpt.formats.megatron.common_state import Common, new_common
+from mckpt.formats.megatron.common_state import (
+    CHECKPOINT_VERSION,
+    VERSION,
+    Common,
+    new_common,
+)
 from mckpt.formats.megatron.save_directory import iteration_of
 from mckpt.mapping import MappingFile
 
@@ -72,6 +77,8 @@ def args_of(decided: Decided) -> Args:
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
         if decided.changes_dialect:
             kept.update(_restated(source.mapping, dialect, written))
+            # old args lack what today's Megatron requires
+            kept.update({key: value for key, value in written.items() if key not in source.args})
         common = _kept_common(decided, source.opened.common, kept)
         written = {**written, **{k: v for k, v in source.args.items() if v is not None}, **kept}
     if target.layer_keys is not None and decided.destination.format.global_keys:
@@ -105,7 +112,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
     ignored, left = decided.names.mapping.ignore, decided.source.left_behind()
     fields = common.changed(_python(replaced))
     out = {k: v for k, v in fields.items() if not (k in ignored or k in left)}
-    out["iteration"] = _iteration(decided)
+    out["iteration"], out[VERSION] = _iteration(decided), CHECKPOINT_VERSION
     if decided.optimizer:
         out |= optimizer.common_state(decided.moved, decided.destination.format)
     if decided.changes_dialect and "content_metadata" in out:
