@@ -77,6 +77,7 @@ def args_of(decided: Decided) -> Args:
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
         if decided.changes_dialect:
             kept.update(_restated(source.mapping, dialect, written))
+            kept.update(_unmeant(source, dialect))
             # old args lack what today's Megatron requires
             kept.update({key: value for key, value in written.items() if key not in source.args})
         common = _kept_common(decided, source.opened.common, kept)
@@ -145,6 +146,17 @@ def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> di
     described = [{key for dim in file.dims.values() for key in dim.keys} for file in (old, new)]
     facts = {key for key in written if key in {*new.flags, *described[1], *described[0]}}
     return {key: written.get(key) for key in facts | (described[0] - described[1])}
+
+
+def _unmeant(source: Checkpoint, new: MappingFile) -> dict[str, Any]:
+    """Returns a value that another dialect accepts for each arg whose value it refuses, if the arg
+    does not change the model in the source's dialect.
+    """
+    return {
+        key: values[0] if values else None
+        for key, values in new.expect.items()
+        if key not in source.mapping.expect and (source.args or {}).get(key) not in (None, *values)
+    }
 
 
 def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
