@@ -34,7 +34,8 @@ class Proof(NamedTuple):
     """The comparison of the master copies with the weights."""
 
     proved: int  # weights that equal their rounded master copy, bit for bit
-    without: int  # weights that have no master copy
+    unproved: int  # weights that have states, and no master copy
+    without: list[str]  # parameters that have no state at all
 
 
 def keeps(source: Checkpoint, target: Target) -> bool:
@@ -72,7 +73,7 @@ def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
         marks["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
         marks["distrib_optim_fully_reshardable_mem_efficient"] = False
     marks["chained_optim_avoid_prefix"] = True
-    plain = common_of(optimizer.groups, optimizer.distributed)
+    plain = common_of(optimizer)
     return {**fields, "optimizer": plain, "content_metadata": marks}
 
 
@@ -83,8 +84,10 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     SourceError with all weights that differ: their states belong to other weights, or weights and
     optimizer are not of the same step.
     """
-    names = [name for name in source if not is_state(name)]
-    held = [name for name in names if f"{name}@{MASTER}" in source]
+    buffers = {name for b in source.names.bound() if b.rule.is_buffer for name in b.rule.of}
+    stated = {name.partition("@")[0] for name in source if is_state(name)}
+    weights = [name for name in source if not is_state(name)]
+    held = [name for name in weights if f"{name}@{MASTER}" in source]
     if look:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             apart = [text for text in pool.map(partial(_apart, source), held) if text]
@@ -96,7 +99,12 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
                 "Weights and optimizer are not of one step, or the optimizer's state is not where"
                 " Megatron puts it. Give --no-optimizer to convert the weights alone",
             )
-    return Proof(len(held), len(names) - len(held))
+    without = [
+        name
+        for name in weights
+        if name not in stated and source.reader.template(name) not in buffers
+    ]
+    return Proof(len(held), len(stated) - len(held), without)
 
 
 def _apart(source: Checkpoint, name: str) -> str | None:
@@ -134,6 +142,6 @@ def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
     proof = prove(source, look)
     return {
         "stored_as": optimizer.form,
-        "states": sorted({name.partition("@")[2] for name in optimizer.layout.shapes}),
+        "states": optimizer.states,
         **proof._asdict(),
     }

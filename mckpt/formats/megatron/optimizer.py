@@ -46,6 +46,11 @@ class Optimizer(NamedTuple):
         """Returns whether it is the state of a DistributedOptimizer."""
         return self.form != NOT_DISTRIBUTED
 
+    @property
+    def states(self) -> list[str]:
+        """Returns the names of the states."""
+        return sorted({name.partition("@")[2] for name in self.layout.shapes})
+
 
 def is_state(name: str) -> bool:
     return "@" in name
@@ -124,8 +129,11 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
     return out
 
 
-def common_of(groups: list[list[dict[str, Any]]], distributed: bool) -> Any:
-    """Returns the `optimizer` of the common state of torch_dist."""
-    kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if distributed else {}
-    each = [{"optimizer": {"param_groups": own}, **kind} for own in groups]
+def common_of(optimizer: Optimizer) -> Any:
+    """Returns the `optimizer` of the common state of a torch_dist with the same optimizer."""
+    kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if optimizer.distributed else {}
+    inner = [{"param_groups": own} for own in optimizer.groups]
+    # FP32Optimizer, which has no master copies, is not wrapped around another
+    wrapped = optimizer.distributed or MASTER in optimizer.states
+    each = [{"optimizer": own, **kind} if wrapped else own for own in inner]
     return each[0] if len(each) == 1 else dict(enumerate(each))

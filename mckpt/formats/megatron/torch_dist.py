@@ -18,6 +18,7 @@ import json
 import math
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ from mckpt.formats.megatron.torch_dist_writing import (
     METADATA,
     lay_out,
 )
-from mckpt.geometry.box import Box, Layout, Stored
+from mckpt.geometry.box import Box, Layout, Stored, range_boxes
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
@@ -217,12 +218,22 @@ class TorchDist:
         problems.check()
         files = [str(self.root / f) for f in self.files]
         layout = Layout(files, stored, shapes_of(bound, names.scope()))
-        masters = {states.get(optimizer.MASTER, "") for states in held.values()}
-        distributed = not any(f".{optimizer.MASTER_KEYS[1]}." in key for key in masters)
-        form = optimizer.FULLY_RESHARDABLE if distributed else optimizer.NOT_DISTRIBUTED
         stored_keys = frozenset(key for states in held.values() for key in states.values())
         groups = optimizer.groups_of(self.common.fields.get("optimizer"), self.common.where)
-        return Optimizer(form, layout, groups, stored_keys)
+        return Optimizer(self._form(), layout, groups, stored_keys)
+
+    def _form(self) -> str:
+        """Returns how the optimizer's state is stored; before megatron-core 0.13 the common state
+        does not say it.
+        """
+        marks = self.common.fields.get("content_metadata") or {}
+        distributed = f"optimizer.state.{optimizer.MASTER_KEYS[0]}."
+        if any(key.startswith(distributed) for key in self.metadata.tensors):
+            supposed = optimizer.FULLY_RESHARDABLE
+        else:
+            flat = bool(self.metadata.flattened)
+            supposed = "fully_sharded_model_space" if flat else optimizer.NOT_DISTRIBUTED
+        return str(marks.get("distrib_optim_sharding_type", supposed))
 
     def _check_sizes(self) -> None:
         """SourceError for files that end before their last item does, though it be one that nothing
@@ -262,7 +273,7 @@ class TorchDist:
                             problems.missing(f"{key} is missing")
                         continue
                     _, size, chunks = self.metadata.tensors[key]
-                    axes = b.axes(scope)
+                    size, axes = self.metadata.flattened.get(key, size), b.axes(scope)
                     if (
                         b.rule.tp == "vocab"
                         and len(size) > len(axes)
@@ -279,8 +290,7 @@ class TorchDist:
                         (self.metadata.items[key, offsets], offsets, sizes)
                         for offsets, sizes in chunks
                     ):
-                        region, entries = self._chunk(b, key, layer, offsets, sizes, files)
-                        if entries:  # not of an empty chunk
+                        for region, entries in self._chunk(b, key, layer, offsets, sizes, files):
                             found.setdefault(region, []).extend(entries)
                 for region, entries in found.items():
                     shape, pieces = buffer(whole, [region], b.rule.of)
@@ -303,29 +313,47 @@ class TorchDist:
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
         files: _Files,
-    ) -> tuple[Box, list[tuple[int, int, Entry]]]:
-        """One chunk as entries of single layers and experts, and the region that each of them
-        holds. The leading axes are outermost, so each entry is a dense part of the chunk.
+    ) -> Iterator[tuple[Box, list[tuple[int, int, Entry]]]]:
+        """Yields the parts of one chunk: a region, and the entries of the layers and experts that
+        hold it. The leading axes are outermost, so each entry is a dense part of the chunk.
         """
         dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
         file, base, length = self.metadata.items[key, offsets]
-        path = str(self.root / file)
-        nbytes = math.prod(sizes) * itemsize(dtype)
+        path, size = str(self.root / file), itemsize(dtype)
+        nbytes = math.prod(sizes) * size
         at = torch_file.item_data_offset(
             files.fd(file), base, length, nbytes, f"{path}: {key} at {list(offsets)}", dtype, sizes
         )
-        region = Box(tuple(offsets[axes:]), tuple(sizes[axes:]))
-        inner = math.prod(region.shape) * itemsize(dtype)
-        entries = []
-        for i, index in enumerate(
-            itertools.product(
-                *(range(o, o + n) for o, n in zip(offsets[:axes], sizes[:axes], strict=True))
-            )
-        ):
-            named = dict(zip(b.rule.stacked(), index, strict=True))
-            entry = Entry(dtype, region.shape, self._number[file], at + i * inner)
-            entries.append((named.get("layer", layer), named.get("expert", 0), entry))
-        return region, entries
+        for box in self._boxes(key, offsets, sizes):
+            region = Box(tuple(box.offset[axes:]), tuple(box.shape[axes:]))
+            inner = math.prod(region.shape) * size
+            entries = []
+            for index in itertools.product(
+                *(range(o, o + n) for o, n in zip(box.offset[:axes], box.shape[:axes], strict=True))
+            ):
+                named = dict(zip(b.rule.stacked(), index, strict=True))
+                entry = Entry(dtype, region.shape, self._number[file], at)
+                entries.append((named.get("layer", layer), named.get("expert", 0), entry))
+                at += inner
+            if entries and inner:
+                yield region, entries
+
+    def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
+        """Returns the boxes of a tensor whose elements a chunk holds, one box after the other.
+
+        Up to megatron-core 0.14 a chunk of an optimizer's state may be a range of one rank's shard:
+        its axes are the numbers of the shard along each axis, and a range of its elements.
+        """
+        whole = self.metadata.flattened.get(key)
+        if whole is None:
+            return [Box(offsets, sizes)]
+        grid = self.metadata.tensors[key][1][:-1]
+        shard = tuple(n // ways for n, ways in zip(whole, grid, strict=True))
+        first = [o * n for o, n in zip(offsets[:-1], shard, strict=True)]
+        return [
+            Box(tuple(f + o for f, o in zip(first, box.offset, strict=True)), box.shape)
+            for box in range_boxes(shard, offsets[-1], offsets[-1] + sizes[-1])
+        ]
 
     @staticmethod
     def _read(path: str, base: int, length: int | None) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
     Float16OptimizerWithFloat16Params: in each model_optim_rng.pt, as `optimizer`
         {optimizer: {state: {NUMBER: {exp_avg, exp_avg_sq}}, param_groups: [{params: [NUMBER]}]},
          fp32_from_fp16_params: [[master copies of group 0], ...]}
+    FP32Optimizer: the same without master copies, and without the inner `optimizer`
     DistributedOptimizer: in a distrib_optim.pt beside it
         {buckets_coalesced: True,
          CHUNK: {(dtype, dtype of gradients): {param, exp_avg, exp_avg_sq}}}
@@ -127,7 +128,8 @@ def read(source: Source) -> Optimizer | None:
 
 def _has_states(plain: Any) -> bool:
     chained = plain if isinstance(plain, list) else [plain]
-    return any(isinstance(one, dict) and "fp32_from_fp16_params" in one for one in chained)
+    inner = [one.get("optimizer", one) for one in chained if isinstance(one, dict)]
+    return any(isinstance(one, dict) and one.get("state") for one in inner)
 
 
 def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
@@ -235,17 +237,19 @@ def _listed(
     value = contents.value.get("optimizer")
     for one, chunks in _optimizers(value if isinstance(value, list) else [value], parameters):
         try:
-            masters, inner = one["fp32_from_fp16_params"], one["optimizer"]
+            inner = one.get("optimizer", one)
             groups = [
                 _Group(
                     bool(group.get("wd_mult", group.get("weight_decay"))),
-                    [
-                        {MASTER: master, **inner["state"][number]}
-                        for master, number in zip(own, group["params"], strict=True)
-                    ],
+                    [dict(inner["state"][number]) for number in group["params"]],
                 )
-                for own, group in zip(masters, inner["param_groups"], strict=True)
+                for group in inner["param_groups"]
             ]
+            for own, masters in zip(
+                groups, one.get("fp32_from_fp16_params", [[]] * len(groups)), strict=True
+            ):
+                for states, master in zip(own.states, masters, strict=bool(masters)):
+                    states[MASTER] = master
         except (KeyError, TypeError, ValueError):
             problems.missing(f"{contents.path}: its optimizer is incomplete")
             return
@@ -279,8 +283,9 @@ def _grouped(
 
 
 def _shape(states: dict[str, Any]) -> tuple[int, ...] | None:
-    view = safe_pickle.as_tensor(states[MASTER])
-    return None if view is None else view.shape
+    """Returns the shape of a parameter by its states; `step` may be a number or a tensor."""
+    views = [safe_pickle.as_tensor(value) for name, value in states.items() if name != "step"]
+    return next((view.shape for view in views if view is not None), None)
 
 
 def _stored(found: list[_Found], problems: Problems) -> tuple[list[Stored], list[Bound]]:
