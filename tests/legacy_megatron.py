@@ -65,8 +65,8 @@ def args_of(case: str) -> Args:
         **{"params_dtype": torch.float32, "hidden_dropout": 0.0, "attention_dropout": 0.0},
         **{"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1},
         **{"perform_initialization": True, "transformer_impl": "local", "drop_path_rate": 0.0},
-        **{name: False for name in ("swiglu", "squared_relu", "openai_gelu", "onnx_safe")},
-        **{name: False for name in ("bias_gelu_fusion", "add_qkv_bias", "group_query_attention")},
+        **dict.fromkeys(("swiglu", "squared_relu", "openai_gelu", "onnx_safe"), False),
+        **dict.fromkeys(("bias_gelu_fusion", "add_qkv_bias", "group_query_attention"), False),
         **{"untie_embeddings_and_output_weights": False, "apply_layernorm_1p": False},
         **{"bert_binary_head": True, "use_legacy_models": True},
     }

@@ -1,5 +1,5 @@
-"""Makes Megatron checkpoints as Megatron-LM saved them before megatron-core, with random values, and
-records what the converters of transformers 4 make of them:
+"""Makes checkpoints as Megatron-LM saved them before megatron-core, with random values, and records
+what the converters of transformers 4 make of them:
 
     python -m tests.old_checkpoints TRANSFORMERS
 

@@ -21,6 +21,7 @@ from tests import tiny
 torch = pytest.importorskip("torch")
 from safetensors.torch import load_file  # noqa: E402
 
+from tests import legacy_megatron  # noqa: E402
 from tests import old_checkpoints as old  # noqa: E402
 
 KNOWN = mckpt.Known(vocab_size=old.VOCAB)
@@ -177,6 +178,44 @@ def test_what_is_written_is_what_the_script_writes(tmp_path: Path) -> None:
         assert ours["checkpoint_version"] == theirs["checkpoint_version"]
 
 
+# ------------------------------------------------------------- Megatron-LM's own old models
+
+
+@pytest.mark.judge
+@pytest.mark.parametrize("case", legacy_megatron.KEPT)
+def test_the_logits_are_those_of_the_old_model(case: str, tmp_path: Path) -> None:
+    """The checkpoints and logits are of megatron/legacy/model, run on CPU."""
+    transformers = pytest.importorskip("transformers")
+    mckpt.convert(old.FOLDER / case, tmp_path / "hf", format="hf")
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    kind = getattr(transformers, config["architectures"][0])
+    model = kind.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
+    tokens, kinds = legacy_megatron.inputs()
+    with torch.no_grad():
+        if case == "bert":
+            found = model(tokens, token_type_ids=kinds).prediction_logits
+        else:
+            found = model(tokens).logits
+    wanted = torch.load(old.FOLDER / case / "logits.pt")
+    assert wanted.std() > 0.5
+    assert (found - wanted).abs().max() < 1e-5
+
+
+def test_a_directory_that_accelerate_saves(weights: dict[str, Any], tmp_path: Path) -> None:
+    """accelerate's save_state lets Megatron-LM save into the directory, whose args have
+    orig_vocab_size, and adds files of its own.
+    """
+    args = old.args_of("gpt2", model_parallel_size=None, padded_vocab_size=None)
+    vars(args).update(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
+    vars(args).update(orig_vocab_size=old.VOCAB, model_type_name="gpt", pretraining_flag=True)
+    state = old.state_of("gpt2", 3.0, args, stack="encoder", attention="self_attention")
+    old.save(state, tmp_path / "a", Path("iter_0000000/mp_rank_00/model_optim_rng.pt"), old=False)
+    (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_text("0")
+    for name in ("random_states_0.pkl", "custom_checkpoint_0.pkl", "scheduler.bin"):
+        (tmp_path / "a" / name).write_bytes(b"")
+    assert equal(hugging_face(tmp_path / "a", mckpt.Known()), weights)
+
+
 # ------------------------------------------------------------------------------ other targets
 
 
@@ -214,7 +253,8 @@ def test_a_reshard_writes_the_names_and_the_order_of_today(
     made = mckpt.open(tmp_path / "b", vocab_size=old.VOCAB)
     assert made.mapping.name == "legacy"
     assert made.names.choices["checkpoint_version"] == 3
-    assert "language_model.encoder.layers.0.self_attention.dense.weight" in made.opened.keys()
+    keys = list(made.opened.keys())
+    assert "language_model.encoder.layers.0.self_attention.dense.weight" in keys
     assert equal(hugging_face(tmp_path / "b"), hugging_face(source))
 
 
