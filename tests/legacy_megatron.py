@@ -2,9 +2,9 @@
 
     python -m tests.legacy_megatron MEGATRON_LM
 
-MEGATRON_LM: a checkout of Megatron-LM that has megatron/legacy/model, such as core_v0.12.3. For each
-case it writes a checkpoint and the logits of the model to fixtures/old. It also lets Megatron's
-model load what mckpt writes for the same model, and compares the logits.
+MEGATRON_LM: a checkout of Megatron-LM that has megatron/legacy/model, such as core_v0.12.3. For
+each case it writes a checkpoint and the logits of the model to fixtures/old. It also lets
+Megatron's model load what mckpt writes for the same model, and compares the logits.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def test_a_checkpoint_without_args_needs_a_config(weights: dict[str, Any], tmp_p
 # ---------------------------------------------------- the script of transformers for many ranks
 
 
-def test_the_directory_of_the_script_for_many_ranks_is_read(weights: dict[str, Any]) -> None:
+def test_the_directory_of_the_script_for_many_ranks_is_read() -> None:
     checkpoint = mckpt.open(old.RESHAPED)
     assert (checkpoint.mapping.name, checkpoint.dims["vocab_size"]) == ("legacy", old.VOCAB)
     assert (checkpoint.parallel.tp, checkpoint.parallel.pp) == (2, 2)
@@ -317,6 +317,13 @@ def test_options_that_the_dialect_does_not_have(tmp_path: Path) -> None:
     source = old.hugging_face(tmp_path)
     with pytest.raises(UsageError, match="the dialect legacy has the keys of each rank only"):
         mckpt.plan(source, tmp_path / "no", format="torch_dist", dialect="legacy")
+
+
+@pytest.mark.judge
+def test_the_trainer_refuses_an_old_model() -> None:
+    load = pytest.importorskip("mckpt.trainer.load")
+    with pytest.raises(UsageError, match=r"before megatron-core, .* --target-dialect DIALECT"):
+        load.read_args(old.FOLDER / "llama")
 
 
 def test_models_that_the_dialect_cannot_hold(tmp_path: Path) -> None:
