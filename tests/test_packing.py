@@ -60,6 +60,24 @@ def reference_gated(gate: np.ndarray, up: np.ndarray, ways: int) -> list[np.ndar
     ]
 
 
+def reference_version(
+    version: int, q: np.ndarray, k: np.ndarray, v: np.ndarray, ways: int
+) -> list[np.ndarray]:
+    """The rows of query_key_value of every rank, by the checkpoint_version of Megatron-LM
+    (checkpointing.py, fix_query_key_value_ordering, which each rank runs on its own heads):
+    [3, heads, width] for 0, [heads, width, 3] for 1, and [heads, 3, width] for 2 and 3.
+    """
+    out = []
+    for rank in range(ways):
+        parts = [np.split(x, ways)[rank] for x in (q, k, v)]
+        # [3, heads, width, ...]
+        each = np.stack([x.reshape(-1, HEAD_DIM, *x.shape[1:]) for x in parts])
+        axes = {0: (0, 1, 2), 1: (1, 2, 0), 2: (1, 0, 2), 3: (1, 0, 2)}[version]
+        each = each.transpose(*axes, *range(3, each.ndim))
+        out.append(each.reshape(-1, *q.shape[1:]))
+    return out
+
+
 def reference_vocab(embed: np.ndarray, rows: int, ways: int) -> list[np.ndarray]:
     """Adds zeros below the true rows, and splits into equal ranges of rows
     (tensor_parallel/layers.py, VocabParallelEmbedding).
@@ -312,10 +330,33 @@ def test_interleaved_rows_take_turns(members: tuple[np.ndarray, ...]) -> None:
 
 
 def test_interleaved_refuses_what_it_cannot_hold() -> None:
-    with pytest.raises(PackingError, match="cannot be cut"):
-        shards("interleaved", [GATE, UP], "column", 2)
+    with pytest.raises(PackingError, match="cannot be cut in columns"):
+        shards("interleaved", [GATE, UP], "row", 2)
     with pytest.raises(PackingError, match="rows cannot take turns"):
         shards("interleaved", [GATE, GATE[:4]], "replicated", 1)
+
+
+OLD = {0: "gated", 1: "interleaved", 2: "qkv", 3: "qkv"}
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4])
+@pytest.mark.parametrize("version", OLD)
+def test_qkv_of_every_checkpoint_version(version: int, ways: int) -> None:
+    """With one head of k and v for each head of q, as before query groups."""
+    for shape in ((HEADS * HEAD_DIM, HIDDEN), (HEADS * HEAD_DIM,)):
+        members = [tensor(seed, *shape) for seed in (21, 22, 23)]
+        wanted = reference_version(version, *members, ways)
+        same(shards(OLD[version], members, "column", ways, groups=HEADS), wanted)
+        others = [p for p in set(OLD.values()) if p != OLD[version]]
+        for other in others:
+            with pytest.raises(AssertionError, match="elements differ"):
+                same(shards(other, members, "column", ways, groups=HEADS), wanted)
+
+
+def test_interleaved_rows_are_cut_anywhere() -> None:
+    """A cut may part the rows that take a turn: 48 rows of two members in 16 pieces of 3."""
+    whole = reference_interleaved(GATE, UP)
+    same(shards("interleaved", [GATE, UP], "column", 16), np.split(whole, 16))
 
 
 def test_replicated_tensors_are_whole_on_every_rank() -> None:

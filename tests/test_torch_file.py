@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import io
 import os
 import random
@@ -14,7 +15,7 @@ from collections import OrderedDict
 import pytest
 
 from mckpt.containers import safe_pickle as sp
-from mckpt.containers import torch_file
+from mckpt.containers import torch_file, torch_stream
 from mckpt.errors import MckptError, SourceError
 
 torch = pytest.importorskip("torch")
@@ -52,6 +53,11 @@ def rebuilt(path, stem):
     for at, piece in laid.fixed(lambda at, n: zlib.crc32(out[at : at + n])):
         out[at : at + len(piece)] = piece
     return data, bytes(out)
+
+
+def read_at(path):
+    with open(path, "rb") as f:
+        return torch_file.read(f.fileno(), str(path))
 
 
 def without_id(data):
@@ -174,9 +180,40 @@ def test_inconsistent_zips_are_refused(saved, tmp_path):
     refused(tmp_path, data.replace(b"data.pkl", b"date.pkl"), "without data.pkl")
 
 
-def test_the_error_for_an_old_format_gives_the_cure(tmp_path):
-    torch.save({"a": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    refused(tmp_path, (tmp_path / "old.pt").read_bytes(), "before 1.6, .* re-save it")
+def test_files_of_torch_before_1_6_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch_stream, "_FIRST", 64)  # the pickles are longer
+    path = tmp_path / "old.pt"
+    value = sample()
+    del value["model"]["f8"]  # a dtype of today
+    torch.save(value, path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    found, ranges = read_at(path)
+    assert sp.fields(found["args"], "x")["name"] == "modèle"
+    for name, wanted in [*value["model"].items(), ("view", value["view"])]:
+        view = sp.as_tensor(found["view"] if name == "view" else found["model"][name])
+        at, size = ranges[view.storage]
+        whole = torch.frombuffer(bytearray(data[at : at + size] or b"\0" * 8), dtype=wanted.dtype)
+        ours = whole.as_strided(view.shape, view.strides, view.offset)
+        assert torch.equal(ours, wanted), name
+
+
+def test_damaged_files_of_torch_before_1_6_are_refused(tmp_path):
+    path = tmp_path / "old.pt"
+    torch.save({"a": torch.zeros(3), "b": 1}, path, _use_new_zipfile_serialization=False)
+    data = path.read_bytes()
+    refused(tmp_path, data[:-1], "damaged or cut short")
+    refused(tmp_path, data[:-20], "damaged or cut short")
+    refused(tmp_path, data[:-20] + b"\7" + data[-19:], "should have 3 elements")
+    little = data.index(b"little_endian") + len(b"little_endian")
+    at = data.index(b"\x88", little)
+    refused(tmp_path, data[:at] + b"\x89" + data[at + 1 :], "big-endian")
+    rng = random.Random(4)
+    for _ in range(500):
+        body = bytearray(data)
+        body[rng.randrange(len(body))] = rng.randrange(256)
+        path.write_bytes(body)
+        with contextlib.suppress(MckptError):
+            read_at(path)
 
 
 def test_damaged_files_raise_only_mckpt_errors(saved, tmp_path):

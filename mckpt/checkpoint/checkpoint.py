@@ -297,7 +297,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         root, described, recorded = self.opened.root, self._described_dims(said), self._recorded
         known = {**recorded, **described}
         if self.args is not None:
-            description.require_vocab_size(root, self.args, known, said)
+            description.require_vocab_size(root, self.mapping, self.args, known, said)
             granted = {
                 n: v
                 for n, v in self.granted.items()
@@ -417,7 +417,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def names(self) -> Names:
         """Returns the mapping, dims and choices that turn stored keys into logical tensors."""
-        dims, said = self.dims, self.mapping.say_choices(self.args or {})
+        stated = self.opened.common.stated if self.opened.common else {}
+        dims, said = self.dims, self.mapping.say_choices(stated)
         self._check_sizes(dims)
         names = Names(self.mapping, dims, said, self.parallel)
         return names._replace(choices=self.opened.choices(names))

@@ -167,12 +167,16 @@ def overruled(
 
 
 def require_vocab_size(
-    root: Path, args: Mapping[str, Any], known: Mapping[str, Any], said: Mapping[str, Any]
+    root: Path,
+    dialect: MappingFile,
+    args: Mapping[str, Any],
+    known: Mapping[str, Any],
+    said: Mapping[str, Any],
 ) -> None:
     """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
     vocab_size.
     """
-    if any(found.get("vocab_size") is not None for found in (args, known, said)):
+    if dialect.said_of("vocab_size", args) or "vocab_size" in {**known, **said}:
         return
     padded = args.get("padded_vocab_size")
     raise VocabSizeUnknown(

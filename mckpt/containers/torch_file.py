@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from mckpt.containers import torch_stream
 from mckpt.containers.safe_pickle import MAX_BYTES, Storage, as_tensor, contiguous, emitted, loads
 from mckpt.errors import SourceError
 from mckpt.values import dtypes
@@ -253,6 +254,8 @@ def _read(
             f"{where}: {length} bytes at {base} are needed, the file has {max(room, 0)} there:"
             " it is cut short"
         )
+    if os.pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
+        return torch_stream.read(fd, where, base, length, max_bytes)
     records = _directory(fd, where, base, length, max_bytes)
     if "data.pkl" not in records:
         raise SourceError(
@@ -423,11 +426,6 @@ def _no_zip(head: bytes, length: int) -> str:
     if head[:2] == b"PK":
         return (
             f"a zip of torch.save whose end is missing after {length} bytes: cut short, or padded"
-        )
-    if head.startswith(b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."):
-        return (
-            "the format of torch before 1.6, which has no directory; re-save it with torch 1.6 or"
-            f" later: {cure}"
         )
     if head[257:262] == b"ustar" or b"storages" in head:
         return (

@@ -12,7 +12,12 @@ from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import true_vocab
 from mckpt.conversion.target import Target
 from mckpt.formats.base import Names
-from mckpt.formats.megatron.common_state import Common, new_common
+from mckpt.formats.megatron.common_state import (
+    CHECKPOINT_VERSION,
+    VERSION,
+    Common,
+    new_common,
+)
 from mckpt.formats.megatron.save_directory import iteration_of
 from mckpt.mapping import MappingFile
 
@@ -72,6 +77,9 @@ def args_of(decided: Decided) -> Args:
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
         if decided.changes_dialect:
             kept.update(_restated(source.mapping, dialect, written))
+            kept.update(_unmeant(source, dialect))
+            # old args lack what today's Megatron requires
+            kept.update({key: value for key, value in written.items() if key not in source.args})
         common = _kept_common(decided, source.opened.common, kept)
         written = {**written, **{k: v for k, v in source.args.items() if v is not None}, **kept}
     if target.layer_keys is not None and decided.destination.format.global_keys:
@@ -105,7 +113,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
     ignored, left = decided.names.mapping.ignore, decided.source.left_behind()
     fields = common.changed(_python(replaced))
     out = {k: v for k, v in fields.items() if not (k in ignored or k in left)}
-    out["iteration"] = _iteration(decided)
+    out["iteration"], out[VERSION] = _iteration(decided), CHECKPOINT_VERSION
     if decided.optimizer:
         out |= optimizer.common_state(decided.moved, decided.destination.format)
     if decided.changes_dialect and "content_metadata" in out:
@@ -138,6 +146,17 @@ def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> di
     described = [{key for dim in file.dims.values() for key in dim.keys} for file in (old, new)]
     facts = {key for key in written if key in {*new.flags, *described[1], *described[0]}}
     return {key: written.get(key) for key in facts | (described[0] - described[1])}
+
+
+def _unmeant(source: Checkpoint, new: MappingFile) -> dict[str, Any]:
+    """Returns a value that another dialect accepts for each arg whose value it refuses, if the arg
+    does not change the model in the source's dialect.
+    """
+    return {
+        key: values[0] if values else None
+        for key, values in new.expect.items()
+        if key not in source.mapping.expect and (source.args or {}).get(key) not in (None, *values)
+    }
 
 
 def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,11 @@ from mckpt.values.dtypes import itemsize, numpy_dtype
 SCHEDULER = ("opt_param_scheduler", "lr_scheduler")
 KEPT = ("optimizer", "distrib_optim.pt", *SCHEDULER)
 # random states are those of ranks, which other sizes do not have
-RANDOM = ("rng_state", "rerun_state_machine", "rerun_state_machine_state")
+RANDOM = (
+    *("rng_state", "rerun_state_machine", "rerun_state_machine_state"),
+    *("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state"),
+    "rng_tracker_states",
+)
 PROOF_BYTES = 8 << 20  # of the weights that are compared at once
 
 

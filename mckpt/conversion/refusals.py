@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mckpt import mapping
+from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown, family_for
 from mckpt.conversion.target import MAX_SHARD_SIZE, Target
@@ -109,6 +109,11 @@ def refuse_choices(target: Target, dialect: MappingFile) -> None:
     """Raises UsageError for a choice that is asked for and that the dialect does not have."""
     impl, layers = target.transformer_impl, target.layer_keys
     grouped = {None: None, True: "grouped", False: "sequential"}[target.grouped_experts]
+    if formats.get(target.format).global_keys and "global" not in dialect.choices["keys"]:
+        raise UsageError(
+            f"--format {target.format}: a checkpoint of the dialect {dialect.name} has the keys of"
+            " each rank only; give --format torch, or another --dialect"
+        )
     for choice, asked, option in (
         ("transformer_impl", impl, f"--transformer-impl {impl}"),
         ("experts", grouped, target.experts_option),

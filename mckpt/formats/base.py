@@ -142,8 +142,16 @@ def best_choices(
     it returns the one that agrees with the args.
 
     mismatch: counts the stored keys that the mapping lacks and its keys that are not stored.
+
+    Raises SourceError if the args state a value that the mapping does not know.
     """
     said = names.choices
+    for name, value in said.items():
+        if name in choices and value not in (known := tuple(choices[name])):
+            raise SourceError(
+                f"{name} is {value!r} in the checkpoint, and {names.mapping.path.name} knows"
+                f" {', '.join(map(str, known))} only"
+            )
     found = []
     for picked in itertools.product(*choices.values()):
         chosen = {**dict(zip(choices, picked, strict=True)), "pp": names.parallel.pp}

@@ -9,6 +9,9 @@ Each packing is written once, as a list of boxes and their places, in storage or
                                              default one query group (Megatron-Core, attention.py)
     interleaved  [ a0 b0 a1 b1 ]             along axis 0, the rows of all in turn
 
+Before megatron-core, Megatron-LM packed q, k and v in three ways: `gated` (checkpoint_version 0),
+`interleaved` (1) and `qkv` (2 and 3; checkpointing.py, fix_query_key_value_ordering).
+
 All numbers are elements. Tensors have no layer and expert axes here.
 """
 
@@ -28,7 +31,7 @@ class Placed(NamedTuple):
     member: int  # number of the logical tensor
     box: Box
     at: tuple[int, ...]  # offset of the box in the packed tensor
-    step: int = 1  # of the box's rows in the packed tensor; if not 1, it cannot be cut
+    step: int = 1  # of the box's rows in the packed tensor; if not 1, only rows can be cut
 
 
 class Packed(NamedTuple):
@@ -156,11 +159,17 @@ def buffer(
     for region in boxes:
         for member, box, at, step in packed.placed:
             if step != 1:
-                if region != whole_box(packed.shape):
-                    raise PackingError("a tensor whose rows take turns cannot be cut")
-                start = sum(p * s for p, s in zip(at, strides, strict=True)) + above * strides[0]
-                stepped = (step * strides[0], *strides[1:])
-                pieces.append(Piece(names[member], box, start, stepped))
+                if region.shape[1:] != packed.shape[1:]:
+                    raise PackingError("a tensor whose rows take turns cannot be cut in columns")
+                # the rows of the box that lie in the region
+                skipped = region.offset[0] - at[0]
+                low = max(0, -(-skipped // step))
+                high = min(box.shape[0], -(-(skipped + region.shape[0]) // step))
+                if low < high:
+                    start = (low * step - skipped + above) * strides[0]
+                    rows = Box((box.offset[0] + low, *box.offset[1:]), (high - low, *box.shape[1:]))
+                    stepped = (step * strides[0], *strides[1:])
+                    pieces.append(Piece(names[member], rows, start, stepped))
                 continue
             hit = overlap(Box(at, box.shape), region)
             if hit is None:

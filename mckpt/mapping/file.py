@@ -109,6 +109,7 @@ class MappingFile(NamedTuple):
     forms: Mapping[str, Form] = {}
     notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states
     placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
+    nested: tuple[str, ...] = ()  # of a dialect: prefixes of keys that are dicts of their own
 
     # ---- versions of megatron-core
 

@@ -54,6 +54,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "forms": Node,
     "notes": list,
     "placeholders": list,
+    "nested": list,
     "logical": Node,
     "dialects": Node,
 }
@@ -368,6 +369,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         forms=dict(read_forms(root, problems)),
         notes=tuple(root.get("notes") or ()),
         placeholders=tuple(root.get("placeholders") or ()),
+        nested=tuple(root.get("nested") or ()),
     )
     problems += _undeclared(found, root)
     if problems:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mckpt import formats
-from mckpt.errors import SourceError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import save_directory
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
@@ -113,6 +113,13 @@ def read_common(checkpoint: str | Path) -> dict[str, Any]:
     for name in names:
         if (unit / name / MODEL_FILE).exists():
             state = read_rank_file(unit / name / MODEL_FILE)
+            model = state.get("model", {})
+            if any(isinstance(v, dict) for k, v in model.items() if "_extra_state" not in k):
+                raise UsageError(
+                    f"{unit}: holds a model from before megatron-core, which is not run here."
+                    f" `mckpt reshard {checkpoint} DST --target-dialect DIALECT` writes it for"
+                    " megatron-core; `mckpt mappings list` lists the dialects"
+                )
             return {key: value for key, value in state.items() if not key.startswith("model")}
     raise SourceError(
         f"{unit} has no file of rank 0: none of {', '.join(names)} holds {MODEL_FILE}"

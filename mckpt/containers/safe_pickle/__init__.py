@@ -10,6 +10,7 @@ module, emits the records as they were read. The same records, made by hand, wri
 from mckpt.containers.safe_pickle.namespaces import fields, namespace, plain
 from mckpt.containers.safe_pickle.reading import MAX_BYTES, loads, no_gc
 from mckpt.containers.safe_pickle.records import Global, Ordered, Record, Storage, glob, short
+from mckpt.containers.safe_pickle.scanning import as_pickle
 from mckpt.containers.safe_pickle.tensors import (
     TensorView,
     as_tensor,
@@ -27,6 +28,7 @@ __all__ = [
     "Record",
     "Storage",
     "TensorView",
+    "as_pickle",
     "as_tensor",
     "contiguous",
     "dumps",

@@ -86,7 +86,8 @@ class Ordered(OrderedDict[Any, Any]):
 class Storage:
     """torch's persistent id ('storage', class, key, location, numel).
 
-    Its bytes are the zip record data/<key>.
+    Its bytes are the zip record data/<key>. Before torch 1.6, a sixth item names the storage of
+    which this one is a part; only None is read.
     """
 
     __slots__ = ("pid",)
@@ -94,7 +95,7 @@ class Storage:
     def __init__(self, pid: Any) -> None:
         if not (
             type(pid) is tuple
-            and len(pid) == 5
+            and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
             and pid[0] == "storage"
             and isinstance(pid[1], Global)
         ):
@@ -103,7 +104,7 @@ class Storage:
             type(pid[2]) is str and type(pid[3]) is str and type(pid[4]) is int and pid[4] >= 0
         ):
             raise pickle.UnpicklingError("a storage of torch with an odd key, location or size")
-        self.pid: tuple[str, Global, str, str, int] = pid
+        self.pid: tuple[str, Global, str, str, int] = pid[:5]
 
     @property
     def key(self) -> str:

@@ -71,8 +71,15 @@ def _refuse(where: str, at: int, what: str) -> PickleError:
     )
 
 
-def scan(data: bytes, where: str) -> None:
+def as_pickle(data: bytes, where: str) -> bytes:
+    """Returns the pickle with which `data` begins; raises PickleError as `scan` does."""
+    return data[: scan(data, where)]
+
+
+def scan(data: bytes, where: str) -> int:
     """Proves that the C unpickler can read `data` without harm; runs no opcode.
+
+    Returns the length of the pickle, because more bytes may follow it.
 
     Raises PickleError with the offset and the opcode. Takes about 0.2 s for 1 MB, or 0.03 s if
     `_OBJECT` matches whole objects.
@@ -187,7 +194,7 @@ def scan(data: bytes, where: str) -> None:
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
                     raise IndexError
-                return
+                return at
             else:
                 name = _NAMES.get(op)
                 raise _refuse(

@@ -10,6 +10,8 @@ from mckpt.geometry.parallel import Parallel
 
 # the first megatron-core that reads a common state kept as an object of the checkpoint
 COMMON_OBJECT_SINCE = [0, 19]
+CHECKPOINT_VERSION = 3.0  # of what is written
+VERSION = "checkpoint_version"  # of Megatron-LM's files; those of 2019 do not have it
 
 
 class Common:
@@ -28,6 +30,12 @@ class Common:
             )
         except PickleError as e:
             raise SourceError(str(e)) from None
+
+    @property
+    def stated(self) -> dict[str, Any]:
+        """Returns the args and the checkpoint's version: what a dialect reads."""
+        version = self.fields.get(VERSION)
+        return {**(self.args or {}), **({} if version is None else {VERSION: version})}
 
     def parallel(self) -> Parallel:
         """Returns the parallel sizes of its args."""
@@ -71,7 +79,7 @@ def new_common(args: dict[str, Any], iteration: int) -> dict[str, Any]:
     """Returns the common state of a checkpoint that holds weights only."""
     return {
         "args": safe_pickle.namespace(**args),
-        "checkpoint_version": 3.0,  # below 3.0 Megatron-LM reorders q, k and v
+        VERSION: CHECKPOINT_VERSION,  # below 3.0 Megatron-LM reorders q, k and v
         "iteration": iteration,
         "num_floating_point_operations_so_far": 0,
         "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},

@@ -4,7 +4,8 @@
         {args, checkpoint_version, iteration, model | model0..N: {key: shard}}
 
 Layer and expert numbers in keys are local to the file (and to its virtual stage); shards of tensor
-parallelism are whole tensors.
+parallelism are whole tensors. The models from before megatron-core are dicts of dicts; their keys
+are joined with dots. A file of one rank may also lie in the directory itself.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import os
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +38,8 @@ from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.torch_optimizer import Contents, Source
 from mckpt.formats.megatron.torch_shards import (
     FILE,
+    FILES,
+    OPTIMIZER,
     Shard,
     directories,
     instances,
@@ -49,10 +53,16 @@ from mckpt.storage.files import unreadable
 
 CHOICES = {"keys": ("local",)}  # of the dialects
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
+_MAX_DEPTH = 8  # of dicts in a model; Megatron-LM has 4
 
 
 def detect(path: Path) -> bool:
-    return any(path.glob("mp_rank_0*"))
+    return any(path.glob("mp_rank_0*")) or _file_in(path) is not None
+
+
+def _file_in(directory: Path) -> Path | None:
+    """Returns the file with the weights of a rank; None without one."""
+    return next((directory / name for name in FILES if (directory / name).is_file()), None)
 
 
 class Rank(NamedTuple):
@@ -76,9 +86,16 @@ class Torch:
     def __init__(self, path: Path) -> None:
         self.format = FORMAT
         self.root = path
+        # Until 2022, Megatron-LM kept the distributed optimizer of each rank in a directory of its
+        # own, which has an `optim.pt` and no weights.
         self.directories = sorted(
-            p.name for p in path.iterdir() if p.is_dir() and _RANK.fullmatch(p.name)
+            p.name
+            for p in path.iterdir()
+            if p.is_dir() and _RANK.fullmatch(p.name) and os.listdir(p) != [OPTIMIZER]
         )
+        self.alone = not self.directories and _file_in(path) is not None
+        if self.alone:
+            self.directories = [Parallel().directory(0, 0, 0)]
         if not self.directories:
             raise SourceError(f"{path}: has no mp_rank_* directories")
         self.files: list[str] = []
@@ -324,7 +341,7 @@ class Torch:
         return self._ranks[directory]
 
     def _read(self, directory: str) -> dict[str, Any]:
-        path = str(self.root / directory / FILE)
+        path = self._path(directory)
         if not os.path.exists(path):
             missing = (
                 f"has no {FILE}"
@@ -353,20 +370,25 @@ class Torch:
                 raise SourceError(
                     f"{path}: {name} holds {safe_pickle.short(value[name])}, not a state dict"
                 )
-            for key, record in value[name].items():
+            for key, record in _flat(value[name]):
                 view = safe_pickle.as_tensor(record)
-                if view is None and not str(key).endswith("_extra_state"):
+                if view is None and not key.endswith("_extra_state"):
                     raise SourceError(
                         f"{path}: {name}: {key!r} is no tensor but {safe_pickle.short(record)}"
                     )
-                model[str(key)] = (
+                model[key] = (
                     None
-                    if view is None or str(key).endswith("_extra_state")
+                    if view is None or key.endswith("_extra_state")
                     else entry_of(view, data, number)
                 )
             models.append(model)
         self._ranks[directory] = Rank(number, models, [str(k) for k in value if k not in names])
         return value
+
+    def _path(self, directory: str) -> str:
+        """Returns the path of the file with the weights of a rank, which may be missing."""
+        folder = self.root if self.alone else self.root / directory
+        return str(_file_in(folder) or folder / FILE)
 
     def _parse(self, path: str) -> tuple[Any, Ranges]:
         try:
@@ -377,6 +399,16 @@ class Torch:
             return self._pickles.read(fd, path)
         finally:
             os.close(fd)
+
+
+def _flat(model: dict[Any, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:
+    """Yields the keys of a state dict and their values. The names of dicts in dicts are joined."""
+    for name, value in model.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and depth < _MAX_DEPTH and not key.endswith("_extra_state"):
+            yield from _flat(value, f"{key}.", depth + 1)
+        else:
+            yield key, value
 
 
 FORMAT = Format(

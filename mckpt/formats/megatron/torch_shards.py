@@ -11,6 +11,8 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, Scope
 
 FILE = "model_optim_rng.pt"
+# Until 2022 a checkpoint with a distributed optimizer had the two others instead.
+FILES, OPTIMIZER = (FILE, "model_rng.pt"), "optim.pt"
 
 
 def directories(parallel: Parallel, grid: list[tuple[int, int]]) -> list[str]:

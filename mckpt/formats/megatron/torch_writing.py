@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from typing import Any
 
@@ -23,7 +24,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     once.
     """
     dims, parallel = wanted.names.dims, wanted.names.parallel
-    scope, bound = wanted.names.scope(), wanted.names.bound()
+    scope, bound = wanted.names.scope(), [b for b in wanted.names.bound() if b.rule.written]
     grid = parallel.files(bool(dims["num_experts"]))
     cut = [
         (b, shard)
@@ -61,21 +62,48 @@ def _contents(
     stage = wanted.names.stages()[p]
     models: list[OrderedDict[str, Any]] = [OrderedDict() for _ in range(parallel.vpp)]
     storages: dict[tuple[int, str], str] = {}
-    for b, shape in bound:
-        for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
-            storages[v, key] = str(len(storages))
-            models[v][key] = safe_pickle.tensor(
-                dtype_of(b.rule, wanted.dtypes), shape, storages[v, key]
-            )
+    held = [
+        (b, shape, v, layer, key)
+        for b, shape in bound
+        for v, layer, _, key in instances(b, stage, p, parallel, dims, 0)
+    ]
+    if dialect.nested:  # programs that read dicts of dicts expect layer after layer
+        held.sort(key=lambda one: _place(one[0], one[3]))
+    for b, shape, v, _, key in held:
+        storages[v, key] = str(len(storages))
+        models[v][key] = safe_pickle.tensor(
+            dtype_of(b.rule, wanted.dtypes), shape, storages[v, key]
+        )
     for b in dialect.bind(wanted.names.scope(), dialect.objects):
         for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
             models[v][key] = None
-    held = (
-        {"model": models[0]}
+    states = [_nested(model, dialect.nested) for model in models]
+    named = (
+        {"model": states[0]}
         if parallel.vpp == 1
-        else {f"model{v}": model for v, model in enumerate(models)}
+        else {f"model{v}": state for v, state in enumerate(states)}
     )
-    return {**wanted.common, **held}, storages
+    return {**wanted.common, **named}, storages
+
+
+def _place(b: Bound, layer: int) -> float:
+    """Returns the place of a tensor in the order of the model's modules."""
+    outer = -1.0 if b.rule.stage == "first" else math.inf
+    return layer if "layer" in b.rule.indices else outer
+
+
+def _nested(model: OrderedDict[str, Any], prefixes: tuple[str, ...]) -> dict[str, Any]:
+    """Returns a state dict whose keys with one of these prefixes are in dicts of their own."""
+    if not prefixes:
+        return model
+    out: dict[str, Any] = {}
+    for key, value in model.items():
+        prefix = next((p for p in prefixes if key.startswith(f"{p}.")), "")
+        inner = out
+        for name in prefix.split(".") if prefix else ():
+            inner = inner.setdefault(name, {})
+        inner[key.removeprefix(f"{prefix}.") if prefix else key] = value
+    return out
 
 
 def _stored(
