@@ -51,7 +51,9 @@ def cases(sources: Path, directory: Path) -> list[dict[str, Any]]:
     for model, grid in MODELS.items():
         for sizes, given in grid.items():
             for form, options in FORMS.items():
-                out.append(case(f"{form}-{model}-{sizes}", sources / model, directory, given, options))
+                out.append(
+                    case(f"{form}-{model}-{sizes}", sources / model, directory, given, options)
+                )
     fp32 = {"dtype": "float32"}
     for form, options in FORMS.items():
         name = f"{form}-qwen3-tp2pp2-fp32"

@@ -15,6 +15,7 @@ from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
 from mckpt.mapping.forms import read_forms
 from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
+from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
@@ -54,6 +55,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "forms": Node,
     "notes": list,
     "placeholders": list,
+    "registration": Node,
     "logical": Node,
     "dialects": Node,
 }
@@ -368,6 +370,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         forms=dict(read_forms(root, problems)),
         notes=tuple(root.get("notes") or ()),
         placeholders=tuple(root.get("placeholders") or ()),
+        registration=read_registration(root.get("registration") or {}, problems),
     )
     problems += _undeclared(found, root)
     if problems:
