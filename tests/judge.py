@@ -117,7 +117,7 @@ def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int,
     outlives their process groups.
     """
     limit = datetime.timedelta(seconds=5 * case.get("timeout", TIMEOUT_S))
-    alone = case["kind"] in ("grid", "keys")
+    alone = case["kind"] in ("grid", "keys", "buckets")
     world = 1 if alone else case.get("world") or smallest_world(case)
     started = time.time()
     if rank < world:
@@ -419,7 +419,52 @@ def death_case(
     os._exit(1)
 
 
+def buckets_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    """Returns where DistributedDataParallel keeps the parameters of every rank, by its own
+    param_index_map. One process plays all ranks in turn.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = case.get("world") or smallest_world(case)
+    args = build.at_sizes({}, **case["args"] | sizes(case))
+    found = []
+    for played in range(world):
+        dist.init_process_group("fake", rank=played, world_size=world, store=FakeStore())
+        build.initialize(args)
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=bool(case.get("bucket_size")),
+            bucket_size=case.get("bucket_size"),
+        )
+        with cpu.as_cuda():
+            for v, model in enumerate(build.build(args, torch.bfloat16, training=True)):
+                chunk = DistributedDataParallel(
+                    model.config, config, model, disable_bucketing=v > 0
+                )
+                names = {p: name for name, p in model.named_parameters()}
+                for chain, buffers in enumerate((chunk.buffers, chunk.expert_parallel_buffers)):
+                    tp, ep = ps.get_tensor_model_parallel_rank(), None
+                    if chain:
+                        tp = ps.get_expert_tensor_parallel_rank()
+                        ep = ps.get_expert_model_parallel_rank()
+                    for buffer in buffers:
+                        rows = [[names[p], *at] for p, at in buffer.param_index_map.items()]
+                        numels = [bucket.numel_unpadded for bucket in buffer.buckets]
+                        where = [chain, tp, ps.get_pipeline_model_parallel_rank(), ep, v]
+                        size = buffer.data_parallel_world_size
+                        shapes = [list(p.shape) for p in buffer.param_index_map]
+                        found.append([where, rows, numels, size, shapes])
+        tear_down()
+    return {"buffers": found}
+
+
 KINDS = {
+    "buckets": buckets_case,
     "forward": forward_case,
     "encode": encode_case,
     "mtp": mtp_case,

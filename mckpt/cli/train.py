@@ -143,12 +143,18 @@ saving_option = in_section("Saving")
     show_default=True,
     help="Format of the saved checkpoints.",
 )
+@optimizer_option(
+    "--distributed-optimizer/--no-distributed-optimizer",
+    default=True,
+    show_default=True,
+    help="Cut the optimizer state over the data-parallel ranks.",
+)
 @saving_option(
     "--optimizer-format",
     type=click.Choice(["fully_reshardable", "dp_reshardable"]),
     default="fully_reshardable",
     show_default=True,
-    help="Layout of the optimizer state.",
+    help="Layout of the state of a distributed optimizer in torch_dist.",
 )
 @run_options("1")
 @run_option(

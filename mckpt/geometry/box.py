@@ -208,6 +208,40 @@ def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piec
     return piece._replace(start=dot(start), strides=tuple(map(dot, steps)))
 
 
+def clip(piece: Piece, low: int, high: int) -> list[Piece]:
+    """Returns the parts of a piece that lie in elements low..high of its buffer, as pieces of a
+    buffer of these elements alone.
+
+        [2, 4] at start 0, elements 3..6    . . . a | b c . .   ->   a at 0, [b c] at 1
+    """
+    first = piece.start
+    last = first + sum((n - 1) * s for n, s in zip(piece.box.shape, piece.strides, strict=True))
+    if last < low or first >= high:
+        return []
+    if low <= first and last < high:
+        return [piece._replace(start=first - low)]
+    # Slabs along the axis of the largest step are inside, outside, or cut on their own.
+    axis = max((a for a, n in enumerate(piece.box.shape) if n > 1), key=lambda a: piece.strides[a])
+    step, count = piece.strides[axis], piece.box.shape[axis]
+    width = last - first - (count - 1) * step  # from the first to the last element of a slab
+    begin = min(max(-(-(low - first) // step), 0), count)
+    end = min(max((high - 1 - width - first) // step + 1, begin), count)
+    touched = min(max((low - width - first) // step, 0), count)
+    beyond = min(max(-(-(high - first) // step), end), count)
+    out: list[Piece] = []
+    for at, rows in (
+        *((k, 1) for k in range(touched, begin)),
+        (begin, end - begin),
+        *((k, 1) for k in range(end, beyond)),
+    ):
+        if rows:
+            offset, shape = list(piece.box.offset), list(piece.box.shape)
+            offset[axis], shape[axis] = offset[axis] + at, rows
+            box = Box(tuple(offset), tuple(shape))
+            out += clip(piece._replace(box=box, start=first + at * step), low, high)
+    return out
+
+
 def moves(source: Piece, target: Piece) -> list[Move]:
     """Returns as few 2-D moves as possible that copy the intersection of both boxes."""
     box = overlap(source.box, target.box)

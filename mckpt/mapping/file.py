@@ -20,6 +20,7 @@ from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.forms import OUTER, Form, part, view, whole
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import ABSENT, LazyScope, equal, lookup, major_minor
+from mckpt.mapping.registration import Registration
 from mckpt.mapping.rule import Bound, Rule
 
 Dims = dict[str, Any]
@@ -81,8 +82,7 @@ class MappingFile(NamedTuple):
     trainer: str  # of a dialect: Megatron's program that trains its checkpoints
     # how many layers the decoder has as the keys number them; None: num_layers
     numbering: Expression | None
-    # of a dialect: the number of layers of each pipeline stage, from the args; None: they never say
-    stage_sizes: Expression | None
+    stage_sizes: Expression | None  # layers of each pipeline stage, from the args, if they say it
     # choice -> its value, from `megatron`, the version that will load the checkpoint
     by_version: dict[str, Expression]
     # names that its expressions use beside dims and choices, and their default values
@@ -110,6 +110,7 @@ class MappingFile(NamedTuple):
     notes: tuple[str, ...] = ()  # facts about every model of the family that a plan states
     placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
     nested: tuple[str, ...] = ()  # of a dialect: prefixes of keys that are dicts of their own
+    registration: Registration = Registration()  # the order of the parameters of a dialect
 
     # ---- versions of megatron-core
 

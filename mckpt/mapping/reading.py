@@ -15,6 +15,7 @@ from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
 from mckpt.mapping.forms import read_forms
 from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
+from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
@@ -55,6 +56,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "notes": list,
     "placeholders": list,
     "nested": list,
+    "registration": Node,
     "logical": Node,
     "dialects": Node,
 }
@@ -370,6 +372,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         notes=tuple(root.get("notes") or ()),
         placeholders=tuple(root.get("placeholders") or ()),
         nested=tuple(root.get("nested") or ()),
+        registration=read_registration(root.get("registration") or {}, problems),
     )
     problems += _undeclared(found, root)
     if problems:

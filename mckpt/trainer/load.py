@@ -257,13 +257,14 @@ def load_torch(
         forgiven += load_into(chunk, named, f"{path} ({key})")
     if optimizer is not None:
         file = path.with_name(OPTIMIZER_FILE)
-        if "optimizer" not in state or not file.exists():
-            raise SourceError(
-                f"{path.parent} has no state of a distributed optimizer ({OPTIMIZER_FILE}): it"
-                " cannot be resumed"
-            )
+        distributed = args.use_distributed_optimizer
+        if "optimizer" not in state:
+            raise no_optimizer(str(path.parent))
+        if distributed != file.exists():
+            raise other_optimizer(str(path.parent), distributed)
         optimizer.load_state_dict(state.pop("optimizer"))
-        optimizer.load_parameter_state(str(file))
+        if distributed:
+            optimizer.load_parameter_state(str(file))
     else:
         state.pop("rng_state", None)
     return state | {"unread": [], "forgiven": forgiven}
@@ -354,16 +355,32 @@ def check_optimizer(
     sizes only.
     """
     kind = metadata.get("distrib_optim_sharding_type")
-    if "optimizer" not in common or kind is None:
-        raise SourceError(
-            f"{unit} has no state of a distributed optimizer: it cannot be resumed, only trained"
-            " from"
-        )
-    if kind != "fully_reshardable" and not same_sizes(common.get("args"), args):
+    if "optimizer" not in common:
+        raise no_optimizer(unit)
+    if args.use_distributed_optimizer != (kind is not None):
+        raise other_optimizer(unit, args.use_distributed_optimizer)
+    if kind not in (None, "fully_reshardable") and not same_sizes(common.get("args"), args):
         raise SourceError(
             f"{unit} has its optimizer as {kind}, which loads at the parallel sizes of the"
             " checkpoint only"
         )
+
+
+def no_optimizer(place: str) -> SourceError:
+    return SourceError(f"{place} has no optimizer state: it cannot be resumed, only trained from")
+
+
+def other_optimizer(place: str, distributed: bool) -> SourceError:
+    """Returns the error that the stored optimizer is distributed and that of the run is not, or the
+    other way round.
+    """
+    kinds = ("a distributed optimizer", "an optimizer that is not distributed")
+    stored, wanted = reversed(kinds) if distributed else kinds
+    flag = "without --no-distributed-optimizer" if not distributed else "--no-distributed-optimizer"
+    return SourceError(
+        f"{place} has the state of {stored}, and this run has {wanted}; resume it"
+        f" {'with ' if distributed else ''}{flag}"
+    )
 
 
 def same_sizes(a: Any, b: Any) -> bool:

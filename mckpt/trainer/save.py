@@ -39,13 +39,14 @@ def save(
     *,
     optimizer: Any = None,
     scheduler: Any = None,
-    optimizer_format: str = "fully_reshardable",
+    optimizer_format: str | None = "fully_reshardable",
 ) -> Path:
     """Writes the directory of the iteration (None: a release) and the tracker; returns the former.
 
     `with_args` False leaves args out, as Megatron-Bridge does. With `optimizer` its state and those
     of the scheduler and of the random generators are saved too. `optimizer_format` is the
-    distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable.
+    distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable. It is None if
+    the optimizer is not distributed.
     """
     unit, sharded = Path(directory) / unit_name(iteration), formats.get(format).global_keys
     state: dict[str, Any] = {"args": args} if with_args else {}
@@ -61,7 +62,7 @@ def save(
     if sharded:
         save_torch_dist(chunks, unit, state, optimizer, optimizer_format)
     else:
-        save_torch(chunks, args, unit, state, optimizer)
+        save_torch(chunks, args, unit, state, optimizer, optimizer_format is not None)
     dist.barrier()
     if dist.get_rank() == 0:
         (Path(directory) / TRACKER).write_text(RELEASE if iteration is None else str(iteration))
@@ -70,12 +71,16 @@ def save(
 
 
 def save_torch_dist(
-    chunks: list[Any], unit: Path, state: dict[str, Any], optimizer: Any, optimizer_format: str
+    chunks: list[Any],
+    unit: Path,
+    state: dict[str, Any],
+    optimizer: Any,
+    optimizer_format: str | None,
 ) -> None:
     from megatron.core import dist_checkpointing
 
     metadata: dict[str, Any] = dict(CONTENT_METADATA)
-    if optimizer is not None:
+    if optimizer is not None and optimizer_format is not None:
         metadata["distrib_optim_sharding_type"] = optimizer_format
         if optimizer_format == "fully_reshardable":
             metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
@@ -90,7 +95,12 @@ def save_torch_dist(
 
 
 def save_torch(
-    chunks: list[Any], args: Namespace, unit: Path, state: dict[str, Any], optimizer: Any
+    chunks: list[Any],
+    args: Namespace,
+    unit: Path,
+    state: dict[str, Any],
+    optimizer: Any,
+    distributed: bool,
 ) -> None:
     path = unit / rank_directory(args) / MODEL_FILE
     if writes_torch_file():
@@ -103,7 +113,7 @@ def save_torch(
             state["optimizer"] = optimizer.state_dict()
         torch.save(state, path)
     # Every data-parallel rank takes part, because the state is gathered over them.
-    if optimizer is not None:
+    if optimizer is not None and distributed:
         optimizer.save_parameter_state(str(path.with_name(OPTIMIZER_FILE)))
 
 

@@ -57,7 +57,10 @@ class Options:
     dtype: str = "bfloat16"  # float32 compares curves to many digits
     save: str | None = None  # save directory
     format: str = formats.MEGATRON
-    optimizer_format: str = "fully_reshardable"  # of torch_dist; or dp_reshardable
+    # False: every data-parallel rank has the whole state, as without --use-distributed-optimizer
+    distributed_optimizer: bool = True
+    # of a distributed optimizer in torch_dist; or dp_reshardable
+    optimizer_format: str = "fully_reshardable"
     save_interval: int | None = None  # steps; None: only after the last one
     resume: bool = False  # with the checkpoint's optimizer, scheduler and iteration
 
@@ -142,7 +145,9 @@ def train(
                     step,
                     optimizer=optimizer,
                     scheduler=scheduler,
-                    optimizer_format=options.optimizer_format,
+                    optimizer_format=(
+                        options.optimizer_format if options.distributed_optimizer else None
+                    ),
                 )
     return steps
 
@@ -184,7 +189,7 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         weight_decay=options.weight_decay,
         clip_grad=options.clip_grad,
         optimizer="adam",
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=options.distributed_optimizer,
         bf16=options.dtype == "bfloat16",
         fp16=False,
         params_dtype=getattr(torch, options.dtype),
@@ -194,14 +199,15 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         no_save_rng=False,
         ckpt_format=options.format,
         use_dist_ckpt=formats.get(options.format).global_keys,
-        dist_ckpt_optim_fully_reshardable=options.optimizer_format == "fully_reshardable",
+        dist_ckpt_optim_fully_reshardable=options.distributed_optimizer
+        and options.optimizer_format == "fully_reshardable",
     )
     return out
 
 
 def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
-    """Returns the chunks in DistributedDataParallel, the distributed optimizer, and the scheduler
-    of the learning rate.
+    """Returns the chunks in DistributedDataParallel, the optimizer, and the scheduler of the
+    learning rate.
     """
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -214,7 +220,9 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
     adam.install()
     models = build.build(args, args.params_dtype, training=True)
     ddp = DistributedDataParallelConfig(
-        use_distributed_optimizer=True, grad_reduce_in_fp32=True, overlap_grad_reduce=False
+        use_distributed_optimizer=options.distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
     )
     chunks = [DistributedDataParallel(model.config, ddp, model.train()) for model in models]
     optimizer = get_megatron_optimizer(
@@ -226,7 +234,7 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
             clip_grad=options.clip_grad,
             bf16=args.bf16,
             params_dtype=args.params_dtype,
-            use_distributed_optimizer=True,
+            use_distributed_optimizer=options.distributed_optimizer,
         ),
         chunks,
         config_overrides=no_decay(),

@@ -53,16 +53,22 @@ def shards(b: Bound, whole: Packed, parallel: Parallel, grid: list[tuple[int, in
         others.setdefault(rank, []).extend(files[1:])
     out = []
     for rank in sorted(first):
-        try:
-            shape, pieces = buffer(whole, shard(whole, b.rule.tp, rank, ways), b.rule.of)
-        except PackingError as e:
-            raise UsageError(
-                f"{b.rule.key} {list(whole.shape)}: {e} ({'etp' if expert else 'tp'})"
-            ) from None
+        shape, pieces = local(b, whole, rank, ways)
         out.append(Shard(shape, pieces, first[rank], b.rule.alias))
         if others[rank]:
             out.append(Shard(shape, pieces, others[rank], True))
     return out
+
+
+def local(
+    b: Bound, whole: Packed, rank: int, ways: int
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """Returns shape and pieces of the shard of one tensor rank of `ways`."""
+    try:
+        return buffer(whole, shard(whole, b.rule.tp, rank, ways), b.rule.of)
+    except PackingError as e:
+        which = "etp" if "expert" in b.rule.indices else "tp"
+        raise UsageError(f"{b.rule.key} {list(whole.shape)}: {e} ({which})") from None
 
 
 def instances(

@@ -1,0 +1,254 @@
+"""The flat buffers in which Megatron-Core's distributed optimizer keeps its state.
+
+Each model chunk of a rank has one buffer for the parameters of each dtype. A mixture of experts has
+a second optimizer, with buffers of its own. A buffer lies in buckets, and it has the parameters in
+the reverse order of their registration. `.` is padding:
+
+    registered   a b c d
+    buffer       [ d . c . | b . a . . ]
+                 bucket 0    bucket 1
+
+A parameter starts at a multiple of 64 elements. The end of a bucket is padded too, but a checkpoint
+leaves that padding out: `dp_reshardable` stores each bucket as a tensor, and distrib_optim.pt
+stores the buckets of a buffer one after the other. The data-parallel ranks cut each bucket, with
+the padding of its end, into equal parts.
+
+The rules are those of megatron/core/distributed/param_and_grad_buffer.py and
+distributed_data_parallel.py, megatron-core 0.12 to 0.19. All numbers are elements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from mckpt.errors import SourceError
+from mckpt.formats.base import Names, dtype_of, packed
+from mckpt.formats.megatron.torch_shards import instances, local
+from mckpt.geometry.box import Piece
+from mckpt.geometry.packing import Packed
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import Bound
+
+PARAMETER_STEP = 64  # a parameter starts at a multiple of it
+BUCKET_STEP = 128  # and a bucket at a multiple of it and of the number of data-parallel ranks
+BUSBW_STEP = 2**16  # and of this with --ddp-pad-buckets-for-high-nccl-busbw
+# With --overlap-grad-reduce and without --ddp-bucket-size, a bucket is full at the larger one of
+# SMALLEST_BUCKET, and of RANK_BUCKET for each data-parallel rank.
+SMALLEST_BUCKET = 40_000_000
+RANK_BUCKET = 1_000_000
+
+Keys = Sequence[Sequence[str]]  # of each virtual stage, in the order of registration
+
+
+class Parameter(NamedTuple):
+    """A parameter of one rank."""
+
+    key: str  # in the rank's state dict
+    dtype: str
+    shape: tuple[int, ...]  # of the rank's shard
+    pieces: tuple[Piece, ...]
+    layer: int  # the indices that fill the names of the pieces
+    expert: int
+    alone: bool = False  # it is a copy of the embedding on several stages, and a bucket of its own
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+class Placed(NamedTuple):
+    """A parameter and its place in a bucket."""
+
+    parameter: Parameter
+    bucket: int
+    start: int  # in the bucket
+
+    @property
+    def end(self) -> int:
+        return self.start + self.parameter.numel
+
+
+class Buffer(NamedTuple):
+    """The parameters of one dtype in one model chunk."""
+
+    chunk: int  # virtual stage
+    dtype: str
+    placed: tuple[Placed, ...]  # in the order of the buffer
+    numels: tuple[int, ...]  # of each bucket, without the padding of its end
+
+    def start(self, bucket: int, step: int | None = None) -> int:
+        """Returns where a bucket starts in the buffer: in memory if `step` is the result of
+        `bucket_step`, and in distrib_optim.pt, which leaves out the padding of ends, without it.
+        """
+        return sum(
+            numel if step is None else rounded(numel, step) for numel in self.numels[:bucket]
+        )
+
+
+class Optimizer(NamedTuple):
+    """One optimizer of one model-parallel rank."""
+
+    chain: int  # its index in the rank's ChainedOptimizer
+    tp: int  # tensor rank; that of the experts if `chain` is 1
+    pp: int
+    ep: int | None  # None: the optimizer of all parameters that are no experts
+    group: int  # its dp_group_idx in the keys of dp_reshardable
+    buffers: tuple[Buffer, ...]  # gbuf_idx is the index
+
+
+def rounded(n: int, step: int) -> int:
+    """Returns the smallest multiple of `step` that is at least n."""
+    return -(-n // step) * step
+
+
+def bucket_step(num_ranks: int, high_busbw: bool = False) -> int:
+    """Returns the number of which the start of every bucket in memory is a multiple.
+
+    num_ranks: data-parallel ranks of the buffer, which differ for experts.
+    """
+    return math.lcm(num_ranks, BUCKET_STEP, BUSBW_STEP if high_busbw else 1)
+
+
+def default_bucket_size(num_ranks: int) -> int:
+    """Returns the size at which a bucket is full with --overlap-grad-reduce alone."""
+    return max(SMALLEST_BUCKET, RANK_BUCKET * num_ranks)
+
+
+def lay_out(
+    registered: Sequence[Parameter], chunk: int = 0, bucket_size: int | None = None
+) -> list[Buffer]:
+    """Returns the buffers of one chunk: one for each dtype, in the order in which the dtypes first
+    occur.
+
+    registered: in the order of registration.
+    bucket_size: a bucket ends behind the parameter with which it reaches this size; None: never.
+    """
+    dtypes = list(dict.fromkeys(p.dtype for p in registered))
+    out = []
+    for dtype in dtypes:
+        placed: list[Placed] = []
+        numels: list[int] = []
+        at = 0  # in the bucket
+
+        for p in reversed([p for p in registered if p.dtype == dtype]):
+            at = rounded(at, PARAMETER_STEP)
+            if p.alone and at:
+                numels.append(at)
+                at = 0
+            placed.append(Placed(p, len(numels), at))
+            at += p.numel
+            if p.alone or (bucket_size is not None and at >= bucket_size):
+                numels.append(at)
+                at = 0
+        if at:
+            numels.append(at)
+        out.append(Buffer(chunk, dtype, tuple(placed), tuple(numels)))
+    return out
+
+
+def optimizers(
+    names: Names,
+    dtypes: dict[str, str],
+    padded_vocab: int | None,
+    expert_chain: bool,
+    bucket_size: int | None = None,
+    registered: Callable[[int], Keys] | None = None,
+) -> list[Optimizer]:
+    """Returns the optimizers of all model-parallel ranks, those of the experts last.
+
+    names: of the modules of each rank (the choice `keys` is local).
+    dtypes: of each logical tensor, by template.
+    padded_vocab: rows of the embedding with padding.
+    expert_chain: experts have an optimizer of their own. They have one if ep > 1, and from
+        megatron-core 0.17 on also if etp differs from tp.
+    bucket_size: None without --overlap-grad-reduce. Only the first chunk of the first stage has
+        several buckets by it.
+    registered: returns the keys of the state dicts of a pipeline rank, which are in the order of
+        registration. Without it, the dialect has the order.
+
+    Raises SourceError if `registered` lacks a parameter.
+    """
+    parallel = names.parallel
+    scope = names.scope()
+    rules = [
+        _Kept(b, packed(b.rule, scope, padded_vocab), dtype_of(b.rule, dtypes))
+        for b in names.bound()
+        if names.mapping.registration.is_parameter(b.rule.key)
+    ]
+    out = []
+    for chain in range(2 if expert_chain else 1):
+        kept = [k for k in rules if (k.expert if chain else not (k.expert and expert_chain))]
+        ways, eps = (parallel.expert_tp, parallel.ep) if chain else (parallel.tp, 1)
+        for p in range(parallel.pp):
+            keys = registered(p) if registered else None
+            for e in range(eps):
+                chunks = _registered(names, kept, p, e, keys)
+                for t in range(ways):
+                    buffers: list[Buffer] = []
+                    for v, slots in enumerate(chunks):
+                        size = bucket_size if (p, v) == (0, 0) else None
+                        buffers += lay_out([slot.of(t, parallel) for slot in slots], v, size)
+                    group = (p * eps + e) * ways + t
+                    out.append(Optimizer(chain, t, p, e if chain else None, group, tuple(buffers)))
+    return out
+
+
+class _Kept(NamedTuple):
+    """A rule whose tensors are parameters."""
+
+    bound: Bound
+    whole: Packed
+    dtype: str
+
+    @property
+    def expert(self) -> bool:
+        return "expert" in self.bound.rule.indices
+
+
+class _Slot(NamedTuple):
+    """A parameter of a pipeline rank, before it is cut over the tensor ranks."""
+
+    kept: _Kept
+    key: str
+    layer: int
+    expert: int
+    alone: bool
+
+    def of(self, rank: int, parallel: Parallel) -> Parameter:
+        """Returns the parameter of one tensor rank."""
+        ways = parallel.expert_tp if self.kept.expert else parallel.tp
+        shape, pieces = local(self.kept.bound, self.kept.whole, rank % ways, ways)
+        dtype = self.kept.dtype
+        return Parameter(self.key, dtype, shape, pieces, self.layer, self.expert, self.alone)
+
+
+def _registered(
+    names: Names, rules: list[_Kept], p: int, e: int, keys: Keys | None
+) -> list[list[_Slot]]:
+    """Returns the parameters of each virtual stage of a pipeline rank, in the order of their
+    registration.
+    """
+    parallel, stage = names.parallel, names.stages()[p]
+    found: list[dict[str, tuple[_Kept, int, int]]] = [{} for _ in range(parallel.vpp)]
+    for kept in rules:
+        for v, layer, expert, key in instances(kept.bound, stage, p, parallel, names.dims, e):
+            found[v][key] = kept, layer, expert
+    copied = {kept.bound.rule.of for kept in rules if kept.bound.rule.alias}
+    out = []
+    for v, held in enumerate(found):
+        if keys is None:
+            order = names.mapping.registration.sorted(held)
+        else:
+            order = [key for key in keys[v] if key in held]
+            if absent := sorted(held.keys() - set(order)):
+                raise SourceError.of(
+                    f"the state dict of pipeline rank {p}, chunk {v}, lacks parameters, so the"
+                    " places of the others in the optimizer's buffers are unknown:",
+                    absent,
+                )
+        # Megatron-Core marks one copy of the embedding in a chunk as shared, the first one.
+        first = next((key for key in order if held[key][0].bound.rule.of in copied), None)
+        out.append([_Slot(held[key][0], key, *held[key][1:], alone=key == first) for key in order])
+    return out
