@@ -32,6 +32,8 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     **{("gemma-2b", dialect): ("activation",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-2b-base", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
+    **{("granite-3.1-3b-a800m", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
+    ("granite-4.0-h-small", "hybrid"): ("residual_scale",),
     ("helium-1-2b", "hybrid"): ("rope_interleaved",),
     **{("ministral-3-8b", dialect): ("position_scale",) for dialect in ("gpt", "hybrid")},
     **{("pythia-1.4b", dialect): ("parallel_residual",) for dialect in ("gpt", "hybrid")},
@@ -61,6 +63,7 @@ UNLOADABLE = {
     ("moonlight-16b-a3b", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba-9b", "gpt"),
+    ("granite-4.0-h-small", "gpt"),
     ("mamba-codestral-7b", "gpt"),
     ("nemotron-3-nano-30b-a3b", "gpt"),
     ("nemotron-3-super-120b-a12b", "gpt"),
@@ -70,7 +73,7 @@ UNLOADABLE = {
 # model -> the newest megatron-core that can load it, if it is not the newest of all
 UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18"}
 # the tensor-parallel size of a plan, where 2 is too many: one group, and experts with biases
-TP = {"bamba-9b": 1, "gpt-oss-20b": 1}
+TP = {"bamba-9b": 1, "gpt-oss-20b": 1, "granite-4.0-h-small": 1}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 
