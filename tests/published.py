@@ -19,6 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from tests.tiny import class_of
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
@@ -86,12 +88,11 @@ def write_all(names: Iterable[str], out: Path) -> None:
 
 def _write(name: str, directory: Path) -> None:
     import torch
-    import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
     text = (CONFIGS / f"{name}.json").read_text()
     config = json.loads(text)
-    kind = getattr(transformers, config["architectures"][0])
+    kind = class_of(config)
     for key in ("quantization_config", "model_type"):  # of the weights; a name of no class
         config.pop(key, None)
     if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
