@@ -87,11 +87,14 @@ def _rename(file: Path, names: dict[str, str]) -> None:
     """Replaces the starts of the names of tensors in a file."""
     from safetensors.torch import load_file, save_file
 
-    def published(name: str) -> str:
-        start = next((start for start in names if name.startswith(start)), "")
-        return names.get(start, "") + name[len(start) :]
+    renamed = {published_name(k, names): v for k, v in load_file(file).items()}
+    save_file(renamed, file, {"format": "pt"})
 
-    save_file({published(k): v for k, v in load_file(file).items()}, file, {"format": "pt"})
+
+def published_name(name: str, names: dict[str, str]) -> str:
+    """Returns the name of a tensor with its start replaced."""
+    start = next((start for start in names if name.startswith(start)), "")
+    return names.get(start, "") + name[len(start) :]
 
 
 def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:

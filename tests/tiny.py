@@ -42,8 +42,11 @@ LETTERS = {
     ]
 }
 
-# an architecture that is not in transformers -> a class with the same decoder
-STANDS_FOR = {"MiMoForCausalLM": "Qwen2ForCausalLM"}
+# an architecture that is not in transformers -> the class that is like it or has its decoder
+STANDS_FOR = {
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+}
 
 Config = dict[str, Any]
 TinyModel = Callable[..., Path]  # of the fixture tiny_model: (case, dtype) -> directory
