@@ -94,7 +94,7 @@ def with_layer(case: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
     # the two programs choose different ones.
     drawn = np.random.RandomState(6)
     added = {
-        name: np.float32(0.3 if len(shape) == 1 else 1.1 / np.sqrt(shape[-1]))
+        name: np.float32(0.3 if len(shape) == 1 else 1.1 / shape[-1] ** 0.5)
         * drawn.standard_normal(shape).astype(np.float32)
         for name, shape in dict(published_names(case, tensors, config)).items()
     }
@@ -124,8 +124,10 @@ def written(work: Path, made: Path) -> dict[tuple[str, str, str], Path]:
     for case, dialect in LAYOUTS:
         for form in FORMATS:
             place = work / "written" / f"{case}-{dialect}-{form}"
-            wanted = {"format": form, "dialect": dialect, "parallel": sizes_of(case)}
-            mckpt.plan(made / case, place, **wanted).run()
+            plan = mckpt.plan(
+                made / case, place, format=form, dialect=dialect, parallel=sizes_of(case)
+            )
+            plan.run()
             out[case, dialect, form] = place
     return out
 
