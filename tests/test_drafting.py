@@ -138,3 +138,11 @@ def test_a_draft_carries_what_is_around_a_text_model(
     assert not mckpt.diff(model, tmp_path / "again", known=known)
     said = good("mappings", "check", tmp_path / "my.yaml", model).out
     assert "every stored tensor has a rule" in said
+
+
+def test_check_refuses_a_tensor_under_two_keys(tmp_path: Path) -> None:
+    file, config = tmp_path / "mine.yaml", tmp_path / "config.json"
+    file.write_text("extends: llama\ntensors:\n  model.other.weight: final_norm.weight\n")
+    tiny.write_json(config, tiny.config("llama"))
+    said = refused(4, args=("mappings", "check", file, "--config", config))
+    assert "final_norm.weight: in model.norm.weight and in model.other.weight" in said
