@@ -110,11 +110,16 @@ def diff(
     known: Known | None = None,
     progress: Progress | None = None,
 ) -> comparison.Difference:
-    """Compares two checkpoints of any formats tensor by tensor; see `comparison.diff`."""
+    """Compares two checkpoints of any formats tensor by tensor; see `comparison.diff`.
+
+    If both have the state of an optimizer, it is compared too.
+    """
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"--atol {atol} must be a finite number, at least 0")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
     left, right = left.named_as(right), right.named_as(left)
+    if left.is_megatron and right.is_megatron and left.optimizer and right.optimizer:
+        left, right = left.with_optimizer(), right.with_optimizer()
     found = comparison.diff(left, right, atol, progress)
     found.replicas = comparison.copies_apart((left, right))
     return found

@@ -16,6 +16,7 @@ from mckpt.errors import CoverError, MappingError, MckptError, SourceError, Usag
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
+from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
 from mckpt.geometry.box import Layout
@@ -39,6 +40,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         self.unit: Unit | None = None  # set only for a Megatron save directory
         self._dims: Dims | None = None  # set by `with_dims`
         self._borrows = False  # set by `borrowing`
+        self._with_optimizer = False  # set by `with_optimizer`
         self.opened = self._open()
 
     def _open(self) -> Opened:
@@ -360,9 +362,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """
         return self._again(_borrows=True)
 
+    def with_optimizer(self) -> Checkpoint:
+        """Returns the same checkpoint, whose layout has the optimizer's state of each weight too,
+        as logical tensors WEIGHT@STATE.
+        """
+        return self._again(_with_optimizer=True)
+
     def _again(self, **changed: Any) -> Checkpoint:
         other = object.__new__(Checkpoint)
-        own = ("path", "known", "unit", "opened", "_dims", "_borrows")
+        own = ("path", "known", "unit", "opened", "_dims", "_borrows", "_with_optimizer")
         other.__dict__.update({name: getattr(self, name) for name in own} | changed)
         return other
 
@@ -419,6 +427,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the logical box that each stored tensor holds."""
         try:
             found = self.opened.layout(self.names)
+            if self._with_optimizer and (kept := self.optimizer) is not None:
+                found = carried.joined(found, kept.layout)
+                used = {k: why for k, why in found.ignored.items() if k not in kept.keys}
+                found = replace(found, ignored=used)
             return found if self.carried is None else carried.joined(found, self.carried)
         except (SourceError, CoverError) as e:
             hints = []
@@ -430,6 +442,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             if hint := self._family_hint(self.described_by):
                 hints.append(hint)
             raise (e.with_hint("\n".join(hints)) if hints else e) from None
+
+    @cached_property
+    def optimizer(self) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none."""
+        return self.opened.optimizer(self.names)
 
     @cached_property
     def carried(self) -> Layout | None:
@@ -472,7 +489,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.layout.num_tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("path", "known", "_dims", "_borrows")
+        names = ("path", "known", "_dims", "_borrows", "_with_optimizer")
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

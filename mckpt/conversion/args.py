@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
+from mckpt.conversion import optimizer
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import true_vocab
 from mckpt.conversion.target import Target
@@ -36,6 +37,7 @@ class Decided:
     names: Names  # of the target; the choice of `layers` follows from the args
     dtype: str  # of most of the weights
     padded_vocab_size: int  # rows
+    optimizer: bool = False  # whether the optimizer's state is kept
 
     @property
     def changes_dialect(self) -> bool:
@@ -66,7 +68,7 @@ def args_of(decided: Decided) -> Args:
     if source.args is None or source.opened.common is None:
         common = new_common(_python(written), _iteration(decided))
     else:
-        kept = _replaced(source, target, written)
+        kept = _replaced(decided, written)
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
         if decided.changes_dialect:
             kept.update(_restated(source.mapping, dialect, written))
@@ -104,6 +106,8 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
     fields = common.changed(_python(replaced))
     out = {k: v for k, v in fields.items() if not (k in ignored or k in left)}
     out["iteration"] = _iteration(decided)
+    if decided.optimizer:
+        out |= optimizer.common_state(decided.moved, decided.destination.format)
     if decided.changes_dialect and "content_metadata" in out:
         marks = out["content_metadata"]
         out["content_metadata"] = {k: v for k, v in marks.items() if k != PER_LAYER}
@@ -136,8 +140,9 @@ def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> di
     return {key: written.get(key) for key in facts | (described[0] - described[1])}
 
 
-def _replaced(source: Checkpoint, target: Target, written: dict[str, Any]) -> dict[str, Any]:
+def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
     """Returns the args of a Megatron source that a conversion replaces, and their new values."""
+    source, target = decided.source, decided.target
     own = source.args or {}
     names = [
         *target.parallel.args(),
@@ -154,7 +159,7 @@ def _replaced(source: Checkpoint, target: Target, written: dict[str, Any]) -> di
         names.append("sequence_parallel")
     out = {name: written[name] for name in names}
     if source.left_behind():
-        out.update(no_save_optim=True, no_save_rng=True)
+        out.update(no_save_optim=not decided.optimizer, no_save_rng=True)
     return out
 
 

@@ -64,6 +64,7 @@ class Destination:
         self._refuse_near(source)
         if self.root.exists() and not self.root.is_dir():
             raise DestinationError(f"{self.root}: is a file; give a directory")
+        self.helps = helps
         if not helps:  # the other ranks may have published before this rank started
             self.refuse_occupied()
 

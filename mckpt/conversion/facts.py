@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mckpt.conversion.refusals import refuse_casts
 from mckpt.conversion.target import Target
 from mckpt.formats import carried
 from mckpt.formats.base import dtypes_of
+from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.geometry.join import Joined
 from mckpt.mapping import MappingFile
 from mckpt.values import dtypes, quantisation
@@ -29,12 +31,19 @@ def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
         wanted = dtypes.parse(target.dtype)
         refuse_casts(source, target.dtype)
         names = {p.tensor for s in source.layout.stored if not s.carried for p in s.pieces}
-        return dict.fromkeys(names, wanted), wanted
+        cast = {name: wanted for name in names if not is_state(name)}
+        return cast | _states(source), wanted
     kinds = dtypes_of(source.layout)
     weight: dict[str, int] = {}
-    for s in (s for s in source.layout.stored if not s.carried):
+    for s in (s for s in source.layout.stored if not (s.carried or holds_state(s))):
         weight[s.dtype] = weight.get(s.dtype, 0) + s.numel * len(s) * dtypes.itemsize(s.dtype)
     return kinds, max(weight, key=lambda d: weight[d])
+
+
+def _states(source: Checkpoint) -> dict[str, str]:
+    """Returns the dtypes of the optimizer's states, which --dtype does not cast."""
+    stored = [s for s in source.layout.stored if holds_state(s)]
+    return dtypes_of(replace(source.layout, stored=stored))
 
 
 def most_dtype(source: Checkpoint) -> str:

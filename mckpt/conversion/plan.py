@@ -94,7 +94,8 @@ class Plan:
             "padding_bytes": int(padding),
             "carried": self.facts.get("carried"),
             "ignored": dict(_short(self.source.layout.ignored)),
-            "left_behind": self.source.left_behind(),
+            "optimizer": self.facts.get("optimizer"),
+            "left_behind": self.facts.get("left_behind", self.source.left_behind()),
             "inexact": self.facts["inexact"],
             "notes": self.facts["notes"],
             "plan": self.digest,
@@ -131,6 +132,8 @@ class Plan:
             lines.append(
                 f"carried unchanged: {counted(held['tensors'], 'tensor')}, {held['bytes']:,} bytes"
             )
+        if state := p["optimizer"]:
+            lines += _optimizer_lines(state)
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
@@ -163,6 +166,21 @@ class Plan:
         budget = parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         how = How(budget, threads, checksum, allow_overflow, resume, check_replicas, progress, tell)
         return run(self, how, ranks or Ranks())
+
+
+def _optimizer_lines(state: Mapping[str, Any]) -> Iterator[str]:
+    """Yields sentences on the optimizer that is kept; `state` is its entry in the manifest."""
+    yield (
+        f"optimizer ({state['stored_as']}): {', '.join(state['states'])} are kept; of"
+        f" {counted(state['proved'], 'weight')} the master copy, when rounded, is the weight bit"
+        " for bit"
+    )
+    if num := state["unproved"]:
+        yield f"{counted(num, 'weight')} have no master copy that could prove their states' names"
+    if without := state["without"]:
+        yield f"parameters without optimizer state: {', '.join(without[:8])}" + (
+            f" and {len(without) - 8:,} more" * (len(without) > 8)
+        )
 
 
 def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:

@@ -15,6 +15,7 @@ from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
+from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
@@ -160,20 +161,11 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
 
 def refuse_casts(source: Checkpoint, dtype: str) -> None:
     """Raises UsageError if the source has tensors of a dtype that --dtype cannot cast."""
-    held = {s.dtype for s in source.layout.stored if not s.carried}
+    held = {s.dtype for s in source.layout.stored if not (s.carried or holds_state(s))}
     strange = sorted(d for d in held if d not in WEIGHT_DTYPES)
     if strange:
         raise UsageError(
             f"--dtype {dtype}: the source holds {', '.join(strange)}, which is not cast"
-        )
-
-
-def refuse_optimizer(source: Checkpoint, target: Target) -> None:
-    """Raises UsageError if the source holds more than weights, without --no-optimizer."""
-    if (left := source.left_behind()) and not target.no_optimizer:
-        raise UsageError(
-            f"{source.path}: holds more than weights: {', '.join(left)}. mckpt converts weights"
-            " only; give --no-optimizer to leave the rest behind"
         )
 
 
@@ -212,6 +204,7 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
     family = source.mapping.path.name
     wanted = {name for b in target.bound() for name in b.rule.of}
     held = source.layout.shapes.keys() - carried.shapes(source.layout.stored).keys()
+    held = {name for name in held if not is_state(name)}
     found = mapping.misfits(family, held, title, wanted, target.dims)
     if found:
         cure = (

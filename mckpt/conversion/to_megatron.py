@@ -12,6 +12,7 @@ from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
+from mckpt.conversion import optimizer
 from mckpt.conversion.args import Decided, args_of
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
@@ -30,7 +31,6 @@ from mckpt.conversion.refusals import (
     refuse_inexact,
     refuse_misfit,
     refuse_old_version,
-    refuse_optimizer,
     refuse_side_of_other,
     refuse_sizes,
     refuse_stacked_keys,
@@ -66,15 +66,26 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     refuse_sizes(dialect, dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
     inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
-    refuse_optimizer(source, target)
+    kept = optimizer.keeps(moved, target)
+    optimizer.refuse_others(moved, target)
+    if kept:
+        moved = moved.with_optimizer()
     kinds, dtype = kinds_of(moved, target)
     names = Names(dialect, dims, chosen, parallel)
-    args = args_of(Decided(source, moved, destination, target, names, dtype, padded))
+    args = args_of(Decided(source, moved, destination, target, names, dtype, padded, kept))
     refuse_stacked_keys(target, destination.format, args.implied_layers)
     names = names._replace(choices={**chosen, "layers": args.layers})
     refuse_misfit(moved, names, "Megatron")
     layout, outputs = destination.format.lay_out(
-        Wanted(names, kinds, target.max_shard_size, padded, args.common, target.common_as_object)
+        Wanted(
+            names,
+            kinds,
+            target.max_shard_size,
+            padded,
+            args.common,
+            target.common_as_object,
+            distributed=moved.optimizer is None or moved.optimizer.distributed,
+        )
     )
     line = megatron_args.launch(dialect, args.written)
     notes = text_notes(moved)
@@ -89,6 +100,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     if not side.files:
         refuse_side_of_other(source, side.path)
     joined = join(moved.layout, layout)
+    state = optimizer.facts(moved, look=not destination.helps) if kept else None
     facts = facts_of(
         source,
         moved,
@@ -104,6 +116,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         common_as_object=target.common_as_object,
         args=line.flags,
         megatron_version=".".join(map(str, megatron)),
+        left_behind=optimizer.left_behind(source, kept),
+        **({"optimizer": state} if state else {}),
         **_form(source),
         **named_by_user(source, MAPPING in side.files),
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from mckpt.containers.entries import Entry, Kind
 from mckpt.errors import CoverError, SourceError, UsageError
 from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.geometry.box import Layout, Piece, Stored, restride
 from mckpt.geometry.packing import PACKINGS, Packed, PackingError, padded
 from mckpt.geometry.parallel import Parallel
@@ -55,6 +56,8 @@ class Wanted(NamedTuple):
     common: Mapping[str, Any] = {}  # Megatron's args and other plain values
     common_as_object: bool = False
     carried: tuple[Stored, ...] = ()  # of the source: tensors to write unchanged
+    # whether the optimizer whose states are written is distributed; `dtypes` names the states
+    distributed: bool = True
 
 
 class Shown(NamedTuple):
@@ -102,6 +105,9 @@ class Opened(Protocol):
 
         Raises SourceError with everything that is missing, left over or of another shape.
         """
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none."""
 
     def show(self, most: int | None) -> Shown:
         """Returns the first `most` tensors, and the number of all."""

@@ -117,10 +117,11 @@ def lay_out(tensors: Sequence[Stored], most: int) -> tuple[Layout, list[TargetFi
 
 def joined(layout: Layout, other: Layout) -> Layout:
     """Returns a layout with the tensors and files of another one behind its own."""
-    first = len(layout.files)
-    moved = [replace(s, file=s.file + first) for s in other.stored]
+    files = list(dict.fromkeys([*layout.files, *other.files]))
+    number = np.array([files.index(file) for file in other.files], "i4")
+    moved = [replace(s, file=number[s.file]) for s in other.stored]
     return Layout(
-        [*layout.files, *other.files],
+        files,
         [*layout.stored, *moved],
         {**layout.shapes, **other.shapes},
         layout.ignored,

@@ -127,6 +127,9 @@ class HuggingFace:
         facts = {"model": model, "files": len(self.files), "problems": self.problems}
         return Shown(facts, rows, kinds)
 
+    def optimizer(self, names: Names) -> None:
+        """Returns None: a Hugging Face directory has no optimizer's state."""
+
     def layout(self, names: Names) -> Layout:
         """Returns the logical box that each stored tensor holds.
 

@@ -153,6 +153,32 @@ def overlap(a: Box, b: Box) -> Box | None:
     return Box(low, shape) if min(shape, default=1) > 0 else None
 
 
+def range_boxes(shape: Sequence[int], low: int, high: int) -> list[Box]:
+    """Returns the boxes of a row-major tensor that its elements from `low` to `high` fill, in their
+    order. The elements of each box follow each other.
+
+        shape [3, 4], 2 to 9    . . a b | c c c c | d . . .   ->   boxes of a, c and d
+    """
+    if low >= high:
+        return []
+    if len(shape) <= 1:
+        return [Box((low,) * len(shape), (high - low,) * len(shape))]
+    inner = math.prod(shape[1:])
+
+    def within(row: int, begin: int, end: int) -> list[Box]:
+        parts = range_boxes(shape[1:], begin, end)
+        return [Box((row, *b.offset), (1, *b.shape)) for b in parts]
+
+    first, last = -(-low // inner), high // inner  # the whole rows
+    if first > last:
+        return within(last, low - last * inner, high - last * inner)
+    out = within(first - 1, low - (first - 1) * inner, inner) if first * inner > low else []
+    if last > first:
+        zeros = (0,) * (len(shape) - 1)
+        out.append(Box((first, *zeros), (last - first, *shape[1:])))
+    return out + (within(last, 0, high - last * inner) if high > last * inner else [])
+
+
 def restride(piece: Piece, shape: Sequence[int], strides: Sequence[int]) -> Piece | None:
     """Returns the piece as placed in a strided buffer of the same shape (a view).
 

@@ -48,8 +48,11 @@ class Hub(NamedTuple):
     added: dict[str, Any]  # name -> entry, of the user's files
 
     def shape(self, name: str, dims: Mapping[str, Any]) -> tuple[int, ...]:
-        """Returns the shape of a logical tensor (by template), in elements."""
-        return tuple(e(dims) for e in self.tensors[name].shape)
+        """Returns the shape of a logical tensor (by template), in elements.
+
+        An optimizer's state of a weight, such as `final_norm.weight@exp_avg`, has the weight's.
+        """
+        return tuple(e(dims) for e in self.tensors[name.partition("@")[0]].shape)
 
     def check(self, name: str, value: Any) -> Any:
         """Returns the value if the dim can have it; raises ValueError with the reason if not."""

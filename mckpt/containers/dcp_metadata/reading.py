@@ -40,8 +40,9 @@ class Metadata(NamedTuple):
     objects: list[str]  # keys
     items: dict[tuple[str, Index | None], Item]  # (key, chunk offsets; None for an object)
     planner_data: dict[str, Any] | None  # torch_dcp: key -> path in the nested state dict
-    # Megatron-Core 0.6 to 0.15: key -> its data on flattened optimizer tensors
-    mcore_data: dict[str, Any] | None
+    # Megatron-Core 0.6 to 0.15: the shapes of tensors whose shards are stored as ranges of their
+    # elements, by key
+    flattened: dict[str, Index]
 
 
 # There are 10**5 objects of each of these classes, so they are as small as possible: each holds one
@@ -163,16 +164,42 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     problems += [
         f"{key[:200]}: an object without an item" for key in objects if (key, None) not in items
     ]
+    planner, mcore = md.get("planner_data"), md.get("mcore_data")
+    flattened = _flattened(mcore if type(mcore) is dict else {}, tensors, problems)
     if problems:
         raise SourceError.of(f"{where}: is damaged:", problems)
-    planner, mcore = md.get("planner_data"), md.get("mcore_data")
     return Metadata(
         tensors,
         objects,
         items,
         planner if type(planner) is dict else None,
-        mcore if type(mcore) is dict else None,
+        flattened,
     )
+
+
+def _flattened(
+    mcore: dict[Any, Any], tensors: dict[str, Tensor], problems: list[str]
+) -> dict[str, Index]:
+    """Returns the shapes of the tensors that are stored as [shards along each axis, elements]."""
+    out: dict[str, Index] = {}
+    for key, data in mcore.items():
+        shape = data.get("nd_reformulated_orig_global_shape") if type(data) is dict else None
+        if shape is None or key not in tensors:
+            continue
+        size = tensors[key][1]
+        shape = tuple(shape) if isinstance(shape, (tuple, list)) else ()
+        if (
+            len(size) != len(shape) + 1
+            or not all(type(n) is int for n in shape)
+            or any(ways < 1 or n % ways for n, ways in zip(shape, size, strict=False))
+            or math.prod(shape) != math.prod(size)
+        ):
+            problems.append(
+                f"{key[:200]}: is {list(size)}, which no shards of {list(shape)} can be"
+            )
+            continue
+        out[key] = shape
+    return out
 
 
 def _tensor(value: Any) -> Tensor:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.entries import Entry, entry_of
+from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
@@ -29,7 +30,10 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
+from mckpt.formats.megatron import torch_optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.torch_optimizer import Contents, Source
 from mckpt.formats.megatron.torch_shards import (
     FILE,
     Shard,
@@ -226,6 +230,28 @@ class Torch:
             dict.fromkeys(self.beside(dialect), "not weights"),
         )
 
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none.
+
+        Raises SourceError with every rank whose state does not fit its parameters.
+        """
+        files = list(self.files)
+
+        def contents(directory: str, name: str) -> Contents | None:
+            path = str(self.root / directory / name)
+            if not os.path.exists(path):
+                return None
+            if path not in files:
+                files.append(path)
+            return Contents(*self._parse(path), files.index(path), path)
+
+        grid = self._grid(names, Problems(f"the files of {self.root} do not match its args:"))
+        rows = self.padded_vocab(names.mapping)
+        source = Source(
+            names, grid, rows, lambda d: self._rank(d).models, contents, files, str(self.root)
+        )
+        return torch_optimizer.read(source)
+
     def _grid(self, names: Names, problems: Problems) -> list[tuple[int, int]]:
         """Returns the tensor and expert ranks that have a file in each pipeline stage.
 
@@ -306,14 +332,7 @@ class Torch:
                 else f"is missing; there are {', '.join(self.directories[:20])}"
             )
             raise SourceError(f"{self.root / directory}: {missing}")
-        try:
-            fd = os.open(path, os.O_RDONLY)
-        except OSError as e:
-            raise unreadable(path, e) from e
-        try:
-            value, data = self._pickles.read(fd, path)
-        finally:
-            os.close(fd)
+        value, data = self._parse(path)
         if not isinstance(value, dict):
             raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a dict")
         names = (
@@ -348,6 +367,16 @@ class Torch:
             models.append(model)
         self._ranks[directory] = Rank(number, models, [str(k) for k in value if k not in names])
         return value
+
+    def _parse(self, path: str) -> tuple[Any, Ranges]:
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as e:
+            raise unreadable(path, e) from e
+        try:
+            return self._pickles.read(fd, path)
+        finally:
+            os.close(fd)
 
 
 FORMAT = Format(

@@ -18,6 +18,7 @@ import json
 import math
 import os
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,9 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
+from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
@@ -45,7 +48,7 @@ from mckpt.formats.megatron.torch_dist_writing import (
     METADATA,
     lay_out,
 )
-from mckpt.geometry.box import Box, Layout, Stored
+from mckpt.geometry.box import Box, Layout, Stored, range_boxes
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
@@ -163,8 +166,74 @@ class TorchDist:
         One error lists every tensor that is missing, left over or of another shape.
         """
         self._check_sizes()
-        with _Files(self.root) as files:
-            return self._layout(names, files)
+        dialect, bound = names.mapping, names.bound()
+        problems = Problems(f"the tensors of {self.root} do not match its args:")
+        stored = self._stored(bound, names, problems)
+        known = {key for b in bound for key, _ in b.global_keys()}
+        ignored = {
+            k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)
+        }
+        problems.extend(
+            f"{k} {list(t[1])} is in no rule of {dialect.path.name}"
+            for k, t in self.metadata.tensors.items()
+            if not ignored[k] and k not in known
+        )
+        problems.extend(
+            f"{k}: an object that {dialect.path.name} does not know"
+            for k in self.metadata.objects
+            if not ignored[k]
+        )
+        problems.check()
+        return Layout(
+            [str(self.root / f) for f in self.files],
+            stored,
+            shapes_of(bound, names.scope()),
+            {k: why for k, why in ignored.items() if why},
+        )
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none.
+
+        Raises SourceError with every state that is missing, left over or of another shape.
+        """
+        held = optimizer.keys_of(self.metadata.tensors)
+        if not held:
+            return None
+        bound = []
+        for b in names.bound():
+            keys = [key for key, _ in b.global_keys()] if not b.rule.alias else []
+            for state in dict.fromkeys(s for key in keys for s in held.get(key, ())):
+                key = next(key for key in keys if state in held.get(key, ()))
+                prefix = held[key][state].removesuffix(key)
+                bound.append(optimizer.state_bound(b, state, prefix))
+        problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
+        stored = self._stored(bound, names, problems)
+        known = {key for b in bound for key, _ in b.global_keys()}
+        problems.extend(
+            f"{key}: the state of a weight that {names.mapping.path.name} does not have"
+            for states in held.values()
+            for key in states.values()
+            if key not in known
+        )
+        problems.check()
+        files = [str(self.root / f) for f in self.files]
+        layout = Layout(files, stored, shapes_of(bound, names.scope()))
+        stored_keys = frozenset(key for states in held.values() for key in states.values())
+        groups = optimizer.groups_of(self.common.fields.get("optimizer"), self.common.where)
+        return Optimizer(self._form(), layout, groups, stored_keys)
+
+    def _form(self) -> str:
+        """Returns how the optimizer's state is stored; before megatron-core 0.13 the common state
+        does not say it.
+        """
+        marks = self.common.fields.get("content_metadata") or {}
+        distributed = f"optimizer.state.{optimizer.MASTER_KEYS[0]}."
+        if any(key.startswith(distributed) for key in self.metadata.tensors):
+            supposed = optimizer.FULLY_RESHARDABLE
+        else:
+            flat = bool(self.metadata.flattened)
+            supposed = "fully_sharded_model_space" if flat else optimizer.NOT_DISTRIBUTED
+        return str(marks.get("distrib_optim_sharding_type", supposed))
 
     def _check_sizes(self) -> None:
         """SourceError for files that end before their last item does, though it be one that nothing
@@ -188,69 +257,53 @@ class TorchDist:
                 short,
             )
 
-    def _layout(self, names: Names, files: _Files) -> Layout:
-        dialect, scope, bound = names.mapping, names.scope(), names.bound()
-        problems = Problems(f"the tensors of {self.root} do not match its args:")
-        left = dict.fromkeys(k for k in self.metadata.tensors if not _ignored(k, dialect))
+    def _stored(self, bound: list[Bound], names: Names, problems: Problems) -> list[Stored]:
+        """Returns the chunks of these rules; what is missing or of another shape becomes one of
+        `problems`.
+        """
+        scope = names.scope()
         stored: list[Stored] = []
-        for b in bound:
-            found: dict[Box, list[tuple[int, int, Entry]]] = {}
-            whole = packed(b.rule, scope)
-            for key, layer in b.global_keys():
-                if key not in self.metadata.tensors:
-                    if not b.rule.alias:
-                        problems.missing(f"{key} is missing")
-                    continue
-                left.pop(key, None)
-                _, size, chunks = self.metadata.tensors[key]
-                axes = b.axes(scope)
-                if (
-                    b.rule.tp == "vocab"
-                    and len(size) > len(axes)
-                    and size[len(axes)] >= whole.shape[0]
-                ):
-                    whole = packed(b.rule, scope, size[len(axes)])
-                if size != (*axes, *whole.shape):
-                    problems.missing(
-                        f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its dims"
+        with _Files(self.root) as files:
+            for b in bound:
+                found: dict[Box, list[tuple[int, int, Entry]]] = {}
+                whole = packed(b.rule, scope)
+                for key, layer in b.global_keys():
+                    if key not in self.metadata.tensors:
+                        if not b.rule.alias:
+                            problems.missing(f"{key} is missing")
+                        continue
+                    _, size, chunks = self.metadata.tensors[key]
+                    size, axes = self.metadata.flattened.get(key, size), b.axes(scope)
+                    if (
+                        b.rule.tp == "vocab"
+                        and len(size) > len(axes)
+                        and size[len(axes)] >= whole.shape[0]
+                    ):
+                        whole = packed(b.rule, scope, size[len(axes)])
+                    if size != (*axes, *whole.shape):
+                        problems.missing(
+                            f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its"
+                            " dims"
+                        )
+                        continue
+                    for _, offsets, sizes in sorted(
+                        (self.metadata.items[key, offsets], offsets, sizes)
+                        for offsets, sizes in chunks
+                    ):
+                        for region, entries in self._chunk(b, key, layer, offsets, sizes, files):
+                            found.setdefault(region, []).extend(entries)
+                for region, entries in found.items():
+                    shape, pieces = buffer(whole, [region], b.rule.of)
+                    stored += group(
+                        b.rule.key,
+                        shape,
+                        pieces,
+                        entries,
+                        problems,
+                        replica=b.rule.alias,
+                        padding=b.rule.tp == "vocab",
                     )
-                    continue
-                for _, offsets, sizes in sorted(
-                    (self.metadata.items[key, offsets], offsets, sizes) for offsets, sizes in chunks
-                ):
-                    region, entries = self._chunk(b, key, layer, offsets, sizes, files)
-                    if entries:  # not of an empty chunk
-                        found.setdefault(region, []).extend(entries)
-            for region, entries in found.items():
-                shape, pieces = buffer(whole, [region], b.rule.of)
-                stored += group(
-                    b.rule.key,
-                    shape,
-                    pieces,
-                    entries,
-                    problems,
-                    replica=b.rule.alias,
-                    padding=b.rule.tp == "vocab",
-                )
-        problems.extend(
-            f"{k} {list(self.metadata.tensors[k][1])} is in no rule of {dialect.path.name}"
-            for k in left
-        )
-        ignored = {
-            k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)
-        }
-        problems.extend(
-            f"{k}: an object that {dialect.path.name} does not know"
-            for k in self.metadata.objects
-            if not ignored[k]
-        )
-        problems.check()
-        return Layout(
-            [str(self.root / f) for f in self.files],
-            stored,
-            shapes_of(bound, scope),
-            {k: why for k, why in ignored.items() if why},
-        )
+        return stored
 
     def _chunk(
         self,
@@ -260,29 +313,47 @@ class TorchDist:
         offsets: tuple[int, ...],
         sizes: tuple[int, ...],
         files: _Files,
-    ) -> tuple[Box, list[tuple[int, int, Entry]]]:
-        """One chunk as entries of single layers and experts, and the region that each of them
-        holds. The leading axes are outermost, so each entry is a dense part of the chunk.
+    ) -> Iterator[tuple[Box, list[tuple[int, int, Entry]]]]:
+        """Yields the parts of one chunk: a region, and the entries of the layers and experts that
+        hold it. The leading axes are outermost, so each entry is a dense part of the chunk.
         """
         dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
         file, base, length = self.metadata.items[key, offsets]
-        path = str(self.root / file)
-        nbytes = math.prod(sizes) * itemsize(dtype)
+        path, size = str(self.root / file), itemsize(dtype)
+        nbytes = math.prod(sizes) * size
         at = torch_file.item_data_offset(
             files.fd(file), base, length, nbytes, f"{path}: {key} at {list(offsets)}", dtype, sizes
         )
-        region = Box(tuple(offsets[axes:]), tuple(sizes[axes:]))
-        inner = math.prod(region.shape) * itemsize(dtype)
-        entries = []
-        for i, index in enumerate(
-            itertools.product(
-                *(range(o, o + n) for o, n in zip(offsets[:axes], sizes[:axes], strict=True))
-            )
-        ):
-            named = dict(zip(b.rule.stacked(), index, strict=True))
-            entry = Entry(dtype, region.shape, self._number[file], at + i * inner)
-            entries.append((named.get("layer", layer), named.get("expert", 0), entry))
-        return region, entries
+        for box in self._boxes(key, offsets, sizes):
+            region = Box(tuple(box.offset[axes:]), tuple(box.shape[axes:]))
+            inner = math.prod(region.shape) * size
+            entries = []
+            for index in itertools.product(
+                *(range(o, o + n) for o, n in zip(box.offset[:axes], box.shape[:axes], strict=True))
+            ):
+                named = dict(zip(b.rule.stacked(), index, strict=True))
+                entry = Entry(dtype, region.shape, self._number[file], at)
+                entries.append((named.get("layer", layer), named.get("expert", 0), entry))
+                at += inner
+            if entries and inner:
+                yield region, entries
+
+    def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
+        """Returns the boxes of a tensor whose elements a chunk holds, one box after the other.
+
+        Up to megatron-core 0.14 a chunk of an optimizer's state may be a range of one rank's shard:
+        its axes are the numbers of the shard along each axis, and a range of its elements.
+        """
+        whole = self.metadata.flattened.get(key)
+        if whole is None:
+            return [Box(offsets, sizes)]
+        grid = self.metadata.tensors[key][1][:-1]
+        shard = tuple(n // ways for n, ways in zip(whole, grid, strict=True))
+        first = [o * n for o, n in zip(offsets[:-1], shard, strict=True)]
+        return [
+            Box(tuple(f + o for f, o in zip(first, box.offset, strict=True)), box.shape)
+            for box in range_boxes(shard, offsets[-1], offsets[-1] + sizes[-1])
+        ]
 
     @staticmethod
     def _read(path: str, base: int, length: int | None) -> tuple[Any, Any]:

@@ -12,6 +12,7 @@ from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata
 from mckpt.errors import UsageError
 from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
+from mckpt.formats.megatron.optimizer import prefix_of, state_bound, states_of
 from mckpt.geometry.box import Box, Layout, Stored, whole_box
 from mckpt.geometry.packing import PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel
@@ -63,8 +64,8 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of one checkpoint: a chunk for each layer and expert; large chunks are cut
     by the target's tp.
     """
-    scope, bound = wanted.names.scope(), wanted.names.bound()
-    tensors, parts = _parts(wanted)
+    scope, bound = wanted.names.scope(), _bound(wanted)
+    tensors, parts = _parts(wanted, bound)
     placed, cuts = _place(parts, wanted.names.dims["num_layers"])
     files = [f"__{i}_0.distcp" for i in range(len(cuts) - 1)]
     chunks: list[Chunks] = []
@@ -84,7 +85,24 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     return Layout(files, stored, shapes_of(bound, scope)), outputs
 
 
-def _parts(wanted: Wanted) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Part]]:
+def _bound(wanted: Wanted) -> list[Bound]:
+    """Returns the rules of all weights, each with those of its optimizer's states behind it."""
+    return [
+        rule
+        for b in wanted.names.bound()
+        for rule in (
+            b,
+            *(
+                state_bound(b, state, prefix_of(state, wanted.distributed))
+                for state in states_of(b, wanted.dtypes)
+            ),
+        )
+    ]
+
+
+def _parts(
+    wanted: Wanted, bound: list[Bound]
+) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Part]]:
     """The dtype and shape of each stored tensor, by key; and the parts that all rules are cut into.
 
     UsageError if two rules with one key have different dtypes.
@@ -94,7 +112,7 @@ def _parts(wanted: Wanted) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list
     # of 10**5 chunks all but a few are alike
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
     parts = []
-    for b in wanted.names.bound():
+    for b in bound:
         whole = packed(b.rule, scope, wanted.padded_vocab_size)
         dtype, axes = dtype_of(b.rule, wanted.dtypes), b.axes(scope)
         for key, _ in b.global_keys():

@@ -1,0 +1,143 @@
+"""The optimizer's state in a conversion: what is kept, what is left behind, and the proof that each
+state belongs to the weight whose name it has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.conversion.target import Target
+from mckpt.errors import SourceError, UsageError
+from mckpt.formats.base import Format
+from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, MASTER, common_of, is_state
+from mckpt.lazy import numpy as np
+from mckpt.values.dtypes import itemsize, numpy_dtype
+
+# keys of the common state that are kept with an optimizer
+SCHEDULER = ("opt_param_scheduler", "lr_scheduler")
+KEPT = ("optimizer", "distrib_optim.pt", *SCHEDULER)
+# random states are those of ranks, which other sizes do not have
+RANDOM = ("rng_state", "rerun_state_machine", "rerun_state_machine_state")
+PROOF_BYTES = 8 << 20  # of the weights that are compared at once
+
+
+class Proof(NamedTuple):
+    """The comparison of the master copies with the weights."""
+
+    proved: int  # weights that equal their rounded master copy, bit for bit
+    unproved: int  # weights that have states, and no master copy
+    without: list[str]  # parameters that have no state at all
+
+
+def keeps(source: Checkpoint, target: Target) -> bool:
+    """Returns whether a conversion from Megatron to Megatron keeps the optimizer's state."""
+    return source.is_megatron and not target.no_optimizer and source.optimizer is not None
+
+
+def left_behind(source: Checkpoint, kept: bool) -> list[str]:
+    """Returns what a conversion does not take with it. kept: whether the optimizer is taken."""
+    return [name for name in source.left_behind() if not (kept and name in KEPT)]
+
+
+def refuse_others(source: Checkpoint, target: Target) -> None:
+    """Raises UsageError if the source holds what is neither weights nor an optimizer that can be
+    kept, unless --no-optimizer says that it is not needed. Random states are always left behind.
+    """
+    if target.no_optimizer or not source.is_megatron:
+        return
+    left = [n for n in left_behind(source, keeps(source, target)) if n not in (*RANDOM, *SCHEDULER)]
+    if left:
+        raise UsageError(
+            f"{source.path}: holds more than weights, and mckpt cannot convert {', '.join(left)};"
+            " give --no-optimizer to convert the weights and to leave the rest behind"
+        )
+
+
+def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
+    """Returns the fields of the common state that belong to the optimizer of the target."""
+    optimizer, common = source.optimizer, source.opened.common
+    assert optimizer is not None and common is not None
+    fields = {k: v for k, v in common.fields.items() if k in SCHEDULER}
+    marks = dict(common.fields.get("content_metadata") or {})
+    marks = {k: v for k, v in marks.items() if not k.startswith("distrib_optim_")}
+    if optimizer.distributed:
+        marks["distrib_optim_sharding_type"] = FULLY_RESHARDABLE
+        marks["distrib_optim_fully_reshardable_mem_efficient"] = False
+    marks["chained_optim_avoid_prefix"] = True
+    plain = common_of(optimizer)
+    return {**fields, "optimizer": plain, "content_metadata": marks}
+
+
+def prove(source: Checkpoint, look: bool = True) -> Proof:
+    """Compares each master copy, rounded to the weight's dtype, with the weight.
+
+    source: a checkpoint with its optimizer. look: False only counts, without reading. Raises
+    SourceError with all weights that differ: their states belong to other weights, or weights and
+    optimizer are not of the same step.
+    """
+    buffers = {name for b in source.names.bound() if b.rule.is_buffer for name in b.rule.of}
+    stated = {name.partition("@")[0] for name in source if is_state(name)}
+    weights = [name for name in source if not is_state(name)]
+    held = [name for name in weights if f"{name}@{MASTER}" in source]
+    if look:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            apart = [text for text in pool.map(partial(_apart, source), held) if text]
+        if apart:
+            raise SourceError.of(
+                f"{source.path}: the optimizer's fp32 master copies of {len(apart):,} of"
+                f" {len(held):,} weights, rounded, are not the weights:",
+                apart,
+                "Weights and optimizer are not of one step, or the optimizer's state is not where"
+                " Megatron puts it. Give --no-optimizer to convert the weights alone",
+            )
+    without = [
+        name
+        for name in weights
+        if name not in stated and source.reader.template(name) not in buffers
+    ]
+    return Proof(len(held), len(stated) - len(held), without)
+
+
+def _apart(source: Checkpoint, name: str) -> str | None:
+    """Returns how many elements of a weight differ from its rounded master copy; None if none."""
+    weight, master = source[name], source[f"{name}@{MASTER}"]
+    bits = f"u{itemsize(weight.dtype)}"
+    rows = weight.shape[0]
+    step = max(1, PROOF_BYTES * rows // max(1, weight.nbytes))
+    different = 0
+    for at in range(0, rows, step):
+        mine = weight[at : at + step].numpy().view(bits)
+        theirs = master[at : at + step].numpy()
+        # several times as fast as the cast, which holds Python's lock
+        fast = weight.dtype == "bfloat16" and theirs.dtype == np.float32
+        if fast and np.array_equal(_bfloat16_bits(theirs.view("u4")), mine):
+            continue
+        with np.errstate(all="ignore"):
+            rounded = theirs.astype(numpy_dtype(weight.dtype))
+        different += int((rounded.view(bits) != mine).sum())
+    if not different:
+        return None
+    return f"{name}: {different:,} of {math.prod(weight.shape):,} elements differ"
+
+
+def _bfloat16_bits(bits: np.ndarray) -> np.ndarray:
+    """Returns the bits of float32 numbers as those of bfloat16, rounded to even; not for NaN."""
+    odd = (bits >> 16) & 1
+    return ((bits + (odd + np.uint32(0x7FFF))) >> 16).astype("u2")
+
+
+def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
+    """Returns the manifest's entry on the optimizer that is kept, after `prove`."""
+    optimizer = source.optimizer
+    assert optimizer is not None
+    proof = prove(source, look)
+    return {
+        "stored_as": optimizer.form,
+        "states": optimizer.states,
+        **proof._asdict(),
+    }

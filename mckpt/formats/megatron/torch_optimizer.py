@@ -1,0 +1,320 @@
+"""Reads the optimizer's state of a `torch` checkpoint.
+
+    Float16OptimizerWithFloat16Params: in each model_optim_rng.pt, as `optimizer`
+        {optimizer: {state: {NUMBER: {exp_avg, exp_avg_sq}}, param_groups: [{params: [NUMBER]}]},
+         fp32_from_fp16_params: [[master copies of group 0], ...]}
+    FP32Optimizer: the same without master copies, and without the inner `optimizer`
+    DistributedOptimizer: in a distrib_optim.pt beside it
+        {buckets_coalesced: True,
+         CHUNK: {(dtype, dtype of gradients): {param, exp_avg, exp_avg_sq}}}
+
+A model with experts on ranks of their own has a list of two of these. Neither names parameters, but
+both have them in the order in which the model registers them, which is that of the keys of `model`:
+a flat buffer of the distributed optimizer from the last to the first, each from a multiple of 64
+elements on (megatron-core, distributed/param_and_grad_buffer.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from mckpt.containers import safe_pickle
+from mckpt.containers.entries import Entry, entry_of
+from mckpt.containers.torch_file import Ranges
+from mckpt.formats.base import Names, Problems, group, packed, shapes_of
+from mckpt.formats.megatron.optimizer import (
+    MASTER,
+    MASTER_KEYS,
+    NOT_DISTRIBUTED,
+    Optimizer,
+    groups_of,
+    state_bound,
+)
+from mckpt.formats.megatron.torch_shards import FILE as MODEL
+from mckpt.formats.megatron.torch_shards import Shard, directories, instances, shards
+from mckpt.geometry.box import Layout, Piece, Stored
+from mckpt.mapping import Bound
+from mckpt.values.dtypes import itemsize
+
+FILE = "distrib_optim.pt"
+FORM = "distrib_optim.pt"
+ALIGNED = 64  # elements: each parameter of a flat buffer begins at a multiple of them
+
+
+class Contents(NamedTuple):
+    """One torch.save file: its value, the places of its storages, and its number."""
+
+    value: Any
+    data: Ranges
+    file: int
+    path: str
+
+
+class Parameter(NamedTuple):
+    """A parameter of one rank, as its `model` has it."""
+
+    key: str
+    entry: Entry  # of the weight
+    bound: Bound
+    shard: Shard
+    layer: int
+    expert: int
+
+
+class Source(NamedTuple):
+    """What the reader of a `torch` checkpoint knows of its files."""
+
+    names: Names
+    grid: list[tuple[int, int]]  # tensor and expert ranks of the files of a pipeline stage
+    padded_vocab_size: int | None  # rows
+    models: Callable[[str], list[dict[str, Entry | None]]]  # of a directory, by virtual stage
+    # directory, name of a file in it -> the file's contents, None if it is not there
+    open: Callable[[str, str], Contents | None]
+    files: list[str]
+    where: str
+
+
+class _Group(NamedTuple):
+    """The states of the parameters of one param_group, in their order."""
+
+    decays: bool  # whether weight decay applies to them
+    states: list[dict[str, Any]]
+
+
+class _Found(NamedTuple):
+    """The buffer of one state of one parameter."""
+
+    state: str
+    parameter: Parameter
+    entry: Entry
+
+
+def read(source: Source) -> Optimizer | None:
+    """Returns the optimizer's state, None if no file has one.
+
+    Raises SourceError with every rank whose state does not fit its parameters.
+    """
+    parallel = source.names.parallel
+    places = directories(parallel, source.grid)
+    flat = source.open(places[0], FILE) is not None
+    first = source.open(places[0], MODEL)
+    plain = first.value.get("optimizer") if first is not None else None
+    if not flat and not _has_states(plain):
+        return None
+    problems = Problems(f"the optimizer's state of {source.where} does not match its weights:")
+    index = _parameters(source)
+    found: list[_Found] = []
+    for directory in places:
+        own = [
+            [index[directory][v, key] for key, e in model.items() if e is not None]
+            for v, model in enumerate(source.models(directory))
+        ]
+        parameters = [[p for p in chunk if not p.bound.rule.is_buffer] for chunk in own]
+        contents = source.open(directory, FILE if flat else MODEL)
+        if contents is None:
+            problems.missing(f"{directory}: has no {FILE}")
+            continue
+        reader = _flat if flat else _listed
+        found += reader(contents, parameters, problems)
+    problems.check()
+    groups = groups_of(plain, f"{source.where}/{places[0]}")
+    stored, bound = _stored(found, problems)
+    problems.check()
+    layout = Layout(source.files, stored, shapes_of(bound, source.names.scope()))
+    return Optimizer(FORM if flat else NOT_DISTRIBUTED, layout, groups, frozenset(["optimizer"]))
+
+
+def _has_states(plain: Any) -> bool:
+    chained = plain if isinstance(plain, list) else [plain]
+    inner = [one.get("optimizer", one) for one in chained if isinstance(one, dict)]
+    return any(isinstance(one, dict) and one.get("state") for one in inner)
+
+
+def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
+    """Returns every tensor of the model: directory -> (virtual stage, key) -> parameter."""
+    names = source.names
+    parallel, stages, scope = names.parallel, names.stages(), names.scope()
+    out: dict[str, dict[tuple[int, str], Parameter]] = {}
+    for b in names.bound():
+        for shard in shards(
+            b, packed(b.rule, scope, source.padded_vocab_size), parallel, source.grid
+        ):
+            for p, t, e in ((p, t, e) for p in range(parallel.pp) for t, e in shard.files):
+                directory = parallel.directory(t, p, e)
+                models = source.models(directory)
+                for v, layer, expert, key in instances(b, stages[p], p, parallel, names.dims, e):
+                    entry = models[v].get(key)
+                    if entry is not None:
+                        place = Parameter(key, entry, b, shard, layer, expert)
+                        out.setdefault(directory, {})[v, key] = place
+    return out
+
+
+def _optimizers(
+    listed: list[Any], parameters: list[list[Parameter]]
+) -> Iterator[tuple[Any, list[list[Parameter]]]]:
+    """Yields each of a rank's optimizers, and its parameters by virtual stage."""
+    if len(listed) == 1:
+        yield listed[0], parameters
+        return
+    for number, one in enumerate(listed):
+        yield (
+            one,
+            [
+                [p for p in chunk if ("expert" in p.bound.rule.indices) == (number == 1)]
+                for chunk in parameters
+            ],
+        )
+
+
+def _flat(
+    contents: Contents, parameters: list[list[Parameter]], problems: Problems
+) -> Iterator[_Found]:
+    """Yields the states in a distrib_optim.pt."""
+    value = contents.value
+    for one, own in _optimizers(value if isinstance(value, list) else [value], parameters):
+        if one is None:  # another rank's file has it
+            continue
+        if not isinstance(one, dict) or not one.get("buckets_coalesced"):
+            problems.missing(
+                f"{contents.path}: is of a Megatron-LM before 2024, which kept the parts of each"
+                " rank; its --ckpt-convert-update-legacy-dist-opt-format rewrites it"
+            )
+            return
+        for v, chunk in enumerate(own):
+            for dtypes, buffer in (one.get(v) or {}).items():
+                kind = dtypes[0].name
+                inside = [p for p in reversed(chunk) if p.entry.dtype == kind]
+                yield from _buffer(contents, buffer, inside, f"{kind} of chunk {v}", problems)
+
+
+def _buffer(
+    contents: Contents,
+    buffer: dict[str, Any],
+    parameters: list[Parameter],
+    what: str,
+    problems: Problems,
+) -> Iterator[_Found]:
+    """Yields the states of one flat buffer. parameters: in the order of the buffer."""
+    for name, record in buffer.items():
+        view = safe_pickle.as_tensor(record)
+        if view is None:
+            continue
+        whole = entry_of(view, contents.data, contents.file)
+        numels = [math.prod(p.entry.shape) for p in parameters]
+        starts = places(numels, whole.shape[0])
+        if starts is None:
+            problems.missing(
+                f"{contents.path}: {name} of {what} has {whole.shape[0]:,} elements, and its"
+                f" {len(parameters)} parameters have {sum(numels):,}"
+            )
+            return
+        size = itemsize(whole.dtype)
+        for p, start in zip(parameters, starts, strict=True):
+            entry = Entry(whole.dtype, p.entry.shape, whole.file, whole.at + start * size)
+            yield _Found(MASTER if name in MASTER_KEYS else name, p, entry)
+
+
+def places(numels: list[int], total: int) -> list[int] | None:
+    """Returns the start of each parameter in a buffer of `total` elements; None if they do not fill
+    it.
+
+    Each begins at a multiple of 64 elements, and the buffer ends with the last one.
+    """
+    starts, end = [], 0
+    for numel in numels:
+        starts.append(end + -end % ALIGNED)
+        end = starts[-1] + numel
+    return starts if end == total else None
+
+
+def _listed(
+    contents: Contents, parameters: list[list[Parameter]], problems: Problems
+) -> Iterator[_Found]:
+    """Yields the states in the `optimizer` of a model_optim_rng.pt."""
+    value = contents.value.get("optimizer")
+    for one, chunks in _optimizers(value if isinstance(value, list) else [value], parameters):
+        try:
+            inner = one.get("optimizer", one)
+            groups = [
+                _Group(
+                    bool(group.get("wd_mult", group.get("weight_decay"))),
+                    [dict(inner["state"][number]) for number in group["params"]],
+                )
+                for group in inner["param_groups"]
+            ]
+            for own, masters in zip(
+                groups, one.get("fp32_from_fp16_params", [[]] * len(groups)), strict=True
+            ):
+                for states, master in zip(own.states, masters, strict=bool(masters)):
+                    states[MASTER] = master
+        except (KeyError, TypeError, ValueError):
+            problems.missing(f"{contents.path}: its optimizer is incomplete")
+            return
+        yield from _grouped(contents, groups, [p for chunk in chunks for p in chunk], problems)
+
+
+def _grouped(
+    contents: Contents, groups: list[_Group], parameters: list[Parameter], problems: Problems
+) -> Iterator[_Found]:
+    """Yields the states of groups, each of which has some of the parameters in their order.
+
+    Megatron does not decay biases and parameters with one axis, so they have a group of their own.
+    """
+    left = [group._replace(states=list(group.states)) for group in groups]
+    for p in parameters:
+        plain = len(p.entry.shape) == 1 or p.key.endswith(".bias")
+        fits = [one for one in left if one.states and _shape(one.states[0]) == p.entry.shape]
+        if not fits:
+            problems.missing(
+                f"{contents.path}: no group of its optimizer has a state of {list(p.entry.shape)}"
+                f" next, for {p.key}"
+            )
+            return
+        fits.sort(key=lambda one: one.decays == plain)
+        for name, record in fits[0].states.pop(0).items():
+            view = safe_pickle.as_tensor(record)
+            if view is not None and view.shape == p.entry.shape:
+                yield _Found(name, p, entry_of(view, contents.data, contents.file))
+    if rest := sum(len(one.states) for one in left):
+        problems.missing(f"{contents.path}: its optimizer has {rest} more states than parameters")
+
+
+def _shape(states: dict[str, Any]) -> tuple[int, ...] | None:
+    """Returns the shape of a parameter by its states; `step` may be a number or a tensor."""
+    views = [safe_pickle.as_tensor(value) for name, value in states.items() if name != "step"]
+    return next((view.shape for view in views if view is not None), None)
+
+
+def _stored(found: list[_Found], problems: Problems) -> tuple[list[Stored], list[Bound]]:
+    """Returns the states as stored tensors, and the rules that name them."""
+    kinds: dict[tuple[str, int, int, bool], list[_Found]] = {}
+    seen: set[tuple[str, int, tuple[Piece, ...], int, int]] = set()
+    for one in found:
+        p = one.parameter
+        place = one.state, id(p.bound), p.shard.pieces, p.layer, p.expert
+        replica = p.bound.rule.alias or place in seen
+        seen.add(place)
+        kinds.setdefault((one.state, id(p.bound), id(p.shard.pieces), replica), []).append(one)
+    stored: list[Stored] = []
+    bound: dict[tuple[str, int], Bound] = {}
+    for (state, _, _, replica), members in kinds.items():
+        first = members[0].parameter
+        b = bound.setdefault((state, id(first.bound)), state_bound(first.bound, state))
+        offset = first.shard.pieces[0].offset if state == MASTER else 0.0
+        pieces = tuple(
+            piece._replace(tensor=f"{piece.tensor}@{state}", offset=offset)
+            for piece in first.shard.pieces
+        )
+        stored += group(
+            f"{b.rule.key} ({state})",
+            first.shard.shape,
+            pieces,
+            [(m.parameter.layer, m.parameter.expert, m.entry) for m in members],
+            problems,
+            replica=replica,
+            padding=b.rule.tp == "vocab",
+        )
+    return stored, list(bound.values())
