@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from tests import tiny
+
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ROOT / "fixtures" / "families"
 CASES = tuple(sorted(path.stem for path in FAMILIES.glob("*.json")))
@@ -62,10 +64,9 @@ def make(cases: Iterable[str], out: Path) -> None:
 
 def _write(case: str, directory: Path) -> None:
     import torch
-    import transformers
 
     c = config(case)
-    kind = getattr(transformers, c["architectures"][0])
+    kind = tiny.class_of(c)
     torch.manual_seed(0)  # some tensors keep the mean of transformers' random values
     # a copy, since transformers adds keys to rope_scaling
     model = kind(kind.config_class.from_dict(config(case))).float()
@@ -86,11 +87,14 @@ def _rename(file: Path, names: dict[str, str]) -> None:
     """Replaces the starts of the names of tensors in a file."""
     from safetensors.torch import load_file, save_file
 
-    def published(name: str) -> str:
-        start = next((start for start in names if name.startswith(start)), "")
-        return names.get(start, "") + name[len(start) :]
+    renamed = {published_name(k, names): v for k, v in load_file(file).items()}
+    save_file(renamed, file, {"format": "pt"})
 
-    save_file({published(k): v for k, v in load_file(file).items()}, file, {"format": "pt"})
+
+def published_name(name: str, names: dict[str, str]) -> str:
+    """Returns the name of a tensor with its start replaced."""
+    start = next((start for start in names if name.startswith(start)), "")
+    return names.get(start, "") + name[len(start) :]
 
 
 def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:

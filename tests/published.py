@@ -19,11 +19,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from tests.made_models import AS_PUBLISHED, published_name
+from tests.tiny import class_of
+
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
 # the dialects of a model that has others than gpt and hybrid
 DIALECTS = {"megatron-bert-cased-345m": ("bert",)}
+SCOUT = ("attn_chunk", "attn_temperature", "rope_high_freq_factor", "qk_l2_norm", "rope_factor")
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("ernie-4.5-0.3b", "hybrid"): ("rope_interleaved",),
@@ -32,10 +36,18 @@ INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
     **{("gemma-2b", dialect): ("activation",) for dialect in ("gpt", "hybrid")},
     **{("granite-3.1-2b-base", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
+    **{("granite-3.1-3b-a800m", dialect): ("residual_scale",) for dialect in ("gpt", "hybrid")},
+    ("granite-4.0-h-small", "hybrid"): ("residual_scale",),
     ("helium-1-2b", "hybrid"): ("rope_interleaved",),
     **{("ministral-3-8b", dialect): ("position_scale",) for dialect in ("gpt", "hybrid")},
     **{("pythia-1.4b", dialect): ("parallel_residual",) for dialect in ("gpt", "hybrid")},
     ("glm-5", "hybrid"): ("norm_eps",),
+    **{("glm-4.7-flash", dialect): ("norm_eps",) for dialect in ("gpt", "hybrid")},
+    **{(model, "gpt"): SCOUT for model in ("llama-4-scout", "llama-4-scout-text")},
+    **{
+        (model, "hybrid"): (*SCOUT, "rope_type", "rope_interleaved")
+        for model in ("llama-4-scout", "llama-4-scout-text")
+    },
     ("hunyuan-7b", "gpt"): ("qk_norm_after_rope",),
     ("hunyuan-7b", "hybrid"): ("qk_norm_after_rope",),
     ("hunyuan-a13b", "gpt"): ("qk_norm_after_rope",),
@@ -61,6 +73,7 @@ UNLOADABLE = {
     ("moonlight-16b-a3b", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba-9b", "gpt"),
+    ("granite-4.0-h-small", "gpt"),
     ("mamba-codestral-7b", "gpt"),
     ("nemotron-3-nano-30b-a3b", "gpt"),
     ("nemotron-3-super-120b-a12b", "gpt"),
@@ -70,7 +83,9 @@ UNLOADABLE = {
 # model -> the newest megatron-core that can load it, if it is not the newest of all
 UNTIL = {"moonlight-16b-a3b": "0.18", "deepseek-v2-lite": "0.18"}
 # the tensor-parallel size of a plan, where 2 is too many: one group, and experts with biases
-TP = {"bamba-9b": 1, "gpt-oss-20b": 1}
+TP = {"bamba-9b": 1, "gpt-oss-20b": 1, "granite-4.0-h-small": 1}
+# model -> the case of fixtures/families that has its names, where transformers saves others
+AS_CASE = {"kimi-k2.5": "kimi_k25"}
 DTYPES = {"torch.bfloat16": ("BF16", 2), "torch.float32": ("F32", 4), "torch.int64": ("I64", 8)}
 
 
@@ -83,12 +98,11 @@ def write_all(names: Iterable[str], out: Path) -> None:
 
 def _write(name: str, directory: Path) -> None:
     import torch
-    import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
     text = (CONFIGS / f"{name}.json").read_text()
     config = json.loads(text)
-    kind = getattr(transformers, config["architectures"][0])
+    kind = class_of(config)
     for key in ("quantization_config", "model_type"):  # of the weights; a name of no class
         config.pop(key, None)
     if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
@@ -97,7 +111,10 @@ def _write(name: str, directory: Path) -> None:
         model = kind(kind.config_class.from_dict(config)).to(torch.bfloat16)
     tied = set(getattr(model, "all_tied_weights_keys", ()))
     state = {k: v for k, v in model.state_dict().items() if k not in tied}
-    _holes(revert_weight_conversion(model, state), directory / "model.safetensors")
+    saved = revert_weight_conversion(model, state)
+    starts = AS_PUBLISHED.get(AS_CASE.get(name, ""), {})
+    saved = {published_name(key, starts): tensor for key, tensor in saved.items()}
+    _holes(saved, directory / "model.safetensors")
     (directory / "config.json").write_text(text)
 
 

@@ -20,6 +20,7 @@ from mckpt.formats.megatron import torch_shards
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification.levels import verify
 from tests import made_models, tiny
+from tests.door import refused
 from tests.judging import explain, judge
 
 pytestmark = pytest.mark.judge
@@ -145,3 +146,10 @@ def test_verify_compares_the_tensors_of_an_encoder(made: Path, tmp_path: Path) -
     assert verify(made, tmp_path / "out", level="bytes").verdict == "pass"
     with pytest.raises(UsageError, match="is an encoder"):
         verify(made, tmp_path / "out")
+
+
+def test_train_refuses_an_encoder(made: Path, tmp_path: Path) -> None:
+    mckpt.plan(made, tmp_path / "out", format="torch").run()
+    said = refused(2, args=("train", tmp_path / "out", "--steps", 1))
+    assert "is an encoder, and mckpt train trains decoders only" in said
+    assert "train it with Megatron's pretrain_bert.py" in said

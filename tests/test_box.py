@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,20 @@ def test_gaps_reports_faults() -> None:
     assert gaps([odd, even], 8)[0].tolist() == []
     assert gaps([odd], 8)[0].tolist() == [[0, 1], [2, 1], [4, 1], [6, 1]]
     assert gaps([], 5)[0].tolist() == [[0, 5]]
+    transposed = Piece("a", Box((0, 0), (2, 3)), 1, (1, 4))
+    assert gaps([transposed], 12)[0].tolist() == [[0, 1], [3, 2], [7, 2], [11, 1]]
+
+
+def test_gaps_of_a_transposed_matrix_needs_memory_for_its_columns_only() -> None:
+    """As the experts of Llama 4: a tensor of 80 million elements is proved from its header."""
+    rows, columns = 1 << 12, 1 << 10
+    piece = Piece("a", Box((0, 0), (rows, columns)), 0, (1, rows))
+    tracemalloc.start()
+    try:
+        assert gaps([piece], rows * columns)[0].tolist() == []
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_restride_changes_start_and_strides() -> None:

@@ -12,6 +12,7 @@ import mckpt
 from mckpt.checkpoint.inspection import stored_model
 from mckpt.errors import MappingError
 from mckpt.mapping import draft
+from mckpt.mapping.forms import Form
 from tests import tiny
 from tests.door import good, refused
 from tests.tiny import TinyModel
@@ -106,3 +107,42 @@ def test_an_unknown_name_has_its_nearest_names(tmp_path: Path) -> None:
     said = refused(4, args=("mappings", "check", file))
     assert "no dim 'rope_thet'; the nearest names are rope_theta" in said
     assert "no tensor 'final_norm.wieght'; the nearest names are final_norm.weight" in said
+
+
+@pytest.mark.parametrize(
+    ("names", "carried"),
+    [
+        ({"": "language_model."}, ["projector.weight", "vision_tower.layers.0.norm.weight"]),
+        ({"model.": "model.language_model."}, ["model.visual.blocks.0.norm.weight"]),
+        ({"model.": "language_model.model."}, ["visual.norm.weight"]),
+    ],
+)
+def test_a_draft_carries_what_is_around_a_text_model(
+    names: dict[str, str], carried: list[str], tmp_path: Path
+) -> None:
+    plain = tiny.config("qwen3")
+    form = Form(names, ())
+    arrays = {form.rename(name): array for name, array in tiny.tensors(plain).items()}
+    arrays |= {name: np.ones(3, np.float32) for name in carried}
+    model = tmp_path / "model"
+    model.mkdir()
+    tiny.write_weights(model, arrays)
+    around = {"architectures": ["OurForConditionalGeneration"], "model_type": "ours"}
+    tiny.write_json(model / "config.json", {**around, "text_config": plain, "vision_config": {}})
+    text = draft(*stored_model(model), "model")
+    assert "extends: qwen3\n" in text and "config: text_config\n" in text
+    (tmp_path / "my.yaml").write_text(text)
+    known = mckpt.Known(mapping=str(tmp_path / "my.yaml"))
+    mckpt.convert(model, tmp_path / "there", known=known)
+    mckpt.convert(tmp_path / "there", tmp_path / "again")
+    assert not mckpt.diff(model, tmp_path / "again", known=known)
+    said = good("mappings", "check", tmp_path / "my.yaml", model).out
+    assert "every stored tensor has a rule" in said
+
+
+def test_check_refuses_a_tensor_under_two_keys(tmp_path: Path) -> None:
+    file, config = tmp_path / "mine.yaml", tmp_path / "config.json"
+    file.write_text("extends: llama\ntensors:\n  model.other.weight: final_norm.weight\n")
+    tiny.write_json(config, tiny.config("llama"))
+    said = refused(4, args=("mappings", "check", file, "--config", config))
+    assert "final_norm.weight: in model.norm.weight and in model.other.weight" in said

@@ -50,6 +50,7 @@ REFUSED: dict[tuple[str, str], str] = {
     " rope_interleaved",
     ("llama4_vl", "hybrid"): "rope_interleaved",
     ("moonlight", "gpt"): "norm_eps",
+    **{("granitemoeshared", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
 }
 # (case, dialect) that Megatron cannot even load
 UNLOADABLE = {
@@ -58,6 +59,8 @@ UNLOADABLE = {
     ("moonlight", "hybrid"),
     # GPTModel has no Mamba-2
     ("bamba", "gpt"),
+    ("granitemoehybrid", "gpt"),
+    ("granitemoehybrid_dense", "gpt"),
     ("mamba2", "gpt"),
     ("nemotron_h", "gpt"),
     ("nemotron_h_latent", "gpt"),
@@ -88,6 +91,10 @@ SINCE: dict[str, list[int]] = {
     "arcee_yarn": [0, 19],
     "gemma_silu": [0, 19],
     "granite_residual_1": [0, 19],
+    "granitemoe": [0, 19],
+    "granitemoehybrid": [0, 19],
+    "granitemoehybrid_dense": [0, 19],
+    "granitemoehybrid_micro": [0, 19],
     "gpt_oss": [0, 19],
     "qwen3_next": [0, 19],
     "qwen3_5": [0, 19],

@@ -8,6 +8,7 @@ ones, and is the reference of the logits. Megatron's own trainer loads them and 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -227,3 +228,38 @@ def test_a_model_without_the_tensors_has_no_layer_of_multi_token_prediction(
     assert not mckpt.diff(tmp_path / "hf" / case, tmp_path / "again")
     like = tmp_path / "hf" / case  # whose config.json is that of the source
     assert mckpt.open(tmp_path / "there", like=like).dims["mtp_layers"] == 0
+
+
+def stacked(tensors: dict[str, np.ndarray], start: str) -> dict[str, np.ndarray]:
+    """Returns the tensors with the experts of each layer under `start` in one tensor."""
+    out, layers = (
+        dict(tensors),
+        {k.partition(".mlp.experts.")[0] for k in tensors if "experts." in k},
+    )
+    for layer in sorted(name for name in layers if name.startswith(start)):
+        at, parts = f"{layer}.mlp.experts.", ("gate_proj", "up_proj", "down_proj")
+        held = range(len([k for k in tensors if k.startswith(at) and parts[0] in k]))
+        gate, up, down = ([out.pop(f"{at}{e}.{part}.weight") for e in held] for part in parts)
+        out[f"{at}gate_up_proj"] = np.stack(
+            [np.concatenate(both) for both in zip(gate, up, strict=True)]
+        )
+        out[f"{at}down_proj"] = np.stack(down)
+    return out
+
+
+@pytest.mark.parametrize("starts", [("model.",), ("mtp.",), ("model.", "mtp.")])
+def test_experts_may_be_in_one_tensor(starts: tuple[str, ...], made: Path, tmp_path: Path) -> None:
+    """Those of the decoder, those of multi-token prediction, or both."""
+    source = made / "qwen3_5_moe"
+    tensors = load_file(source / "model.safetensors")
+    for start in starts:
+        tensors = stacked(tensors, start)
+    (tmp_path / "stacked").mkdir()
+    save_file(tensors, tmp_path / "stacked" / "model.safetensors", {"format": "pt"})
+    shutil.copy(source / "config.json", tmp_path / "stacked")
+    mckpt.plan(tmp_path / "stacked", tmp_path / "there", format="torch").run()
+    mckpt.plan(tmp_path / "there", tmp_path / "again", format="hf").run()
+    assert not mckpt.diff(source, tmp_path / "again")
+    after = load_file(tmp_path / "again" / "model.safetensors")
+    assert after.keys() == tensors.keys()
+    assert all(np.array_equal(after[name], tensors[name]) for name in after)

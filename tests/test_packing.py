@@ -263,6 +263,12 @@ def check_concat(ways: int = 1) -> None:
     )
 
 
+def check_swapped(ways: int = 1) -> None:
+    """MiMo projects [hidden state | embedding], and Megatron-Core [embedding | hidden state]."""
+    left, right = np.split(GATE, 2, axis=1)
+    same(shards("swapped", [GATE], "column", ways), np.split(np.hstack([right, left]), ways))
+
+
 def check_transposed(ways: int = 1) -> None:
     """Compares a square weight too, in which only the values show a transpose."""
     square = tensor(14, FFN, FFN)
@@ -294,6 +300,7 @@ CHECKS: dict[str, Callable[[int], None]] = {
         check_row,
         check_column,
         check_concat,
+        check_swapped,
         check_transposed,
         check_vocab,
     )
@@ -387,6 +394,8 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         PackingError, match=r"cannot be stacked along axis 0: \[4, 5\] and \[4, 6\]"
     ):
         packing.gated([(4, 5), (4, 6)], 1)
+    with pytest.raises(PackingError, match=r"\[4, 5\] has no two halves of columns"):
+        packing.swapped([(4, 5)], 1)
     with pytest.raises(PackingError, match="10 rows are not divisible by 4"):
         shard(packing.one([(10, 6)], 1), "column", 0, 4)
     with pytest.raises(PackingError, match="6 columns are not divisible by 4"):
@@ -463,6 +472,7 @@ MUTANTS: list[tuple[str, str, Pack, list[str], int]] = [
     ),
     ("gate|up cut as one", "gated", cut_as_one, ["check_gated", "check_gated_bias"], 2),
     ("first and second", "concat", exchanged(packing.concat, 0, 1), ["check_concat"], 1),
+    ("left and right", "swapped", packing.one, ["check_swapped"], 1),
 ]
 
 

@@ -42,6 +42,12 @@ LETTERS = {
     ]
 }
 
+# an architecture that is not in transformers -> the class that is like it or has its decoder
+STANDS_FOR = {
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+}
+
 Config = dict[str, Any]
 TinyModel = Callable[..., Path]  # of the fixture tiny_model: (case, dtype) -> directory
 
@@ -401,17 +407,23 @@ def tiny(
     return directory
 
 
+def class_of(c: Config) -> Any:
+    """Returns the class of transformers that builds the model of a config.json."""
+    import transformers
+
+    named = c["architectures"][0]
+    return getattr(transformers, STANDS_FOR.get(named, named), transformers.AutoModelForCausalLM)
+
+
 def load(directory: Path, dtype: str = "float32") -> Any:
     """Returns the transformers model of a checkpoint. Raises AssertionError if a tensor is missing,
     unexpected or of another shape.
     """
     import torch
-    import transformers
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    named = json.loads((directory / "config.json").read_text())["architectures"][0]
-    kind = getattr(transformers, named, transformers.AutoModelForCausalLM)
+    kind = class_of(json.loads((directory / "config.json").read_text()))
     model, info = kind.from_pretrained(
         directory,
         dtype=getattr(torch, dtype),

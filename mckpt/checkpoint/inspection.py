@@ -15,6 +15,7 @@ from mckpt.formats.base import Names
 from mckpt.formats.hf_config import CONFIG, parse_config, read_config
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
+from mckpt.mapping.rule import Bound
 from mckpt.storage.staging import unfinished
 from mckpt.values.dtypes import itemsize
 
@@ -121,7 +122,10 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
             " a key that changes nothing under `inert`.",
         )
     dims = family.read(parsed, source=str(config))
-    here = {n for b in family.bind(family.scope(dims)) for n in b.rule.of}
+    bound = family.bind(family.scope(dims))
+    if twice := _held_twice(bound):
+        raise MappingError.of(f"{file} has a tensor under two keys:", twice)
+    here = {n for b in bound for n in b.rule.of}
     fit, problems = [], list[str]()
     for dialect in (mapping.load("megatron", d, str(file)) for d in mapping.names("megatron")):
         apart = _misfits(file, here, dialect, dims)
@@ -141,6 +145,21 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
         "This proves names and shapes. Convert the model, and let `mckpt verify` compare what it"
         " computes.",
     ]
+
+
+def _held_twice(bound: list[Bound]) -> list[str]:
+    """Returns the logical tensors that two rules hold, neither of which is a copy."""
+    seen: dict[tuple[str, int], str] = {}
+    problems: dict[str, None] = {}
+    for b in bound:
+        for name in b.rule.of if not b.rule.alias else ():
+            for layer in b.layers.tolist():
+                first = seen.setdefault((name, layer), b.rule.key)
+                if first != b.rule.key:
+                    problems[
+                        f"{name}: in {first} and in {b.rule.key}; mark a copy with `alias`"
+                    ] = None
+    return list(problems)
 
 
 def _misfits(file: Path, here: set[str], dialect: MappingFile, dims: Dims) -> list[str]:

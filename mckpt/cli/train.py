@@ -172,7 +172,7 @@ def train(
 
     Prints the loss of each step. The model is built from the checkpoint's args alone.
     """
-    from mckpt import launching
+    from mckpt import api, launching
 
     sizes = {name: options[name] or 1 for name in ("tp", "pp", "vpp", "ep", "cp")}
     sizes["etp"] = options["etp"] or sizes["tp"]
@@ -184,6 +184,12 @@ def train(
             " one model at these sizes"
         )
     launching.require("torch", "megatron", "psutil")
+    opened = api.open(checkpoint)
+    if opened.is_megatron and not opened.dims["causal"]:
+        raise UsageError(
+            f"{checkpoint}: is an encoder, and mckpt train trains decoders only; train it with"
+            f" Megatron's {opened.mapping.trainer}"
+        )
     job = {
         "checkpoint": str(checkpoint.absolute()),
         "dtype": DTYPE_NAMES[dtype],

@@ -395,12 +395,15 @@ def gaps(pieces: Sequence[Piece], numel: int) -> tuple[np.ndarray, str | None]:
     """
     starts, lengths = [], []
     for row in (m for p in pieces for m in moves(p, p)):
-        flat = row.src_start + np.arange(row.rows, dtype="i8") * row.src_pitch
+        rows, pitch, run, step = row.rows, row.src_pitch, row.run, row.src_step
+        if step != 1 and pitch == 1:  # a transpose: the elements of a column are neighbours
+            rows, pitch, run, step = run, step, rows, pitch
+        flat = row.src_start + np.arange(rows, dtype="i8") * pitch
         # strided elements are intervals of 1 each; a run of neighbours is one interval
-        if row.src_step != 1:
-            flat = (flat[:, None] + np.arange(row.run, dtype="i8") * row.src_step).ravel()
+        if step != 1:
+            flat = (flat[:, None] + np.arange(run, dtype="i8") * step).ravel()
         starts.append(flat)
-        lengths.append(np.full(len(flat), row.run if row.src_step == 1 else 1, "i8"))
+        lengths.append(np.full(len(flat), run if step == 1 else 1, "i8"))
     start, length = (np.concatenate(x) if x else np.empty(0, "i8") for x in (starts, lengths))
     order = np.argsort(start, kind="stable")
     start, end = start[order], (start + length)[order]

@@ -8,6 +8,7 @@ Each packing is written once, as a list of boxes and their places, in storage or
     qkv      [ q0 q1 k0 v0 | q2 q3 k1 v1 ]   along axis 0, one group of heads after the other, by
                                              default one query group (Megatron-Core, attention.py)
     interleaved  [ a0 b0 a1 b1 ]             along axis 0, the rows of all in turn
+    swapped  [ a1 | a0 ]                     along axis 1, the halves of one tensor
 
 Before megatron-core, Megatron-LM packed q, k and v in three ways: `gated` (checkpoint_version 0),
 `interleaved` (1) and `qkv` (2 and 3; checkpointing.py, fix_query_key_value_ordering).
@@ -103,12 +104,22 @@ def interleaved(shapes: Sequence[Shape], groups: int) -> Packed:
     return Packed((rows, *shape[1:]), tuple(placed), (rows,))
 
 
+def swapped(shapes: Sequence[Shape], groups: int) -> Packed:
+    (shape,) = shapes
+    if len(shape) != 2 or shape[1] % 2:
+        raise PackingError(f"{list(shape)} has no two halves of columns")
+    rows, half = shape[0], shape[1] // 2
+    placed = [Placed(0, Box((0, half - at), (rows, half)), (0, at)) for at in (0, half)]
+    return Packed(shape, tuple(placed), (rows,))
+
+
 PACKINGS: dict[str, Callable[[Sequence[Shape], int], Packed]] = {
     "one": one,
     "concat": concat,
     "gated": gated,
     "qkv": qkv,
     "interleaved": interleaved,
+    "swapped": swapped,
 }
 TP_KINDS = ("column", "row", "vocab", "replicated")
 

@@ -21,6 +21,7 @@ from mckpt.mapping.nodes import Node
 from mckpt.mapping.reading import inherited, load, names
 from mckpt.mapping.rule_reading import expand
 
+_TEXT = "text_config"  # the key of config.json with the text model of a larger one
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # logical tensors that models store fused, in their usual order
 _FUSED = (
@@ -59,23 +60,69 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
     known = [
         _names_of(load("hf", name)) for name in names("hf") if not is_part(load("hf", name).forms)
     ]
+    stored, wrapper = len(shapes), _Wrapper()
+    if isinstance(config.get(_TEXT), Mapping):
+        wrapper, shapes = _unwrapped(known, shapes)
+        config = config[_TEXT]
+    # TODO is for the user to fill in: without model_type transformers cannot load an export
+    kind = ["also:", f"  model_type: \"'{config.get('model_type', 'TODO')}'\""]
     base = max(known, key=lambda k: (_score(k, shapes), _times_extended(k.family.name)))
     found = len(base.names() & shapes.keys())
     dims, problems = _dims(base.family, config)
     lines = [
         f"# A draft for {named[0]}, from {where}.",
-        f"# The nearest family is {base.family.name}: it has {found} of the {len(shapes)} names.",
+        f"# The nearest family is {base.family.name}: it has {found} of the {stored} names.",
         "# Lines with TODO need a person who reads the forward pass of the model in transformers.",
         f"architectures: [{named[0]}]",
         f"extends: {base.family.name}",
         "canonical: false",
-        "also:",
-        # TODO is for the user to fill in: without model_type transformers cannot load an export
-        f"  model_type: \"'{config.get('model_type', 'TODO')}'\"",
+        *(wrapper.lines() if wrapper.names else kind),
         *_config_lines(base.family, config, problems),
         *_tensor_lines(base, known, shapes, dims),
     ]
     return "\n".join(lines) + "\n"
+
+
+class _Wrapper(NamedTuple):
+    """What is around the text model of a larger one."""
+
+    names: dict[str, str] = {}  # as those of a form: start of a family's name -> stored start
+    carried: tuple[str, ...] = ()  # patterns of all other stored names
+
+    def lines(self) -> Iterator[str]:
+        """Yields the lines of the file that say it."""
+        yield f"config: {_TEXT}"
+        yield "# TODO the keys of the tokens of images, and the key that ties the embeddings:"
+        yield "# placeholders: [/image_token_id]"
+        yield '# dims: {tied: {key: /tie_word_embeddings, default: "False"}}'
+        yield "forms:"
+        starts = ", ".join(f'"{start}": {stored}' for start, stored in self.names.items())
+        yield f"  published: {{names: {{{starts}}}, carried: [{', '.join(self.carried)}]}}"
+
+
+def _unwrapped(
+    known: list[_Names], shapes: Mapping[str, Shape]
+) -> tuple[_Wrapper, dict[str, Shape]]:
+    """Returns what is around a text model, and the text model's shapes under the names of the
+    family that has most of them. All other tensors, such as those of a vision tower, are carried.
+    """
+    anywhere = set[str]().union(*(one.names() for one in known))
+    best: tuple[float, str, str, dict[str, str]] = (float("-inf"), "", "", {})
+    for at in sorted({name.partition("layers.{")[0] for name in shapes if "layers.{" in name}):
+        # the prefix is before every name, or in the place of `model.`
+        whole = [("", at.removesuffix("model."))] if at.endswith(".model.") else []
+        for start, stored in (*whole, ("model.", at)):
+            inner = {n: start + n.removeprefix(stored) for n in shapes if n.startswith(stored)}
+            if start:  # the names outside of `model.` stay as they are
+                inner |= {n: n for n in anywhere & shapes.keys() if not n.startswith(start)}
+            held = {name: shapes[n] for n, name in inner.items()}
+            found = (max(_score(k, held) for k in known), start, stored, inner)
+            best = max(best, found, key=lambda one: one[0])
+    _, start, stored, inner = best
+    others = [name.split(".") for name in shapes if name not in inner]
+    towers = {".".join(parts[: 2 if parts[0] == "model" else 1]) for parts in others}
+    carried = tuple(f"{tower}.*" for tower in sorted(towers))
+    return _Wrapper({start: stored}, carried), {new: shapes[n] for n, new in inner.items()}
 
 
 def _template(name: str) -> str:
