@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import formats, mapping
-from mckpt.checkpoint import description
+from mckpt.checkpoint import description, masters
 from mckpt.checkpoint.known import Known
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
@@ -447,7 +447,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def optimizer(self) -> Optimizer | None:
         """Returns the optimizer's state, None if the checkpoint has none."""
-        return self.opened.optimizer(self.names)
+        return masters.read(self.opened, self.names)
 
     @cached_property
     def carried(self) -> Layout | None:

@@ -4,19 +4,17 @@ state belongs to the weight whose name it has.
 
 from __future__ import annotations
 
-import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
+from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format
 from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, MASTER, common_of, is_state
-from mckpt.lazy import numpy as np
-from mckpt.values.dtypes import itemsize, numpy_dtype
 
 # keys of the common state that are kept with an optimizer
 SCHEDULER = ("opt_param_scheduler", "lr_scheduler")
@@ -27,7 +25,6 @@ RANDOM = (
     *("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state"),
     "rng_tracker_states",
 )
-PROOF_BYTES = 8 << 20  # of the weights that are compared at once
 
 
 class Proof(NamedTuple):
@@ -90,7 +87,7 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     held = [name for name in weights if f"{name}@{MASTER}" in source]
     if look:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            apart = [text for text in pool.map(partial(_apart, source), held) if text]
+            apart = [text for text in pool.map(partial(masters.apart, source), held) if text]
         if apart:
             raise SourceError.of(
                 f"{source.path}: the optimizer's fp32 master copies of {len(apart):,} of"
@@ -105,34 +102,6 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
         if name not in stated and source.reader.template(name) not in buffers
     ]
     return Proof(len(held), len(stated) - len(held), without)
-
-
-def _apart(source: Checkpoint, name: str) -> str | None:
-    """Returns how many elements of a weight differ from its rounded master copy; None if none."""
-    weight, master = source[name], source[f"{name}@{MASTER}"]
-    bits = f"u{itemsize(weight.dtype)}"
-    rows = weight.shape[0]
-    step = max(1, PROOF_BYTES * rows // max(1, weight.nbytes))
-    different = 0
-    for at in range(0, rows, step):
-        mine = weight[at : at + step].numpy().view(bits)
-        theirs = master[at : at + step].numpy()
-        # several times as fast as the cast, which holds Python's lock
-        fast = weight.dtype == "bfloat16" and theirs.dtype == np.float32
-        if fast and np.array_equal(_bfloat16_bits(theirs.view("u4")), mine):
-            continue
-        with np.errstate(all="ignore"):
-            rounded = theirs.astype(numpy_dtype(weight.dtype))
-        different += int((rounded.view(bits) != mine).sum())
-    if not different:
-        return None
-    return f"{name}: {different:,} of {math.prod(weight.shape):,} elements differ"
-
-
-def _bfloat16_bits(bits: np.ndarray) -> np.ndarray:
-    """Returns the bits of float32 numbers as those of bfloat16, rounded to even; not for NaN."""
-    odd = (bits >> 16) & 1
-    return ((bits + (odd + np.uint32(0x7FFF))) >> 16).astype("u2")
 
 
 def facts(source: Checkpoint, look: bool) -> dict[str, Any]:

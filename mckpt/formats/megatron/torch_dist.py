@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import os
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
@@ -25,7 +26,7 @@ from typing import Any
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import read_metadata
-from mckpt.containers.entries import Entry
+from mckpt.containers.entries import Entry, entry_of
 from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
@@ -37,8 +38,9 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
-from mckpt.formats.megatron import optimizer
+from mckpt.formats.megatron import flat_optimizer, optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
+from mckpt.formats.megatron.flat_optimizer import Extent, Extents
 from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
@@ -56,6 +58,7 @@ from mckpt.storage.files import read_file, unreadable
 from mckpt.values.dtypes import itemsize
 
 CHOICES = {"keys": ("global",)}  # of the dialects
+_CHAINED = re.compile(r"chained_\d+\.optimizer\.")  # one of several optimizers
 # .distcp files open at once while a layout is read; a save has one or two for each rank
 MAX_OPEN = 32
 
@@ -135,7 +138,11 @@ class TorchDist:
         """Keys of what is no weight (optimizer, random states), cut at their first dot or slash."""
         held = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
         names = [k for k in held if _ignored(k, dialect) and not k.endswith("_extra_state")]
-        found = {k.replace("/", ".").split(".")[0] for k in names if "_extra_state" not in k}
+        found = {
+            "optimizer" if _CHAINED.match(k) else k.replace("/", ".").split(".")[0]
+            for k in names
+            if "_extra_state" not in k
+        }
         return sorted(
             found
             | {k for k, v in self.common.fields.items() if k in dialect.ignore or has_tensors(v)}
@@ -198,7 +205,7 @@ class TorchDist:
         """
         held = optimizer.keys_of(self.metadata.tensors)
         if not held:
-            return None
+            return self._flat_optimizer(names)
         bound = []
         for b in names.bound():
             keys = [key for key, _ in b.global_keys()] if not b.rule.alias else []
@@ -221,6 +228,83 @@ class TorchDist:
         stored_keys = frozenset(key for states in held.values() for key in states.values())
         groups = optimizer.groups_of(self.common.fields.get("optimizer"), self.common.where)
         return Optimizer(self._form(), layout, groups, stored_keys)
+
+    def _flat_optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state of flat buffers, None if there are none."""
+        marks = self.common.fields.get("content_metadata") or {}
+        form = str(marks.get("distrib_optim_sharding_type", "distributed"))
+        objects = {k: found for k in self.metadata.objects if (found := flat_optimizer.group_of(k))}
+        extents = {
+            place: list(self._extents(key))
+            for key in self.metadata.tensors
+            if (place := flat_optimizer.place_of(key)) is not None
+        }
+        for key, (chain, number, what) in objects.items():
+            if what == "param_state":
+                extents |= self._buffers(key, chain, number)
+        if not extents:
+            return None
+        local = names._replace(choices={**names.choices, "keys": "local"})
+        # other choices than the checkpoint's may name a key that it does not have
+        most = self.metadata.tensors[names.mapping.vocabulary.key][0]
+        dtypes = {name: most for b in local.bound() for name in b.rule.of}
+        dtypes |= {
+            name: self.metadata.tensors[key][0]
+            for b in names.bound()
+            for key, _ in b.global_keys()[:1]
+            for name in b.rule.of
+            if key in self.metadata.tensors
+        }
+        rows = self.padded_vocab(names.mapping)
+        files = [str(self.root / f) for f in self.files]
+        groups: dict[int, Any] = {}
+        for key, (chain, _, what) in objects.items():
+            if what == "optimizer" and chain not in groups:
+                groups[chain] = self._object(key)[0][0]
+        listed = [groups[chain] for chain in sorted(groups)]
+        keys = frozenset(
+            k for k in (*self.metadata.tensors, *objects) if flat_optimizer.group_of(k)
+        )
+        return Optimizer(
+            form,
+            flat_optimizer.layout(extents, local, dtypes, rows, files),
+            optimizer.groups_of(listed, str(self.root)),
+            keys,
+        )
+
+    def _extents(self, key: str) -> Iterator[Extent]:
+        """Yields the chunks of a tensor of one axis."""
+        dtype, _, chunks = self.metadata.tensors[key]
+        with _Files(self.root) as files:
+            for offsets, sizes in chunks:
+                file, base, length = self.metadata.items[key, offsets]
+                where = f"{self.root / file}: {key} at {list(offsets)}"
+                at = torch_file.item_data_offset(
+                    files.fd(file), base, length, sizes[0] * itemsize(dtype), where, dtype, sizes
+                )
+                low = offsets[0]
+                yield Extent(low, low + sizes[0], dtype, self._number[file], at)
+
+    def _buffers(self, key: str, chain: int, number: int) -> Extents:
+        """Returns the buffers of an object that holds the state of one model-parallel rank."""
+        (value, *_), data = self._object(key)
+        file = self._number[self.metadata.items[key, None][0]]
+        out: Extents = {}
+        for chunk, buffers in value.items():
+            for dtypes, states in buffers.items() if isinstance(buffers, dict) else ():
+                for name, record in states.items():
+                    if (view := safe_pickle.as_tensor(record)) is None:
+                        continue
+                    state = optimizer.MASTER if name in optimizer.MASTER_KEYS else name
+                    entry = entry_of(view, data, file)
+                    place = flat_optimizer.Place(chain, number, chunk, dtypes[0].name, 0, state)
+                    out[place] = [Extent(0, entry.shape[0], entry.dtype, file, entry.at)]
+        return out
+
+    def _object(self, key: str) -> tuple[Any, Any]:
+        """Returns the value of an object, and the places of its storages."""
+        file, offset, length = self.metadata.items[key, None]
+        return self._read(str(self.root / file), offset, length)
 
     def _form(self) -> str:
         """Returns how the optimizer's state is stored; before megatron-core 0.13 the common state

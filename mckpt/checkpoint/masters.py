@@ -1,0 +1,84 @@
+"""Compares the fp32 master copies of an optimizer with the weights.
+
+After each step Megatron rounds the master copies to the weights. So if they are equal bit for bit,
+each state belongs to the weight whose name it has.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from contextlib import suppress
+
+from mckpt.checkpoint.logical import LogicalTensor, Reader
+from mckpt.errors import SourceError
+from mckpt.formats.base import Names, Opened
+from mckpt.formats.carried import joined
+from mckpt.formats.megatron.optimizer import MASTER, Optimizer, is_state
+from mckpt.geometry.box import Layout
+from mckpt.lazy import numpy as np
+from mckpt.values.dtypes import itemsize, numpy_dtype
+
+ORDERS = ("transformer_impl", "experts", "mtp_inner")
+PROOF_BYTES = 8 << 20  # of the weights that are compared at once
+
+
+def read(opened: Opened, names: Names) -> Optimizer | None:
+    """Returns the optimizer's state of a checkpoint, None if it has none.
+
+    Flat buffers have the parameters in an order that follows from choices which the keys of
+    torch_dist do not show. If those of the args do not fit the weights, others are tried.
+    """
+    first = opened.optimizer(names)
+    if first is None or first.portable:
+        return first
+    weights = opened.layout(names)
+    if fit(weights, first.layout):
+        return first
+    tried = {name: names.mapping.choices.get(name, [None]) for name in ORDERS}
+    for chosen in itertools.product(*tried.values()):
+        choices = {**names.choices, **dict(zip(tried, chosen, strict=True))}
+        with suppress(SourceError):
+            found = opened.optimizer(names._replace(choices=choices))
+            if found is not None and fit(weights, found.layout):
+                return found
+    return first
+
+
+def fit(weights: Layout, states: Layout) -> bool:
+    """Returns whether the first row of each weight is that of its master copy."""
+    reader = Reader(joined(weights, states))
+    names = [name for name in reader if not is_state(name) and f"{name}@{MASTER}" in reader]
+    return all(apart(reader, name, 1) is None for name in names)
+
+
+def apart(source: Mapping[str, LogicalTensor], name: str, most: int | None = None) -> str | None:
+    """Returns how many elements of a weight differ from its rounded master copy; None if none.
+
+    most: compares that many rows only; None: all.
+    """
+    weight, master = source[name], source[f"{name}@{MASTER}"]
+    bits = f"u{itemsize(weight.dtype)}"
+    rows = weight.shape[0] if most is None else min(most, weight.shape[0])
+    step = max(1, PROOF_BYTES * weight.shape[0] // max(1, weight.nbytes))
+    different = 0
+    for at in range(0, rows, step):
+        mine = weight[at : min(at + step, rows)].numpy().view(bits)
+        theirs = master[at : min(at + step, rows)].numpy()
+        # several times as fast as the cast, which holds Python's lock
+        fast = weight.dtype == "bfloat16" and theirs.dtype == np.float32
+        if fast and np.array_equal(_bfloat16_bits(theirs.view("u4")), mine):
+            continue
+        with np.errstate(all="ignore"):
+            rounded = theirs.astype(numpy_dtype(weight.dtype))
+        different += int((rounded.view(bits) != mine).sum())
+    if not different:
+        return None
+    return f"{name}: {different:,} of {math.prod(weight.shape):,} elements differ"
+
+
+def _bfloat16_bits(bits: np.ndarray) -> np.ndarray:
+    """Returns the bits of float32 numbers as those of bfloat16, rounded to even; not for NaN."""
+    odd = (bits >> 16) & 1
+    return ((bits + (odd + np.uint32(0x7FFF))) >> 16).astype("u2")

@@ -1,0 +1,214 @@
+"""Reads optimizer state from flat buffers, which name no parameter, in `torch_dist`.
+
+    dp_reshardable           each bucket is a tensor of one axis, in chunks of the data-parallel
+                             ranks: optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(D, D)
+                             .bucket_idx_K.STATE
+    dp_zero_gather_scatter   each model-parallel rank has an object with the buffers of all its
+                             states: optimizer.distributed.dp_group_idx_G.param_state
+
+`optimizer_buckets` says which parameter lies where. A model with experts on ranks of their own has
+two optimizers, whose keys begin with chained_0. and chained_1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from mckpt.containers.entries import Entry
+from mckpt.formats.base import Names, Problems, group, shapes_of
+from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, state_bound
+from mckpt.formats.megatron.optimizer_buckets import PARAMETER_STEP as STEP
+from mckpt.formats.megatron.optimizer_buckets import Buffer, Parameter, optimizers, rounded
+from mckpt.geometry.box import Layout, Piece, Stored, clip
+from mckpt.values.dtypes import itemsize
+
+_GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
+_BUCKET = re.compile(r"gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), .+\)\.bucket_idx_(\d+)\.(\w+)")
+
+
+class Place(NamedTuple):
+    """The name of one bucket's state: of which optimizer, rank, buffer and bucket."""
+
+    chain: int
+    group: int  # dp_group_idx
+    chunk: int  # gbuf_idx
+    dtype: str
+    bucket: int
+    state: str
+
+
+class Extent(NamedTuple):
+    """A stored range of a bucket."""
+
+    low: int  # elements of the bucket
+    high: int
+    dtype: str
+    file: int
+    at: int  # byte of the file
+
+
+Extents = dict[Place, list[Extent]]
+_Key = tuple[int, int, int, str]  # optimizer, dp_group_idx, gbuf_idx and dtype of a buffer
+_Whole = tuple[tuple[Piece, ...], int, int]
+
+
+def group_of(key: str) -> tuple[int, int, str] | None:
+    """Returns the optimizer, the dp_group_idx and the rest of a key of a flat optimizer."""
+    found = _GROUP.fullmatch(key.partition("/")[0])
+    return None if found is None else (int(found[1] or 0), int(found[2]), found[3])
+
+
+def place_of(key: str) -> Place | None:
+    """Returns the bucket that a key of dp_reshardable names."""
+    if (outer := group_of(key)) is None or (inner := _BUCKET.fullmatch(outer[2])) is None:
+        return None
+    state = MASTER if inner[4] in MASTER_KEYS else inner[4]
+    return Place(outer[0], outer[1], int(inner[1]), inner[2], int(inner[3]), state)
+
+
+def layout(
+    extents: Extents, names: Names, dtypes: dict[str, str], rows: int | None, files: list[str]
+) -> Layout:
+    """Returns the states of all parameters.
+
+    names: of the modules of each rank (the choice `keys` is local).
+    dtypes: of each logical tensor, by template.
+    rows: of the embedding with padding.
+    Raises SourceError with every bucket that its parameters do not fill.
+    """
+    problems = Problems("the optimizer's buffers do not fit the parameters of the model:")
+    problems.cure = (
+        "They are laid out for other sizes, or by a rule that mckpt does not know. Give"
+        " --no-optimizer to convert the weights alone."
+    )
+    chained = any(place.chain for place in extents)
+    held: dict[_Key, dict[str, dict[int, list[Extent]]]] = {}
+    for place, found in extents.items():
+        states = held.setdefault(place[:4], {})
+        states.setdefault(place.state, {})[place.bucket] = found
+    kinds: dict[_Kind, list[tuple[int, int, Entry]]] = {}
+    seen: set[_Whole] = set()
+    for one in optimizers(names, dtypes, rows, chained):
+        for buffer in one.buffers:
+            states = held.pop((one.chain, one.group, buffer.chunk, buffer.dtype), {})
+            where = f"dp_group_idx_{one.group}, chunk {buffer.chunk}, {buffer.dtype}"
+            if not states:
+                problems.missing(f"{where}: is missing")
+            for state, buckets in states.items():
+                for part in _parts(buffer, state, buckets, where, problems):
+                    # the ranges of one copy of a parameter do not repeat each other
+                    _add(kinds, part, replica=_whole(part.parameter) in seen)
+            seen |= {_whole(p.parameter) for p in buffer.placed}
+    problems.extend(
+        f"dp_group_idx_{group}, chunk {chunk}, {dtype} of optimizer {chain} belongs to no rank of"
+        " these sizes"
+        for chain, group, chunk, dtype in held
+    )
+    problems.check()
+    stored: list[Stored] = []
+    for kind, entries in kinds.items():
+        stored += group(
+            kind.key, kind.shape, kind.pieces, entries, problems, replica=kind.replica, padding=True
+        )
+    problems.check()
+    states_here = {kind.state for kind in kinds}
+    bound = [state_bound(b, state) for b in names.bound() for state in states_here]
+    shapes = shapes_of(bound, names.scope())
+    used = {piece.tensor for kind in kinds for piece in kind.pieces}
+    return Layout(files, stored, {name: shape for name, shape in shapes.items() if name in used})
+
+
+def _whole(p: Parameter) -> _Whole:
+    """Returns what a parameter and its copies on other ranks have in common."""
+    return p.pieces, p.layer, p.expert
+
+
+class _Part(NamedTuple):
+    """A range of a parameter that lies in one extent."""
+
+    state: str
+    parameter: Parameter
+    low: int  # elements of the parameter
+    high: int
+    dtype: str
+    file: int
+    at: int  # byte of the file
+
+
+class _Kind(NamedTuple):
+    """The geometry of equal parts of several layers and experts."""
+
+    key: str
+    state: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replica: bool
+
+
+def _parts(
+    buffer: Buffer,
+    state: str,
+    buckets: dict[int, list[Extent]],
+    where: str,
+    problems: Problems,
+) -> Iterator[_Part]:
+    """Yields the ranges of all parameters of one state of a buffer."""
+    numels = [max(e.high for e in buckets[k]) for k in sorted(buckets)]
+    starts = places([p.parameter.numel for p in buffer.placed], numels)
+    if starts is None:
+        total = sum(p.parameter.numel for p in buffer.placed)
+        problems.missing(
+            f"{where}: its {len(numels)} buckets of {state} have {sum(numels):,} elements, and its"
+            f" {len(buffer.placed)} parameters {total:,}"
+        )
+        return
+    order = {k: sorted(buckets[k]) for k in buckets}
+    for placed, (bucket, start) in zip(buffer.placed, starts, strict=True):
+        end = start + placed.parameter.numel
+        for e in order[sorted(buckets)[bucket]]:
+            low, high = max(start, e.low), min(end, e.high)
+            if low < high:
+                at = e.at + (low - e.low) * itemsize(e.dtype)
+                yield _Part(state, placed.parameter, low - start, high - start, e.dtype, e.file, at)
+
+
+def places(numels: Iterable[int], buckets: list[int]) -> list[tuple[int, int]] | None:
+    """Returns the (bucket, start) of each parameter; None if they do not fill the buckets.
+
+    numels: of the parameters, in the order of the buffer. buckets: elements of each bucket, without
+    the padding of its end, of which it may have some in front of a shared embedding. A parameter
+    that does not fit into a bucket is the first one of the next.
+    """
+    out, bucket, end = [], 0, 0
+    for numel in numels:
+        start = rounded(end, STEP)
+        if bucket < len(buckets) and start + numel > buckets[bucket]:
+            if buckets[bucket] not in (end, start):
+                return None
+            bucket, start = bucket + 1, 0
+        if bucket >= len(buckets) or start + numel > buckets[bucket]:
+            return None
+        out.append((bucket, start))
+        end = start + numel
+    return out if bucket == len(buckets) - 1 and end == buckets[bucket] else None
+
+
+def _add(kinds: dict[_Kind, list[tuple[int, int, Entry]]], part: _Part, replica: bool) -> None:
+    p = part.parameter
+    whole = (part.low, part.high) == (0, p.numel)
+    found = p.pieces if whole else [q for o in p.pieces for q in clip(o, part.low, part.high)]
+    pieces = tuple(
+        q._replace(
+            tensor=f"{q.tensor}@{part.state}", offset=q.offset if part.state == MASTER else 0.0
+        )
+        for q in found
+    )
+    if not pieces:  # padding of the vocabulary
+        return
+    shape = p.shape if whole else (part.high - part.low,)
+    key = f"{re.sub(r'[0-9]+', '*', p.key)} ({part.state})"
+    kind = _Kind(key, part.state, shape, pieces, replica)
+    entry = Entry(part.dtype, shape, part.file, part.at)
+    kinds.setdefault(kind, []).append((p.layer, p.expert, entry))
