@@ -75,6 +75,9 @@ class Flat:
         stored = list(_stored(names, rows, at, dtypes))
         return Layout([str(self.root / DATA)], stored, shapes_of(names.bound(), names.scope()))
 
+    def optimizer(self, names: Names) -> None:
+        return None
+
     def show(self, most: int | None) -> Shown:
         rows = [
             (key, t["dtype"], tuple(t["shape"]), dict[str, Any]())

@@ -197,6 +197,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
         roots = {name.split(".")[0] for name in imported(module)}
         threaded = (
             "checkpoint.comparison",
+            "conversion.optimizer",
             "execute.engine",
             "execute.files",
             "execute.ranks",

@@ -209,12 +209,11 @@ def test_check_replicas_finds_a_replica_that_differs(made, tmp_path):
     assert mckpt("diff", made["one"], tmp_path / "dst").code == 0
 
 
-def test_the_optimizer_is_left_behind_only_with_no_optimizer(made, tmp_path):
+def test_unknown_tensors_are_left_behind_only_with_no_optimizer(made, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(made["torch"], src)
 
     def more(pt: Pt) -> None:
-        pt.value["optimizer"] = {"state": pt.put("float32", (2,), bytes(8))}
         pt.value["rng_state"] = [{"random": 1}]
         # a key with tensors that mckpt does not know
         pt.value["ema"] = {"weight": pt.put("float32", (2,), bytes(8))}
@@ -223,22 +222,41 @@ def test_the_optimizer_is_left_behind_only_with_no_optimizer(made, tmp_path):
     ranks(more)(src)
     refused(
         2,
-        "optimizer",
-        "rng_state",
         "ema",
         "--no-optimizer",
         args=("reshard", src, tmp_path / "d"),
         untouched=tmp_path,
     )
     plan = good("plan", src, tmp_path / "d", "--to", "hf", "--json").json
-    assert {"optimizer", "rng_state", "ema"} <= set(plan["left_behind"])
+    assert {"rng_state", "ema"} <= set(plan["left_behind"])
     good("reshard", src, tmp_path / "d", "--no-optimizer", "--target-tp", 1)
     value = Pt(tmp_path / "d/release/mp_rank_00_000" / PT).value
-    assert value["note"] == "kept" and not {"optimizer", "rng_state", "ema"} & set(value)
+    assert value["note"] == "kept" and not {"rng_state", "ema"} & set(value)
     assert value["args"].state["no_save_optim"] is True
 
 
-def test_the_optimizer_of_torch_dist_is_left_behind_only_with_no_optimizer(made, tmp_path):
+def test_random_states_alone_do_not_ask_for_no_optimizer(made, tmp_path):
+    src = tmp_path / "src"
+    shutil.copytree(made["torch"], src)
+    ranks(lambda pt: pt.value.update(rng_state=[{"random": 1}]))(src)
+    good("reshard", src, tmp_path / "d", "--target-tp", 1)
+
+
+def test_an_incomplete_optimizer_is_an_error_that_names_the_file(made, tmp_path):
+    src = tmp_path / "src"
+    shutil.copytree(made["torch"], src)
+
+    def more(pt: Pt) -> None:
+        states = {0: {"exp_avg": pt.put("float32", (2,), bytes(8))}}
+        pt.value["optimizer"] = {"state": states}
+
+    ranks(more)(src)
+    args = ("reshard", src, tmp_path / "d", "--target-format", "torch_dist")
+    refused(3, "model_optim_rng.pt", "optimizer", "--no-optimizer", args=args, untouched=tmp_path)
+    good(*args, "--no-optimizer")
+
+
+def test_an_optimizer_without_its_groups_is_left_behind_only_with_no_optimizer(made, tmp_path):
     src = tmp_path / "src"
     shutil.copytree(made["dist"], src)
 
@@ -249,7 +267,7 @@ def test_the_optimizer_of_torch_dist_is_left_behind_only_with_no_optimizer(made,
 
     metadata(more)(src)
     refused(
-        2, "optimizer", "--no-optimizer", args=("reshard", src, tmp_path / "d"), untouched=tmp_path
+        3, "optimizer", "--no-optimizer", args=("reshard", src, tmp_path / "d"), untouched=tmp_path
     )
     good("reshard", src, tmp_path / "d", "--no-optimizer")
     assert not any(

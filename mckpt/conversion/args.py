@@ -115,7 +115,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
     out = {k: v for k, v in fields.items() if not (k in ignored or k in left)}
     out["iteration"], out[VERSION] = _iteration(decided), CHECKPOINT_VERSION
     if decided.optimizer:
-        out |= optimizer.common_state(decided.moved, decided.destination.format)
+        out |= optimizer.common_state(decided.moved)
     if decided.changes_dialect and "content_metadata" in out:
         marks = out["content_metadata"]
         out["content_metadata"] = {k: v for k, v in marks.items() if k != PER_LAYER}

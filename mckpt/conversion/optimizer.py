@@ -45,12 +45,18 @@ def left_behind(source: Checkpoint, kept: bool) -> list[str]:
     return [name for name in source.left_behind() if not (kept and name in KEPT)]
 
 
-def refuse_others(source: Checkpoint, target: Target) -> None:
+def refuse_others(source: Checkpoint, format: Format, target: Target) -> None:
     """Raises UsageError if the source holds what is neither weights nor an optimizer that can be
     kept, unless --no-optimizer says that it is not needed. Random states are always left behind.
     """
     if target.no_optimizer or not source.is_megatron:
         return
+    if keeps(source, target) and not format.optimizer:
+        raise UsageError(
+            f"{source.path}: has the state of an optimizer, which mckpt does not write in the"
+            f" format {format}; give --target-format torch_dist to keep it, or --no-optimizer to"
+            " convert the weights alone"
+        )
     left = [n for n in left_behind(source, keeps(source, target)) if n not in (*RANDOM, *SCHEDULER)]
     if left:
         raise UsageError(
@@ -59,7 +65,7 @@ def refuse_others(source: Checkpoint, target: Target) -> None:
         )
 
 
-def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
+def common_state(source: Checkpoint) -> dict[str, Any]:
     """Returns the fields of the common state that belong to the optimizer of the target."""
     optimizer, common = source.optimizer, source.opened.common
     assert optimizer is not None and common is not None

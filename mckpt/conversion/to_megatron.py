@@ -67,7 +67,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
     inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
     kept = optimizer.keeps(moved, target)
-    optimizer.refuse_others(moved, target)
+    optimizer.refuse_others(moved, destination.format, target)
     if kept:
         moved = moved.with_optimizer()
     kinds, dtype = kinds_of(moved, target)

@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mckpt.containers.entries import Entry
+from mckpt.containers import safe_pickle
+from mckpt.containers.entries import Entry, entry_of
+from mckpt.containers.torch_file import Ranges
 from mckpt.formats.base import Names, Problems, group, shapes_of
-from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, state_bound
+from mckpt.formats.megatron.optimizer import CURE, MASTER, MASTER_KEYS, state_bound
 from mckpt.formats.megatron.optimizer_buckets import PARAMETER_STEP as STEP
 from mckpt.formats.megatron.optimizer_buckets import Buffer, Parameter, optimizers, rounded
 from mckpt.geometry.box import Layout, Piece, Stored, clip
@@ -68,6 +70,23 @@ def place_of(key: str) -> Place | None:
     return Place(outer[0], outer[1], int(inner[1]), inner[2], int(inner[3]), state)
 
 
+def buffers(value: Any, data: Ranges, file: int, chain: int, number: int) -> Extents:
+    """Returns the buffers in the object `param_state` of one model-parallel rank.
+
+    data: the places of its storages in the file with this number. chain, number: of its key.
+    """
+    out: Extents = {}
+    for chunk, held in value.items():
+        for dtypes, states in held.items() if isinstance(held, dict) else ():
+            for name, record in states.items():
+                if (view := safe_pickle.as_tensor(record)) is not None:
+                    entry = entry_of(view, data, file)
+                    state = MASTER if name in MASTER_KEYS else name
+                    place = Place(chain, number, chunk, dtypes[0].name, 0, state)
+                    out[place] = [Extent(0, entry.shape[0], entry.dtype, file, entry.at)]
+    return out
+
+
 def layout(
     extents: Extents, names: Names, dtypes: dict[str, str], rows: int | None, files: list[str]
 ) -> Layout:
@@ -79,10 +98,7 @@ def layout(
     Raises SourceError with every bucket that its parameters do not fill.
     """
     problems = Problems("the optimizer's buffers do not fit the parameters of the model:")
-    problems.cure = (
-        "They are laid out for other sizes, or by a rule that mckpt does not know. Give"
-        " --no-optimizer to convert the weights alone."
-    )
+    problems.cure = CURE
     chained = any(place.chain for place in extents)
     held: dict[_Key, dict[str, dict[int, list[Extent]]]] = {}
     for place, found in extents.items():

@@ -26,7 +26,7 @@ from typing import Any
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import read_metadata
-from mckpt.containers.entries import Entry, entry_of
+from mckpt.containers.entries import Entry
 from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
@@ -40,7 +40,7 @@ from mckpt.formats.base import (
 )
 from mckpt.formats.megatron import flat_optimizer, optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
-from mckpt.formats.megatron.flat_optimizer import Extent, Extents
+from mckpt.formats.megatron.flat_optimizer import Extent
 from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
@@ -214,6 +214,7 @@ class TorchDist:
                 prefix = held[key][state].removesuffix(key)
                 bound.append(optimizer.state_bound(b, state, prefix))
         problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
+        problems.cure = optimizer.CURE
         stored = self._stored(bound, names, problems)
         known = {key for b in bound for key, _ in b.global_keys()}
         problems.extend(
@@ -241,7 +242,9 @@ class TorchDist:
         }
         for key, (chain, number, what) in objects.items():
             if what == "param_state":
-                extents |= self._buffers(key, chain, number)
+                (value, *_), data = self._object(key)
+                file = self._number[self.metadata.items[key, None][0]]
+                extents |= flat_optimizer.buffers(value, data, file, chain, number)
         if not extents:
             return None
         local = names._replace(choices={**names.choices, "keys": "local"})
@@ -284,22 +287,6 @@ class TorchDist:
                 )
                 low = offsets[0]
                 yield Extent(low, low + sizes[0], dtype, self._number[file], at)
-
-    def _buffers(self, key: str, chain: int, number: int) -> Extents:
-        """Returns the buffers of an object that holds the state of one model-parallel rank."""
-        (value, *_), data = self._object(key)
-        file = self._number[self.metadata.items[key, None][0]]
-        out: Extents = {}
-        for chunk, buffers in value.items():
-            for dtypes, states in buffers.items() if isinstance(buffers, dict) else ():
-                for name, record in states.items():
-                    if (view := safe_pickle.as_tensor(record)) is None:
-                        continue
-                    state = optimizer.MASTER if name in optimizer.MASTER_KEYS else name
-                    entry = entry_of(view, data, file)
-                    place = flat_optimizer.Place(chain, number, chunk, dtypes[0].name, 0, state)
-                    out[place] = [Extent(0, entry.shape[0], entry.dtype, file, entry.at)]
-        return out
 
     def _object(self, key: str) -> tuple[Any, Any]:
         """Returns the value of an object, and the places of its storages."""
@@ -497,5 +484,6 @@ FORMAT = Format(
     global_keys=True,
     layer_keys=True,
     common_object=True,
+    optimizer=True,
     last=MARKER,
 )

@@ -25,6 +25,7 @@ from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
 from mckpt.formats.base import Names, Problems, group, packed, shapes_of
 from mckpt.formats.megatron.optimizer import (
+    CURE,
     MASTER,
     MASTER_KEYS,
     NOT_DISTRIBUTED,
@@ -106,6 +107,7 @@ def read(source: Source) -> Optimizer | None:
     if not flat and not _has_states(plain):
         return None
     problems = Problems(f"the optimizer's state of {source.where} does not match its weights:")
+    problems.cure = CURE
     index = _parameters(source)
     found: list[_Found] = []
     for directory in places:
