@@ -84,7 +84,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
             padded,
             args.common,
             target.common_as_object,
-            distributed=moved.optimizer is None or moved.optimizer.distributed,
+            distributed=not (kept and moved.optimizer) or moved.optimizer.distributed,
         )
     )
     line = megatron_args.launch(dialect, args.written)

@@ -385,15 +385,10 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
     sizes with which they were saved.
     """
     # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
-    oldest = source.mapping.megatron[0]
-    api.plan(
-        source,
-        directory,
-        format=formats.MEGATRON,
-        parallel=parallel,
-        no_optimizer=True,
-        megatron_version=oldest,
-    ).run(checksum="none")
+    target = api.Target(
+        parallel=parallel, no_optimizer=True, megatron_version=source.mapping.megatron[0]
+    )
+    api.plan(source, directory, target=target).run(checksum="none")
 
 
 def _known(left: Checkpoint, options: Options) -> Known:

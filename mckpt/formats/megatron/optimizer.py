@@ -27,9 +27,7 @@ MASTER = "master"
 MASTER_KEYS = ("param", "fp32_param")
 FULLY_RESHARDABLE = "fully_reshardable"
 NOT_DISTRIBUTED = "not distributed"
-CURE = (
-    "If the checkpoint should be complete, copy it again; --no-optimizer takes the weights alone."
-)
+CURE = "If the checkpoint should be complete, copy it again; else give --no-optimizer."
 # Before `chained_optim_avoid_prefix`, the optimizers of dense weights and of experts had prefixes.
 _KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
 
