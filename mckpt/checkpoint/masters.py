@@ -21,7 +21,8 @@ from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
 ORDERS = ("transformer_impl", "experts", "mtp_inner")
-PROOF_BYTES = 8 << 20  # of the weights that are compared at once
+# of a weight that one thread compares at once; with all temporary arrays it holds ten times as much
+PROOF_BYTES = 256 << 10
 
 
 def read(opened: Opened, names: Names) -> Optimizer | None:

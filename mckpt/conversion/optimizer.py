@@ -26,6 +26,8 @@ RANDOM = (
     "rng_tracker_states",
 )
 
+THREADS = 32  # at most, of the comparison of master copies; each holds about 3 MiB
+
 
 class Proof(NamedTuple):
     """The comparison of the master copies with the weights."""
@@ -92,7 +94,7 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     weights = [name for name in source if not is_state(name)]
     held = [name for name in weights if f"{name}@{MASTER}" in source]
     if look:
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             apart = [text for text in pool.map(partial(masters.apart, source), held) if text]
         if apart:
             raise SourceError.of(
