@@ -20,8 +20,8 @@ distributed_data_parallel.py, megatron-core 0.12 to 0.19. All numbers are elemen
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, dtype_of, packed
@@ -114,6 +114,15 @@ def bucket_step(num_ranks: int, high_busbw: bool = False) -> int:
 def default_bucket_size(num_ranks: int) -> int:
     """Returns the size at which a bucket is full with --overlap-grad-reduce alone."""
     return max(SMALLEST_BUCKET, RANK_BUCKET * num_ranks)
+
+
+def bucket_size(args: Mapping[str, Any]) -> int | None:
+    """Returns the size at which a bucket of a run was full, by Megatron's args; None: it had one
+    bucket.
+    """
+    if not args.get("overlap_grad_reduce"):
+        return None
+    return args.get("ddp_bucket_size") or default_bucket_size(args.get("data_parallel_size") or 1)
 
 
 def lay_out(

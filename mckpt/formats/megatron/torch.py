@@ -35,6 +35,7 @@ from mckpt.formats.base import (
 from mckpt.formats.megatron import torch_optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
 from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.optimizer_buckets import bucket_size
 from mckpt.formats.megatron.torch_optimizer import Contents, Source
 from mckpt.formats.megatron.torch_shards import (
     FILE,
@@ -265,7 +266,14 @@ class Torch:
         grid = self._grid(names, Problems(f"the files of {self.root} do not match its args:"))
         rows = self.padded_vocab(names.mapping)
         source = Source(
-            names, grid, rows, lambda d: self._rank(d).models, contents, files, str(self.root)
+            names,
+            grid,
+            rows,
+            lambda d: self._rank(d).models,
+            contents,
+            files,
+            str(self.root),
+            bucket_size(self.common.args or {}),
         )
         return torch_optimizer.read(source)
 

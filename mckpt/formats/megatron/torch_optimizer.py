@@ -9,9 +9,8 @@
          CHUNK: {(dtype, dtype of gradients): {param, exp_avg, exp_avg_sq}}}
 
 A model with experts on ranks of their own has a list of two of these. Neither names parameters, but
-both have them in the order in which the model registers them, which is that of the keys of `model`:
-a flat buffer of the distributed optimizer from the last to the first, each from a multiple of 64
-elements on (megatron-core, distributed/param_and_grad_buffer.py).
+both have them in the order in which the model registers them, which is that of the keys of `model`.
+`optimizer_buckets` says where a flat buffer has them.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
 from mckpt.formats.base import Names, Problems, group, packed, shapes_of
+from mckpt.formats.megatron import optimizer_buckets
 from mckpt.formats.megatron.optimizer import (
     CURE,
     MASTER,
@@ -43,7 +43,6 @@ FILE = "distrib_optim.pt"
 FORM = "distrib_optim.pt"
 # of a file: what belongs to the optimizer
 KEYS = ("optimizer", "opt_param_scheduler", FILE)
-ALIGNED = 64  # elements: each parameter of a flat buffer begins at a multiple of them
 
 
 class Contents(NamedTuple):
@@ -77,6 +76,7 @@ class Source(NamedTuple):
     open: Callable[[str, str], Contents | None]
     files: list[str]
     where: str
+    bucket_size: int | None  # elements at which a bucket was full; None: there was one bucket
 
 
 class _Group(NamedTuple):
@@ -120,8 +120,11 @@ def read(source: Source) -> Optimizer | None:
         if contents is None:
             problems.missing(f"{directory}: has no {FILE}")
             continue
-        reader = _flat if flat else _listed
-        found += reader(contents, parameters, problems)
+        found += (
+            _flat(contents, parameters, source, problems)
+            if flat
+            else _listed(contents, parameters, problems)
+        )
     problems.check()
     groups = groups_of(plain, f"{source.where}/{places[0]}")
     stored, bound = _stored(found, problems)
@@ -174,7 +177,7 @@ def _optimizers(
 
 
 def _flat(
-    contents: Contents, parameters: list[list[Parameter]], problems: Problems
+    contents: Contents, parameters: list[list[Parameter]], source: Source, problems: Problems
 ) -> Iterator[_Found]:
     """Yields the states in a distrib_optim.pt."""
     value = contents.value
@@ -190,8 +193,10 @@ def _flat(
         for v, chunk in enumerate(own):
             for dtypes, buffer in (one.get(v) or {}).items():
                 kind = dtypes[0].name
-                inside = [p for p in reversed(chunk) if p.entry.dtype == kind]
-                yield from _buffer(contents, buffer, inside, f"{kind} of chunk {v}", problems)
+                inside = [p for p in chunk if p.entry.dtype == kind]
+                yield from _buffer(
+                    contents, buffer, inside, f"{kind} of chunk {v}", source, problems
+                )
 
 
 def _buffer(
@@ -199,39 +204,46 @@ def _buffer(
     buffer: dict[str, Any],
     parameters: list[Parameter],
     what: str,
+    source: Source,
     problems: Problems,
 ) -> Iterator[_Found]:
-    """Yields the states of one flat buffer. parameters: in the order of the buffer."""
+    """Yields the states of one flat buffer. parameters: in the order of their registration."""
     for name, record in buffer.items():
         view = safe_pickle.as_tensor(record)
         if view is None:
             continue
         whole = entry_of(view, contents.data, contents.file)
-        numels = [math.prod(p.entry.shape) for p in parameters]
-        starts = places(numels, whole.shape[0])
+        starts = _starts(parameters, whole.shape[0], source)
         if starts is None:
+            total = sum(math.prod(p.entry.shape) for p in parameters)
             problems.missing(
                 f"{contents.path}: {name} of {what} has {whole.shape[0]:,} elements, and its"
-                f" {len(parameters)} parameters have {sum(numels):,}"
+                f" {len(parameters)} parameters have {total:,}"
             )
             return
         size = itemsize(whole.dtype)
-        for p, start in zip(parameters, starts, strict=True):
+        for p, start in zip(reversed(parameters), starts, strict=True):
             entry = Entry(whole.dtype, p.entry.shape, whole.file, whole.at + start * size)
             yield _Found(MASTER if name in MASTER_KEYS else name, p, entry)
 
 
-def places(numels: list[int], total: int) -> list[int] | None:
-    """Returns the start of each parameter in a buffer of `total` elements; None if they do not fill
-    it.
-
-    Each begins at a multiple of 64 elements, and the buffer ends with the last one.
+def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int] | None:
+    """Returns the start of each parameter in a buffer of `total` elements, the last parameter
+    first; None if they do not fill it.
     """
-    starts, end = [], 0
-    for numel in numels:
-        starts.append(end + -end % ALIGNED)
-        end = starts[-1] + numel
-    return starts if end == total else None
+    copied = {b.rule.of for b in source.names.bound() if b.rule.alias}
+    shared = next((p for p in parameters if p.bound.rule.of in copied), None)
+    registered = [
+        optimizer_buckets.Parameter(
+            p.key, p.entry.dtype, p.entry.shape, p.shard.pieces, p.layer, p.expert, p is shared
+        )
+        for p in parameters
+    ]
+    for size in dict.fromkeys((None, source.bucket_size)):
+        for buffer in optimizer_buckets.lay_out(registered, bucket_size=size):
+            if sum(buffer.numels) == total:
+                return [buffer.start(placed.bucket) + placed.start for placed in buffer.placed]
+    return None
 
 
 def _listed(
