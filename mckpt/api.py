@@ -108,17 +108,19 @@ def diff(
     *,
     atol: float | None = None,
     known: Known | None = None,
+    no_optimizer: bool = False,
     progress: Progress | None = None,
 ) -> comparison.Difference:
     """Compares two checkpoints of any formats tensor by tensor; see `comparison.diff`.
 
-    If both have the state of an optimizer, it is compared too.
+    If both have the state of an optimizer, it is compared too, unless `no_optimizer`.
     """
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"--atol {atol} must be a finite number, at least 0")
     left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
     left, right = left.named_as(right), right.named_as(left)
-    if left.is_megatron and right.is_megatron and left.optimizer and right.optimizer:
+    both = left.is_megatron and right.is_megatron and not no_optimizer
+    if both and left.optimizer and right.optimizer:
         left, right = left.with_optimizer(), right.with_optimizer()
     found = comparison.diff(left, right, atol, progress)
     found.replicas = comparison.copies_apart((left, right))

@@ -42,6 +42,7 @@ def test_state_of_an_old_release_becomes_portable(saved: Path, tmp_path: Path) -
         # the gradients were random on every rank, so the ranks' copies of norms differ
         assert not difference.changed and not difference.missing and not difference.extra
         assert difference.same == 4 * 25
+    assert mckpt.diff(saved, tmp_path / "out", no_optimizer=True).same == 25
     portable = Checkpoint(tmp_path / "tp1").optimizer
     assert portable is not None and portable.form == "fully_reshardable"
     assert portable.groups == found.groups and portable.groups[0][0]["step"] == 1

@@ -37,8 +37,15 @@ if TYPE_CHECKING:
     metavar="X",
     help="Largest difference allowed. Without it, every bit must be equal.",
 )
+@click.option(
+    "--no-optimizer",
+    is_flag=True,
+    help="Compare the weights only, not the optimizer state that both have.",
+)
 @json_option
-def diff(a: Path, b: Path, atol: float | None, as_json: bool, **options: Any) -> int:
+def diff(
+    a: Path, b: Path, atol: float | None, no_optimizer: bool, as_json: bool, **options: Any
+) -> int:
     """Compare two checkpoints tensor by tensor.
 
     Their formats and parallel sizes may differ.
@@ -53,7 +60,7 @@ def diff(a: Path, b: Path, atol: float | None, as_json: bool, **options: Any) ->
     for note in dict.fromkeys(notes):
         progress.tell(note, as_json)
     with progress.showing("comparing", as_json) as shown:
-        found = api.diff(left, right, atol=atol, progress=shown)
+        found = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
     if as_json:
         click.echo(json.dumps(found.json()))
     else:
