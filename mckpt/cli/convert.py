@@ -145,11 +145,10 @@ def repair(src: Path, dst: Path | None, **options: Any) -> None:
             f"{src}: is a Hugging Face directory, which has no optimizer state to repair"
         )
     portable = formats.get(formats.MEGATRON)
-    if source.format == portable.name and (found := source.optimizer) and found.portable:
-        click.echo(
-            f"{source.opened.root}: is portable already: its optimizer state"
-            f" ({found.form}) loads at any sizes"
-        )
+    found = source.optimizer
+    if source.format == portable.name and (found is None or found.portable):
+        state = f"its optimizer state ({found.form})" if found else "it has no optimizer state, and"
+        click.echo(f"{source.opened.root}: is portable already: {state} loads at any sizes")
         return
     dst = dst or src.parent / f"{src.name}-portable"
     target = make_target(options, portable.name, source.parallel)
