@@ -16,6 +16,7 @@ import pytest
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats.megatron.flat_optimizer import places
+from mckpt.formats.megatron.optimizer import unkept
 from mckpt.geometry.box import range_boxes
 from tests.door import good, refused
 from tests.tiny import FIXTURES
@@ -82,6 +83,12 @@ def test_missing_state_of_one_weight_is_named(saved: Path, tmp_path: Path) -> No
     files = sorted(short.glob("*.distcp"), key=lambda path: path.stat().st_size)
     files[-1].write_bytes(files[-1].read_bytes()[:-400])
     refused(3, files[-1].name, args=("reshard", short, tmp_path / "out", "--target-tp", 1))
+
+
+def test_what_an_optimizer_has_beside_its_states_is_listed() -> None:
+    inner = {"optimizer": {"param_groups": []}, "param_state_sharding_type": "x"}
+    assert unkept(inner) == unkept({0: inner, 1: inner}) == unkept(None) == []
+    assert unkept([inner, {**inner, "grad_scaler": {}}]) == ["grad_scaler"]
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (4, 1)])

@@ -14,7 +14,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format
-from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, MASTER, common_of, is_state
+from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, MASTER, common_of, is_state, unkept
 
 # keys of the common state that are kept with an optimizer
 SCHEDULER = ("opt_param_scheduler", "lr_scheduler")
@@ -44,7 +44,11 @@ def keeps(source: Checkpoint, target: Target) -> bool:
 
 def left_behind(source: Checkpoint, kept: bool) -> list[str]:
     """Returns what a conversion does not take with it. kept: whether the optimizer is taken."""
-    return [name for name in source.left_behind() if not (kept and name in KEPT)]
+    if not kept:
+        return source.left_behind()
+    fields = source.opened.common.fields if source.opened.common else {}
+    more = [f"optimizer.{name}" for name in unkept(fields.get("optimizer"))]
+    return [name for name in source.left_behind() if name not in KEPT] + more
 
 
 def refuse_others(source: Checkpoint, format: Format, target: Target) -> None:
@@ -59,7 +63,8 @@ def refuse_others(source: Checkpoint, format: Format, target: Target) -> None:
             f" format {format}; give --target-format torch_dist to keep it, or --no-optimizer to"
             " convert the weights alone"
         )
-    left = [n for n in left_behind(source, keeps(source, target)) if n not in (*RANDOM, *SCHEDULER)]
+    known = (*RANDOM, *SCHEDULER, *(KEPT if keeps(source, target) else ()))
+    left = [name for name in source.left_behind() if name not in known]
     if left:
         raise UsageError(
             f"{source.path}: holds more than weights, and mckpt cannot convert {', '.join(left)};"

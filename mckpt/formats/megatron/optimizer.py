@@ -27,6 +27,11 @@ MASTER = "master"
 MASTER_KEYS = ("param", "fp32_param")
 FULLY_RESHARDABLE = "fully_reshardable"
 NOT_DISTRIBUTED = "not distributed"
+# what `optimizer` in a common state has beside tensors
+_PLAIN = (
+    *("optimizer", "param_groups", "state", "param_state", "param_state_sharding_type"),
+    "fp32_from_fp16_params",
+)
 CURE = "If the checkpoint should be complete, copy it again; else give --no-optimizer."
 # Before `chained_optim_avoid_prefix`, the optimizers of dense weights and of experts had prefixes.
 _KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
@@ -120,10 +125,8 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
     Their lists of parameters are left out: they number the parameters of one rank. Raises
     SourceError if there are none.
     """
-    numbered = isinstance(plain, dict) and plain.keys() and all(type(k) is int for k in plain)
-    chained = list(plain.values()) if numbered else plain if isinstance(plain, list) else [plain]
     out = []
-    for one in chained:
+    for one in _chained(plain):
         inner = one.get("optimizer", one) if isinstance(one, dict) else None
         groups = inner.get("param_groups") if isinstance(inner, dict) else None
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -133,6 +136,20 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
             )
         out.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
     return out
+
+
+def unkept(plain: Any) -> list[str]:
+    """Returns the names of what an `optimizer` of a common state has beside groups and states, such
+    as the `grad_scaler` of training in fp16, which Megatron starts anew if it is not there.
+    """
+    found = {str(k) for one in _chained(plain) if isinstance(one, dict) for k in one}
+    return sorted(found - set(_PLAIN))
+
+
+def _chained(plain: Any) -> list[Any]:
+    """Returns the values of each optimizer: a model with experts may have several."""
+    numbered = isinstance(plain, dict) and plain.keys() and all(type(k) is int for k in plain)
+    return list(plain.values()) if numbered else plain if isinstance(plain, list) else [plain]
 
 
 def common_of(optimizer: Optimizer) -> Any:
