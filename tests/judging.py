@@ -53,6 +53,18 @@ def record(
             file.write(json.dumps(row, default=float) + "\n")
 
 
+def multi_token_difference(case: str, result: dict[str, Any], wanted: np.ndarray) -> float:
+    """Records a result of multi-token prediction; returns the largest difference of a logit.
+
+    wanted: the logits of the reference [batch, seq - 1, ...]: the last position has no next token.
+    """
+    assert result["ok"], explain(result)
+    assert result["unread"] == []
+    apart, largest = np.abs(result["logits"][:, :-1] - wanted).max(), np.abs(wanted).max()
+    record("multi-token prediction", case, "torch", "1 rank", apart, largest, dialect="hybrid")
+    return float(apart)
+
+
 def judge(
     cases: list[dict[str, Any]],
     world_size: int,

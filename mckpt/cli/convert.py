@@ -137,7 +137,8 @@ def repair(src: Path, dst: Path | None, **options: Any) -> None:
     """Make a training checkpoint loadable at any sizes.
 
     Writes torch_dist at the source's sizes, with the optimizer state of each weight under the
-    weight's name. Without DST it writes to SRC-portable. If there is nothing to repair, it says so.
+    weight's name. Without DST it writes to SRC-portable. A checkpoint that already loads at any
+    sizes is left as it is.
     """
     source = open_source(src, options)
     if not source.is_megatron:

@@ -1,4 +1,4 @@
-"""Reads the files of torch.save before torch 1.6, which are no zip but a stream of pickles.
+"""Reads the files of torch.save before torch 1.6, which are a stream of pickles, not a zip.
 
     | magic | protocol | machine | value | storage keys | numel, bytes | numel, bytes | ...
 

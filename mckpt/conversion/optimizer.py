@@ -94,7 +94,9 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     SourceError with all weights that differ: their states belong to other weights, or weights and
     optimizer are not of the same step.
     """
-    buffers = {name for b in source.names.bound() if b.rule.is_buffer for name in b.rule.of}
+    is_parameter = source.mapping.registration.is_parameter
+    rules = [b.rule for b in source.names.bound() if not is_parameter(b.rule.key)]
+    buffers = {name for rule in rules for name in rule.of}
     stated = {name.partition("@")[0] for name in source if is_state(name)}
     weights = [name for name in source if not is_state(name)]
     held = [name for name in weights if f"{name}@{MASTER}" in source]

@@ -84,13 +84,13 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
 
 
 class _Wrapper(NamedTuple):
-    """What is around the text model of a larger one."""
+    """The parts of a larger model that surround its text model."""
 
     names: dict[str, str] = {}  # as those of a form: start of a family's name -> stored start
     carried: tuple[str, ...] = ()  # patterns of all other stored names
 
     def lines(self) -> Iterator[str]:
-        """Yields the lines of the file that say it."""
+        """Yields the lines of the draft that describe these parts."""
         yield f"config: {_TEXT}"
         yield "# TODO the keys of the tokens of images, and the key that ties the embeddings:"
         yield "# placeholders: [/image_token_id]"

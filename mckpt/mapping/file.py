@@ -82,7 +82,7 @@ class MappingFile(NamedTuple):
     trainer: str  # of a dialect: Megatron's program that trains its checkpoints
     # how many layers the decoder has as the keys number them; None: num_layers
     numbering: Expression | None
-    stage_sizes: Expression | None  # layers of each pipeline stage, from the args, if they say it
+    stage_sizes: Expression | None  # layers of each pipeline stage, if the args have them
     # choice -> its value, from `megatron`, the version that will load the checkpoint
     by_version: dict[str, Expression]
     # names that its expressions use beside dims and choices, and their default values

@@ -22,7 +22,7 @@ class Registration(NamedTuple):
     """
 
     order: tuple[str, ...] = ()
-    buffers: tuple[str, ...] = ()  # names of stored tensors that are no parameters
+    buffers: tuple[str, ...] = ()  # names of stored tensors that no optimizer updates
 
     def is_parameter(self, key: str) -> bool:
         return key.rpartition(".")[2] not in self.buffers

@@ -35,13 +35,6 @@ class Rule(NamedTuple):
     offset: float = 0.0  # the stored values are the logical ones plus this number
 
     @property
-    def is_buffer(self) -> bool:
-        """Returns whether the tensor is no parameter, so no optimizer has a state for it.
-        Megatron's buffers are the tensors whose dtype does not follow that of the parameters.
-        """
-        return self.dtype is not None
-
-    @property
     def shared(self) -> bool:
         """Returns whether several keys are copies of one tensor: the keys name a layer, and the
         tensor does not.

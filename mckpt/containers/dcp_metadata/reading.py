@@ -191,7 +191,7 @@ def _flattened(
         if (
             len(size) != len(shape) + 1
             or not all(type(n) is int for n in shape)
-            or any(ways < 1 or n % ways for n, ways in zip(shape, size, strict=False))
+            or any(ways < 1 or n % ways for n, ways in zip(shape, size[:-1], strict=True))
             or math.prod(shape) != math.prod(size)
         ):
             problems.append(

@@ -93,7 +93,7 @@ class Optimizer(NamedTuple):
     chain: int  # its index in the rank's ChainedOptimizer
     tp: int  # tensor rank; that of the experts if `chain` is 1
     pp: int
-    ep: int | None  # None: the optimizer of all parameters that are no experts
+    ep: int | None  # None: the optimizer of all parameters but those of experts
     group: int  # its dp_group_idx in the keys of dp_reshardable
     buffers: tuple[Buffer, ...]  # gbuf_idx is the index
 

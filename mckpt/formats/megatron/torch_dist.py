@@ -17,7 +17,6 @@ import itertools
 import json
 import math
 import os
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from functools import cached_property
@@ -58,7 +57,6 @@ from mckpt.storage.files import read_file, unreadable
 from mckpt.values.dtypes import itemsize
 
 CHOICES = {"keys": ("global",)}  # of the dialects
-_CHAINED = re.compile(r"chained_\d+\.optimizer\.")  # one of several optimizers
 # .distcp files open at once while a layout is read; a save has one or two for each rank
 MAX_OPEN = 32
 
@@ -139,7 +137,9 @@ class TorchDist:
         held = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
         names = [k for k in held if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {
-            "optimizer" if _CHAINED.match(k) else k.replace("/", ".").split(".")[0]
+            "optimizer"
+            if optimizer.split_key(k) or flat_optimizer.group_of(k)
+            else k.replace("/", ".").split(".")[0]
             for k in names
             if "_extra_state" not in k
         }
@@ -294,8 +294,8 @@ class TorchDist:
         return self._read(str(self.root / file), offset, length)
 
     def _form(self) -> str:
-        """Returns how the optimizer's state is stored; before megatron-core 0.13 the common state
-        does not say it.
+        """Returns how the optimizer's state is stored. The common state names it from megatron-core
+        0.13 on; without that name the keys tell.
         """
         marks = self.common.fields.get("content_metadata") or {}
         distributed = f"optimizer.state.{optimizer.MASTER_KEYS[0]}."

@@ -66,7 +66,7 @@ class Parameter(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What the reader of a `torch` checkpoint knows of its files."""
+    """A `torch` checkpoint as its reader hands it over: its names, its files and its models."""
 
     names: Names
     grid: list[tuple[int, int]]  # tensor and expert ranks of the files of a pipeline stage
@@ -109,13 +109,14 @@ def read(source: Source) -> Optimizer | None:
     problems = Problems(f"the optimizer's state of {source.where} does not match its weights:")
     problems.cure = CURE
     index = _parameters(source)
+    is_parameter = source.names.mapping.registration.is_parameter
     found: list[_Found] = []
     for directory in places:
         own = [
             [index[directory][v, key] for key, e in model.items() if e is not None]
             for v, model in enumerate(source.models(directory))
         ]
-        parameters = [[p for p in chunk if not p.bound.rule.is_buffer] for chunk in own]
+        parameters = [[p for p in chunk if is_parameter(p.bound.rule.key)] for chunk in own]
         contents = source.open(directory, FILE if flat else MODEL)
         if contents is None:
             problems.missing(f"{directory}: has no {FILE}")
