@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mckpt import errors
 
 if TYPE_CHECKING:
-    from mckpt.api import Checkpoint, Known, Plan, Target, convert, diff, open, plan
+    from mckpt.api import Checkpoint, Known, Plan, Target, check, convert, diff, open, plan
     from mckpt.geometry.parallel import Parallel
     from mckpt.verification.levels import verify
     from mckpt.verification.verdict import Verdict
@@ -26,6 +26,7 @@ __all__ = [
     "Plan",
     "Target",
     "Verdict",
+    "check",
     "convert",
     "diff",
     "errors",

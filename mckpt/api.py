@@ -1,4 +1,4 @@
-"""The Python API: open, plan, convert, diff."""
+"""The Python API: open, plan, convert, check, diff."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import formats
+from mckpt.checking import checking
 from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
@@ -53,7 +54,8 @@ def plan(
     source = (src if isinstance(src, Checkpoint) else Checkpoint(src, known)).borrowing()
     target = target or Target(**wanted)
     format = formats.get(target.format)
-    if not format.megatron and not source.is_megatron and not source.quantised:
+    plain = not source.is_megatron and not source.quantised and target.quantize is None
+    if not format.megatron and plain:
         raise UsageError(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
             " quantised"
@@ -127,6 +129,18 @@ def diff(
     return found
 
 
+def check(
+    source: str | Path | Checkpoint,
+    *,
+    known: Known | None = None,
+    threads: int = 0,
+    progress: Progress | None = None,
+) -> checking.Checked:
+    """Reads a whole checkpoint and returns what is wrong with it; see `checking.check`."""
+    opened = source if isinstance(source, Checkpoint) else Checkpoint(source, known)
+    return checking.check(opened, threads, progress)
+
+
 def launch(source: Checkpoint) -> megatron_args.Launch:
     """Returns the flags of Megatron's training program for any checkpoint: from its dims, and from
     its own args where it has them.
@@ -137,7 +151,7 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
         rows = source.opened.padded_vocab(dialect)
         given = {
             "dtype": most_dtype(source),
-            "padded_vocab_size": rows or padded_rows(source.dims, dialect, Target()),
+            "padded_vocab_size": rows or padded_rows(source.dims, dialect.given["divisible_by"], 1),
         }
         args = {**dialect.write(source.dims, given), **source.parallel.args(), **own}
     except VocabSizeUnknown:
@@ -152,6 +166,7 @@ __all__ = [
     "Parallel",
     "Plan",
     "Target",
+    "check",
     "convert",
     "diff",
     "open",

@@ -9,6 +9,10 @@ dicts with these entries; the results stand behind the arrow:
     source      Hugging Face directory
     destination the save directory that Megatron-Bridge makes
                 -> supported: false if Megatron-Bridge has no class for the architecture
+    checkpoint  a checkpoint of source, instead of destination: Megatron-Bridge loads it by its
+                run_config.yaml and exports it
+                -> equal: number of exported tensors with the bits of source; differ: the others
+                -> step: of the checkpoint's train state
 
 out_dir/NAME.json: ok, error {"0": warnings of Megatron-Bridge and traceback}, and the results.
 """
@@ -46,7 +50,12 @@ def main() -> None:
         for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
             os.environ.pop(name, None)
         try:
-            result = {"ok": True, **convert(Path(case["source"]), Path(case["destination"]))}
+            source = Path(case["source"])
+            if "checkpoint" in case:
+                found = load(source, Path(case["checkpoint"]))
+            else:
+                found = convert(source, Path(case["destination"]))
+            result = {"ok": True, **found}
         except Exception:  # of any kind: the next models still run, and the test reads this one
             result = {
                 "ok": False,
@@ -117,6 +126,44 @@ def convert(source: Path, destination: Path) -> dict[str, Any]:
         model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
         bridge.save_megatron_model(model, destination, low_memory_save=True)
     return {"supported": True}
+
+
+def load(source: Path, checkpoint: Path) -> dict[str, Any]:
+    """Loads a checkpoint by its run_config.yaml, exports it to Hugging Face as
+    AutoBridge.export_ckpt does, and compares every tensor of `source` with the result.
+    """
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.checkpointing import _get_train_state_from_state_dict
+    from megatron.bridge.training.model_load_save import temporary_distributed_context
+    from megatron.bridge.training.utils.checkpoint_utils import read_train_state
+    from megatron.core import dist_checkpointing
+    from safetensors.torch import load_file
+
+    wanted: dict[str, torch.Tensor] = {}
+    for path in sorted(source.glob("*.safetensors")):
+        wanted |= load_file(path)
+    differ, equal = [], 0
+    with temporary_distributed_context("gloo"):
+        bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.float32)
+        model = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+        for name, found in bridge.export_hf_weights(model, cpu=True, show_progress=False):
+            expected = wanted.pop(name, None)
+            if expected is None:
+                differ.append(f"{name}: not in the source")
+            elif (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                differ.append(f"{name}: {list(found.shape)} {found.dtype}")
+            elif not torch.equal(
+                found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+            ):
+                differ.append(f"{name}: other bits")
+            else:
+                equal += 1
+    state = checkpoint / "train_state.pt"
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    train = read_train_state(str(state)) if state.exists() else None
+    train = train or _get_train_state_from_state_dict(common)
+    left = [f"{name}: not exported" for name in wanted]
+    return {"equal": equal, "differ": differ + left, "step": train.step}
 
 
 if __name__ == "__main__":

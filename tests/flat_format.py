@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from mckpt.containers import safe_pickle
+from mckpt.containers.entries import Span
 from mckpt.formats.base import (
     Format,
     Names,
@@ -77,6 +78,11 @@ class Flat:
 
     def optimizer(self, names: Names) -> None:
         return None
+
+    def spans(self, problems: list[str]) -> Iterator[Span]:
+        for key, t in self.tensors.items():
+            nbytes = math.prod(t["shape"]) * itemsize(t["dtype"])
+            yield Span(key, str(self.root / DATA), t["at"], nbytes, t["dtype"])
 
     def show(self, most: int | None) -> Shown:
         rows = [

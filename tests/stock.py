@@ -15,6 +15,13 @@ cases.json is a list. Every case is a dict:
     tokens      optional; [[...]] -> NAME.npy: fp32 logits [batch, seq, vocab]
     weights     optional; true -> weights: for each rank, {name: hash of the parameter's bytes}
     save        optional; directory for --save
+    optimizer   optional; flags of an optimizer, whose state is then loaded and saved too
+    shards      optional; torch_dcp or fsdp_dtensor: the model is loaded from torch_dist, sharded
+                over the data-parallel ranks (tests/fsdp.py), and saved in this format. The flags
+                must choose the same
+    steps       optional; training steps with made-up gradients (tests/fsdp.py) before `save`, which
+                then has the optimizer
+    resume      optional; true: the optimizer is loaded too, and the steps go on from there
 
 Each case runs, in this order, the code of pretrain_gpt.py or pretrain_hybrid.py: parse_args,
 load_args_from_checkpoint if the flags ask for it, validate_args, set_global_variables,
@@ -60,17 +67,20 @@ from megatron.core.tensor_parallel import layers
 from megatron.training import argument_utils, arguments, checkpointing, global_vars, initialize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mckpt.trainer import build, cpu, forward, load, mamba
+from mckpt.trainer import adam, build, cpu, forward, load, mamba
 from tests.judge import Names, die_with, tear_down
 
 TIMEOUT_S = 120  # limit of one collective; a case that takes twice as long is ended
 # Flags of a run on this machine: they describe no model. The fusions need CUDA kernels, and --lr
 # and --save-interval are demanded.
-RUN = """--no-load-optim --no-load-rng --no-save-optim --no-save-rng --save-interval 1
+RUN = """--no-load-rng --no-save-rng --save-interval 1
     --train-iters 1 --lr 1e-4 --micro-batch-size 1 --global-batch-size 4
     --use-cpu-initialization --distributed-backend gloo
     --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-masked-softmax-fusion
     """.split()  # noqa: SIM905
+NO_OPTIMIZER = ["--no-load-optim", "--no-save-optim"]
+# what a case with `steps` and one with `resume` leave out
+SAVED, LOADED = ("--no-save-optim", "--no-save-rng"), ("--no-load-optim",)
 # args that a test compares
 SHOWN = ("seq_length", "max_position_embeddings", "apply_rope_fusion", "padded_vocab_size")
 
@@ -118,7 +128,7 @@ def fork(case: dict[str, Any], rank: int, out: Path) -> int:
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(case["world"]),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "8" if case.get("shards") else "1",
     }
     try:
         with cpu.as_cuda():
@@ -182,7 +192,11 @@ def stub() -> None:
 
 def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
     """Runs one rank of one case."""
-    sys.argv = ["pretrain_gpt.py", *case["flags"], *RUN]
+    optimizing = "optimizer" in case
+    left_out = SAVED * bool(case.get("steps")) + LOADED * bool(case.get("resume"))
+    run_flags = [*RUN, *case.get("optimizer", NO_OPTIMIZER)]
+    run_flags = [flag for flag in run_flags if flag not in left_out]
+    sys.argv = ["pretrain_gpt.py", *case["flags"], *run_flags]
     for flag, directory in (("--load", case["checkpoint"]), ("--save", case.get("save"))):
         sys.argv += [flag, directory] if directory else []
     args = arguments.parse_args()
@@ -205,13 +219,21 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         "gloo", store=store, rank=rank, world_size=case["world"], timeout=limit
     )  # STUB: megatron's own asks for a device
     initialize.initialize_megatron(allow_no_cuda=True)
-    chunks = models(config)
+    chunks = models(config, args if optimizing else None)
     for chunk in chunks:
         chunk.eval()
         for parameter in chunk.parameters():
             parameter.data.fill_(float("nan"))
     refuse_second_try(chunks)
-    checkpointing.load_checkpoint(chunks, None, None)
+    optimizer, scheduler = optimizer_of(chunks, args) if optimizing else (None, None)
+    if case.get("shards"):
+        args.ckpt_format = "torch_dist"  # of the checkpoint that it loads
+    if case.get("shards") or case.get("steps"):
+        from tests import fsdp
+    if case.get("resume"):
+        chunks = fsdp.wrapped(args, chunks)
+        optimizer, scheduler = fsdp.optimizer_of(args, chunks)
+    iteration, _ = checkpointing.load_checkpoint(chunks, optimizer, scheduler)
     left = [
         name
         for chunk in chunks
@@ -236,19 +258,42 @@ def run(case: dict[str, Any], rank: int, out: Path) -> dict[str, Any]:
         )
         if rank == 0:
             np.save(out / f"{case['name']}.npy", logits.numpy())
+    args.ckpt_format = case.get("shards") or args.ckpt_format
+    if (case.get("shards") or case.get("steps")) and not case.get("resume"):
+        chunks = fsdp.wrapped(args, chunks)
+        if case.get("steps"):
+            optimizer, scheduler = fsdp.optimizer_of(args, chunks)
+    for _ in range(case.get("steps", 0)):
+        fsdp.step(args, chunks, optimizer, scheduler)
     if case.get("save"):
-        checkpointing.save_checkpoint(1, chunks, None, None, 0)
+        checkpointing.save_checkpoint(iteration or 1, chunks, optimizer, scheduler, 0)
     dist.barrier()
     dist.destroy_process_group()
     return result | {"tp": parallel_state.get_tensor_model_parallel_world_size()}
 
 
-def models(config: Any) -> list[Any]:
-    """Builds the chunks of this rank."""
+def models(config: Any, args: Namespace | None = None) -> list[Any]:
+    """Builds the chunks of this rank, within DistributedDataParallel if `args` are given."""
     groups = ProcessGroupCollection.use_mpu_process_groups()
     builder = config.get_builder_cls()(config)
-    built: list[Any] = builder.build_distributed_models(groups, wrap_with_ddp=False)
+    options: dict[str, Any] = {"wrap_with_ddp": False}
+    if args is not None:
+        from megatron.training import training
+
+        options = {"wrap_with_ddp": True, "ddp_config": training.get_megatron_ddp_config(args)}
+    built: list[Any] = builder.build_distributed_models(groups, **options)
     return built
+
+
+def optimizer_of(chunks: list[Any], args: Namespace) -> tuple[Any, Any]:
+    """Returns the optimizer and the scheduler, as the trainer makes them."""
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.training import training
+
+    adam.install()  # STUB: Transformer Engine's FusedAdam
+    config, overrides = training.get_megatron_optimizer_config(args)
+    optimizer = get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    return optimizer, training.get_optimizer_param_scheduler(optimizer)
 
 
 def keys(args: Namespace, config: Any, world: int) -> dict[str, Any]:

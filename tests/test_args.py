@@ -25,25 +25,95 @@ def args_of(path: Path) -> dict[str, Any]:
     return args
 
 
-def test_padding_keeps_its_values_from_megatron_to_megatron(
-    tiny_model: TinyModel, tmp_path: Path
-) -> None:
+@pytest.fixture
+def ones(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """A run at tp 2 whose output layer is ones from row 128 on, in the padding too: 193 rows of the
+    vocabulary, padded to 256.
+    """
     run = as_trained(tiny_model("qwen3"), tmp_path / "run", parallel=Parallel(tp=2))
     last = Pt(run / "release" / "mp_rank_01" / PT)
     storage = safe_pickle.as_tensor(last.value["model"]["output_layer.weight"])
     assert storage is not None
-    last.data[storage.storage] = bytes(
-        np.full(128 * 48, 0x3F80, "<u2")
-    )  # ones, also in the padding
+    last.data[storage.storage] = bytes(np.full(128 * 48, 0x3F80, "<u2"))
     last.save()
-    for form in ("torch_dist", "torch"):
-        manifest = mckpt.plan(run, tmp_path / form, format=form, parallel=Parallel(tp=4)).run()
-        assert manifest["dropped"] == []
-        whole = mckpt.open(tmp_path / form).padded()
-        assert whole is not None
-        assert (whole["lm_head.weight"][193:].numpy() == 1).all()
-    dropped = mckpt.plan(tmp_path / "torch", tmp_path / "hf-out", format="hf").run()["dropped"]
-    assert any("63 rows" in text for text in dropped), dropped
+    return run
+
+
+def padding(path: Path) -> np.ndarray:
+    """Returns the first value of each row of the output layer's padding."""
+    whole = mckpt.open(path).padded()
+    assert whole is not None
+    return whole["lm_head.weight"][193:].numpy()[:, 0].astype("f4")
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_the_vocabulary_is_padded_for_the_target(ones: Path, tmp_path: Path, form: str) -> None:
+    """As Megatron's own vocab_utils.py pads it: 193 rows, to a multiple of 128 times tp."""
+    more = mckpt.plan(ones, tmp_path / "more", format=form, parallel=Parallel(tp=4))
+    assert "256 rows of the vocabulary become 512: 193, padded as Megatron pads" in more.summary()
+    assert more.run()["dropped"] == []
+    assert padding(tmp_path / "more").tolist() == [1] * (256 - 193) + [0] * 256
+    assert args_of(tmp_path / "more")["padded_vocab_size"] == 512
+    less = mckpt.plan(tmp_path / "more", tmp_path / "less", format=form, parallel=Parallel())
+    assert less.run()["dropped"] == []  # rows that are zero
+    assert padding(tmp_path / "less").tolist() == [1] * 63
+    same = mckpt.plan(ones, tmp_path / "same", format=form, parallel=Parallel(tp=2))
+    assert "rows of the vocabulary" not in same.summary()
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_rows_that_are_dropped_are_reported(ones: Path, tmp_path: Path, form: str) -> None:
+    less = mckpt.plan(ones, tmp_path / "less", format=form, divisible_by=4)
+    assert less.json()["notes"] == [
+        "256 rows of the vocabulary become 196: 193, padded as Megatron pads them at tp 1;"
+        " --keep-padding keeps 256"
+    ]
+    assert less.run()["dropped"] == [
+        "output_layer.weight: 60 rows beyond the vocabulary are not zero (largest 1), and are"
+        " dropped"
+    ]
+    assert padding(tmp_path / "less").tolist() == [1] * 3
+    kept = args_of(tmp_path / "less")
+    assert (kept["padded_vocab_size"], kept["make_vocab_size_divisible_by"]) == (196, 4)
+    # the divisor of the args is that of the user's launch line
+    mckpt.plan(tmp_path / "less", tmp_path / "again", format=form, parallel=Parallel(tp=2)).run()
+    assert len(padding(tmp_path / "again")) == 200 - 193
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_padding_that_is_kept(ones: Path, tmp_path: Path, form: str) -> None:
+    plan = mckpt.plan(
+        ones, tmp_path / "kept", format=form, parallel=Parallel(tp=4), keep_padding=True
+    )
+    assert plan.run()["dropped"] == [] and padding(tmp_path / "kept").tolist() == [1] * 63
+    flags = json.loads((tmp_path / "kept/release/megatron_args.json").read_text())
+    assert flags["--padded-vocab-size"] == 256 and flags["--vocab-size"] == 193
+    # so that a Megatron that computes the number arrives at it
+    assert flags["--make-vocab-size-divisible-by"] == 64
+    with pytest.raises(UsageError, match=r"256 padded rows .* not divisible by tp 3"):
+        mckpt.plan(ones, tmp_path / "no", format=form, parallel=Parallel(tp=3), keep_padding=True)
+
+
+def test_padding_of_an_unknown_vocabulary_is_kept(ones: Path, tmp_path: Path) -> None:
+    for path in (ones / "release").glob(f"mp_rank_*/{PT}"):
+        pt = Pt(path)
+        pt.value["args"].state.pop("vocab_size", None)
+        pt.save()
+    assert (
+        "rows of the vocabulary" not in mckpt.plan(ones, tmp_path / "a", format="torch").summary()
+    )
+    plan = mckpt.plan(ones, tmp_path / "a", known=mckpt.Known(vocab_size=193), format="torch")
+    assert "256 rows of the vocabulary become 193" not in plan.summary()
+
+
+def test_a_hugging_face_directory_has_no_padding_rows(ones: Path, tmp_path: Path) -> None:
+    dropped = mckpt.plan(ones, tmp_path / "hf-out", format="hf").run()["dropped"]
+    assert dropped == [
+        "output_layer.weight: 63 rows beyond the vocabulary are not zero (largest 1), and are"
+        " dropped"
+    ]
+    with pytest.raises(UsageError, match=r"--keep-padding: .* is a Hugging Face directory"):
+        mckpt.plan(tmp_path / "hf-out", tmp_path / "back", keep_padding=True)
 
 
 @pytest.mark.parametrize("impl", ["local", "transformer_engine"])

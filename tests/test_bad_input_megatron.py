@@ -15,17 +15,19 @@ import pytest
 
 import mckpt as package
 from mckpt.containers.dcp_metadata import read_metadata
-from mckpt.formats.megatron import torch_dist, torch_dist_writing
+from mckpt.formats.megatron import dcp_directory, torch_dist_writing
 from tests.door import (
     PT,
     TRACKER,
     Pt,
+    edit_json,
     emit,
     good,
     hostile_pickle,
     mckpt,
     refuse_copy,
     refused,
+    restate,
     save_hostile,
     save_pt,
 )
@@ -297,6 +299,7 @@ def metadata(change: Any) -> Any:
                 [(k, o, *item) for (k, o), item in items.items()],
             )
         )
+        restate(path)
 
     return damage
 
@@ -338,7 +341,7 @@ def test_a_checkpoint_with_more_files_than_may_be_open_is_read(made, tmp_path, m
     checkpoint = package.open(tmp_path / "dst")
     assert checkpoint.names.choices
     was, before = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(torch_dist, "MAX_OPEN", 8)
+    monkeypatch.setattr(dcp_directory, "MAX_OPEN", 8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 15, was[1]))
     try:
         assert checkpoint.layout.files
@@ -473,6 +476,8 @@ def test_the_plan_reports_a_lost_common_state(made, tmp_path):
     shutil.copytree(made["dist"], lone)
     shutil.rmtree(lone / "hf")
     (lone / "release/common.pt").unlink()
+    refused(3, "common.pt: is missing; mckpt.json names it", args=("plan", lone, tmp_path / "out"))
+    edit_json(lone / "release/mckpt.json", lambda m: m["files"].pop("common.pt"))
     said = good("plan", lone, tmp_path / "out").out
     assert "the checkpoint has no args: the dims are taken from mckpt.json" in said
     assert "the only one that fits the dims" in said

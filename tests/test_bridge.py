@@ -2,7 +2,8 @@
 
 Both convert the same Hugging Face model to torch_dist, in fp32 and for the layers of Transformer
 Engine. torch reads both checkpoints, apart from mckpt, and every stored tensor must have the same
-key, shape and bits. mckpt then compares the logical tensors.
+key, shape and bits. mckpt then compares the logical tensors. In the other direction,
+Megatron-Bridge loads what mckpt writes by its run_config.yaml, and exports it to Hugging Face.
 
 MEGATRON_BRIDGE_PYTHON is the Python of an environment with Megatron-Bridge; CONTRIBUTING.md has the
 command that makes one.
@@ -112,6 +113,20 @@ DIFFERS: dict[str, tuple[str, str]] = {
         "it ignores mlp_only_layers, and the model has a dense layer 2",
     ),
 }
+# Models that Megatron-Bridge loads from mckpt's run_config.yaml and exports: case -> sizes.
+LOADED = {
+    "deepseek-v3": Parallel(tp=2, pp=2, ep=2),
+    "gemma": Parallel(tp=2),
+    "glm4_moe_lite": Parallel(tp=2),
+    "gpt_oss": Parallel(pp=2),
+    "llama": Parallel(tp=4, pp=2),
+    "qwen2-tied": Parallel(tp=2),
+    "qwen3-moe": Parallel(tp=2, ep=2),
+}
+# The same after Megatron-Bridge has written them and mckpt has resharded them.
+CARRIED = ("deepseek-v3", "gpt_oss", "llama", "qwen3-moe")
+# DeepSeek-V3's files have a second copy of these, which Megatron-Bridge does not export.
+COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight: not exported"
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +134,10 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
     """The cases that this run of pytest chose."""
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
     cases = {found.params.get("case") for found in parameters if found}
-    return [case for case in CASES if case in cases]
+    loads = any(
+        item.name.startswith("test_megatron_bridge_loads") for item in request.session.items
+    )
+    return [case for case in CASES if case in cases or (loads and case in LOADED)]
 
 
 @pytest.fixture(scope="module")
@@ -196,6 +214,36 @@ def test_megatron_bridge_writes_the_same_tensors(
     )
 
 
+@pytest.mark.judge
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no Python with Megatron-Bridge"
+)
+def test_megatron_bridge_loads_what_mckpt_writes(
+    work: Path, sources: Path, ran: dict[str, dict[str, Any]]
+) -> None:
+    cases = []
+    for case, parallel in LOADED.items():
+        root = work / "for-bridge" / case
+        convert(sources / case, root, "gpt", run_config=True, parallel=parallel)
+        cases.append({"name": case, "source": str(sources / case), "checkpoint": str(root)})
+        if case in CARRIED:
+            assert ran[case]["ok"]
+            root = work / "resharded" / case
+            theirs = work / "bridge" / case
+            mckpt.plan(theirs, root, format="torch_dist", parallel=parallel).run()
+            name = f"{case}-resharded"
+            cases.append({"name": name, "source": str(sources / case), "checkpoint": str(root)})
+    for entry in cases:
+        entry["checkpoint"] = str(next(Path(entry["checkpoint"]).rglob(RUN_CONFIG)).parent)
+    results = judge(cases, 1, work / "loaded", fake_te=True, program="bridge.py", python=PYTHON)
+    for name, result in results.items():
+        assert result["ok"], (name, result["error"])
+        differ = [text for text in result["differ"] if not re.fullmatch(COPIES, text)]
+        assert not differ and result["equal"] > 30, (name, differ, result["equal"])
+        assert result["step"] == 0
+
+
 def config(case: str) -> dict[str, Any]:
     made = case in made_models.CASES
     found = made_models.config(case) if made else tiny.config(case) | {"torch_dtype": "float32"}
@@ -207,7 +255,7 @@ def architecture(case: str) -> str:
     return found
 
 
-def convert(source: Path, destination: Path, dialect: str) -> None:
+def convert(source: Path, destination: Path, dialect: str, **more: Any) -> None:
     """Converts a model with mckpt, and accepts what Megatron would compute in another way, because
     only tensors are compared.
     """
@@ -215,6 +263,7 @@ def convert(source: Path, destination: Path, dialect: str) -> None:
         "format": "torch_dist",
         "dialect": dialect,
         "transformer_impl": "transformer_engine",
+        **more,
     }
     try:
         plan = mckpt.plan(source, destination, **wanted)

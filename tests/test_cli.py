@@ -209,7 +209,8 @@ def test_plan_of_a_megatron_source_with_sizes_is_a_reshard(torch_dir, dist_dir, 
 
 def test_plan_ends_as_the_run_would_where_the_destination_is_refused(src, torch_dir, tmp_path):
     dst = tmp_path / "d"
-    good("hf-to-megatron", src, dst)
+    good("hf-to-megatron", src, dst, "--layer-keys", "per_layer")
+    assert good("plan", src, dst, "--layer-keys", "per_layer")  # is done already
     before = tree(tmp_path)
     for args in (
         ("plan", src, dst),
@@ -349,7 +350,7 @@ def test_mappings_lists_shows_and_checks_files(src, tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("architectures: [MineForCausalLM]\nextends: qwen3\n")
     said = good("mappings", "check", mine, "--config", src / "config.json")
-    assert "MineForCausalLM" in said.out and "each of which has a place in the dialect" in said.out
+    assert "MineForCausalLM" in said.out and "each of which has a place in Megatron" in said.out
     refused(3, "JSON", args=("mappings", "check", mine, "--config", src / "model.safetensors"))
     broken = {
         "architectures: [": "YAML",

@@ -95,11 +95,11 @@ def test_padding_is_read_in_blocks(tmp_path, monkeypatch):
     held = np.memmap(path, "f4", "r+", 0, (ROWS, WIDTH))
     held[[9, 10, 5000, 5001, ROWS - 1], [0, 3, 4, 5, WIDTH - 1]] = 1
     assert reader.padding() == [
-        "key: 4 rows beyond the true vocabulary are not zero, and are dropped"
+        "key: 4 rows beyond the vocabulary are not zero (largest 1), and are dropped"
     ]
     monkeypatch.setattr(logical, "BLOCK_BYTES", 3 * WIDTH * 4)
     assert reader.padding() == [
-        "key: 4 rows beyond the true vocabulary are not zero, and are dropped"
+        "key: 4 rows beyond the vocabulary are not zero (largest 1), and are dropped"
     ]
 
 

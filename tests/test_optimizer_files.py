@@ -9,15 +9,27 @@ import math
 import shutil
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 import mckpt
+from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.conversion.optimizer import prove
+from mckpt.errors import SourceError, UsageError
+from mckpt.formats.megatron import flat_optimizer
+from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.flat_optimizer import places
-from mckpt.formats.megatron.optimizer import unkept
+from mckpt.formats.megatron.optimizer import groups_of, regrouped, unkept
+from mckpt.formats.megatron.optimizer_buckets import Parameter
+from mckpt.formats.megatron.torch_optimizer_writing import group_of
 from mckpt.geometry.box import range_boxes
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping.registration import Registration
+from mckpt.trainer.optimizer_order import same_order
 from tests.door import good, refused
 from tests.tiny import FIXTURES
 
@@ -49,11 +61,26 @@ def test_state_of_an_old_release_becomes_portable(saved: Path, tmp_path: Path) -
     assert portable.groups == found.groups and portable.groups[0][0]["step"] == 1
 
 
+def test_run_config_states_whether_there_is_optimizer_state(saved: Path, tmp_path: Path) -> None:
+    """The state of an embedding must have the rows of the model that Megatron-Bridge builds."""
+    rows = Checkpoint(saved).opened.padded_vocab(Checkpoint(saved).mapping)
+    wanted = ("--keep-padding", "--run-config", "--transformer-impl", "transformer_engine")
+    for options in ((), ("--no-optimizer",)):
+        out = tmp_path / f"out{len(options)}"
+        good("reshard", saved, out, "--target-tp", 1, *wanted, *options)
+        (path,) = out.rglob("run_config.yaml")
+        found = yaml.safe_load(path.read_text())
+        assert found["checkpoint"]["save_optim"] is not bool(options)
+        assert found["model"]["should_pad_vocab"] is bool(options)
+        if not options:
+            assert found["model"]["vocab_size"] == rows
+
+
 def test_repair_twice_changes_nothing(saved: Path, tmp_path: Path) -> None:
     good("repair", saved)
     first = saved.with_name(f"{saved.name}-portable")
     stamps = {path: path.stat().st_mtime_ns for path in first.rglob("*")}
-    assert "is the repaired checkpoint already" in good("repair", saved).out
+    assert "is done already" in good("repair", saved).out
     assert "is portable already" in good("repair", first).out
     assert {path: path.stat().st_mtime_ns for path in first.rglob("*")} == stamps
 
@@ -71,10 +98,129 @@ def test_a_master_copy_that_is_not_its_weight_is_named(saved: Path, tmp_path: Pa
     good(*args, "--no-optimizer")
 
 
-def test_an_optimizer_is_not_written_as_torch(saved: Path, tmp_path: Path) -> None:
-    args = ("reshard", saved, tmp_path / "out", "--target-format", "torch")
-    refused(2, "optimizer", "torch_dist", "--no-optimizer", args=args)
+def test_torch_files_hold_the_same_state(saved: Path, tmp_path: Path) -> None:
+    source = Checkpoint(saved)
+    assert source.optimizer is not None
+    for sizes in ({"tp": 1}, {"tp": 2, "pp": 2}):
+        options = [x for name, size in sizes.items() for x in (f"--target-{name}", size)]
+        good("reshard", saved, tmp_path / "out", "--target-format", "torch", *options)
+        found = Checkpoint(tmp_path / "out").optimizer
+        assert found is not None
+        assert (found.form, found.groups) == ("distrib_optim.pt", source.optimizer.groups)
+        difference = mckpt.diff(saved, tmp_path / "out")
+        assert not difference.changed and not difference.missing and not difference.extra
+        assert difference.same == 4 * 25
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("saved", FORMS[:1], indirect=True)
+def test_torch_files_are_those_of_megatron(saved: Path, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    good("reshard", saved, tmp_path / "out", "--target-format", "torch", "--target-tp", 2)
+    for rank in range(2):
+        (unit,) = (tmp_path / "out").glob(f"iter_*/mp_rank_{rank:02d}")
+        model = torch.load(unit / "model_optim_rng.pt", weights_only=False)
+        assert {len(group) > 5 for group in model["optimizer"]["optimizer"]["param_groups"]}
+        assert list(model["optimizer"]) == ["optimizer"]
+        flat = torch.load(unit / "distrib_optim.pt", weights_only=False)
+        buffer = flat[0][torch.bfloat16, torch.float32]
+        assert list(flat) == ["buckets_coalesced", 0] and flat["buckets_coalesced"] is True
+        assert list(buffer) == ["param", "exp_avg", "exp_avg_sq", "numel_unpadded"]
+        at = 0  # the last parameter is the first one, and each is from a multiple of 64 on
+        for key, weight in reversed(model["model"].items()):
+            if weight is not None:
+                at = -(-at // 64) * 64
+                master = buffer["param"][at : at + weight.numel()].view(weight.shape)
+                assert torch.equal(master.bfloat16(), weight), key
+                at += weight.numel()
+        assert buffer["numel_unpadded"] == at == len(buffer["exp_avg"])
+
+
+def test_the_optimizers_of_a_rank_follow_the_sizes() -> None:
+    order = Registration(experts_apart=(0, 17))
+    both = Parallel(tp=2, ep=2, etp=1)
+    assert order.num_optimizers(both, 0, [0, 19]) == 1
+    assert order.num_optimizers(both, 4, [0, 16]) == 2
+    assert order.num_optimizers(Parallel(tp=2, etp=1), 4, [0, 16]) == 1
+    assert order.num_optimizers(Parallel(tp=2, etp=1), 4, [0, 17]) == 2
+    assert order.num_optimizers(Parallel(tp=2), 4, [0, 17]) == 1
+    dense = [{"wd_mult": 1.0, "is_expert_parallel": False}]
+    experts = [{"wd_mult": 1.0, "is_expert_parallel": True}]
+    assert regrouped([dense], 2) == [dense, experts]
+    assert regrouped([dense, experts], 1) == [dense]
+    assert regrouped([dense, experts], 2) == [dense, experts]
+    with pytest.raises(UsageError, match="a rank of the source has 2 optimizers"):
+        regrouped([dense, dense], 2)
+
+
+def test_groups_that_differ_in_more_than_decay_are_refused() -> None:
+    norm = Parameter(
+        "decoder.layers.0.self_attention.q_layernorm.weight", "bfloat16", (4,), (), 0, 0
+    )
+    weight = norm._replace(key="output_layer.weight", shape=(4, 2))
+    both = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+    assert [group_of(p, both, {}) for p in (weight, norm)] == [0, 1]
+    assert [group_of(p, both[::-1], {}) for p in (weight, norm)] == [1, 0]
+    assert group_of(norm, both, {"apply_wd_to_qk_layernorm": True}) == 0
+    assert group_of(norm, both[:1], {}) == 0
+    with pytest.raises(UsageError, match="3 param_groups, 2 of them with weight decay"):
+        group_of(weight, [*both, {"wd_mult": 1.0, "lr_mult": 2.0}], {})
+
+
+def test_optimizers_of_other_kinds_are_refused(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("reshard", saved, tmp_path / "out", "--target-tp", 1)
+    plain = Common.__init__
+
+    def said(more: dict[str, Any]) -> None:
+        def init(self: Common, fields: dict[str, Any], where: str) -> None:
+            plain(self, fields, where)
+            self.args = (self.args or {}) | more
+
+        monkeypatch.setattr(Common, "__init__", init)
+
+    said({"optimizer": "muon"})
+    refused(2, "the optimizer muon;", "adam and sgd", "--no-optimizer", args=args)
+    said({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True})
+    refused(2, "the optimizer muon, distributed by layers", "--no-optimizer", args=args)
     good(*args, "--no-optimizer")
+
+
+def test_low_bits_of_master_copies_are_refused(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Checkpoint(saved).with_optimizer()
+    assert source.args is not None
+    source.args["use_precision_aware_optimizer"] = True
+    prove(source)
+    monkeypatch.setattr(masters, "apart", lambda source, name: f"{name}: 1 element differs")
+    with pytest.raises(SourceError, match="--use-precision-aware-optimizer"):
+        prove(source)
+    buffers = flat_optimizer.buffers
+
+    def short(*given: Any) -> flat_optimizer.Extents:
+        found = buffers(*given)
+        return {place: [e._replace(dtype="int16") for e in found[place]] for place in found}
+
+    if saved.name == "dp_zero_gather_scatter":
+        monkeypatch.setattr(flat_optimizer, "buffers", short)
+        args = ("reshard", saved, tmp_path / "out", "--target-tp", 1)
+        refused(2, "low 16 bits", "--no-optimizer", args=args)
+
+
+def test_the_trainer_refuses_another_order_of_parameters() -> None:
+    same_order(["a", "buffer", "b"], ["a", "b", "tied"], "x")
+    with pytest.raises(SourceError, match="has b where this model has a"):
+        same_order(["b", "a"], ["a", "b"], "x")
+
+
+def test_steps_of_each_parameter_are_refused() -> None:
+    groups = [{"lr": 1.0, "step": 3, "params": [0]}]
+    assert groups_of({"optimizer": {"param_groups": groups}}, "x") == [[{"lr": 1.0, "step": 3}]]
+    for state in ({"common_step": 3}, {0: {"exp_avg": None, "step": 3}}):
+        with pytest.raises(UsageError, match="counts the steps of each parameter"):
+            groups_of({"optimizer": {"param_groups": groups, "state": state}}, "x")
 
 
 def test_missing_state_of_one_weight_is_named(saved: Path, tmp_path: Path) -> None:

@@ -1,12 +1,26 @@
-"""The dims in a run_config.yaml of Megatron-Bridge, which has no args."""
+"""run_config.yaml of Megatron-Bridge: the dims in it, and the file that mckpt writes.
+
+tests/test_bridge.py lets Megatron-Bridge itself load what mckpt writes.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from mckpt.formats.megatron.run_config import run_config_dims
+import mckpt
+from mckpt import mapping
+from mckpt.errors import MappingError, UsageError
+from mckpt.formats.megatron import run_config
+from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE, run_config_dims
+from mckpt.geometry.parallel import Parallel
+from tests.tiny import TinyModel
+
+ROOT = Path(__file__).parent.parent / "fixtures"
 
 PLAIN = """
 model:
@@ -73,3 +87,127 @@ def test_the_rotary_scaling_of_llama_3_is_read(tmp_path: Path) -> None:
     path.write_text(PLAIN.replace("rope_scaling: false", "rope_scaling: true"))
     dims = run_config_dims(path, {}, {})
     assert (dims["rope_type"], dims["rope_factor"]) == ("llama3", 8.0)
+
+
+def test_the_run_config_of_gpt_oss_is_read() -> None:
+    """Megatron-Bridge 0.6.2 wrote the file for a small GPT-OSS. It takes the numbers of yarn and
+    of the clamp from no config.
+    """
+    dims = run_config_dims(ROOT / "run_config" / "gpt-oss.yaml", {}, {})
+    assert (dims["activation"], dims["gated"], dims["glu_clamp"]) == ("quick_gelu", True, 7.0)
+    assert (dims["rope_type"], dims["rope_factor"], dims["rope_mscale"]) == ("yarn", 32.0, 1.0)
+    assert (dims["attn_sinks"], dims["sliding_window"]) == (True, 17)
+    assert list(dims["window_layers"]) == [1, 0, 1, 0]
+
+
+def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / RUN_CONFIG
+    path.write_text(PLAIN.replace("torch.nn.functional.silu", "torch.tanh"))
+    with pytest.raises(MappingError, match=r"activation_func._target_ is 'torch.tanh'"):
+        run_config_dims(path, {}, {})
+
+
+def test_a_shorter_sequence_than_the_models_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / RUN_CONFIG
+    path.write_text(PLAIN)
+    assert run_config_dims(path, {"max_positions": 4096}, {})["max_positions"] == 4096
+    with pytest.raises(MappingError, match="hidden_size is 64 by hidden_size, but 65"):
+        run_config_dims(path, {"hidden_size": 65}, {})
+
+
+def gpt_models() -> list[str]:
+    """The published configs whose models the dialect gpt computes without a difference."""
+    dialect, out = mapping.load("megatron", "gpt"), []
+    for path in sorted((ROOT / "configs").glob("*.json")):
+        dims = published(path.stem)
+        program = {
+            "megatron": dialect.version(),
+            "transformer_impl": "transformer_engine",
+            "pp": 1,
+            "format": "torch_dist",
+        }
+        if not dialect.inexact(dims, program):
+            out.append(path.stem)
+    return out
+
+
+def published(name: str) -> dict[str, Any]:
+    config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
+    return mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
+
+
+@pytest.mark.parametrize("name", gpt_models())
+def test_a_written_run_config_has_the_dims(name: str, tmp_path: Path) -> None:
+    dims = published(name)
+    section = run_config.model_section(dims, {"dtype": "bfloat16"}, Parallel(tp=2))
+    path = tmp_path / RUN_CONFIG
+    path.write_bytes(run_config.new(section, {"save_optim": False, "save_rng": False}))
+    read = run_config_dims(path, {}, {})
+    apart = {n: (dims[n], read[n]) for n in dims if not mapping.equal(dims[n], read[n])}
+    assert not apart
+
+
+def test_hf_to_megatron_writes_a_run_config(tiny_model: TinyModel, tmp_path: Path) -> None:
+    plan = mckpt.plan(
+        tiny_model("qwen3-moe"), tmp_path / "m", parallel=Parallel(tp=2, ep=2), run_config=True
+    )
+    plan.run()
+    unit = tmp_path / "m" / "release"
+    found = yaml.safe_load((unit / RUN_CONFIG).read_text())
+    model = found["model"]
+    assert model["_target_"] == "megatron.bridge.models.gpt_provider.GPTModelProvider"
+    assert model["activation_func"] == {"_target_": "torch.nn.functional.silu", "_call_": False}
+    assert model["params_dtype"] == {"_target_": "torch.bfloat16", "_call_": False}
+    sizes = [f"{n}_parallel_size" for n in ("tensor_model", "pipeline_model", "expert_model")]
+    assert [model[name] for name in sizes] == [2, 1, 2]
+    assert model["sequence_parallel"] is True
+    assert (model["num_moe_experts"], model["vocab_size"], model["should_pad_vocab"]) == (
+        *(24, 211),
+        True,
+    )
+    assert "padded_vocab_size" not in model and "norm_epsilon" not in model
+    assert not found["checkpoint"]["save_optim"] and not found["checkpoint"]["save_rng"]
+
+
+def test_reshard_carries_a_run_config_on(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, iteration=7).run()
+    unit = tmp_path / "a" / "iter_0000007"
+    text = (unit / RUN_CONFIG).read_text()
+    other = "  timers: !!python/object:megatron.core.timers.Timers {log_level: 2}\n  mine: 3\n"
+    text = text.replace("model:\n", "model:\n" + other)
+    (unit / RUN_CONFIG).write_text(text + "train:\n  global_batch_size: 64\n")
+    (unit / TRAIN_STATE).write_bytes(b"counters")
+    mckpt.plan(
+        tmp_path / "a", tmp_path / "b", format="torch_dist", parallel=Parallel(tp=2, pp=2)
+    ).run()
+    written = tmp_path / "b" / "iter_0000007"
+    lines, before = ((u / RUN_CONFIG).read_text().splitlines() for u in (written, unit))
+    gone = [" ".join(x.split()) for x in before if x not in lines]
+    assert {*gone} >= {"tensor_model_parallel_size: 1", "pipeline_model_parallel_size: 1"}
+    new = [" ".join(x.split()) for x in lines]
+    assert "tensor_model_parallel_size: 2" in new and "pipeline_model_parallel_size: 2" in new
+    assert "mine: 3" in new and "global_batch_size: 64" in new
+    assert any(x.startswith("timers: !!python/object:megatron.core.timers.Timers") for x in new)
+    assert (written / TRAIN_STATE).read_bytes() == b"counters"
+    # another iteration has other counters
+    mckpt.plan(tmp_path / "a", tmp_path / "c", format="torch_dist", iteration=8).run()
+    assert (tmp_path / "c" / "iter_0000008" / RUN_CONFIG).exists()
+    assert not (tmp_path / "c" / "iter_0000008" / TRAIN_STATE).exists()
+    # Megatron-Bridge does not read the format torch
+    mckpt.plan(tmp_path / "a", tmp_path / "d", format="torch").run()
+    assert not list((tmp_path / "d").rglob(RUN_CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"format": "torch"}, "does not read the format torch; give --format torch_dist"),
+        ({"dialect": "hybrid"}, "cannot describe the dialect hybrid there; give --dialect gpt"),
+        ({"transformer_impl": "local"}, "the target is local; give --transformer-impl"),
+    ],
+)
+def test_a_run_config_that_cannot_be_loaded_is_refused(
+    wanted: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        mckpt.plan(tiny_model("qwen3"), tmp_path / "m", run_config=True, **wanted)

@@ -176,6 +176,7 @@ def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
                 "checkpoint": str(renamed(Path(whole["checkpoint"]), form, work)),
             }
         )
+    te += padded(work, sources["qwen3"])
     parsed = {"checkpoint": None, "world": 4}
     flags = by_name[named("qwen3", "torch_dist", TE)]["flags"]
     te.append(
@@ -200,6 +201,32 @@ def results(work: Path, sources: dict[str, Path]) -> dict[str, dict[str, Any]]:
     return judge(local, 2, work / "local", program="stock.py") | judge(
         te, 4, work / "te", fake_te=True, program="stock.py"
     )
+
+
+def padded(work: Path, source: Path) -> list[dict[str, Any]]:
+    """Returns cases whose embedding had 512 rows at tp 4, where Megatron makes 256 of the 193 at
+    tp 2. Their launch lines do not state the rows, so that Megatron computes them.
+    """
+    wide = work / "wide"
+    mckpt.plan(source, wide, format="torch", parallel=Parallel(tp=4)).run()
+    cases = []
+    for name, keep in (("padded-anew", False), ("padding-kept", True)):
+        out, size = work / name, Parallel(tp=2, pp=2)
+        mckpt.plan(wide, out, format="torch", parallel=size, keep_padding=keep).run()
+        flags = launch_line(out)
+        at = flags.index("--padded-vocab-size")
+        assert flags[at + 1] == ("512" if keep else "256")
+        cases.append(
+            {
+                "name": name,
+                "world": 4,
+                "flags": flags[:at] + flags[at + 2 :],
+                "checkpoint": str(out),
+                "tokens": tiny.tokens("qwen3").tolist(),
+            }
+        )
+    divisor = ["--make-vocab-size-divisible-by", "128"]
+    return [*cases, cases[1] | {"name": "padding-not-said", "flags": cases[1]["flags"] + divisor}]
 
 
 def published(path: Path) -> megatron_args.Launch:
@@ -304,6 +331,16 @@ def test_a_checkpoint_of_the_stock_trainer_comes_back_bit_for_bit(
     assert [back[name].shape for name in wanted] == [array.shape for array in wanted.values()]
     # config.json is made from the stock trainer's own args
     assert mckpt.open(out).dims == mckpt.open(sources[case]).dims
+
+
+def test_the_vocabulary_has_the_rows_that_the_stock_trainer_computes(
+    results: dict[str, dict[str, Any]], references: dict[str, np.ndarray]
+) -> None:
+    """The files of `torch` load only if both agree; padding that is kept is in the launch line."""
+    for name in ("padded-anew", "padding-kept"):
+        assert results[name]["ok"], explain(results[name])
+        assert np.abs(results[name]["logits"] - references["qwen3"]).max() < LOGITS_ATOL
+    assert "size mismatch" in explain(results["padding-not-said"])
 
 
 def test_the_stock_trainer_ignores_the_rope_factor(

@@ -4,10 +4,12 @@ incomplete.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint, Known
@@ -137,7 +139,7 @@ def test_padding_that_is_not_zero_fails(tiny_model: TinyModel, tmp_path: Path) -
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert (
         found.verdict == "fail"
-        and "output_layer.weight: 1 row beyond the true vocabulary is not zero" in found.reasons[0]
+        and "output_layer.weight: 1 row beyond the vocabulary is not zero" in found.reasons[0]
     )
 
 
@@ -162,3 +164,30 @@ def test_ignored_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
     )
     said = door.mckpt("diff", source, tmp_path / "megatron", "--mapping", family, "--like", source)
     assert said.code == 1 and "the same" not in said.out and "4 ignored" in said.out, said.out
+
+
+def test_the_card_of_a_verdict(src: Path, torch_dir: Path, tmp_path: Path) -> None:
+    """Its hashes are those that the command in its first lines prints."""
+    card = tmp_path / "card.yaml"
+    door.good("verify", src, torch_dir, "--level", "bytes", "--card", card)
+    text = card.read_text()
+    found = yaml.safe_load(text)
+    assert found["verdict"] == "pass" and found["reasons"] == []
+    assert found["values"]["tensors_equal"] == len(mckpt.open(src))
+    sides = found["checkpoints"]
+    assert sides["megatron"]["parallel"] == "tp 2, pp 2" and sides["hf"]["name"] == src.name
+    command = next(line[1:] for line in text.splitlines() if "sha256sum" in line)
+    for side, folder in (("hf", src), ("megatron", torch_dir / "release")):
+        printed = door.run(["bash", "-c", command], cwd=folder).stdout.split()[0]
+        assert sides[side]["sha256"] == printed
+    other = tmp_path / "other"
+    shutil.copytree(src, other)
+    flip = other / "model.safetensors"
+    flip.write_bytes(flip.read_bytes()[:-1] + b"\1")
+    said = door.mckpt("verify", other, torch_dir, "--level", "bytes", "--card", card)
+    found = yaml.safe_load(card.read_text())
+    assert said.code == 1 and found["verdict"] == "fail" and found["reasons"]
+    assert found["checkpoints"]["hf"]["sha256"] != sides["hf"]["sha256"]
+    nowhere = tmp_path / "no" / "card.yaml"
+    args = ("verify", src, torch_dir, "--level", "bytes", "--card", nowhere)
+    door.refused(2, "cannot be written", args=args)

@@ -428,6 +428,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the logical box that each stored tensor holds."""
         try:
             found = self.opened.layout(self.names)
+            description.refuse_changed(self.opened.root, self.manifest)
             if self._with_optimizer and (kept := self.optimizer) is not None:
                 found = carried.joined(found, kept.layout)
                 used = {k: why for k, why in found.ignored.items() if k not in kept.keys}

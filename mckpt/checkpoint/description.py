@@ -18,6 +18,8 @@ from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import read_file
 from mckpt.storage.staging import MANIFEST
 
+TEXTS = (".json", ".yaml", ".txt", ".sh", ".jinja", ".md", ".py")  # files that a person may edit
+
 
 class VocabSizeUnknown(UsageError):
     """The unpadded vocabulary size is not known."""
@@ -46,6 +48,39 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     except ValueError as e:
         raise SourceError(f"{path}: not valid JSON: {e}") from None
     return found if isinstance(found, dict) else {}
+
+
+def changed_files(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns a sentence for each file that a manifest names and that is missing or has another
+    size.
+    """
+    out = []
+    listed = manifest.get("files")
+    for name, facts in listed.items() if isinstance(listed, dict) else ():
+        path = directory / name
+        if not path.is_file():
+            out.append(f"{path}: is missing; {MANIFEST} names it")
+        elif (size := path.stat().st_size) != facts["bytes"]:
+            out.append(f"{path}: has {size:,} bytes, and {MANIFEST} states {facts['bytes']:,}")
+    return out
+
+
+def refuse_changed(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises SourceError if a checkpoint lacks files that its manifest names, or if one has another
+    size. A text, such as config.json, may be edited.
+    """
+    found = [
+        text
+        for text in changed_files(directory, manifest)
+        if "is missing" in text or not text.partition(": has ")[0].endswith(TEXTS)
+    ]
+    if found:
+        raise SourceError.of(
+            f"{directory}: is not as mckpt wrote it:",
+            found,
+            "Copy it again; if a file was removed on purpose, remove its name from the `files` of"
+            f" {MANIFEST} too.",
+        )
 
 
 def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:

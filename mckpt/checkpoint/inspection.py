@@ -114,7 +114,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     if config is None:
         return lines
     parsed = parse_config(config)
-    if unknown := [key for key in family.unknown(parsed) if model is not None]:
+    if unknown := family.unknown(parsed):
         raise MappingError.of(
             f"{config}: has keys that {file.name} does not mention:",
             [f"{key}: {family.lookup(parsed, key)!r}" for key in unknown],
@@ -140,10 +140,13 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
         lines.append(f"{config}: has architectures {named}, which {file} does not list")
     return [
         *lines,
-        f"{config}: {len(here)} logical tensors, each of which has a place in the dialect"
-        f" {' and '.join(fit)}",
+        f"{config}: {len(here)} logical tensors, each of which has a place in Megatron (dialect"
+        f" {', '.join(fit)})",
         "This proves names and shapes. Convert the model, and let `mckpt verify` compare what it"
-        " computes.",
+        " computes."
+        if model
+        else "Whether the model has these tensors was not checked: give its directory in place of"
+        " --config.",
     ]
 
 

@@ -23,7 +23,7 @@ from mckpt.geometry.box import (
 )
 from mckpt.lazy import numpy as np
 from mckpt.storage.files import unreadable
-from mckpt.values.casting import shift
+from mckpt.values.casting import cast, shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
 
@@ -206,7 +206,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             at = int(s.at[row]) + m.src_start * size
             if (
                 m.src_step == m.dst_step == 1
-                and not (s.scales or offset)
+                and not (s.scales or s.rounded_from or offset)
                 and (m.rows == 1 or m.run * size >= DIRECT)
             ):
                 for i in range(m.rows):  # without a buffer in between
@@ -235,8 +235,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
                     grid, rows, to.view(numpy_dtype(s.dtype)), at, m.src_pitch, m.src_step, read
                 )
             elif offset:
-                kind = numpy_dtype(s.dtype)
-                shift(rows.view(kind), to.view(kind), -offset)
+                shift(rows.view(numpy_dtype(s.stored_as)), to.view(numpy_dtype(s.dtype)), -offset)
+            elif s.rounded_from:
+                cast(rows.view(numpy_dtype(s.rounded_from)), to.view(numpy_dtype(s.dtype)))
             else:
                 to[...] = rows
 
@@ -276,14 +277,15 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return np.array_equal(mine, theirs)
 
     def padding(self) -> list[str]:
-        """Returns a sentence for each stored tensor whose padding is not zero, with the number of
-        its rows that hold values of no logical tensor.
+        """Returns a sentence for each stored key that has values of no logical tensor which are not
+        zero: padding of the vocabulary. It says how many rows (or values, of a flat buffer), and
+        the largest one.
         """
-        out = []
+        found: dict[tuple[str, str], tuple[int, float]] = {}
         for s in self._layout.stored:
             if not s.padding or s.view or s.replica:
                 continue
-            size, width = itemsize(s.dtype), max(1, s.numel // s.shape[0])
+            size, width = itemsize(s.stored_as), max(1, s.numel // s.shape[0])
             most = max(1, BLOCK_BYTES // size // width) * width
             free = gaps(s.pieces, s.numel)[0].tolist()
             blocks = [
@@ -292,23 +294,20 @@ class Reader(Mapping[str, "LogicalTensor"]):
                 for at in range(start, start + length, most)
             ]
             for row in range(len(s)):
-                filled = 0
                 for at, length in blocks:
-                    raw = self._pread(
-                        int(s.file[row]), int(s.at[row]) + at * size, np.empty(length * size, "u1")
-                    ).view(f"u{size}")
-                    filled += (
-                        int(raw.reshape(-1, width).any(1).sum())
-                        if length % width == 0
-                        else int(raw.any())
-                    )
-                if filled:
-                    verb = "is" if filled == 1 else "are"
-                    out.append(
-                        f"{s.key}: {counted(filled, 'row')} beyond the true vocabulary {verb} not"
-                        f" zero, and {verb} dropped"
-                    )
-        return out
+                    start = int(s.at[row]) + at * size
+                    raw = self._pread(int(s.file[row]), start, np.empty(length * size, "u1"))
+                    filled = raw.reshape(-1, size * width if length % width == 0 else size).any(1)
+                    if filled.any():
+                        values = np.abs(raw.view(numpy_dtype(s.dtype)).astype("f4"))
+                        place = s.key, "row" if len(s.shape) > 1 else "value"
+                        count, largest = found.get(place, (0, 0.0))
+                        found[place] = count + int(filled.sum()), max(largest, float(values.max()))
+        return [
+            f"{key}: {counted(count, noun)} beyond the vocabulary {'is' if count == 1 else 'are'}"
+            f" not zero (largest {largest:.3g}), and {'is' if count == 1 else 'are'} dropped"
+            for (key, noun), (count, largest) in found.items()
+        ]
 
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
         """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""

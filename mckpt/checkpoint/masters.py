@@ -12,17 +12,18 @@ from collections.abc import Mapping
 from contextlib import suppress
 
 from mckpt.checkpoint.logical import LogicalTensor, Reader
-from mckpt.errors import SourceError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.carried import joined
-from mckpt.formats.megatron.optimizer import MASTER, Optimizer, is_state
+from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_state
 from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
+KNOWN = ("adam", "sgd")  # values of --optimizer
 ORDERS = ("transformer_impl", "experts", "mtp_inner")
 # of a weight that one thread compares at once; with all temporary arrays it holds ten times as much
-PROOF_BYTES = 256 << 10
+PROOF_BYTES = 512 << 10
 
 
 def read(opened: Opened, names: Names) -> Optimizer | None:
@@ -31,6 +32,7 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
     Flat buffers have the parameters in an order that follows from choices which the keys of
     torch_dist do not show. If those of the args do not fit the weights, others are tried.
     """
+    refuse_others(opened, names)
     first = opened.optimizer(names)
     if first is None or first.portable:
         return first
@@ -45,6 +47,24 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
             if found is not None and fit(weights, found.layout):
                 return found
     return first
+
+
+def refuse_others(opened: Opened, names: Names) -> None:
+    """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not know.
+
+    Optimizers such as Muon keep other states for matrices than for the rest, in a chain that
+    depends on the data-parallel ranks.
+    """
+    args = (opened.common.args if opened.common else None) or {}
+    name = args.get("optimizer") or KNOWN[0]
+    layers = bool(args.get("use_layer_wise_distributed_optimizer"))
+    held = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
+    if held and (name not in KNOWN or layers or LAYER_WISE in held):
+        kind = f"{name}, distributed by layers" if layers or LAYER_WISE in held else name
+        raise UsageError(
+            f"{opened.root}: has the state of the optimizer {kind}; mckpt converts the state of"
+            f" {' and '.join(KNOWN)} only, so give --no-optimizer to convert the weights alone"
+        )
 
 
 def fit(weights: Layout, states: Layout) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,9 @@ from mckpt.cli.options import (
     dialect_option,
     dtype_option,
     family_options,
-    hf_option,
     inexact_option,
     json_option,
+    keep_padding_option,
     layout_options,
     make_target,
     max_shard_size_option,
@@ -39,11 +40,12 @@ from mckpt.cli.options import (
     open_source,
     overwrite_option,
     parallel_sizes,
+    quantize_option,
     side_files_option,
     source_argument,
     target_iteration_option,
 )
-from mckpt.errors import UsageError, counted
+from mckpt.errors import DestinationError, UsageError, counted
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -90,7 +92,8 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
 @destination_argument
 @side_files_option
 @max_shard_size_option
-@hf_option("--keep-padding", is_flag=True, help="Keep the padded rows of the vocabulary.")
+@quantize_option
+@keep_padding_option
 @megatron_source_options
 @family_options
 @conversion_options
@@ -110,10 +113,12 @@ def megatron_to_hf(src: Path, dst: Path, **options: Any) -> None:
 @megatron_option(
     "--target-format",
     type=MEGATRON_FORMATS,
-    help="Format of the new checkpoint. Without it, the source's.",
+    help="Format of the new checkpoint. Without it, the source's, or torch_dist for a format that"
+    " mckpt only reads.",
 )
 @dialect_option("target-", otherwise="the source's")
 @no_optimizer_option
+@keep_padding_option
 @megatron_source_options
 @megatron_target_options
 @family_options
@@ -124,7 +129,8 @@ def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> 
     if not source.is_megatron:
         raise UsageError(f"{src}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it")
     parallel = source.parallel.with_(**parallel_sizes(options))
-    _convert(source, dst, make_target(options, target_format or source.format, parallel), options)
+    target_format = target_format or formats.kept_or_default(source.format)
+    _convert(source, dst, make_target(options, target_format, parallel), options)
 
 
 @command()
@@ -152,11 +158,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> None:
         click.echo(f"{source.opened.root}: is portable already: {state} loads at any sizes")
         return
     dst = dst or src.parent / f"{src.name}-portable"
-    target = make_target(options, portable.name, source.parallel)
-    planned = _plan(source, dst, target, options | {"overwrite": True}, helps=True)
-    if not options["overwrite"] and planned.destination.manifest().get("plan") == planned.digest:
-        click.echo(f"{planned.destination.path}: is the repaired checkpoint already")
-        return
+    target = replace(make_target(options, portable.name, source.parallel), keep_padding=True)
     _convert(source, dst, target, options)
 
 
@@ -167,14 +169,16 @@ def repair(src: Path, dst: Path | None, **options: Any) -> None:
 @conversion_option(
     "--to",
     "target_format",
-    type=click.Choice(list(formats.FORMATS)),
+    type=click.Choice([name for name, one in formats.FORMATS.items() if one.written]),
     help="Format of the target. Without it: torch_dist for a Hugging Face source; for a Megatron"
     " source its own format if sizes or a dialect are given, else hf.",
 )
 @side_files_option
 @max_shard_size_option
+@quantize_option
 @dialect_option("target-", otherwise="the source's; from Hugging Face, gpt")
 @no_optimizer_option
+@keep_padding_option
 @megatron_source_options
 @megatron_target_options
 @family_options
@@ -189,11 +193,11 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
     is refused here too.
     """
     source = open_source(src, options)
-    given = _sizes_on_the_command_line()
+    given = _given_sizes()
     if target_format is None:
         if source.is_megatron:
             same = given or options["dialect"] is not None
-            target_format = source.format if same else formats.HUGGING_FACE
+            target_format = formats.kept_or_default(source.format) if same else formats.HUGGING_FACE
         else:
             target_format = formats.MEGATRON
     to_megatron = formats.FORMATS[target_format].megatron
@@ -207,14 +211,17 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
     _print_plan(source, dst, make_target(options, target_format, parallel), options)
 
 
-def _sizes_on_the_command_line() -> list[str]:
-    """Returns the flags of the parallel sizes that the user gave to the current command."""
+def _given_sizes() -> list[str]:
+    """Returns the flags of the parallel sizes that the user gave to the current command, as options
+    or as environment variables.
+    """
     context = click.get_current_context()
     return [
         parameter.opts[0]
         for parameter in context.command.params
         if parameter.name in SIZES
-        and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        and context.get_parameter_source(parameter.name)
+        in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
     ]
 
 
@@ -227,10 +234,13 @@ def _convert(source: Checkpoint, dst: Path, target: Target, options: Options) ->
 
 
 def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
-    """Prints the plan; raises DestinationError afterwards if `dst` is occupied."""
+    """Prints the plan; raises DestinationError afterwards if `dst` is occupied by anything but the
+    output of this plan.
+    """
     planned = _plan(source, dst, target, options, helps=True)
     click.echo(json.dumps(planned.json()) if options["as_json"] else planned.summary())
-    planned.destination.check()
+    if options["overwrite"] or planned.finished() is None:
+        planned.destination.check()
 
 
 def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps: bool) -> Plan:
@@ -264,7 +274,12 @@ def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> N
         "check_replicas": options.get("check_replicas", False),
         **{name: options[name] for name in ("threads", "checksum", "allow_overflow", "resume")},
     }
-    planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
+    try:
+        planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
+    except DestinationError:
+        if options["overwrite"] or not _is_done(source, dst, target, options):
+            raise
+        return
     # imported before the workers are forked, so that they need not import it again
     import mckpt.conversion.run  # noqa: F401
 
@@ -287,6 +302,20 @@ def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> N
         f"{planned.destination.path}: {planned.nbytes:,} bytes in"
         f" {counted(len(planned.outputs), 'file')}, {seconds:.2f} s"
     )
+
+
+def _is_done(source: Checkpoint, dst: Path, target: Target, options: Options) -> bool:
+    """Returns whether `dst` holds already what the conversion would write, and says so."""
+    planned = _plan(source, dst, target, options, helps=True)
+    manifest = planned.finished()
+    if manifest is not None and options["as_json"]:
+        click.echo(json.dumps({**manifest, "done_already": True}))
+    elif manifest is not None:
+        click.echo(
+            f"{planned.destination.path}: is done already, {planned.nbytes:,} bytes in"
+            f" {counted(len(planned.outputs), 'file')}; --overwrite writes it again"
+        )
+    return manifest is not None
 
 
 def _run(

@@ -28,7 +28,7 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 POSITIVE = click.IntRange(1)
 NOT_NEGATIVE = click.IntRange(0)
-MEGATRON_FORMATS = click.Choice(formats.names(megatron=True))
+MEGATRON_FORMATS = click.Choice(formats.names(megatron=True, written=True))
 DTYPES = click.Choice(["bf16", "fp16", "fp32"])
 
 # The fields of `Parallel` that options set.
@@ -145,6 +145,18 @@ family_options = together(
         " the arg. May be repeated.",
     ),
 )
+quantize_option = hf_option(
+    "--quantize",
+    type=click.Choice(["fp8"]),
+    help="Quantise the weights of linear layers: fp8 is float8_e4m3fn with a scale for each"
+    " 128 x 128.",
+)
+keep_padding_option = conversion_option(
+    "--keep-padding",
+    is_flag=True,
+    help="Keep all rows of the padded vocabulary. Without it, a Megatron target has the rows that"
+    " Megatron computes for its tp, and a Hugging Face target has none.",
+)
 megatron_source_options = together(
     like_option,
     vocab_size_option,
@@ -237,6 +249,12 @@ megatron_target_options = together(
         type=click.Choice(["stacked", "per_layer"]),
         help="torch_dist only: one key for all layers, or one for each layer. Without it, the"
         " model's args decide.",
+    ),
+    megatron_option(
+        "--run-config",
+        is_flag=True,
+        help="torch_dist only: write run_config.yaml too, from which Megatron-Bridge loads the"
+        " checkpoint. A source's own one is always carried on.",
     ),
     megatron_option(
         "--update-tracker",

@@ -13,9 +13,12 @@ from typing import Any
 import click
 
 from mckpt import __version__
+from mckpt.cli.check import check
 from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
 from mckpt.cli.diff import diff
+from mckpt.cli.environment import name_variables, refuse_unknown, set_by
 from mckpt.cli.inspect import inspect
+from mckpt.cli.job import run_job
 from mckpt.cli.mappings import mappings
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
@@ -28,7 +31,11 @@ INTERNAL_ERROR = 70
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, message="mckpt %(version)s")
 def cli() -> None:
-    """Convert LLM checkpoints between Hugging Face and Megatron, reshard and verify them."""
+    """Convert LLM checkpoints between Hugging Face and Megatron, reshard and verify them.
+
+    Every option can also be set by an environment variable: --max-memory by MCKPT_MAX_MEMORY.
+    """
+    refuse_unknown(cli)
 
 
 for _command in (
@@ -38,12 +45,15 @@ for _command in (
     repair,
     plan,
     inspect,
+    check,
     diff,
     verify,
     train,
+    run_job,
     mappings,
 ):
     cli.add_command(_command)
+name_variables(cli)
 
 
 def main() -> None:
@@ -97,12 +107,20 @@ def _interrupted() -> int:
 
 
 def _wrong_usage(error: click.ClickException) -> int:
-    """Reports an error that click found in the arguments."""
-    if "--json" not in sys.argv:
+    """Reports an error that click found in the arguments or in an environment variable."""
+    variable = set_by(error.param, error.ctx) if isinstance(error, click.BadParameter) else None
+    origin = f" (from the environment variable {variable})" if variable else ""
+    if not _wants_json():
         error.show()
+        if origin:
+            click.echo(origin.strip(), err=True)
         return error.exit_code
     kind = UsageError if isinstance(error, click.UsageError) else type(error)
-    return _fail(kind.__name__, error.format_message(), error.exit_code)
+    return _fail(kind.__name__, error.format_message() + origin, error.exit_code)
+
+
+def _wants_json() -> bool:
+    return "--json" in sys.argv or os.environ.get("MCKPT_JSON", "0").lower() in ("1", "true", "yes")
 
 
 def _broken_pipe() -> int:
@@ -113,7 +131,7 @@ def _broken_pipe() -> int:
 
 def _internal_error(error: Exception) -> int:
     """Reports a bug of mckpt with its traceback."""
-    if "--json" in sys.argv:
+    if _wants_json():
         return _fail(
             "InternalError",
             f"internal error: {type(error).__name__}: {error}; please report it",
@@ -130,7 +148,7 @@ def _fail(kind: str, message: str, code: int, **more: Any) -> int:
 
     Returns `code`.
     """
-    if "--json" in sys.argv:
+    if _wants_json():
         error = {"class": kind, "message": message, "exit_code": code, **more}
         click.echo(json.dumps({"error": error}), err=True)
     else:

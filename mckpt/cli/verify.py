@@ -70,19 +70,31 @@ comparison_option = in_section("Comparison")
 @iteration_option
 @family_options
 @click.option("--report", type=FILE, help="Write everything that was measured to one HTML file.")
+@click.option(
+    "--card", type=FILE, help="Write the verdict as a small YAML file, to publish with the model."
+)
 @json_option
-def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **options: Any) -> int:
+def verify(
+    hf: Path,
+    megatron: Path,
+    report: Path | None,
+    card: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> int:
     """Check that two checkpoints hold the same model.
 
     Runs transformers and Megatron-Core on the same tokens and compares their logits.
 
     Exit code 0: pass; 1: fail or incomplete.
     """
+    from mckpt.verification import card as cards
     from mckpt.verification import levels
     from mckpt.verification import report as page
 
-    if report is not None:
-        page.refuse(report)  # before the models run, which takes minutes
+    for file in (report, card):
+        if file is not None:
+            page.refuse(file)  # before the models run, which takes minutes
     options["settings"] = parse_settings(options)
     start = time.perf_counter()
     with progress.waiting("transformers and Megatron-Core are running"):
@@ -96,4 +108,6 @@ def verify(hf: Path, megatron: Path, report: Path | None, as_json: bool, **optio
         click.echo(f"{found.verdict.upper()}: {hf} and {megatron}, {seconds:.0f} s")
     if report is not None:
         page.write(found, report)
+    if card is not None:
+        cards.write(found, hf, megatron, options["iteration"], card)
     return found.exit_code

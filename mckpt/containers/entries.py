@@ -25,6 +25,17 @@ class Entry(NamedTuple):
     strides: tuple[int, ...] | None = None  # elements; None if it is dense
 
 
+class Span(NamedTuple):
+    """The bytes of one tensor or record, for a check of the whole file."""
+
+    name: str
+    path: str
+    at: int  # offset of the first byte in the file
+    nbytes: int
+    dtype: str = ""  # "": a record, whose values are not looked at
+    crc: int | None = None  # the crc32 that the file states for these bytes
+
+
 class Kind(NamedTuple):
     """The dtype, shape and strides that many buffers share."""
 

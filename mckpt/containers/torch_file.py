@@ -256,7 +256,8 @@ def _read(
         )
     if os.pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
         return torch_stream.read(fd, where, base, length, max_bytes)
-    records = _directory(fd, where, base, length, max_bytes)
+    found = _directory(fd, where, base, length, max_bytes)
+    records = {name: (at, size) for name, (at, size, _) in found.items()}
     if "data.pkl" not in records:
         raise SourceError(
             f"{where}: a zip of {len(records)} records without data.pkl: not a file of torch.save"
@@ -292,11 +293,26 @@ def _read(
     return value, ranges
 
 
+def records(
+    fd: int, where: str, base: int = 0, length: int | None = None
+) -> dict[str, tuple[int, int, int | None]]:
+    """Returns {record: (offset in the file, bytes, crc32)} of a torch.save file, or of an item of a
+    .distcp; nothing for a file from before torch 1.6, which has no records.
+
+    The crc32 is None if the writer left it out.
+    """
+    length = os.fstat(fd).st_size - base if length is None else length
+    if os.pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
+        return {}
+    found = _directory(fd, where, base, length, MAX_BYTES)
+    return {name: (at, size, crc or None) for name, (at, size, crc) in found.items()}
+
+
 def _directory(
     fd: int, where: str, base: int, length: int, max_bytes: int
-) -> dict[str, tuple[int, int]]:
+) -> dict[str, tuple[int, int, int]]:
     """Reads the directory of a zip; returns {record name without its stem: (offset in the file,
-    bytes)}.
+    bytes, crc32)}.
 
     Proves that the records lie inside the zip and do not overlap.
     """
@@ -329,16 +345,16 @@ def _directory(
             f" {max_bytes} in all"
         )
     raw, at = _pread(fd, size, base + offset, where), 0
-    found: dict[str, tuple[int, int]] = {}
+    found: dict[str, tuple[int, int, int]] = {}
     spans: list[tuple[int, int, str]] = []
-    headers: list[tuple[int, int, str]] = []
+    headers: list[tuple[int, int, int, str]] = []
     for _ in range(count):
         if at + 46 > size or raw[at : at + 4] != b"PK\1\2":
             raise SourceError(
                 f"{where}: directory entry {len(headers)} of {count} does not begin at byte"
                 f" {offset + at}"
             )
-        _, _, _, flags, method, _, _, _, packed, nbytes, n, extra, note, _, _, _, start = (
+        _, _, _, flags, method, _, _, crc, packed, nbytes, n, extra, note, _, _, _, start = (
             _CENTRAL.unpack_from(raw, at)
         )
         name = raw[at + 46 : at + 46 + n].decode("utf-8", "replace")
@@ -351,15 +367,15 @@ def _directory(
                 f"{where}: record {name[:80]!r} is compressed or encrypted ({packed} bytes for"
                 f" {nbytes}); torch's never are"
             )
-        headers.append((start, nbytes, name))
+        headers.append((start, nbytes, crc, name))
     if at != size:
         raise SourceError(f"{where}: {count} records fill {at} of the directory's {size} bytes")
-    for start, nbytes, name in headers:
+    for start, nbytes, crc, name in headers:
         begin = _data_start(fd, base, start, nbytes, limit=offset, name=name, where=where)
         short = name.split("/", 1)[-1]
         if short in found:
             raise SourceError(f"{where}: record {name[:80]!r} is there twice")
-        found[short] = (base + begin, nbytes)
+        found[short] = (base + begin, nbytes, crc)
         spans.append((start, begin + nbytes, name))
     spans.sort()
     for (_, one, name), (two, _, other) in itertools.pairwise(spans):

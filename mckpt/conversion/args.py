@@ -42,6 +42,7 @@ class Decided:
     names: Names  # of the target; the choice of `layers` follows from the args
     dtype: str  # of most of the weights
     padded_vocab_size: int  # rows
+    divisible_by: int  # Megatron pads the vocabulary to a multiple of it times tp
     optimizer: bool = False  # whether the optimizer's state is kept
 
     @property
@@ -91,19 +92,23 @@ def args_of(decided: Decided) -> Args:
 
 def _new_args(decided: Decided) -> dict[str, Any]:
     """Returns the args that the dialect writes from the dims, and the parallel sizes."""
-    target, dialect = decided.target, decided.names.mapping
+    dims = {**decided.names.dims, "vocab_size": true_vocab(decided.source)}
+    written = decided.names.mapping.write(dims, given_of(decided))
+    return {**written, **decided.target.parallel.args()}
+
+
+def given_of(decided: Decided) -> dict[str, Any]:
+    """Returns the values of a dialect's `given` names, which its expressions use beside dims."""
     parallel, stages = decided.names.parallel, decided.names.stages()
-    given = {
+    return {
         **decided.names.choices,
         "stages": [stages[p][v] for v in range(parallel.vpp) for p in range(parallel.pp)],
         "dtype": decided.dtype,
         "padded_vocab_size": decided.padded_vocab_size,
-        "divisible_by": target.divisible_by or dialect.given["divisible_by"],
+        "divisible_by": decided.divisible_by,
         "format": decided.destination.format.name,
-        "tp": target.parallel.tp,
+        "tp": decided.target.parallel.tp,
     }
-    dims = {**decided.names.dims, "vocab_size": true_vocab(decided.source)}
-    return {**dialect.write(dims, given), **target.parallel.args()}
 
 
 def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> dict[str, Any]:
@@ -115,7 +120,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
     out = {k: v for k, v in fields.items() if not (k in ignored or k in left)}
     out["iteration"], out[VERSION] = _iteration(decided), CHECKPOINT_VERSION
     if decided.optimizer:
-        out |= optimizer.common_state(decided.moved)
+        out |= optimizer.common_state(decided.moved, decided.destination.format)
     if decided.changes_dialect and "content_metadata" in out:
         marks = out["content_metadata"]
         out["content_metadata"] = {k: v for k, v in marks.items() if k != PER_LAYER}
@@ -166,6 +171,8 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
     names = [
         *target.parallel.args(),
         "padded_vocab_size",
+        "make_vocab_size_divisible_by",
+        "ckpt_format",
         "transformer_impl",
         "moe_grouped_gemm",
     ]
@@ -176,7 +183,7 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
     # Experts require sequence parallelism at tp > 1; the source may have run with tp 1.
     elif written["sequence_parallel"]:
         names.append("sequence_parallel")
-    out = {name: written[name] for name in names}
+    out = {name: written[name] for name in names if name in written}
     if source.left_behind():
         out.update(no_save_optim=not decided.optimizer, no_save_rng=True)
     return out

@@ -139,6 +139,14 @@ class Plan:
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
         return "\n".join(lines + p["notes"])
 
+    def finished(self) -> dict[str, Any] | None:
+        """Returns the manifest of the destination if it holds already what `run` would write, else
+        None. Checksums are not compared; `mckpt check` does so.
+        """
+        from mckpt.conversion.run import finished
+
+        return finished(self)
+
     def run(
         self,
         *,

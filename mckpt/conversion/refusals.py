@@ -19,10 +19,17 @@ from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
+from mckpt.values import dtypes
 
 
 def refuse_options(target: Target, format: Format, source: Checkpoint) -> None:
-    """Raises UsageError for an option that has no effect on this conversion."""
+    """Raises UsageError for a format that is only read, and for an option that has no effect on
+    this conversion.
+    """
+    if not formats.FORMATS[format.name].written:
+        raise UsageError(
+            f"the format {format} is read only: give another one, such as {formats.MEGATRON}"
+        )
     for option, reason in _without_effect(target, format, source):
         raise UsageError(f"{option}: {reason}; leave it out")
     if target.allow_inexact:
@@ -54,12 +61,16 @@ def _without_effect(
             )
         if target.max_shard_size != MAX_SHARD_SIZE:
             yield "--max-shard-size", why
-        if target.keep_padding:
-            yield "--keep-padding", why
+        if target.quantize is not None:
+            yield f"--quantize {target.quantize}", why
+        if target.keep_padding and not source.is_megatron:
+            yield "--keep-padding", f"{source.path} is a Hugging Face directory, which has none"
         return
     why = "it is for a Megatron target, and the target is a Hugging Face directory"
     if target.no_optimizer:
         yield "--no-optimizer", f"{why}, which never gets an optimizer state"
+    if target.run_config:
+        yield "--run-config", why
     if target.transformer_impl is not None:
         yield f"--transformer-impl {target.transformer_impl}", why
     if target.grouped_experts is not None:
@@ -172,6 +183,13 @@ def refuse_casts(source: Checkpoint, dtype: str) -> None:
         raise UsageError(
             f"--dtype {dtype}: the source holds {', '.join(strange)}, which is not cast"
         )
+    rounded = {(s.rounded_from, s.dtype) for s in source.layout.stored if s.rounded_from}
+    if other := sorted(pair for pair in rounded if pair[1] != dtypes.parse(dtype)):
+        wide, own = other[0]
+        raise UsageError(
+            f"--dtype {dtype}: the weights of {source.path} are {own}, and are stored in {wide} as"
+            " the optimizer's master copies; leave --dtype out, and cast the result if you need to"
+        )
 
 
 def refuse_unloadable(source: Checkpoint, dialect: MappingFile, facts: Mapping[str, Any]) -> None:
@@ -185,20 +203,36 @@ def refuse_unloadable(source: Checkpoint, dialect: MappingFile, facts: Mapping[s
         )
 
 
-def refuse_inexact(found: Mapping[str, str], target: Target, where: str) -> dict[str, str]:
-    """Returns `found` if --allow-inexact names all of it; MappingError lists the rest.
+def refuse_inexact(
+    found: Mapping[str, str], target: Target, where: str, unknown: Mapping[str, str] = {}
+) -> dict[str, str]:
+    """Returns `found` and `unknown` if --allow-inexact names both; MappingError lists the rest.
 
     found: name -> why the target would not compute what the source does.
+    unknown: key of config.json that the family does not mention -> what it holds.
     """
-    refused = {k: v for k, v in found.items() if k not in target.allow_inexact}
-    if refused:
-        raise MappingError.of(
-            f"{where} would not compute what the source does:",
-            [v if k == "config" else f"{k}: {v}" for k, v in refused.items()],
-            "If you know that it does not matter, give "
-            + " ".join(f"--allow-inexact {k}" for k in refused),
+    inexact, unread = (
+        {name: why for name, why in entries.items() if name not in target.allow_inexact}
+        for entries in (found, unknown)
+    )
+    if not (inexact or unread):
+        return {**found, **unknown}
+    title, cure = f"{where} would not compute what the source does:", ""
+    if unread:
+        also = f"{title[:-1]}, and " if inexact else ""
+        title = f"{also}config.json has keys that the family file does not mention:"
+        cure = (
+            "In a family file, let a dim read a key that changes the result, give the value that"
+            " changes nothing under `expect`, or list the key under `inert` if no value does"
+            " (docs/new-model.md). "
         )
-    return dict(found)
+    listed = [why if name == "config" else f"{name}: {why}" for name, why in inexact.items()]
+    raise MappingError.of(
+        title,
+        [*listed, *unread.values()],
+        f"{cure}If you know that it does not matter, give "
+        + " ".join(f"--allow-inexact {name}" for name in (*inexact, *unread)),
+    )
 
 
 def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mckpt.checkpoint.description import changed_files
 from mckpt.conversion.publishing import publish
 from mckpt.conversion.target import Progress
 from mckpt.errors import SourceError, StorageError, UsageError
@@ -59,10 +60,30 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
             file.path: {"bytes": file.size, "checksum": checksum}
             for file, checksum in zip(plan.outputs, sums, strict=True)
         }
-        manifest = {**plan.facts, "plan": plan.digest, "dropped": dropped, "files": files}
+        manifest = {
+            **plan.facts,
+            "plan": plan.digest,
+            "read": _read(stamps),
+            "dropped": dropped,
+            "files": files,
+        }
         (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         publish(destination, staging, plan.side)
     return manifest
+
+
+def finished(plan: Plan) -> dict[str, Any] | None:
+    """Returns the manifest of the destination if that holds what this plan would write: made by the
+    same plan of the same source files, with every file there in its size. Else None.
+    """
+    manifest = plan.destination.manifest()
+    same = manifest.get("plan") == plan.digest and manifest.get("read") == _read(_stamps(plan))
+    return manifest if same and not changed_files(plan.destination.path, manifest) else None
+
+
+def _read(stamps: list[int]) -> str:
+    """Returns what identifies the state of the source files that a run reads."""
+    return hashlib.sha256(repr(stamps).encode()).hexdigest()
 
 
 def _move(plan: Plan, session: Session, how: How) -> list[str]:

@@ -37,6 +37,8 @@ class Target:
     tokenizer: str | Path | None = None
     max_shard_size: int = MAX_SHARD_SIZE
     keep_padding: bool = False
+    run_config: bool = False  # write run_config.yaml, from which Megatron-Bridge loads
+    quantize: str | None = None  # the encoding of the weights of linear layers: fp8
     # The version of the megatron-core that will load the checkpoint, such as "0.16" or "0.19.2".
     # None: the newest version that mckpt knows.
     megatron_version: str | None = None

@@ -26,6 +26,7 @@ from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Wanted
+from mckpt.formats.hf import unquantised
 from mckpt.formats.hf_config import (
     CONFIG,
     QUANTISED,
@@ -34,6 +35,7 @@ from mckpt.formats.hf_config import (
     side_files,
     without_quantisation,
 )
+from mckpt.formats.hf_encodings import WRITTEN, quantisation_config
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
@@ -54,12 +56,28 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     inexact = _inexact(source, family, target)
     kinds, dtype = kinds_of(source, target)
     text, notes = _config(source, family, base, dtype)
+    if target.quantize and source.quantised:
+        raise UsageError(
+            f"--quantize {target.quantize}: {source.path} is quantised already; convert it without"
+            " the option first, which dequantises it"
+        )
     refuse_uncarried(source, family)
     unchanged = carried.of(source.layout)
     form = form_of(source, family)
     names = Names(family, source.dims, {} if form is None else {"form": form}, Parallel())
     refuse_misfit(source, names, family.path.name)
-    wanted = Wanted(names, kinds, target.max_shard_size, carried=tuple(unchanged))
+    wanted = Wanted(
+        names,
+        kinds,
+        target.max_shard_size,
+        carried=tuple(unchanged),
+        quantize=target.quantize,
+    )
+    if target.quantize:
+        how = quantisation_config(target.quantize, unquantised(wanted))
+        text = _json({**json.loads(text), QUANTISED: how})
+        said = WRITTEN[target.quantize].said()
+        notes.append(f"the weights of linear layers are written as {said}; they are rounded")
     layout, outputs = destination.format.lay_out(wanted)
     kept = mapping_to_keep(source)
     if kept is not None:
@@ -77,6 +95,7 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         inexact,
         [note, *notes, *shifted(joined)],
         max_shard_size=target.max_shard_size,
+        **({"quantize": target.quantize} if target.quantize else {}),
         config=hashlib.sha256(text).hexdigest(),
         side=[[file.path, file.size] for file in outputs],
         **named_by_user(source, kept is not None),

@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -14,6 +14,7 @@ from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
 from mckpt.conversion.args import Decided, args_of
+from mckpt.conversion.bridge_files import bridge_files
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     dequantised,
@@ -56,8 +57,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     megatron = dialect.version(target.megatron_version)
     refuse_old_version(target, megatron)
     refuse_choices(target, dialect)
-    # `moved` is the source; from Megatron to Megatron, with the vocabulary's padding rows
-    moved, padded = _vocabulary(source, dialect, target)
+    vocabulary = _vocabulary(source, dialect, target)
+    moved, padded = vocabulary.moved, vocabulary.rows
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
     dims = moved.dims
@@ -72,10 +73,14 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         moved = moved.with_optimizer()
     kinds, dtype = kinds_of(moved, target)
     names = Names(dialect, dims, chosen, parallel)
-    args = args_of(Decided(source, moved, destination, target, names, dtype, padded, kept))
+    decided = Decided(
+        source, moved, destination, target, names, dtype, padded, vocabulary.divisible_by, kept
+    )
+    args = args_of(decided)
     refuse_stacked_keys(target, destination.format, args.implied_layers)
     names = names._replace(choices={**chosen, "layers": args.layers})
     refuse_misfit(moved, names, "Megatron")
+    groups = optimizer.groups(moved, names, megatron) if kept else []
     layout, outputs = destination.format.lay_out(
         Wanted(
             names,
@@ -85,12 +90,14 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
             args.common,
             target.common_as_object,
             distributed=not (kept and moved.optimizer) or moved.optimizer.distributed,
+            groups=groups,
         )
     )
     line = megatron_args.launch(dialect, args.written)
     notes = text_notes(moved)
-    launch_files = megatron_args.files(line, notes).items()
+    launch_files = megatron_args.files(line, notes, kept).items()
     outputs += [TargetFile.whole(name, text.encode()) for name, text in launch_files]
+    outputs += bridge_files(decided)
     unchanged = carried.of(moved.layout)
     more, carried_files = carried.lay_out(unchanged, target.max_shard_size)
     layout = carried.joined(replace(layout, files=[file.path for file in outputs]), more)
@@ -107,12 +114,14 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         target,
         dialect,
         inexact,
-        [*dequantised(moved), *shifted(joined), *notes],
+        [*dequantised(moved), *shifted(joined), *vocabulary.notes, *notes],
         parallel=parallel.args(),
         choices=dict(names.choices),
         padded_vocab_size=padded,
         unit=destination.unit,
-        common=hashlib.sha256(safe_pickle.dumps(args.common)).hexdigest(),
+        common=hashlib.sha256(
+            safe_pickle.dumps({**args.common, **({"optimizer": groups} if kept else {})})
+        ).hexdigest(),
         common_as_object=target.common_as_object,
         args=line.flags,
         megatron_version=".".join(map(str, megatron)),
@@ -168,31 +177,55 @@ def _parallel(source: Checkpoint, dialect: MappingFile, target: Target, dims: Di
     return parallel if own == count else parallel.with_layout(sizes, mtp)
 
 
-def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> tuple[Checkpoint, int]:
-    """Returns the checkpoint to convert, and the rows of its padded vocabulary in the target.
+class _Vocabulary(NamedTuple):
+    """The vocabulary of the target."""
 
-    A Megatron checkpoint keeps its padding rows and their values if the target's tp divides them,
-    because the softmax includes those rows. Otherwise, and from Hugging Face, the true vocabulary
-    is padded anew, as Megatron does (vocab_utils.py).
+    moved: Checkpoint  # the checkpoint to convert, with the padding rows that the target keeps
+    rows: int  # of the embedding in the target, padding included
+    divisible_by: int  # Megatron pads to a multiple of it times tp
+    notes: list[str]
+
+
+def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> _Vocabulary:
+    """Returns the vocabulary of the target: the true one, padded as Megatron pads it at its tp
+    (vocab_utils.py), so that the target loads with the launch line that its user has.
+
+    Rows of padding that the source has keep their values, because the softmax includes them. Rows
+    that the target does not have are dropped; `run` reports those that are not zero. With
+    --keep-padding, or if the true vocabulary is not known, the target has the source's rows.
     """
-    if source.is_megatron:
-        whole = source.padded()
-        if whole is not None and whole.dims["vocab_size"] % target.parallel.tp == 0:
-            return whole, whole.dims["vocab_size"]
-        try:
-            _ = source.dims
-        except VocabSizeUnknown:
-            rows = whole.dims["vocab_size"] if whole else 0
+    tp, parted = target.parallel.tp, (source.args or {}).get("make_vocab_size_divisible_by")
+    divisor = int(target.divisible_by or parted or dialect.given["divisible_by"])
+    whole = source.padded() if source.is_megatron else None
+    if whole is None:
+        return _Vocabulary(source, padded_rows(source.dims, divisor, tp), divisor, [])
+    rows = int(whole.dims["vocab_size"])
+    try:
+        true = int(source.dims["vocab_size"])
+    except VocabSizeUnknown:
+        true = None
+    wanted = rows if true is None or target.keep_padding else padded_rows(source.dims, divisor, tp)
+    if rows == wanted:
+        if rows % tp:
             raise UsageError(
-                f"{source.path}: {rows} padded rows of the vocabulary are not divisible by tp"
-                f" {target.parallel.tp}; give --vocab-size N"
-            ) from None
-    return source, padded_rows(source.dims, dialect, target)
+                f"{source.path}: {rows:,} padded rows of the vocabulary are not divisible by tp"
+                f" {tp}; "
+                + ("leave out --keep-padding" if target.keep_padding else "give --vocab-size N")
+            )
+        if true is not None and padded_rows(source.dims, divisor, tp) != rows:
+            divisor = rows // tp  # so that Megatron arrives at this number
+        return _Vocabulary(whole, rows, divisor, [])
+    note = (
+        f"{rows:,} rows of the vocabulary become {wanted:,}: {true:,}, padded as Megatron pads"
+        f" them at tp {tp}; --keep-padding keeps {rows:,}"
+    )
+    moved = source.with_dims({**source.dims, "vocab_size": min(rows, wanted)})
+    return _Vocabulary(moved, wanted, divisor, [note])
 
 
-def padded_rows(dims: Dims, dialect: MappingFile, target: Target) -> int:
+def padded_rows(dims: Dims, divisible_by: int, tp: int) -> int:
     """Returns the rows of the vocabulary, padded as Megatron pads it for these sizes."""
-    multiple = (target.divisible_by or dialect.given["divisible_by"]) * target.parallel.tp
+    multiple = divisible_by * tp
     return -(-int(dims["vocab_size"]) // multiple) * multiple
 
 
@@ -219,7 +252,8 @@ def _choices(
                 " no tensors for them"
             )
     elif target.transformer_impl is None and "experts" in own:
-        grouped = own["experts"] == "grouped"
+        # the local spec names no tensors for grouped experts
+        grouped = own["experts"] == "grouped" and impl != "local"
     else:
         grouped = impl == "transformer_engine"
     stored = "grouped" if grouped else "sequential"
@@ -250,15 +284,14 @@ def _inexact(
     if source.is_megatron:
         return {**source.allowed, **_lost(source, dialect, dims, program, target)}
     config = read_config(source.path)
+    family = source.mapping
     unknown = {
-        key: (
-            f"config.json has {source.mapping.lookup(config, key)!r}, and"
-            f" {source.mapping.path.name} does not mention this key: it may matter or not"
-        )
-        for key in source.mapping.unknown(config)
+        key: f"{key} is {family.lookup(config, key)!r} in config.json, and {family.path.name} does"
+        " not mention it: it may matter or not"
+        for key in family.unknown(config)
         if key != QUANTISED or not source.quantised
     }
-    return refuse_inexact({**dialect.inexact(dims, program), **unknown}, target, "Megatron")
+    return refuse_inexact(dialect.inexact(dims, program), target, "Megatron", unknown)
 
 
 def _lost(

@@ -4,6 +4,7 @@ with checksums computed on the way.
     units      cuts the copies of the plan into slabs, which threads take, and units of slabs
     clusters   lays out in a buffer the copies that move together
     mover      copies one slab
+    quantising quantises the rows of one slab
     threads    hands out the slabs
     files      opens, reads, writes and syncs the files
     checksums  combines the crc32 of what was written into that of a whole file
@@ -29,12 +30,13 @@ import numpy as np
 from isal import isal_zlib
 
 from mckpt.execute.checksums import RANGE, Range, RangeSums, merged
+from mckpt.execute.clusters import Copy
 from mckpt.execute.files import OpenFiles, lay_out, read_at, sync_directories, write_at
 from mckpt.execute.journal import Journal
 from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks, Session, awaited
 from mckpt.execute.threads import Crew
-from mckpt.execute.units import Work
+from mckpt.execute.units import Work, is_quantised
 from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
 from mckpt.storage.files import TargetFile
@@ -87,7 +89,7 @@ def execute(
     session = session or Session(staging, Ranks())
     ranks, done = session.ranks, session.staging / "done"
     casts = [Cast(*cast) for cast in casts]
-    work = Work.of(copies, casts)
+    work = Work.of(copies, casts, grids)
     threads = threads or max(
         1, min(ranks.cores, KNEE_FLAT if work.is_flat() else KNEE, max_memory // PIECE)
     )
@@ -263,6 +265,12 @@ class _Run:
         """Subtracts the bytes of a slab from those that its files wait for."""
         _, row, end, _, _ = self.work.slabs[slab].item()
         records = self.work.cluster(slab)
+        if is_quantised(records):
+            of, grid = self.work.slabs[slab], self.mover.grid(Copy(*records[-1].tolist()))
+            weight = (int(of["end"]) - int(of["row"])) * grid.width
+            self.file_left[int(records["dst_file"][0])] -= weight
+            self.file_left[int(records["dst_file"][-1])] -= int(of["bytes"]) - weight
+            return
         np.subtract.at(
             self.file_left, records["dst_file"], (end - row) * records["run"] * records["dst_item"]
         )

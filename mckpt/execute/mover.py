@@ -16,11 +16,12 @@ from mckpt.errors import UsageError
 from mckpt.execute.checksums import UNKNOWN, Range, merged
 from mckpt.execute.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip
 from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, write_at
-from mckpt.execute.units import is_ranges
+from mckpt.execute.quantising import Cell, NotFinite, cells, fill, quantise
+from mckpt.execute.units import is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.values.casting import cast, has_infinity, pieces, shift
 from mckpt.values.dtypes import numpy_dtype
-from mckpt.values.quantisation import VALUES, Grid, dequantise
+from mckpt.values.quantisation import CODES, VALUES, Grid, dequantise
 
 # bytes of one read of a flat copy: 0.67 s of CPU per GiB with crc32, 128 KiB 0.72, 2 MiB 0.73
 PIECE = 1 << 20
@@ -36,7 +37,7 @@ ROW_SUM = 32 << 10
 
 
 class Overflow(UsageError):
-    """A finite value that float16 cannot hold.
+    """A value that the target's dtype cannot hold.
 
     `tensor` is the number of the copy's tensor, for a caller that knows its name.
     """
@@ -69,14 +70,17 @@ class Mover:
         """Copies rows [row, end) of a cluster, and returns the ranges that it wrote."""
         copies = [Copy(*c) for c in records.tolist()]
         slab = _SlabCopy(self, memory, check)
+        quantised = is_quantised(records)
         sources = {c.src_file for c in copies} | {
-            self.grid(c).file for c in copies if c.grid != UNSCALED
+            self.grid(c).file for c in copies if c.grid != UNSCALED and not quantised
         }
         with (
             self.sources.held(sources) as slab.src,
             self.targets.held(c.dst_file for c in copies) as slab.dst,
         ):
-            if is_ranges(records[:1]).all():
+            if quantised:
+                slab.quantise(copies[:-1], copies[-1], row, end)
+            elif is_ranges(records[:1]).all():
                 slab.copy_range(copies[0], row, end)
             else:
                 slab.stage(Cluster(copies), row, end)
@@ -127,6 +131,62 @@ class _SlabCopy:
                 crc = self._crc(view, crc)
                 self._write(c.dst_file, view, dst + at)
             self.written.append((c.dst_file, dst, length, crc))
+
+    def quantise(self, copies: list[Copy], scales: Copy, row: int, end: int) -> None:
+        """Quantises rows [row, end) of a weight; `row` is the first row of a block.
+
+        scales: stands for the weight's scales (units.Work).
+        """
+        grid, most = self.mover.grid(scales), len(self.memory)
+        file = copies[0].dst_file
+        across = scales.run * scales.dst_item
+        for first in range(row, end, grid.rows):
+            rows = min(grid.rows, end - first)
+            # all codes of a band are written at once if they leave half of the buffer
+            held = rows * grid.width if rows * grid.width <= most // 2 else 0
+            whole = np.ndarray((rows, grid.width), numpy_dtype(CODES), self.memory)
+            at, found = grid.weight_at + first * grid.width, []
+            for cell in cells(grid, first, rows, most - -(-held // 16) * 16):
+                self.check()
+                found.append(self._quantise(copies, grid, cell, whole if held else None))
+            if held:
+                view = self.memory[:held]
+                self._write(file, view, at)
+                self.written.append((file, at, held, self._crc(view)))
+            else:
+                self.written.append((file, at, rows * grid.width, UNKNOWN))
+            to = grid.at + first // grid.rows * across
+            view = memoryview(np.concatenate(found).tobytes())
+            self._write(grid.file, view, to)
+            self.written.append((grid.file, to, across, self._crc(view)))
+
+    def _quantise(
+        self, copies: list[Copy], grid: Grid, cell: Cell, whole: np.ndarray | None
+    ) -> np.ndarray:
+        """Quantises one cell, and returns its scales. Its codes go into `whole`, those of the band,
+        or row by row into the file.
+        """
+        memory = self.memory if whole is None else self.memory[-(-whole.size // 16) * 16 :]
+        shape = cell.rows, cell.columns
+        size = cell.rows * cell.columns
+        values = np.ndarray(shape, "f4", memory)
+        fill(copies, self.mover.casts, grid, cell, values, self._read, memory[4 * size :])
+        codes = np.ndarray(shape, numpy_dtype(CODES), memory, 4 * size)
+        if whole is not None:
+            codes = whole[:, cell.column : cell.column + cell.columns]
+        try:
+            scales = quantise(grid, values, codes)
+        except NotFinite:
+            raise Overflow(
+                copies[0].tensor,
+                f"{self.mover.sources.paths[copies[0].src_file]}: rows {cell.row} to"
+                f" {cell.row + cell.rows - 1} have a value that is infinite or not a number, which"
+                " no block of fp8 can hold; leave --quantize out",
+            ) from None
+        for i in range(cell.rows if whole is None else 0):
+            at = grid.weight_at + (cell.row + i) * grid.width + cell.column
+            self._write(copies[0].dst_file, memoryview(codes[i].view("u1")), at)
+        return scales
 
     def stage(self, cluster: Cluster, row: int, end: int) -> None:
         """Copies rows [row, end) of a cluster, as many at a time as the buffer takes.

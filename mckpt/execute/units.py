@@ -8,6 +8,9 @@ A **flat** copy moves long runs of bytes that are neighbours on both sides: a pl
 other copies are **staged**. Staged copies that share rows of a source or of a target form one
 **cluster** (`clusters`).
 
+Copies into a weight that is **quantised** form one cluster for each weight, whose rows are those of
+the weight; its last record stands for the scales (`_quantised`).
+
 A **slab** is some rows of one cluster. A **unit** is about 256 MiB of slabs. Both depend on the
 copies alone, so that a run can go on with other threads and another memory budget.
 """
@@ -22,6 +25,7 @@ import numpy as np
 from mckpt.execute.clusters import SAME, SECTOR
 from mckpt.geometry.join import COPY, UNSCALED, Cast
 from mckpt.values.dtypes import itemsize
+from mckpt.values.quantisation import CODES, Grid
 
 # bytes between two entries of the journal, which each thread may have to do again after a kill;
 # smaller units sync files more often
@@ -58,10 +62,20 @@ class Work(NamedTuple):
     slabs: np.ndarray
 
     @classmethod
-    def of(cls, copies: np.ndarray, casts: Sequence[Cast]) -> Work:
+    def of(cls, copies: np.ndarray, casts: Sequence[Cast], grids: np.ndarray | None = None) -> Work:
         """Cuts join.COPY records, which may come in any order."""
-        w, starts = _clustered(_normal(copies, casts))
-        return cls(w, np.append(starts, np.int32(len(w))), _slabs(w, starts))
+        codes = np.array([c.target == CODES for c in casts], bool)
+        quantises = (copies["grid"] != UNSCALED) & codes[copies["cast"]]
+        if not quantises.any():
+            w, starts = _clustered(_normal(copies, casts))
+            return cls(w, np.append(starts, np.int32(len(w))), _numbered(_slabs(w, starts)))
+        assert grids is not None, "weights are quantised, and no grids were given"
+        w, starts = _clustered(_normal(copies[~quantises], casts))
+        slabs = _slabs(w, starts)
+        banded, bands, more = _quantised(copies[quantises], casts, grids)
+        more["cluster"] += len(starts)
+        bounds = np.concatenate([starts, bands + len(w), [len(w) + len(banded)]]).astype("i4")
+        return cls(np.concatenate([w, banded]), bounds, _numbered(np.concatenate([slabs, more])))
 
     def is_flat(self) -> bool:
         """Whether all copies move as ranges of bytes, none through staging."""
@@ -271,8 +285,69 @@ def _slabs(w: np.ndarray, starts: np.ndarray) -> np.ndarray:
     out["bytes"] = width[cluster]
     out["bytes"] *= out["end"] - out["row"]
     del most, width
-    unit = np.cumsum(out["bytes"])
-    unit -= out["bytes"]
-    unit //= UNIT
-    out["unit"] = unit
     return out
+
+
+def _numbered(slabs: np.ndarray) -> np.ndarray:
+    """Sets the unit of each slab, and returns the slabs."""
+    unit = np.cumsum(slabs["bytes"])
+    unit -= slabs["bytes"]
+    unit //= UNIT
+    slabs["unit"] = unit
+    return slabs
+
+
+def is_quantised(records: np.ndarray) -> bool:
+    """Returns whether a cluster quantises a weight."""
+    last = records[-1]
+    return bool(last["cast"] == SAME and last["grid"] != UNSCALED)
+
+
+def _quantised(
+    copies: np.ndarray, casts: Sequence[Cast], grids: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the copies of weights that are quantised, the start of each weight's cluster, and its
+    slabs, which are whole bands of blocks.
+
+    The last record of a cluster stands for the scales: it names their file and their place.
+    """
+    order = np.argsort(copies["grid"], kind="stable")
+    copies = copies[order]
+    first = np.flatnonzero(np.diff(copies["grid"], prepend=-2))
+    of = copies["grid"][first]
+    grid = {name: grids[of, i] for i, name in enumerate(Grid._fields)}
+    w = np.zeros(len(copies) + len(of), _WORK)
+    scales = first + np.arange(len(of)) + np.diff(first, append=len(copies))
+    weights = np.ones(len(w), bool)
+    weights[scales] = False
+    for name in COPY.names or ():
+        w[name][weights] = copies[name]
+    items = np.array([(itemsize(c.source), itemsize(c.target)) for c in casts], "u1")
+    for i, name in enumerate(("src_item", "dst_item")):
+        w[name][weights] = items[copies["cast"], i]
+    rows = np.add.reduceat(copies["rows"] * copies["run"], first) // grid["width"]
+    for name, value in (
+        ("tensor", copies["tensor"][first]),
+        ("src_file", copies["src_file"][first]),
+        ("dst_file", grid["file"]),
+        ("cast", SAME),
+        ("grid", of),
+        ("rows", -(-rows // grid["rows"])),
+        ("run", -(-grid["width"] // grid["columns"])),
+        ("dst_at", grid["at"]),
+        ("dst_item", itemsize("float32")),
+    ):
+        w[name][scales] = value
+    most = np.maximum(1, SLAB // (grid["width"] * grid["rows"])) * grid["rows"]
+    count = -(-rows // most)
+    out = np.zeros(count.sum(), _SLABS)
+    cluster = out["cluster"] = np.repeat(np.arange(len(of), dtype="i4"), count)
+    out["row"] = (np.arange(len(out)) - np.repeat(np.cumsum(count) - count, count)) * most[cluster]
+    out["end"] = np.minimum(out["row"] + most[cluster], rows[cluster])
+    out["bytes"] = (out["end"] - out["row"]) * grid["width"][cluster]
+    out["bytes"] += (
+        -(-(out["end"] - out["row"]) // grid["rows"][cluster])
+        * w["run"][scales][cluster]
+        * itemsize("float32")
+    )
+    return w, first + np.arange(len(of)), out

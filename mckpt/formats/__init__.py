@@ -21,12 +21,15 @@ class Listed(NamedTuple):
 
     module: str
     megatron: bool
+    written: bool = True  # False: the format is only read
 
 
 # In the order in which `detect` tries them.
 FORMATS: dict[str, Listed] = {
     "hf": Listed("mckpt.formats.hf", megatron=False),
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
+    "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, written=False),
+    "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, written=False),
     "torch": Listed("mckpt.formats.megatron.torch", megatron=True),
 }
 HUGGING_FACE = "hf"  # the default format of Hugging Face targets
@@ -45,9 +48,23 @@ def all_of(megatron: bool) -> Iterator[Format]:
     return (get(name) for name, listed in FORMATS.items() if listed.megatron == megatron)
 
 
-def names(megatron: bool) -> list[str]:
-    """Returns the names of the formats that `all_of` yields, without importing them."""
-    return [name for name, listed in FORMATS.items() if listed.megatron == megatron]
+def names(megatron: bool, written: bool = False) -> list[str]:
+    """Returns the names of the formats that `all_of` yields, without importing them.
+
+    written: leaves out those that are only read.
+    """
+    return [
+        name
+        for name, listed in FORMATS.items()
+        if listed.megatron == megatron and (listed.written or not written)
+    ]
+
+
+def kept_or_default(name: str) -> str:
+    """Returns the format in which a Megatron checkpoint of a format is written again: the same, if
+    mckpt writes it.
+    """
+    return name if FORMATS[name].written else MEGATRON
 
 
 def detect(folder: Path, megatron: bool) -> Format | None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from mckpt.containers.entries import Entry, Kind
+from mckpt.containers.entries import Entry, Kind, Span
 from mckpt.errors import CoverError, SourceError, UsageError
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.optimizer import Optimizer
@@ -58,6 +58,10 @@ class Wanted(NamedTuple):
     carried: tuple[Stored, ...] = ()  # of the source: tensors to write unchanged
     # whether the optimizer whose states are written is distributed; `dtypes` names the states
     distributed: bool = True
+    quantize: str | None = None  # the form in which the weights of linear layers are quantised
+    # the param_groups of each optimizer of a rank, two if experts have one of their own; none
+    # without an optimizer
+    groups: Sequence[Sequence[Mapping[str, Any]]] = ()
 
 
 class Shown(NamedTuple):
@@ -111,6 +115,11 @@ class Opened(Protocol):
 
     def show(self, most: int | None) -> Shown:
         """Returns the first `most` tensors, and the number of all."""
+
+    def spans(self, problems: list[str]) -> Iterator[Span]:
+        """Yields the bytes of every tensor and record that it consists of, for a check of all
+        files. What cannot be read is added to `problems`.
+        """
 
 
 @dataclass(frozen=True, repr=False)

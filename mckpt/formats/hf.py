@@ -7,13 +7,15 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from mckpt.containers.entries import Kind
-from mckpt.errors import SourceError
+from mckpt.containers import torch_spans
+from mckpt.containers.entries import Kind, Span
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import (
     Format,
@@ -28,15 +30,15 @@ from mckpt.formats.base import (
     stored_of,
 )
 from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config
-from mckpt.formats.hf_encodings import Quantisation, quantisation_of
+from mckpt.formats.hf_encodings import WRITTEN, Quantisation, quantisation_of
 from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
-from mckpt.formats.hf_quantised import QuantisedTensors, Weights
+from mckpt.formats.hf_quantised import QuantisedTensors, Weights, target_scales
 from mckpt.formats.shards import Row, place
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import MappingFile
+from mckpt.mapping import Bound, MappingFile, hub
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
@@ -126,6 +128,16 @@ class HuggingFace:
         model = ", ".join(map(str, named)) if isinstance(named, list) and named else None
         facts = {"model": model, "files": len(self.files), "problems": self.problems}
         return Shown(facts, rows, kinds)
+
+    def spans(self, problems: list[str]) -> Iterator[Span]:
+        """Yields the bytes of every tensor, and the records of pytorch_model*.bin files."""
+        bins = (torch_spans.Item(path) for path in self.files if path.endswith(".bin"))
+        yield from torch_spans.spans(bins, problems)
+        for row, key in enumerate(self.entries.names):
+            e = self.entries.entry(row)
+            path = self.files[e.file]
+            if not path.endswith(".bin"):
+                yield Span(key, path, e.at, math.prod(e.shape) * dtypes.itemsize(e.dtype), e.dtype)
 
     def optimizer(self, names: Names) -> None:
         """Returns None: a Hugging Face directory has no optimizer's state."""
@@ -285,11 +297,13 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """
     dims, kinds, scope = wanted.names.dims, wanted.dtypes, wanted.names.scope()
     bound = [b for b in wanted.names.bound() if b.rule.written]
-    # (rank in the file order, tensor, rule, instance)
-    ranked: list[tuple[int, Row, int, int]] = []
+    scheme = WRITTEN[wanted.quantize] if wanted.quantize else None
+    # (rank in the file order, tensor, rule, instance, whether it is the scales of the one before)
+    ranked: list[tuple[int, Row, int, int, bool]] = []
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
         held, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
+        form = scheme if quantises(wanted, b) else None
         keys = b.keys()
         for i in range(0, len(keys), math.prod(axes)):
             layer = int(b.layers[i // len(b.experts)])
@@ -298,24 +312,39 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
                 if "layer" in b.rule.indices
                 else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
             )
-            ranked.append((order, Row(keys[i], dtype, axes + held), r, i))
+            stored_as = form.encoding.dtype if form else dtype
+            ranked.append((order, Row(keys[i], stored_as, axes + held), r, i, False))
+            if form:
+                grid = form.grids((held[0], held[1]))[0]
+                row = Row(keys[i] + form.scales, form.dtypes[0], grid)
+                ranked.append((order, row, r, i, True))
     ranked.sort(key=lambda row: row[0])
-    rows = [*carried.rows(wanted.carried), *(row for _, row, _, _ in ranked)]
+    rows = [*carried.rows(wanted.carried), *(row[1] for row in ranked)]
     placed = place(rows, wanted.max_shard_size, STEM)
     first = len(wanted.carried)
-    index_of = {(r, i): n for n, (_, _, r, i) in enumerate(ranked, first)}
+    index_of = {(r, i, is_scales): n for n, (*_, r, i, is_scales) in enumerate(ranked, first)}
     stored = carried.placed(wanted.carried, placed)
     for r, b in enumerate(bound):
         whole = packed(b.rule, scope)
         shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of, b.rule.transposed)
         layers, experts = b.instances()
         part = np.arange(len(layers)) % math.prod(b.axes(scope))  # of a tensor of all experts
-        index = np.array([index_of[r, int(i)] for i in np.arange(len(layers)) - part])
-        nbytes = math.prod(shape) * dtypes.itemsize(dtype_of(b.rule, kinds))
+        index = np.array([index_of[r, int(i), False] for i in np.arange(len(layers)) - part])
+        dtype, scales = dtype_of(b.rule, kinds), None
+        if scheme and quantises(wanted, b):
+            scale_index = np.array([index_of[r, i, True] for i in range(len(layers))])
+            scales = target_scales(
+                scheme,
+                (shape[0], shape[1]),
+                placed.at[index],
+                placed.file[scale_index],
+                placed.at[scale_index],
+            )
+        nbytes = math.prod(shape) * dtypes.itemsize(dtype)
         stored.append(
             Stored(
                 b.rule.key,
-                dtype_of(b.rule, kinds),
+                dtype,
                 shape,
                 pieces,
                 layers,
@@ -323,6 +352,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
                 placed.file[index],
                 placed.at[index] + part * nbytes,
                 replica=b.rule.alias,
+                scales=scales,
             )
         )
     outputs = placed.outputs
@@ -342,6 +372,32 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
         )
     shapes = {**shapes_of(bound, scope), **carried.shapes(stored)}
     return Layout(placed.names, stored, shapes), outputs
+
+
+def quantises(wanted: Wanted, b: Bound) -> bool:
+    """Returns whether the weights of a rule are quantised. Raises UsageError for weights that no
+    loader reads in this form.
+    """
+    if wanted.quantize is None or not hub().quantised.issuperset(b.rule.of):
+        return False
+    stacked = b.axes(wanted.names.scope())
+    if stacked or b.rule.transposed:
+        held = "the weights of all experts" if stacked else "the transpose of a matrix"
+        raise UsageError(
+            f"--quantize {wanted.quantize}: {b.rule.key} holds {held}, which no loader reads with"
+            " scales of blocks; leave the option out"
+        )
+    return True
+
+
+def unquantised(wanted: Wanted) -> list[str]:
+    """Returns the modules whose weights are matrices and keep their dtype."""
+    scope = wanted.names.scope()
+    kept = [s.key for s in wanted.carried if len(s.shape) == 2]
+    for b in wanted.names.bound():
+        if len(packed(b.rule, scope).shape) == 2 and not quantises(wanted, b):
+            kept += b.keys()
+    return [key.removesuffix(".weight") for key in kept if key.endswith(".weight")]
 
 
 FORMAT = Format(

@@ -110,6 +110,24 @@ def _match(targets: Iterable[str], module: str) -> int:
     return min(how, default=NONE)
 
 
+# The form that --quantize writes, under its name: that of DeepSeek-V3 and Qwen3 as published.
+WRITTEN = {"fp8": Scheme(E4M3, "", "_scale_inv", (128, 128))}
+
+
+def quantisation_config(name: str, kept: Iterable[str]) -> dict[str, Any]:
+    """Returns the quantization_config of a model that is written in the form `name`.
+
+    kept: the modules whose weights are matrices and are not quantised.
+    """
+    return {
+        "quant_method": name,
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": list(WRITTEN[name].block),
+        "modules_to_not_convert": sorted(kept),
+    }
+
+
 def quantisation_of(how: Any, keys: Iterable[str]) -> Quantisation:
     """Returns the forms that a quantization_config describes; `how` is its value, `keys` are those
     of all tensors.

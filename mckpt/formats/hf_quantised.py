@@ -240,3 +240,21 @@ class QuantisedTensors:
         """Returns the start of a message on a tensor."""
         entry = self.entries.entry(row)
         return f"{key} {list(entry.shape)} in {Path(self.files[entry.file]).name} is {entry.dtype}"
+
+
+def target_scales(
+    scheme: Scheme,
+    shape: tuple[int, int],
+    weights: np.ndarray,
+    files: np.ndarray,
+    scales: np.ndarray,
+) -> Scales:
+    """Returns the scales of weights of one shape that are to be written.
+
+    weights, scales: the byte of each weight, and of its scales. files: those of the scales.
+    """
+    rows, columns = scheme.blocks(shape)
+    kind = quantisation.SCALES.index(scheme.dtypes[0])
+    code = quantisation.ENCODINGS.index(scheme.encoding)
+    grids = np.broadcast_arrays(weights, shape[1], rows, columns, files, scales, kind, code, 0)
+    return Scales(scheme.encoding.dtype, np.stack(grids, 1).astype("i8"), said=scheme.said())

@@ -90,6 +90,8 @@ class Stored:
     # the buffer is the range that a strided view spans; its other elements are unknown
     view: bool = False
     scales: Scales | None = None  # the scales by which the elements are multiplied
+    # the dtype of the elements in the buffer, if the values are these elements rounded to `dtype`
+    rounded_from: str | None = None
     carried: bool = False  # no mapping describes it: its bytes are copied and never cast
 
     def __len__(self) -> int:
@@ -102,7 +104,7 @@ class Stored:
     @property
     def stored_as(self) -> str:
         """The dtype of the elements in the buffer."""
-        return self.scales.dtype if self.scales else self.dtype
+        return self.scales.dtype if self.scales else self.rounded_from or self.dtype
 
 
 @dataclass(eq=False)

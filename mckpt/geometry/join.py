@@ -10,7 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from mckpt.errors import CoverError
-from mckpt.geometry.box import Layout, Piece, Stored, by_rows, coalesce, gaps, moves, phased, tiles
+from mckpt.geometry.box import (
+    Layout,
+    Move,
+    Piece,
+    Stored,
+    by_rows,
+    coalesce,
+    gaps,
+    moves,
+    phased,
+    tiles,
+)
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import Grid
 
@@ -110,6 +121,10 @@ def join(source: Layout, target: Layout) -> Joined:
     parts = []
     for t in target.stored:
         ids = _ids(t, experts)
+        quantised = None  # the first of the target's grids
+        if t.scales:
+            quantised = sum(map(len, grids))
+            grids.append(t.scales.grids)
         for name, wanted in _by_name(t).items():
             for s, pieces, row_of, first in holders.get(name, ()):
                 found = coalesce(m for p in pieces for w in wanted for m in moves(p, w))
@@ -117,17 +132,25 @@ def join(source: Layout, target: Layout) -> Joined:
                 if s.scales:
                     straight = (part for m in found for part in by_rows(m, s.shape[-1]))
                     parts_of = [one for m in straight for one in phased(m, s.scales.per_byte)]
+                if quantised is not None:
+                    assert first is None, f"{t.key} is quantised in the source and in the target"
+                    turned = (part for m in found for part in by_rows(_back(m), t.shape[-1]))
+                    parts_of = [(_back(m), 0) for m in turned]
                 rows = row_of[ids] if found else ids
                 here = np.flatnonzero(rows >= 0)
                 rows = rows[here]
                 offset = wanted[0].offset - pieces[0].offset
-                cast = casts.setdefault(Cast(s.stored_as, t.dtype, offset), len(casts))
-                src, dst = itemsize(s.stored_as), itemsize(t.dtype)
+                cast = casts.setdefault(Cast(s.stored_as, t.stored_as, offset), len(casts))
+                src, dst = itemsize(s.stored_as), itemsize(t.stored_as)
                 for m, phase in parts_of if len(here) else ():
                     part = np.empty(len(here), COPY)
                     part["tensor"], part["cast"] = number[name] + ids[here], cast
                     part["rows"], part["run"] = m.rows, m.run
-                    part["grid"] = UNSCALED if first is None else first + phase * len(s) + rows
+                    part["grid"] = UNSCALED
+                    if first is not None:
+                        part["grid"] = first + phase * len(s) + rows
+                    elif quantised is not None:
+                        part["grid"] = quantised + here
                     part["src_file"], part["dst_file"] = s.file[rows], t.file[here]
                     part["src_at"] = s.at[rows] + m.src_start * src
                     part["dst_at"] = t.at[here] + m.dst_start * dst
@@ -142,6 +165,13 @@ def join(source: Layout, target: Layout) -> Joined:
 
 def _ids(s: Stored, experts: int) -> np.ndarray:
     return s.layer.astype("i8") * experts + s.expert
+
+
+def _back(m: Move) -> Move:
+    """Returns the move from the target to the source."""
+    return Move(
+        m.rows, m.run, m.dst_start, m.dst_pitch, m.dst_step, m.src_start, m.src_pitch, m.src_step
+    )
 
 
 def _places(s: Stored, layers: int, experts: int) -> int:

@@ -44,6 +44,7 @@ class Hub(NamedTuple):
 
     dims: dict[str, DimSpec]
     tensors: dict[str, TensorSpec]
+    quantised: frozenset[str]  # the tensors that a quantised export quantises
     digest: str  # of logical.yaml
     added: dict[str, Any]  # name -> entry, of the user's files
 
@@ -81,7 +82,7 @@ def hub() -> Hub:
     node, digest = parse(FOLDER / "logical.yaml")
     dims = {name: _dim(entry) for name, entry in node["dims"].items()}
     tensors = {name: _tensor(entry) for name, entry in node["tensors"].items()}
-    return Hub(dims, tensors, digest, {})
+    return Hub(dims, tensors, frozenset(node["quantised"]), digest, {})
 
 
 def extend(added: Node) -> None:

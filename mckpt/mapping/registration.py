@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError
+from mckpt.geometry.parallel import Parallel
 
 _NUMBERED = re.compile(r"(\D*)(\d+)")  # weight12, or the number of a layer or an expert
 
@@ -23,6 +24,14 @@ class Registration(NamedTuple):
 
     order: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()  # names of stored tensors that no optimizer updates
+    # the first megatron-core in which experts have an optimizer of their own if etp differs from
+    # tp; at ep > 1 they have one in every version
+    experts_apart: tuple[int, ...] = (0,)
+
+    def num_optimizers(self, parallel: Parallel, num_experts: int, megatron: list[int]) -> int:
+        """Returns the number of optimizers of one rank: 2 if experts have one of their own."""
+        differs = parallel.expert_tp != parallel.tp and tuple(megatron) >= self.experts_apart
+        return 2 if num_experts and (parallel.ep > 1 or differs) else 1
 
     def is_parameter(self, key: str) -> bool:
         return key.rpartition(".")[2] not in self.buffers
@@ -55,9 +64,16 @@ class Registration(NamedTuple):
 
 def read_registration(section: dict[str, Any], problems: list[str]) -> Registration:
     """Returns the section `registration`; adds errors to `problems`."""
-    lists = {key: section.get(key, []) for key in Registration._fields}
+    lists = {key: section.get(key, []) for key in ("order", "buffers")}
+    since = section.get("experts_apart", [0])
     for key in section:
+        version = isinstance(since, list) and all(isinstance(part, int) for part in since)
+        if key == "experts_apart" and version:
+            continue
         if key not in lists or not all(isinstance(name, str) for name in lists[key]):
-            problems.append(f"registration: {key} must be a list of names under order or buffers")
+            problems.append(
+                f"registration: {key} must be a list of names under order or buffers, or a version"
+                " such as [0, 17] under experts_apart"
+            )
             return Registration()
-    return Registration(tuple(lists["order"]), tuple(lists["buffers"]))
+    return Registration(tuple(lists["order"]), tuple(lists["buffers"]), tuple(since))

@@ -25,7 +25,7 @@ from mckpt.formats.base import Format
 from mckpt.formats.megatron import save_directory
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.geometry.parallel import Parallel
-from mckpt.trainer import rng
+from mckpt.trainer import optimizer_order, rng
 from mckpt.trainer.build import rank_names
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -86,6 +86,11 @@ def format_of(checkpoint: str | Path) -> Format:
                 f" {unit} DST"
             )
         raise SourceError(f"{unit}: not a Megatron checkpoint that mckpt reads")
+    if not formats.FORMATS[found.name].written:
+        raise SourceError(
+            f"{unit}: has the format {found}, which only a sharded model can load; write another:"
+            f" mckpt reshard {checkpoint} DST --target-format torch_dist"
+        )
     return found
 
 
@@ -254,6 +259,9 @@ def load_torch(
             here = name if name in wanted else other_name(name, wanted.keys())
             cut = TWO_CUTS.search(here) and here in wanted and value.shape != wanted[here].shape
             named[here] = other_cut(name, value, wanted[here], path, key) if cut else value
+        if optimizer is not None:
+            parameters = [name.replace("module.", "") for name, _ in chunk.named_parameters()]
+            optimizer_order.same_order(list(named), parameters, str(path))
         forgiven += load_into(chunk, named, f"{path} ({key})")
     if optimizer is not None:
         file = path.with_name(OPTIMIZER_FILE)
@@ -331,7 +339,7 @@ def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
     stored = [
         part
         for key, part in sorted(state.items(), key=str)
-        if isinstance(key, int) and "optimizer" in part
+        if isinstance(key, int) and part.keys() & {"optimizer", "param_groups"}
     ] or [state]
     if len(stored) == len(links):
         return state

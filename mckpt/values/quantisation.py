@@ -32,6 +32,7 @@ SCALES = ("float32", "bfloat16", "float16", "uint8")
 CHUNK = 128 << 10
 # mask of a float32: the sign, the lower 4 bits of the exponent, the upper 3 of the mantissa
 KEPT = -0x78100000
+LARGEST = 448.0  # of float8_e4m3fn
 LIFT = 2.0**120  # from the exponent bias of float8_e4m3fn, 7, to that of float32, 127
 
 Read = Callable[[int, int, int], Any]  # (file, offset, nbytes) -> a buffer of those bytes

@@ -310,6 +310,7 @@ class _Subject:
         _refuse_context_parallelism(path, self.dtype, options)
         self.run_path = where
         self.resharded = right.opened.format.fixed_sizes and wanted != saved
+        self.resharded |= not formats.FORMATS[right.format].written
         if self.resharded:
             self.run_path = work / f"{name}.resharded"
             reshard(right, self.run_path, wanted)

@@ -19,8 +19,15 @@ from typing import Any, NamedTuple
 from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
+from mckpt.errors import UsageError
 from mckpt.formats.base import Names, Problems, group, shapes_of
-from mckpt.formats.megatron.optimizer import CURE, MASTER, MASTER_KEYS, state_bound
+from mckpt.formats.megatron.optimizer import (
+    CURE,
+    LOW_BITS,
+    MASTER,
+    MASTER_KEYS,
+    state_bound,
+)
 from mckpt.formats.megatron.optimizer_buckets import PARAMETER_STEP as STEP
 from mckpt.formats.megatron.optimizer_buckets import Buffer, Parameter, optimizers, rounded
 from mckpt.geometry.box import Layout, Piece, Stored, clip
@@ -95,8 +102,11 @@ def layout(
     names: of the modules of each rank (the choice `keys` is local).
     dtypes: of each logical tensor, by template.
     rows: of the embedding with padding.
-    Raises SourceError with every bucket that its parameters do not fill.
+    Raises SourceError with every bucket that its parameters do not fill, and UsageError if master
+    copies lack their high bits.
     """
+    if low := next((e for found in extents.values() for e in found if e.dtype == "int16"), None):
+        raise UsageError(f"{files[low.file]}: {LOW_BITS}")
     problems = Problems("the optimizer's buffers do not fit the parameters of the model:")
     problems.cure = CURE
     chained = any(place.chain for place in extents)
@@ -107,8 +117,8 @@ def layout(
     kinds: dict[_Kind, list[tuple[int, int, Entry]]] = {}
     seen: set[_Whole] = set()
     for one in optimizers(names, dtypes, rows, chained):
-        for buffer in one.buffers:
-            states = held.pop((one.chain, one.group, buffer.chunk, buffer.dtype), {})
+        for number, buffer in enumerate(one.buffers):
+            states = held.pop((one.chain, one.group, number, buffer.dtype), {})
             where = f"dp_group_idx_{one.group}, chunk {buffer.chunk}, {buffer.dtype}"
             if not states:
                 problems.missing(f"{where}: is missing")
@@ -221,8 +231,6 @@ def _add(kinds: dict[_Kind, list[tuple[int, int, Entry]]], part: _Part, replica:
         )
         for q in found
     )
-    if not pieces:  # padding of the vocabulary
-        return
     shape = p.shape if whole else (part.high - part.low,)
     key = f"{re.sub(r'[0-9]+', '*', p.key)} ({part.state})"
     kind = _Kind(key, part.state, shape, pieces, replica)

@@ -71,12 +71,13 @@ def _values(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]
     return out
 
 
-def shell(line: Launch, notes: Sequence[str] = ()) -> str:
+def shell(line: Launch, notes: Sequence[str] = (), optimizer: bool = False) -> str:
     """Returns a shell script that sets the array MEGATRON_ARGS to the flags.
 
     The user sources it and then runs `pretrain_gpt.py "${MEGATRON_ARGS[@]}"`. Notes become
-    comments.
+    comments. optimizer: the checkpoint holds the state of an optimizer.
     """
+    without = "--no-load-rng" if optimizer else "--no-load-optim --no-load-rng"
 
     def lines(flags: Mapping[str, Any]) -> list[str]:
         return [
@@ -86,8 +87,7 @@ def shell(line: Launch, notes: Sequence[str] = ()) -> str:
 
     text = [
         f"# Flags of {line.program} for this checkpoint. Source this file, then:",
-        f'#     {line.program} "${{MEGATRON_ARGS[@]}}"'
-        " --load DIR --no-load-optim --no-load-rng ...",
+        f'#     {line.program} "${{MEGATRON_ARGS[@]}}" --load DIR {without} ...',
         *(f"# {text}" for note in notes for text in textwrap.wrap(note, 90)),
         "MEGATRON_ARGS=(",
         (
@@ -112,11 +112,11 @@ def shell(line: Launch, notes: Sequence[str] = ()) -> str:
     return "\n".join([*text, ")", ""])
 
 
-def files(line: Launch, notes: Sequence[str] = ()) -> dict[str, str]:
+def files(line: Launch, notes: Sequence[str] = (), optimizer: bool = False) -> dict[str, str]:
     """Returns the names and texts of the two files that mckpt writes beside a Megatron
     checkpoint.
     """
-    return {SHELL: shell(line, notes), JSON: as_json(line)}
+    return {SHELL: shell(line, notes, optimizer), JSON: as_json(line)}
 
 
 def as_json(line: Launch) -> str:

@@ -15,10 +15,10 @@ This module knows the keys of the optimizers whose state is stored parameter by 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mckpt.errors import SourceError
+from mckpt.errors import SourceError, UsageError
 from mckpt.geometry.box import Layout, Stored
 from mckpt.mapping import Bound
 
@@ -31,6 +31,14 @@ NOT_DISTRIBUTED = "not distributed"
 _PLAIN = (
     *("optimizer", "param_groups", "state", "param_state", "param_state_sharding_type"),
     "fp32_from_fp16_params",
+)
+# the files, one for each data-parallel rank, of an optimizer that is distributed by layers
+LAYER_WISE = "layer_wise_optimizer_*.pt"
+# what a run with --use-precision-aware-optimizer keeps; no master copy rounds to a weight then
+LOW_BITS = (
+    "The run had --use-precision-aware-optimizer, with which Transformer Engine keeps only the low"
+    " 16 bits of each fp32 master copy, or master copies in fp16. mckpt does not convert them; give"
+    " --no-optimizer to convert the weights alone"
 )
 CURE = "If the checkpoint should be complete, copy it again; else give --no-optimizer."
 # Before `chained_optim_avoid_prefix`, the optimizers of dense weights and of experts had prefixes.
@@ -89,12 +97,13 @@ def keys_of(keys: Iterable[str]) -> dict[str, dict[str, str]]:
     return out
 
 
-def states_of(b: Bound, dtypes: Mapping[str, str]) -> list[str]:
+def states_of(b: Bound, dtypes: Mapping[str, str], aliases: bool = False) -> list[str]:
     """Returns the states that the weights of a rule have.
 
-    dtypes: of each logical tensor, by template; weights and states.
+    dtypes: of each logical tensor, by template; weights and states. aliases: also the states of a
+    copy of a tensor that another rule has.
     """
-    first = f"{b.rule.of[0]}@" if b.rule.of and not b.rule.alias else None
+    first = f"{b.rule.of[0]}@" if b.rule.of and (aliases or not b.rule.alias) else None
     return [n.removeprefix(first) for n in dtypes if n.startswith(first)] if first else []
 
 
@@ -123,7 +132,7 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
     """Returns the param_groups of each optimizer in the `optimizer` of a checkpoint's common state.
 
     Their lists of parameters are left out: they number the parameters of one rank. Raises
-    SourceError if there are none.
+    SourceError if there are none, and UsageError if the steps are counted elsewhere.
     """
     out = []
     for one in _chained(plain):
@@ -133,6 +142,15 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
             raise SourceError(
                 f"{where}: has the state of an optimizer without its param_groups; give"
                 " --no-optimizer to convert the weights alone"
+            )
+        state = inner.get("state") if isinstance(inner, dict) else None
+        state = state if isinstance(state, dict) else {}
+        each = [one for one in state.values() if isinstance(one, dict)]
+        if "common_step" in state or any("step" in one for one in each):
+            raise UsageError(
+                f"{where}: its optimizer counts the steps of each parameter, as torch's AdamW does"
+                " where Transformer Engine and Apex are missing, and mckpt keeps the count of a"
+                " group only; give --no-optimizer to convert the weights alone"
             )
         out.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
     return out
@@ -152,11 +170,51 @@ def _chained(plain: Any) -> list[Any]:
     return list(plain.values()) if numbered else plain if isinstance(plain, list) else [plain]
 
 
-def common_of(optimizer: Optimizer) -> Any:
-    """Returns the `optimizer` of the common state of a torch_dist with the same optimizer."""
-    kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if optimizer.distributed else {}
-    inner = [{"param_groups": own} for own in optimizer.groups]
-    # FP32Optimizer, which has no master copies, is not wrapped around another
-    wrapped = optimizer.distributed or MASTER in optimizer.states
+def regrouped(
+    groups: Sequence[Sequence[Mapping[str, Any]]], num_optimizers: int
+) -> list[list[dict[str, Any]]]:
+    """Returns the param_groups of each of `num_optimizers` optimizers.
+
+    If experts have an optimizer of their own in one of source and target only, each optimizer of
+    the target gets the groups of the source's first one, to which the other parameters belong.
+
+    Raises UsageError if the source's optimizers differ in something else.
+    """
+    if len(groups) > 2 or not all(
+        group.get("is_expert_parallel", True) for own in groups[1:] for group in own
+    ):
+        raise UsageError(
+            f"a rank of the source has {len(groups)} optimizers, and mckpt knows chains of at most"
+            " two, the second one of which is that of the experts; give --no-optimizer to convert"
+            " the weights alone"
+        )
+    if len(groups) == num_optimizers:
+        return [[dict(group) for group in own] for own in groups]
+    return [
+        [{**group, "is_expert_parallel": bool(number)} for group in groups[0]]
+        for number in range(num_optimizers)
+    ]
+
+
+def decays(group: Mapping[str, Any]) -> bool:
+    """Returns whether weight decay applies to the parameters of a group."""
+    return bool(group.get("wd_mult", group.get("weight_decay")))
+
+
+def is_wrapped(distributed: bool, states: Iterable[str]) -> bool:
+    """Returns whether Megatron's optimizer holds another one, as all but FP32Optimizer do, which
+    has no master copies.
+
+    states: names of states, with or without the weight's name.
+    """
+    return distributed or any(name.rpartition("@")[2] == MASTER for name in states)
+
+
+def common_of(
+    groups: Sequence[Sequence[Mapping[str, Any]]], distributed: bool, wrapped: bool
+) -> Any:
+    """Returns the `optimizer` of the common state of a torch_dist with these param_groups."""
+    kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if distributed else {}
+    inner = [{"param_groups": own} for own in groups]
     each = [{"optimizer": own, **kind} if wrapped else own for own in inner]
     return each[0] if len(each) == 1 else dict(enumerate(each))

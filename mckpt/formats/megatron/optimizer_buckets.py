@@ -125,6 +125,14 @@ def bucket_size(args: Mapping[str, Any]) -> int | None:
     return args.get("ddp_bucket_size") or default_bucket_size(args.get("data_parallel_size") or 1)
 
 
+def gradient_dtype(dtype: str, args: Mapping[str, Any]) -> str:
+    """Returns the dtype of the gradients of parameters of a dtype, by Megatron's args, which lack
+    what the run did not set.
+    """
+    kept = dtype == "float16" and not args.get("accumulate_allreduce_grads_in_fp32")
+    return dtype if kept or args.get("grad_reduce_in_bf16") else "float32"
+
+
 def lay_out(
     registered: Sequence[Parameter], chunk: int = 0, bucket_size: int | None = None
 ) -> list[Buffer]:
@@ -180,15 +188,9 @@ def optimizers(
     Raises SourceError if `registered` lacks a parameter.
     """
     parallel = names.parallel
-    scope = names.scope()
-    rules = [
-        _Kept(b, packed(b.rule, scope, padded_vocab), dtype_of(b.rule, dtypes))
-        for b in names.bound()
-        if names.mapping.registration.is_parameter(b.rule.key)
-    ]
     out = []
     for chain in range(2 if expert_chain else 1):
-        kept = [k for k in rules if (k.expert if chain else not (k.expert and expert_chain))]
+        kept = _kept(names, dtypes, padded_vocab, chain, expert_chain)
         ways, eps = (parallel.expert_tp, parallel.ep) if chain else (parallel.tp, 1)
         for p in range(parallel.pp):
             keys = registered(p) if registered else None
@@ -204,7 +206,21 @@ def optimizers(
     return out
 
 
-class _Kept(NamedTuple):
+def registered(
+    names: Names,
+    dtypes: dict[str, str],
+    padded_vocab: int | None,
+    chain: int,
+    expert_chain: bool,
+    p: int,
+) -> list[list[Slot]]:
+    """Returns the parameters of an optimizer on pipeline rank `p` and the first expert rank, for
+    each virtual stage, in the order of their registration. Its arguments are those of `optimizers`.
+    """
+    return _registered(names, _kept(names, dtypes, padded_vocab, chain, expert_chain), p, 0, None)
+
+
+class Kept(NamedTuple):
     """A rule whose tensors are parameters."""
 
     bound: Bound
@@ -216,10 +232,23 @@ class _Kept(NamedTuple):
         return "expert" in self.bound.rule.indices
 
 
-class _Slot(NamedTuple):
+def _kept(
+    names: Names, dtypes: dict[str, str], padded_vocab: int | None, chain: int, expert_chain: bool
+) -> list[Kept]:
+    """Returns the rules of the parameters that an optimizer updates."""
+    scope = names.scope()
+    rules = (
+        Kept(b, packed(b.rule, scope, padded_vocab), dtype_of(b.rule, dtypes))
+        for b in names.bound()
+        if b.rule.written and names.mapping.registration.is_parameter(b.rule.key)
+    )
+    return [k for k in rules if (k.expert if chain else not (k.expert and expert_chain))]
+
+
+class Slot(NamedTuple):
     """A parameter of a pipeline rank, before it is cut over the tensor ranks."""
 
-    kept: _Kept
+    kept: Kept
     key: str
     layer: int
     expert: int
@@ -234,13 +263,13 @@ class _Slot(NamedTuple):
 
 
 def _registered(
-    names: Names, rules: list[_Kept], p: int, e: int, keys: Keys | None
-) -> list[list[_Slot]]:
+    names: Names, rules: list[Kept], p: int, e: int, keys: Keys | None
+) -> list[list[Slot]]:
     """Returns the parameters of each virtual stage of a pipeline rank, in the order of their
     registration.
     """
     parallel, stage = names.parallel, names.stages()[p]
-    found: list[dict[str, tuple[_Kept, int, int]]] = [{} for _ in range(parallel.vpp)]
+    found: list[dict[str, tuple[Kept, int, int]]] = [{} for _ in range(parallel.vpp)]
     for kept in rules:
         for v, layer, expert, key in instances(kept.bound, stage, p, parallel, names.dims, e):
             found[v][key] = kept, layer, expert
@@ -259,5 +288,5 @@ def _registered(
                 )
         # Megatron-Core marks one copy of the embedding in a chunk as shared, the first one.
         first = next((key for key in order if held[key][0].bound.rule.of in copied), None)
-        out.append([_Slot(held[key][0], key, *held[key][1:], alone=key == first) for key in order])
+        out.append([Slot(held[key][0], key, *held[key][1:], alone=key == first) for key in order])
     return out

@@ -1,4 +1,9 @@
-"""run_config.yaml, which Megatron-Bridge writes beside a checkpoint instead of args."""
+"""run_config.yaml, which Megatron-Bridge writes beside a checkpoint instead of args.
+
+    model:       the fields of its model provider: the model, and the parallel sizes
+    checkpoint:  save_optim, save_rng: whether the checkpoint has these states
+(Megatron-Bridge, training/model_load_save.py: load_model_config; training/checkpointing.py)
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,23 @@ from typing import Any
 
 from mckpt import mapping
 from mckpt.errors import SourceError
-from mckpt.mapping import Dims
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import read_file
 
 RUN_CONFIG = "run_config.yaml"
+TRAIN_STATE = "train_state.pt"  # counters of the training run; Bridge does without it
+_MAX_BYTES = 1 << 24
+# the args of parallel sizes that have another name here
+_SIZES = {
+    "decoder_first_pipeline_num_layers": "num_layers_in_first_pipeline_stage",
+    "decoder_last_pipeline_num_layers": "num_layers_in_last_pipeline_stage",
+}
+_CHECKPOINT = {
+    "_target_": "megatron.bridge.training.config.CheckpointConfig",
+    "ckpt_format": "torch_dist",
+    "fully_parallel_save": True,
+}
 
 
 def run_config_dims(path: Path, known: Mapping[str, Any], said: Mapping[str, Any]) -> Dims:
@@ -19,8 +37,79 @@ def run_config_dims(path: Path, known: Mapping[str, Any], said: Mapping[str, Any
 
     known: dims from elsewhere; MappingError if the file denies one. said: dims that win over it.
     """
-    config = _model(path)
-    return mapping.load("run_config", "bridge").read(config, known, str(path), said)
+    file = mapping_file()
+    # the model does not depend on these, so a run may have chosen others
+    free = {n: v for n, v in known.items() if n in file.dims and file.dims[n].free}
+    return file.read(_model(path), known, str(path), {**free, **said})
+
+
+def mapping_file() -> MappingFile:
+    """Returns the mapping file that reads and writes the section `model`."""
+    return mapping.load("run_config", "bridge")
+
+
+def model_section(dims: Dims, given: Mapping[str, Any], parallel: Parallel) -> dict[str, Any]:
+    """Returns the section `model` for these dims. `given` has values for the names under the
+    mapping file's `given`.
+    """
+    file = mapping_file()
+    optional = {
+        key for n, dim in file.dims.items() if mapping.hub().dims[n].optional for key in dim.keys
+    }
+    section: dict[str, Any] = {}
+    for path, value in file.write(dims, given).items():
+        if value is None and path not in optional:  # the provider's default is meant
+            continue
+        *outer, last = path.split(".")
+        inner = section
+        for step in outer:
+            inner = inner.setdefault(step, {})
+        inner[last] = value
+    return {**section, **sizes(parallel)}
+
+
+def sizes(parallel: Parallel) -> dict[str, Any]:
+    """Returns the parallel sizes as entries of the section `model`."""
+    return {_SIZES.get(name, name): value for name, value in parallel.args().items()}
+
+
+def new(model: Mapping[str, Any], states: Mapping[str, bool]) -> bytes:
+    """Returns a run_config.yaml.
+
+    states: save_optim and save_rng, whether the checkpoint has these states.
+    """
+    import yaml
+
+    sections = {"checkpoint": {**_CHECKPOINT, **states}, "model": dict(model), "tokenizer": None}
+    return yaml.safe_dump(sections, allow_unicode=True).encode()
+
+
+def restated(path: Path, model: Mapping[str, Any], states: Mapping[str, bool]) -> bytes:
+    """Returns the content of a run_config.yaml with other values for these entries of its sections
+    `model` and `checkpoint`. All others stay as they are, tags of Python objects too.
+    """
+    import yaml
+
+    try:
+        root = yaml.compose(read_file(path, _MAX_BYTES), yaml.SafeLoader)
+    except yaml.YAMLError as e:
+        raise SourceError(f"{path}: not valid YAML: {e}") from None
+    entries = {"model": model, "checkpoint": states}
+    for key, section in root.value if isinstance(root, yaml.MappingNode) else ():
+        changed = entries.get(key.value)
+        if changed and isinstance(section, yaml.MappingNode):
+            kept = [pair for pair in section.value if pair[0].value not in changed]
+            section.value = sorted(kept + _entries(changed), key=lambda pair: str(pair[0].value))
+    return yaml.serialize(root, allow_unicode=True).encode()
+
+
+def _entries(values: Mapping[str, Any]) -> list[Any]:
+    """Returns the nodes of keys and values, as a YAML mapping has them."""
+    import yaml
+
+    node = yaml.compose(yaml.safe_dump(dict(values)), yaml.SafeLoader)
+    assert isinstance(node, yaml.MappingNode)
+    return node.value
 
 
 def _model(path: Path) -> dict[str, Any]:
@@ -43,7 +132,7 @@ def _model(path: Path) -> dict[str, Any]:
 
     Loader.add_multi_constructor("", plain)
     try:
-        found = yaml.load(read_file(path, 1 << 24), Loader)  # a SafeLoader: nothing is imported
+        found = yaml.load(read_file(path, _MAX_BYTES), Loader)  # a SafeLoader: nothing is imported
     except yaml.YAMLError as e:
         raise SourceError(f"{path}: not valid YAML: {e}") from None
     model = found.get("model") if isinstance(found, dict) else None

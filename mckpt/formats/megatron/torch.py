@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mckpt.containers import safe_pickle, torch_file
-from mckpt.containers.entries import Entry, entry_of
+from mckpt.containers import safe_pickle, torch_file, torch_spans
+from mckpt.containers.entries import Entry, Span, entry_of
 from mckpt.containers.torch_file import Ranges
+from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
 from mckpt.formats.base import (
     Format,
@@ -34,7 +35,7 @@ from mckpt.formats.base import (
 )
 from mckpt.formats.megatron import torch_optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
-from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.optimizer import LAYER_WISE, Optimizer
 from mckpt.formats.megatron.optimizer_buckets import bucket_size
 from mckpt.formats.megatron.torch_optimizer import Contents, Source
 from mckpt.formats.megatron.torch_shards import (
@@ -154,10 +155,9 @@ class Torch:
             for k in self._ranks[self.directories[0]].beside
         }
         out = [k for k, counts in named.items() if counts]
-        return (
-            out
-            + ["distrib_optim.pt"] * (self.root / self.directories[0] / "distrib_optim.pt").exists()
-        )
+        first = self.root / self.directories[0]
+        files = (torch_optimizer.FILE, LAYER_WISE)
+        return out + [name for name in files if any(first.glob(name))]
 
     def show(self, most: int | None) -> Shown:
         """Returns the tensors of the first rank; with virtual stages, `modelN/` precedes a key."""
@@ -172,6 +172,11 @@ class Torch:
         shown = f"tensors of {self.directories[0]}, one of {count} ranks"
         kinds = Counter((dtype, shape) for _, dtype, shape, _ in rows)
         return Shown({"files": count, "shown": shown}, rows[:most], kinds)
+
+    def spans(self, problems: list[str]) -> Iterator[Span]:
+        """Returns the records and tensors of the files of all ranks."""
+        paths = sorted(self.root.glob("mp_rank_*/*.pt")) or sorted(self.root.glob("*.pt"))
+        return torch_spans.spans((Item(str(p)) for p in paths), problems, keep="model")
 
     def choices(self, names: Names) -> dict[str, Any]:
         """Returns the dialect's choices of this checkpoint: those whose keys fit one rank of each
@@ -428,4 +433,5 @@ FORMAT = Format(
     lay_out=lay_out,
     parts=("mp_rank_*/model_optim_rng.pt", "mp_rank_*/distrib_optim.pt"),
     fixed_sizes=True,
+    optimizer=True,
 )

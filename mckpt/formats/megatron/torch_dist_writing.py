@@ -12,7 +12,13 @@ from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata
 from mckpt.errors import UsageError
 from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
-from mckpt.formats.megatron.optimizer import prefix_of, state_bound, states_of
+from mckpt.formats.megatron.optimizer import (
+    common_of,
+    is_wrapped,
+    prefix_of,
+    state_bound,
+    states_of,
+)
 from mckpt.geometry.box import Box, Layout, Stored, whole_box
 from mckpt.geometry.packing import PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel
@@ -64,6 +70,10 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of one checkpoint: a chunk for each layer and expert; large chunks are cut
     by the target's tp.
     """
+    if wanted.groups:
+        wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
+        plain = common_of(wanted.groups, wanted.distributed, wrapped)
+        wanted = wanted._replace(common={**wanted.common, "optimizer": plain})
     scope, bound = wanted.names.scope(), _bound(wanted)
     tensors, parts = _parts(wanted, bound)
     placed, cuts = _place(parts, wanted.names.dims["num_layers"])

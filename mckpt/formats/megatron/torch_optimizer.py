@@ -6,7 +6,7 @@
     FP32Optimizer: the same without master copies, and without the inner `optimizer`
     DistributedOptimizer: in a distrib_optim.pt beside it
         {buckets_coalesced: True,
-         CHUNK: {(dtype, dtype of gradients): {param, exp_avg, exp_avg_sq}}}
+         BUFFER: {(dtype, dtype of gradients): {param, exp_avg, exp_avg_sq, numel_unpadded}}}
 
 A model with experts on ranks of their own has a list of two of these. Neither names parameters, but
 both have them in the order in which the model registers them, which is that of the keys of `model`.
@@ -30,6 +30,7 @@ from mckpt.formats.megatron.optimizer import (
     MASTER_KEYS,
     NOT_DISTRIBUTED,
     Optimizer,
+    decays,
     groups_of,
     state_bound,
 )
@@ -84,6 +85,8 @@ class _Group(NamedTuple):
 
     decays: bool  # whether weight decay applies to them
     states: list[dict[str, Any]]
+    # master copies of those parameters that are not fp32; None: FP32Optimizer, which has none
+    masters: list[Any] | None
 
 
 class _Found(NamedTuple):
@@ -191,13 +194,16 @@ def _flat(
                 " rank; its --ckpt-convert-update-legacy-dist-opt-format rewrites it"
             )
             return
-        for v, chunk in enumerate(own):
-            for dtypes, buffer in (one.get(v) or {}).items():
-                kind = dtypes[0].name
-                inside = [p for p in chunk if p.entry.dtype == kind]
-                yield from _buffer(
-                    contents, buffer, inside, f"{kind} of chunk {v}", source, problems
-                )
+        # one buffer for each dtype of a chunk, in the order in which the dtypes first occur
+        kinds = [(v, p.entry.dtype) for v, chunk in enumerate(own) for p in chunk]
+        for number, (v, kind) in enumerate(dict.fromkeys(kinds)):
+            what = f"{kind} of chunk {v}"
+            inside = [p for p in own[v] if p.entry.dtype == kind]
+            found = {dtypes[0].name: buffer for dtypes, buffer in one.get(number, {}).items()}
+            if kind not in found:
+                problems.missing(f"{contents.path}: has no buffer {number}, for {what}")
+                return
+            yield from _buffer(contents, found[kind], inside, what, source, problems)
 
 
 def _buffer(
@@ -255,18 +261,16 @@ def _listed(
     for one, chunks in _optimizers(value if isinstance(value, list) else [value], parameters):
         try:
             inner = one.get("optimizer", one)
+            listed = inner["param_groups"]
+            masters = one.get("fp32_from_fp16_params", [None] * len(listed))
             groups = [
                 _Group(
-                    bool(group.get("wd_mult", group.get("weight_decay"))),
+                    decays(group),
                     [dict(inner["state"][number]) for number in group["params"]],
+                    None if own is None else list(own),
                 )
-                for group in inner["param_groups"]
+                for group, own in zip(listed, masters, strict=True)
             ]
-            for own, masters in zip(
-                groups, one.get("fp32_from_fp16_params", [[]] * len(groups)), strict=True
-            ):
-                for states, master in zip(own.states, masters, strict=bool(masters)):
-                    states[MASTER] = master
         except (KeyError, TypeError, ValueError):
             problems.missing(f"{contents.path}: its optimizer is incomplete")
             return
@@ -280,10 +284,9 @@ def _grouped(
 
     Megatron does not decay biases and parameters with one axis, so they have a group of their own.
     """
-    left = [group._replace(states=list(group.states)) for group in groups]
     for p in parameters:
         plain = len(p.entry.shape) == 1 or p.key.endswith(".bias")
-        fits = [one for one in left if one.states and _shape(one.states[0]) == p.entry.shape]
+        fits = [one for one in groups if one.states and _shape(one.states[0]) == p.entry.shape]
         if not fits:
             problems.missing(
                 f"{contents.path}: no group of its optimizer has a state of {list(p.entry.shape)}"
@@ -291,11 +294,17 @@ def _grouped(
             )
             return
         fits.sort(key=lambda one: one.decays == plain)
-        for name, record in fits[0].states.pop(0).items():
+        states = fits[0].states.pop(0)
+        if (masters := fits[0].masters) is not None and p.entry.dtype != "float32":
+            if not masters:
+                problems.missing(f"{contents.path}: its optimizer has no master copy of {p.key}")
+                return
+            states[MASTER] = masters.pop(0)
+        for name, record in states.items():
             view = safe_pickle.as_tensor(record)
             if view is not None and view.shape == p.entry.shape:
                 yield _Found(name, p, entry_of(view, contents.data, contents.file))
-    if rest := sum(len(one.states) for one in left):
+    if rest := sum(max(len(one.states), len(one.masters or [])) for one in groups):
         problems.missing(f"{contents.path}: its optimizer has {rest} more states than parameters")
 
 
@@ -320,9 +329,8 @@ def _stored(found: list[_Found], problems: Problems) -> tuple[list[Stored], list
     for (state, _, _, replica), members in kinds.items():
         first = members[0].parameter
         b = bound.setdefault((state, id(first.bound)), state_bound(first.bound, state))
-        offset = first.shard.pieces[0].offset if state == MASTER else 0.0
         pieces = tuple(
-            piece._replace(tensor=f"{piece.tensor}@{state}", offset=offset)
+            piece._replace(tensor=f"{piece.tensor}@{state}", offset=b.rule.offset)
             for piece in first.shard.pieces
         )
         stored += group(

@@ -8,6 +8,8 @@ from typing import Any
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
+from mckpt.formats.megatron import torch_optimizer_writing
+from mckpt.formats.megatron.optimizer import state_bound, states_of
 from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, shards
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
@@ -15,13 +17,16 @@ from mckpt.mapping import Bound
 from mckpt.storage.files import TargetFile
 
 STEM = "model_optim_rng"
+WEIGHT = ""  # in the place of a state: the weight itself
+_Place = tuple[int, str, str]  # virtual stage, key of the weight, state
+_Places = dict[_Place, int]  # the first byte in the files of a stage
 
 
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of every rank.
 
     Files of one pipeline stage differ in their data alone, so each stage's container is laid out
-    once.
+    once. The state of a distributed optimizer has files of its own.
     """
     dims, parallel = wanted.names.dims, wanted.names.parallel
     scope, bound = wanted.names.scope(), [b for b in wanted.names.bound() if b.rule.written]
@@ -35,7 +40,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 
     places: list[tuple[int, int, int]] = []  # (pipeline, tensor, expert rank) of each file
     outputs: list[TargetFile] = []
-    at_of: list[dict[tuple[int, str], int]] = []  # for each stage: (virtual stage, key) -> byte
+    at_of: list[_Places] = []  # for each stage
     for p in range(parallel.pp):
         value, storages = _contents(wanted, [(b, shape_of[id(b)]) for b in bound], p)
         laid = torch_file.lay_out(value, STEM)
@@ -47,33 +52,50 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 
     number = {place: i for i, place in enumerate(places)}
     stored = [_stored(wanted, b, shard, number, at_of) for b, shard in cut]
-    return Layout([file.path for file in outputs], stored, shapes_of(bound, scope)), outputs
+    is_parameter = wanted.names.mapping.registration.is_parameter
+    states = {
+        id(b): states_of(b, wanted.dtypes, aliases=True) for b in bound if is_parameter(b.rule.key)
+    }
+    if wanted.groups and wanted.distributed:
+        more, files = torch_optimizer_writing.lay_out(wanted, grid, len(outputs))
+        stored, outputs = stored + more, outputs + files
+    elif wanted.groups:
+        stored += [
+            _stored(wanted, b, shard, number, at_of, state)
+            for b, shard in cut
+            for state in states.get(id(b), ())
+        ]
+    named = bound + [state_bound(b, state) for b in bound for state in states.get(id(b), ())]
+    return Layout([file.path for file in outputs], stored, shapes_of(named, scope)), outputs
 
 
 def _contents(
     wanted: Wanted, bound: list[tuple[Bound, tuple[int, ...]]], p: int
-) -> tuple[dict[str, Any], dict[tuple[int, str], str]]:
+) -> tuple[dict[str, Any], dict[_Place, str]]:
     """Returns the content of the pickle of each file of pipeline stage `p`, and the storage of each
-    tensor in it, by virtual stage and key.
+    tensor in it.
 
     bound: the rules, and the shapes of their shards.
     """
     dialect, dims, _, parallel = wanted.names
     stage = wanted.names.stages()[p]
     models: list[OrderedDict[str, Any]] = [OrderedDict() for _ in range(parallel.vpp)]
-    storages: dict[tuple[int, str], str] = {}
+    storages: dict[_Place, str] = {}
     held = [
         (b, shape, v, layer, key)
         for b, shape in bound
         for v, layer, _, key in instances(b, stage, p, parallel, dims, 0)
     ]
     if dialect.nested:  # programs that read dicts of dicts expect layer after layer
-        held.sort(key=lambda one: _place(one[0], one[3]))
+        held.sort(key=lambda one: _order(one[0], one[3]))
+    if wanted.groups:  # the order of a model's keys is that of the optimizer's parameters
+        registration = dialect.registration
+        parameters = {key for *_, key in held if registration.is_parameter(key)}
+        place = {key: i for i, key in enumerate(registration.sorted(parameters))}
+        held.sort(key=lambda one: place.get(one[4], len(place)))
     for b, shape, v, _, key in held:
-        storages[v, key] = str(len(storages))
-        models[v][key] = safe_pickle.tensor(
-            dtype_of(b.rule, wanted.dtypes), shape, storages[v, key]
-        )
+        storage = storages[v, key, WEIGHT] = str(len(storages))
+        models[v][key] = safe_pickle.tensor(dtype_of(b.rule, wanted.dtypes), shape, storage)
     for b in dialect.bind(wanted.names.scope(), dialect.objects):
         for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
             models[v][key] = None
@@ -83,10 +105,13 @@ def _contents(
         if parallel.vpp == 1
         else {f"model{v}": state for v, state in enumerate(states)}
     )
-    return {**wanted.common, **named}, storages
+    if not wanted.groups:
+        return {**wanted.common, **named}, storages
+    optimizer, more = torch_optimizer_writing.contents(wanted, p)
+    return {**wanted.common, **named, "optimizer": optimizer}, storages | more
 
 
-def _place(b: Bound, layer: int) -> float:
+def _order(b: Bound, layer: int) -> float:
     """Returns the place of a tensor in the order of the model's modules."""
     outer = -1.0 if b.rule.stage == "first" else math.inf
     return layer if "layer" in b.rule.indices else outer
@@ -111,27 +136,33 @@ def _stored(
     b: Bound,
     shard: Shard,
     number: dict[tuple[int, int, int], int],
-    at_of: list[dict[tuple[int, str], int]],
+    at_of: list[_Places],
+    state: str = WEIGHT,
 ) -> Stored:
-    """Returns the tensors of one shard of a rule.
+    """Returns the tensors of one shard of a rule, or those of a state of its weights.
 
     number: of the file of a (pipeline, tensor, expert rank). at_of: for each pipeline stage, the
-    byte of each (virtual stage, key) in its files.
+    places in its files.
     """
+    named = state_bound(b, state).rule if state else b.rule
+    pieces = tuple(
+        piece._replace(tensor=f"{piece.tensor}@{state}", offset=named.offset) if state else piece
+        for piece in shard.pieces
+    )
     _, dims, _, parallel = wanted.names
     stages = wanted.names.stages()
     rows = [
-        (layer, expert, number[p, t, e], at_of[p][v, key])
+        (layer, expert, number[p, t, e], at_of[p][v, key, state])
         for p in range(parallel.pp)
         for t, e in shard.files
         for v, layer, expert, key in instances(b, stages[p], p, parallel, dims, e)
     ]
     layer, expert, file, at = np.array(rows, "i8").reshape(-1, 4).T
     return Stored(
-        b.rule.key,
-        dtype_of(b.rule, wanted.dtypes),
+        f"{b.rule.key} ({state})" if state else b.rule.key,
+        dtype_of(named, wanted.dtypes),
         shard.shape,
-        shard.pieces,
+        pieces,
         layer.astype("i4"),
         expert.astype("i4"),
         file.astype("i4"),

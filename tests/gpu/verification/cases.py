@@ -82,9 +82,9 @@ class Running:
         path = self.directory / "case.json"
         path.write_text(json.dumps(job))
         mark = f"{os.getpid()}-{zlib.crc32(case.key.encode())}"
-        self.mark = f"MCKPT_CASE={mark}\0".encode()
+        self.mark = f"VERIFICATION_CASE={mark}\0".encode()
         environ = os.environ | ENVIRONMENT
-        environ |= {"MCKPT_CASE": mark, "CUDA_VISIBLE_DEVICES": ""}
+        environ |= {"VERIFICATION_CASE": mark, "CUDA_VISIBLE_DEVICES": ""}
         path_of_python = [str(ROOT), os.environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, path_of_python))
         if device == "cuda":

@@ -1,0 +1,1 @@
+"""Reads one checkpoint whole and says what is wrong with it."""

@@ -1,0 +1,112 @@
+"""Checks one checkpoint of any format: its files, its tensors, its values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mckpt.checking.scanning import scan
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import changed_files
+from mckpt.errors import CoverError, MckptError, PickleError, SourceError, StorageError
+from mckpt.geometry.box import Layout, tiles
+
+
+@dataclass
+class Checked:
+    """The result of a check."""
+
+    # what a loader would fail at, or load wrongly without a word
+    damaged: list[str] = field(default_factory=list)
+    # what a loader takes, and what is seldom meant: values that are not finite, copies that differ
+    suspicious: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
+    files: int = 0
+    nbytes: int = 0
+    checksums: int = 0  # that were compared
+
+    @property
+    def exit_code(self) -> int:
+        """Returns 3 for damage, 1 for anything else that was found or not checked, else 0."""
+        if self.damaged:
+            return SourceError.exit_code
+        return 1 if self.suspicious or self.unchecked else 0
+
+    def json(self) -> dict[str, Any]:
+        return {"sound": self.exit_code == 0, **vars(self), "exit_code": self.exit_code}
+
+
+def check(
+    source: Checkpoint, threads: int = 0, progress: Callable[[int, int], None] | None = None
+) -> Checked:
+    """Reads a checkpoint whole and returns what is wrong with it.
+
+    threads: 0 means one per core.
+    """
+    out = Checked()
+    stated = _stated(source, out)
+    _structure(source, out)
+    spans = list(source.opened.spans(out.damaged))
+    files = {path: stated.get(path, "") for path in dict.fromkeys(s.path for s in spans)}
+    scanned = scan({**files, **stated}, spans, threads, progress)
+    out.damaged += scanned.broken
+    out.suspicious += map(str, scanned.strange)
+    out.files, out.nbytes, out.checksums = scanned.files, scanned.nbytes, scanned.checked
+    out.damaged = list(dict.fromkeys(out.damaged))
+    return out
+
+
+def _stated(source: Checkpoint, out: Checked) -> dict[str, str]:
+    """Returns the files that mckpt.json names and that are there, with their checksums; "" for one
+    of another size.
+    """
+    root, listed = source.opened.root, source.manifest.get("files")
+    out.damaged += changed_files(root, source.manifest)
+    there = {
+        str(root / name): facts for name, facts in (listed or {}).items() if (root / name).is_file()
+    }
+    return {
+        path: facts["checksum"] if os.path.getsize(path) == facts["bytes"] else ""
+        for path, facts in there.items()
+    }
+
+
+def _structure(source: Checkpoint, out: Checked) -> None:
+    """Checks that the files hold every element of each tensor once, and that copies are equal."""
+    try:
+        out.damaged += holes(source.layout)
+        if source.optimizer is not None:
+            out.damaged += holes(source.optimizer.layout)
+        if not out.damaged:
+            out.suspicious += source.reader.check_replicas()
+    except (SourceError, CoverError, PickleError, StorageError) as e:
+        out.damaged += e.problems or [str(e)]
+    except MckptError as e:
+        out.unchecked.append(
+            "whether all tensors of the model are there, with the right shapes, was not checked:"
+            f" {e}"
+        )
+
+
+def holes(layout: Layout) -> list[str]:
+    """Returns a sentence for each logical tensor of which an element is stored nowhere or twice."""
+    held: dict[tuple[str, int, int], list[int]] = {}
+    for number, s in enumerate(layout.stored):
+        if s.replica or s.carried:
+            continue
+        places = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
+        for name in dict.fromkeys(p.tensor for p in s.pieces):
+            for layer, expert in places:
+                held.setdefault((name, layer, expert), []).append(number)
+    found: dict[tuple[str, tuple[int, ...]], str | None] = {}  # many tensors are cut alike
+    out = []
+    for (name, layer, expert), numbers in held.items():
+        cut = (name, tuple(numbers))
+        if cut not in found:
+            pieces = [p for i in numbers for p in layout.stored[i].pieces if p.tensor == name]
+            found[cut] = tiles([p.box for p in pieces], layout.shapes[name])
+        if found[cut]:
+            out.append(f"{name.format(layer=layer, expert=expert)}: {found[cut]}")
+    return out

@@ -1,0 +1,233 @@
+"""Reads every byte of a checkpoint once, for its checksums and for values that are not finite."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from isal import isal_zlib
+
+from mckpt.containers.entries import Span
+from mckpt.execute.files import OpenFiles, read_at
+from mckpt.execute.threads import Crew
+from mckpt.storage.staging import MANIFEST
+from mckpt.values.dtypes import itemsize
+
+SLAB = 8 << 20  # bytes that a thread reads at once
+LONGEST = 16  # bytes of an element, at most: an element that begins in a slab may end behind it
+THREADS = 16  # at most
+# Bytes whose values are looked at together: their temporary array stays in the processor's cache.
+TILE = 256 << 10
+
+# dtype -> an integer type of its width, a mask of the bits without the sign, and the smallest of
+# these that is not finite: an infinity. All larger ones are NaN; float8_e4m3fn has NaN only.
+_LEAST = {
+    "bfloat16": ("u2", 0x7FFF, 0x7F80),
+    "float16": ("u2", 0x7FFF, 0x7C00),
+    "float32": ("u4", 0x7FFFFFFF, 0x7F800000),
+    "float64": ("u8", 0x7FFFFFFFFFFFFFFF, 0x7FF0000000000000),
+    "float8_e4m3fn": ("u1", 0x7F, 0x7F),
+    "float8_e5m2": ("u1", 0x7F, 0x7C),
+}
+_NO_INFINITY = ("float8_e4m3fn",)
+
+
+class Strange(NamedTuple):
+    """The values of one tensor that are not finite."""
+
+    span: Span
+    nans: int
+    infinities: int
+    first: int  # offset in the file of the first one
+
+    def __str__(self) -> str:
+        size = itemsize(self.span.dtype)
+        held = self.span.nbytes // size
+        return (
+            f"{self.span.name}: {self.nans:,} NaN and {self.infinities:,} infinite of {held:,}"
+            f" {self.span.dtype} values, the first at element"
+            f" {(self.first - self.span.at) // size:,} (byte {self.first:,} of {self.span.path})"
+        )
+
+
+@dataclass
+class Scanned:
+    """What was found when all bytes were read."""
+
+    broken: list[str] = field(default_factory=list)  # checksums that do not fit
+    strange: list[Strange] = field(default_factory=list)
+    files: int = 0
+    nbytes: int = 0
+    checked: int = 0  # checksums that were compared
+
+
+class _File:
+    """One file: its tensors by place, and where the ranges of its checksums begin and end."""
+
+    def __init__(self, path: str, size: int, stated: str, spans: Sequence[Span]) -> None:
+        self.path, self.size, self.stated = path, size, stated
+        self.tensors = sorted((s for s in spans if s.dtype in _LEAST), key=lambda s: s.at)
+        self.starts = [s.at for s in self.tensors]
+        # tensors may overlap, so their ends are not in order
+        ends = (s.at + s.nbytes for s in self.tensors)
+        self.reach = list(itertools.accumulate(ends, max))
+        self.records = [s for s in spans if s.crc is not None and s.at + s.nbytes <= size]
+        self.cuts = sorted({at for s in self.records for at in (s.at, s.at + s.nbytes)})
+        self.ranges: list[tuple[int, int, int]] = []  # offset, bytes, crc32
+
+    @cached_property
+    def summed(self) -> bool:
+        """Whether a crc32 of any of its ranges is stated."""
+        return bool(self.records) or self.stated.startswith("crc32:")
+
+    def within(self, at: int, end: int) -> list[Span]:
+        """Returns the tensors with elements between two bytes."""
+        return self.tensors[bisect_right(self.reach, at) : bisect_left(self.starts, end)]
+
+    def pieces(self, at: int, end: int) -> list[tuple[int, int]]:
+        """Returns the range between two bytes, cut where a record begins or ends."""
+        inner = self.cuts[bisect_right(self.cuts, at) : bisect_left(self.cuts, end)]
+        return list(itertools.pairwise([at, *inner, end]))
+
+
+def scan(
+    files: Mapping[str, str],
+    spans: Sequence[Span],
+    threads: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Scanned:
+    """Reads every byte of the files.
+
+    files: path -> checksum as mckpt.json states it, "" if it states none.
+    spans: the tensors and records of these files.
+    threads: 0 means one per core, at most THREADS.
+    """
+    by_file: dict[str, list[Span]] = {path: [] for path in files}
+    for span in spans:
+        by_file.setdefault(span.path, []).append(span)
+    held = [
+        _File(path, os.path.getsize(path), files.get(path, ""), found)
+        for path, found in by_file.items()
+    ]
+    slabs = [(number, at) for number, f in enumerate(held) for at in range(0, f.size, SLAB)]
+    opened = OpenFiles([f.path for f in held], os.O_RDONLY)
+    out, lock = Scanned(files=len(held)), threading.Lock()
+    strange: dict[int, Strange] = {}  # id of a span -> its values
+    total = sum(f.size for f in held)
+
+    def work(slab: int, memory: memoryview, check: Callable[[], None]) -> None:
+        number, at = slabs[slab]
+        file = held[number]
+        end = min(at + SLAB, file.size)
+        view = memory[: min(end + LONGEST, file.size) - at]
+        check()
+        with opened.held([number]) as fds:
+            read_at(fds[number], view, at, file.path)
+        sums = [
+            (low, high - low, isal_zlib.crc32(view[low - at : high - at]))
+            for low, high in (file.pieces(at, end) if file.summed else ())
+        ]
+        found = [s for span in file.within(at, end) if (s := _strange(span, view, at, end))]
+        with lock:
+            file.ranges += sums
+            out.nbytes += end - at
+            for one in found:
+                before = strange.get(id(one.span))
+                strange[id(one.span)] = _joined(before, one) if before else one
+
+    crew = Crew(threads or min(len(os.sched_getaffinity(0)), THREADS), SLAB + LONGEST)
+    try:
+        crew.each(
+            iter(range(len(slabs))),
+            lambda slab: frozenset(),
+            work,
+            lambda: progress(out.nbytes, total) if progress else None,
+        )
+    finally:
+        opened.close()
+    with ThreadPoolExecutor(crew.threads, "sums") as pool:  # for a digest each file is read again
+        for checked, broken in pool.map(_compare, held):
+            out.checked += checked
+            out.broken += broken
+    out.strange = sorted(strange.values(), key=lambda s: (s.span.path, s.first))
+    return out
+
+
+def _strange(span: Span, view: memoryview, at: int, end: int) -> Strange | None:
+    """Returns the values of a tensor that begin in bytes `at` to `end` of its file and are not
+    finite; None if there are none.
+
+    view: the file's bytes from `at` on.
+    """
+    kind, mask, least = _LEAST[span.dtype]
+    size = itemsize(span.dtype)
+    first = max(0, -(-(at - span.at) // size))
+    last = min(span.nbytes // size, -(-(end - span.at) // size))
+    nans = infinities = 0
+    where = -1
+    for low in range(first, last, TILE // size):
+        count = min(TILE // size, last - low)
+        bits = np.frombuffer(view, kind, count, span.at + low * size - at) & mask
+        if bits.max() < least:
+            continue
+        if where < 0:
+            where = span.at + (low + int(np.argmax(bits >= least))) * size
+        beyond = int((bits >= least).sum())
+        infinite = 0 if span.dtype in _NO_INFINITY else int((bits == least).sum())
+        nans, infinities = nans + beyond - infinite, infinities + infinite
+    return None if where < 0 else Strange(span, nans, infinities, where)
+
+
+def _joined(a: Strange, b: Strange) -> Strange:
+    return Strange(a.span, a.nans + b.nans, a.infinities + b.infinities, min(a.first, b.first))
+
+
+def _compare(file: _File) -> tuple[int, list[str]]:
+    """Compares the checksums of a file that was read, and of its records, with those stated.
+    Returns the number of checksums, and a sentence for each that does not fit.
+    """
+    file.ranges.sort()
+    broken = [
+        f"{record.name}: bytes {record.at:,} to {record.at + record.nbytes:,} of {file.path} have"
+        f" the crc32 {found:08x}, and the file states {record.crc:08x}"
+        for record in file.records
+        if (found := _crc_of(file.ranges, record.at, record.at + record.nbytes)) != record.crc
+    ]
+    kind, _, stated = file.stated.partition(":")
+    if not stated:
+        return len(file.records), broken
+    whole = _crc_of(file.ranges, 0, file.size) if kind == "crc32" else None
+    mine = _digest(file.path, kind) if whole is None else f"{whole:08x}"
+    if mine != stated and not broken:  # else the record says where
+        broken.append(
+            f"{file.path}: has the {kind} {mine}, and {MANIFEST} states {stated}: it was changed"
+            " after it was written, or not copied well"
+        )
+    return len(file.records) + 1, broken
+
+
+def _crc_of(ranges: Sequence[tuple[int, int, int]], at: int, end: int) -> int:
+    """Returns the crc32 of bytes `at` to `end`, where ranges (offset, bytes, crc32) begin and
+    end.
+    """
+    crc = 0
+    for _, nbytes, one in ranges[bisect_left(ranges, (at,)) : bisect_left(ranges, (end,))]:
+        crc = isal_zlib.crc32_combine(crc, one, nbytes)
+    return crc
+
+
+def _digest(path: str, kind: str) -> str:
+    digest = hashlib.new(kind)
+    with open(path, "rb") as file:
+        while block := file.read(SLAB):
+            digest.update(block)
+    return digest.hexdigest()

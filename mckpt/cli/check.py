@@ -1,0 +1,71 @@
+"""`mckpt check`: reads a checkpoint whole and says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mckpt.cli import progress
+from mckpt.cli.options import (
+    NOT_NEGATIVE,
+    PATH,
+    command,
+    family_options,
+    iteration_option,
+    json_option,
+    like_option,
+    open_source,
+)
+from mckpt.errors import counted
+
+
+@command()
+@click.argument("path", type=PATH)
+@iteration_option
+@like_option
+@family_options
+@click.option(
+    "--threads",
+    type=NOT_NEGATIVE,
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Number of threads that read; 0 chooses automatically.",
+)
+@json_option
+def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
+    """Read a whole checkpoint and say what is wrong with it.
+
+    Any checkpoint, of mckpt or of another program: headers against files, tensors that are missing
+    or have holes, checksums, copies that differ, and values that are NaN or infinite.
+
+    Exit code 0: nothing is wrong; 1: values are not finite, copies differ, or something could not
+    be checked; 3: it is damaged.
+    """
+    from mckpt import api
+
+    source = open_source(path, options)
+    start = time.perf_counter()
+    with progress.showing("checking", as_json) as shown:
+        found = api.check(source, threads=threads, progress=shown)
+    seconds = time.perf_counter() - start
+    if as_json:
+        click.echo(json.dumps(found.json()))
+        return found.exit_code
+    for title, lines in (
+        ("damaged", found.damaged),
+        ("suspicious", found.suspicious),
+        ("not checked", found.unchecked),
+    ):
+        for line in lines:
+            click.echo(f"{title}: {line}")
+    verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[found.exit_code]
+    click.echo(
+        f"{source.opened.root}: {verdict}; {counted(found.files, 'file')}, {found.nbytes:,} bytes"
+        f" and {counted(found.checksums, 'checksum')} in {seconds:.2f} s"
+    )
+    return found.exit_code

@@ -1,0 +1,63 @@
+"""Environment variables: every option has one, such as MCKPT_MAX_MEMORY for --max-memory."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+import click
+from click.core import ParameterSource
+
+from mckpt.errors import UsageError
+
+PREFIX = "MCKPT_"
+# Variables that are no option: those of a launcher (execute/ranks.py), and those that Kubernetes
+# sets in every container if a Service has the name mckpt.
+_OTHERS = re.compile(
+    r"MCKPT_(RANK|NUM_RANKS|LOCAL_RANKS|RUN|SERVICE_(HOST|PORT(_.+)?)|PORT(_\d+_.+)?)"
+)
+
+
+def variables(option: click.Parameter) -> list[str]:
+    """Returns the variables of an option, one for each of its long names."""
+    long = [name for name in option.opts if name.startswith("--")]
+    return [PREFIX + name[2:].replace("-", "_").upper() for name in long]
+
+
+def name_variables(command: click.Command) -> None:
+    """Gives every option of a command, and of the commands below it, its variables."""
+    for option in _options(command):
+        option.envvar = variables(option)
+
+
+def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.environ) -> None:
+    """Raises UsageError for a variable that looks like an option's and is none."""
+    known = {name for option in _options(command) for name in variables(option)}
+    for name in sorted(environment):
+        if name.startswith(PREFIX) and name not in known and not _OTHERS.fullmatch(name):
+            near = difflib.get_close_matches(name, known, 1)
+            raise UsageError(
+                f"{name}: this environment variable is of no option"
+                + (f"; did you mean {near[0]}?" if near else "")
+                + " Each option has one with its own name: MCKPT_MAX_MEMORY for --max-memory"
+            )
+
+
+def set_by(option: click.Parameter | None, context: click.Context | None) -> str | None:
+    """Returns the variable that set an option of the command that runs, None if none did."""
+    if option is None or context is None or option.name is None:
+        return None
+    if context.get_parameter_source(option.name) is not ParameterSource.ENVIRONMENT:
+        return None
+    return next(name for name in variables(option) if name in os.environ)
+
+
+def _options(command: click.Command) -> Iterator[click.Option]:
+    if isinstance(command, click.Group):
+        for inner in command.commands.values():
+            yield from _options(inner)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option) and not parameter.is_eager:
+            yield parameter

@@ -1,0 +1,197 @@
+"""`mckpt run`: the commands of a job file, one after the other."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import shlex
+import string
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from mckpt.cli.options import FILE, command, json_option
+from mckpt.errors import MckptError, UsageError, counted
+
+# commands in which the processes of a launcher share the work
+SHARED = ("hf-to-megatron", "megatron-to-hf", "reshard", "repair")
+EXAMPLE = (
+    "a job is `steps:` with a list, and each step has `command:`, the arguments and the options of"
+    " that command; `mckpt run --help` shows one"
+)
+
+
+class Step(NamedTuple):
+    """One command of a job file."""
+
+    command: str
+    arguments: list[str]
+
+    def __str__(self) -> str:
+        return shlex.join(["mckpt", self.command, *self.arguments])
+
+
+@command("run")
+@click.argument("file", type=FILE)
+@click.option("--dry-run", is_flag=True, help="Print the command lines; run none of them.")
+@json_option
+@click.pass_context
+def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int:
+    """Run the commands of a job file, one after the other.
+
+    \b
+    steps:
+      - command: reshard
+        src: ${RUN}/checkpoints
+        dst: ckpt-tp8
+        target-tp: 8
+      - command: verify
+        hf: model
+        megatron: ckpt-tp8
+        level: bytes
+
+    Arguments and options have the names that the help of their command shows, without dashes in
+    front. ${NAME} stands for the environment variable NAME. The first step that fails ends the job,
+    with its exit code.
+    """
+    program = ctx.find_root().command
+    assert isinstance(program, click.Group)
+    steps = read(file, program, as_json)
+    if dry_run:
+        for step in steps:
+            click.echo(str(step))
+        return 0
+    _refuse_ranks(steps, file)
+    start = time.perf_counter()
+    for number, step in enumerate(steps, 1):
+        where = f"step {number} of {len(steps)}"
+        _tell(as_json, f"{where}: {step}", event="step", step=number)
+        try:
+            code = program.main([step.command, *step.arguments], "mckpt", standalone_mode=False)
+        except MckptError as error:
+            raise error.with_hint(f"{file}: {where} ({step.command}) failed") from None
+        if code:
+            text = f"{file}: {where} ({step.command}) ended with exit code {code}"
+            _tell(as_json, text, event="job", exit_code=code)
+            return int(code)
+    text = f"{file}: {counted(len(steps), 'step')} done in {time.perf_counter() - start:.2f} s"
+    _tell(as_json, text, event="job", exit_code=0)
+    return 0
+
+
+def _tell(as_json: bool, text: str, **facts: Any) -> None:
+    click.echo(json.dumps({**facts, "message": text}) if as_json else text, err=True)
+
+
+def _refuse_ranks(steps: list[Step], file: Path) -> None:
+    """Raises UsageError under a launcher if a step is one that a single process runs."""
+    from mckpt.execute.ranks import Ranks
+
+    alone = [step.command for step in steps if step.command not in SHARED]
+    if alone and Ranks.of_environment().size > 1:
+        raise UsageError(
+            f"{file}: {alone[0]} runs in one process, and a launcher started"
+            f" {Ranks.of_environment().size}; put it into a job of its own"
+        )
+
+
+# ------------------------------------------------------------------------------------------ reading
+
+
+def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
+    """Returns the steps of a job file.
+
+    as_json: adds --json to every step whose command has it.
+
+    Raises UsageError for a file that is no job, and names the step and the key.
+    """
+    import yaml
+
+    from mckpt.storage.files import read_file
+
+    try:
+        found = yaml.safe_load(read_file(file, 1 << 20))
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
+        raise UsageError(f"{file}: is no YAML: {' '.join(str(e).split())}") from None
+    listed = found.get("steps") if isinstance(found, dict) and len(found) == 1 else None
+    if not isinstance(listed, list) or not listed:
+        raise UsageError(f"{file}: is no job: {EXAMPLE}")
+    steps = []
+    for number, fields in enumerate(listed, 1):
+        where = f"{file}: step {number}"
+        if not isinstance(fields, dict) or not isinstance(fields.get("command"), str):
+            raise UsageError(f"{where}: has no command: {EXAMPLE}")
+        name = fields["command"]
+        known = [n for n in program.commands if n not in ("run", "mappings")]
+        if name not in known:
+            raise UsageError(f"{where}: {name!r} is no command{_meant(name, known)}")
+        rest = {str(key): value for key, value in fields.items() if key != "command"}
+        if as_json:
+            rest.setdefault("json", True)
+        steps.append(_step(program.commands[name], name, rest, where))
+    return steps
+
+
+def _step(found: click.Command, name: str, fields: Mapping[str, Any], where: str) -> Step:
+    """Returns a step from the values of its arguments and options."""
+    where = f"{where} ({name})"
+    arguments = {p.name: p for p in found.params if isinstance(p, click.Argument)}
+    options: dict[str, tuple[click.Option, str, bool]] = {}  # name -> option, flag, whether it is
+    for p in found.params:
+        if isinstance(p, click.Option):
+            options |= {flag.lstrip("-"): (p, flag, True) for flag in p.opts}
+            options |= {flag.lstrip("-"): (p, flag, False) for flag in p.secondary_opts}
+    given, flags = {}, []
+    for key, value in fields.items():
+        spelled = key.replace("_", "-")
+        if key in arguments:
+            given[key] = _text(value, f"{where}: {key}")
+        elif spelled in options:
+            flags += _flags(*options[spelled][:2], value, f"{where}: {key}")
+        elif key != "json":
+            raise UsageError(
+                f"{where}: {key!r} is no argument or option of mckpt {name}"
+                f"{_meant(spelled, [*arguments, *options])}"
+            )
+    missing = [str(n) for n, p in arguments.items() if p.required and n not in given]
+    if missing:
+        raise UsageError(f"{where}: {', '.join(missing)} is missing")
+    return Step(name, [*(given[n] for n in arguments if n in given), *flags])
+
+
+def _flags(option: click.Option, flag: str, value: Any, where: str) -> list[str]:
+    """Returns an option and its value as words of a command line."""
+    if option.is_flag:
+        if not isinstance(value, bool):
+            raise UsageError(f"{where}: is true or false, not {value!r}")
+        other = option.secondary_opts if flag in option.opts else option.opts
+        return [flag] if value else other[:1]
+    if option.multiple:
+        if isinstance(value, dict):
+            value = [f"{k}={_text(v, where)}" for k, v in value.items()]
+        values = value if isinstance(value, list) else [value]
+        return [word for one in values for word in (flag, _text(one, where))]
+    return [flag, _text(value, where)]
+
+
+def _text(value: Any, where: str) -> str:
+    """Returns a value as a word of a command line, with ${NAME} replaced."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, (str, int, float)):
+        raise UsageError(f"{where}: is one value, not {value!r}")
+    try:
+        return string.Template(str(value)).substitute(os.environ)
+    except KeyError as e:
+        raise UsageError(f"{where}: the environment variable {e.args[0]} is not set") from None
+    except ValueError:
+        raise UsageError(f"{where}: a $ that is meant as itself is written $$") from None
+
+
+def _meant(name: str, known: list[Any]) -> str:
+    near = difflib.get_close_matches(name, [str(k) for k in known], 1)
+    return f"; did you mean {near[0]}?" if near else f"; known: {', '.join(map(str, known))}"

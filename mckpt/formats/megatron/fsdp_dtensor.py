@@ -1,0 +1,190 @@
+"""Megatron's `fsdp_dtensor` format, which its trainer saves with --use-megatron-fsdp.
+
+It is stored as `torch_dcp` is, with other keys:
+
+    model.module.KEY                                    a weight, in fp32: its master copy
+    model.module.(...).linear_fc1.weight_w, _v          with SwiGLU, gate and up by themselves
+    model.module.(...).experts.linear_fc2.weight7       experts are numbered over all ranks
+    optimizer.state.module.(...)module.KEY.exp_avg      its state
+    optimizer.param_to_group_meta.module.(...)KEY.lr    an object: the settings of its group
+
+The weights of the model are the master copies, rounded to the dtype in which it computes.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mckpt.errors import SourceError
+from mckpt.formats.base import Format, Names, Problems, packed, shapes_of
+from mckpt.formats.megatron import optimizer
+from mckpt.formats.megatron.dcp_directory import MODEL, has_keys, listed, names_of, single_keys
+from mckpt.formats.megatron.optimizer import MASTER, Optimizer, state_bound
+from mckpt.formats.megatron.torch_dcp import TorchDcp, lay_out
+from mckpt.formats.megatron.torch_dist_writing import METADATA
+from mckpt.geometry.box import Layout, Stored
+from mckpt.mapping import Bound
+
+PREFIX = f"{MODEL}module."
+HALVES = ("_w", "_v")  # of a key: what its halves append to it
+MASTER_DTYPE = "float32"
+_STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
+_WRAPPERS = re.compile(r"^(?:module\.)+")
+_GROUP = re.compile(r"optimizer\.param_to_group_meta\.(.+)\.([^.]+)")
+
+
+def detect(path: Path) -> bool:
+    return has_keys(path, PREFIX)
+
+
+class FsdpDtensor(TorchDcp):
+    """An opened `fsdp_dtensor` checkpoint."""
+
+    prefix = PREFIX
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, FORMAT)
+        # names of dialects, for the halves as for the whole
+        self.held = {self._whole(k): k for k in self.held}
+
+    def _whole(self, name: str) -> str:
+        """Returns the name of the weight of which a stored tensor is a half, or its own name."""
+        stem = name[:-2]
+        both = all(self.prefix + stem + half in self.metadata.tensors for half in HALVES)
+        return stem if name.endswith(HALVES) and both else name
+
+    def _bound(self, names: Names, problems: Problems) -> list[Bound]:
+        """Returns the dialect's rules, those of packed gates and ups as two rules each."""
+        out = []
+        for b in super()._bound(names, problems):
+            first = next((key for key, _, _ in single_keys(b)), "")
+            if len(b.rule.of) == 2 and first + HALVES[0] in self.metadata.tensors:
+                for name, half in zip(b.rule.of, HALVES, strict=True):
+                    rule = b.rule._replace(key=b.rule.key + half, of=(name,), pack="one")
+                    out.append(b._replace(rule=rule))
+                continue
+            expert = "expert" in b.rule.indices
+            ways = names.parallel.expert_tp if expert else names.parallel.tp
+            parts = packed(b.rule, names.scope()).parts if b.rule.tp == "column" else ()
+            if ways > 1 and len(parts) > 1:
+                problems.append(
+                    f"{first}: at {'etp' if expert else 'tp'} {ways}, Megatron-FSDP stores the"
+                    f" parts {', '.join(b.rule.of)} rank by rank, which mckpt does not read"
+                )
+            out.append(b)
+        return out
+
+    def layout(self, names: Names) -> Layout:
+        """Returns the place of each stored tensor, in logical boxes.
+
+        One error lists every tensor that is missing, left over or of another shape.
+        """
+        found = super().layout(names)
+        fixed = {name for b in names.bound() if b.rule.dtype for name in b.rule.of}
+        return replace(found, stored=[self._rounded(s, fixed) for s in found.stored])
+
+    def _rounded(self, s: Stored, fixed: set[str]) -> Stored:
+        """Returns a stored master copy as the weight: its elements are rounded when they are read.
+
+        fixed: the tensors that have the same dtype in the model, whatever the model computes in.
+        """
+        dtype = self._dtype()
+        if s.dtype != MASTER_DTYPE or dtype == MASTER_DTYPE or fixed & {p.tensor for p in s.pieces}:
+            return s
+        return replace(s, dtype=dtype, rounded_from=MASTER_DTYPE)
+
+    def _dtype(self) -> str:
+        """Returns the dtype in which the model computes."""
+        args = self.common.args or {}
+        said = str(args.get("params_dtype") or "").removeprefix("torch.")
+        return said or ("bfloat16" if args.get("bf16") else MASTER_DTYPE)
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none.
+
+        Raises SourceError with every state that is missing, left over or of another shape.
+        """
+        states: dict[str, dict[str, str]] = {}
+        for key in self.metadata.tensors:
+            if one := _STATE.fullmatch(key):
+                states.setdefault(self.prefix + one[1], {})[one[2]] = key
+        if not states:
+            return None
+        problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
+        problems.cure = optimizer.CURE
+        stored: list[Stored] = []
+        bound: list[Bound] = []
+        rules = [b for b in self._bound(names, problems) if not b.rule.alias]
+        for b in rules:
+            keys = single_keys(b)
+            every = dict.fromkeys(s for key, _, _ in keys for s in states.get(key, ()))
+            for state in (MASTER, *every) if every else ():
+                own = [
+                    (
+                        key
+                        if state == MASTER
+                        else states.get(key, {}).get(state, f"{state} of {key}"),
+                        layer,
+                        expert,
+                    )
+                    for key, layer, expert in keys
+                ]
+                bound.append(state_bound(b, state))
+                stored += self.directory.stored(bound[-1:], names, problems, listed(own))
+        known = names_of(rules)
+        problems.extend(
+            f"{key}: the state of a weight that {names.mapping.path.name} does not have"
+            for key in states
+            if key not in known
+        )
+        problems.check()
+        layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
+        experts = names_of(b for b in rules if "expert" in b.rule.indices)
+        groups = self._settings(experts if names.parallel.ep > 1 else set())
+        return Optimizer(FORMAT.name, layout, groups, self._keys_of_optimizer())
+
+    def _settings(self, experts: set[str]) -> list[list[dict[str, Any]]]:
+        """Returns the param_groups of each optimizer.
+
+        Each parameter has a copy of its group's settings. Groups are told apart by the bytes of
+        these copies, because there may be a million of them.
+
+        experts: the keys of the experts, if they are spread over ranks. Elsewhere in Megatron they
+        then have an optimizer of their own.
+        """
+        fields: dict[str, list[tuple[str, str]]] = {}
+        for key in self.metadata.objects:
+            if one := _GROUP.fullmatch(key):
+                fields.setdefault(one[1], []).append((one[2], key))
+        distinct: dict[tuple[bool, tuple[str, ...], tuple[bytes, ...]], str] = {}
+        for parameter, own in fields.items():
+            own.sort()
+            raw = tuple(self.directory.raw(key for _, key in own))
+            name = self.prefix + _WRAPPERS.sub("", parameter)
+            # the settings are those of the whole, and not of a half
+            expert = name in experts or name + HALVES[0] in experts
+            distinct.setdefault((expert, tuple(name for name, _ in own), raw), parameter)
+        out: list[list[dict[str, Any]]] = [[], []]
+        for (expert, _, _), parameter in distinct.items():
+            group = {name: self.directory.object(key)[0] for name, key in fields[parameter]}
+            out[expert].append(group | {"is_expert_parallel": expert})
+        if not distinct:
+            raise SourceError(
+                f"{self.root}: has the state of an optimizer without its param_to_group_meta; give"
+                " --no-optimizer to convert the weights alone"
+            )
+        return [groups for groups in out if groups]
+
+
+FORMAT = Format(
+    "fsdp_dtensor",
+    ".metadata with keys model.module.*",
+    megatron=True,
+    detect=detect,
+    open=FsdpDtensor,
+    lay_out=lay_out,
+    parts=(METADATA, "*.distcp"),
+)

@@ -1,0 +1,286 @@
+"""Megatron's `torch_dcp` format, which its trainer saves with --use-torch-fsdp2.
+
+The directory is one of torch.distributed.checkpoint (`dcp_directory`), without metadata.json and
+common.pt. A state dict of dicts and lists is stored; the names on the path to a value are its key:
+
+    model.KEY                                a weight, under the name that its module has
+    optimizer.optimizer.state.N.exp_avg      the state of parameter N
+    optimizer.fp32_from_fp16_params.G.I      its fp32 master copy, the I-th of group G
+    optimizer.optimizer.param_groups.G.lr    an object, as are args, iteration and the like
+
+Without master copies, as in fp32, `optimizer.` stands once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mckpt.containers.entries import Span
+from mckpt.errors import SourceError
+from mckpt.formats.base import Format, Names, Problems, Shown, Wanted, best_choices, shapes_of
+from mckpt.formats.megatron import optimizer
+from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.dcp_directory import (
+    MODEL,
+    Directory,
+    has_keys,
+    listed,
+    names_of,
+    single_keys,
+)
+from mckpt.formats.megatron.optimizer import MASTER, NOT_DISTRIBUTED, Optimizer, state_bound
+from mckpt.formats.megatron.torch_dist_writing import METADATA
+from mckpt.geometry.box import Layout, Stored
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import Bound, MappingFile
+from mckpt.storage.files import TargetFile
+
+CHOICES = {"keys": ("local",)}  # of the dialects
+# the first names of keys: what is neither a weight nor a part of the common state
+BESIDE = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine")
+_STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([^.]+)")
+_MASTER = re.compile(r"optimizer\.fp32_from_fp16_params\.(\d+)\.(\d+)")
+_GROUP = re.compile(r"optimizer\.(?:optimizer\.)?param_groups\.(\d+)\.([^.]+)")
+
+
+def detect(path: Path) -> bool:
+    return has_keys(path, MODEL) and not has_keys(path, f"{MODEL}module.")
+
+
+class Slot(NamedTuple):
+    """The place of one parameter in an optimizer."""
+
+    shape: tuple[int, ...]
+    keys: Mapping[str, str]  # state -> key
+
+
+class TorchDcp:
+    """An opened checkpoint whose keys are those of modules, under a prefix."""
+
+    quantised = False
+    prefix = MODEL
+
+    def __init__(self, path: Path, format: Format | None = None) -> None:
+        self.format = format or FORMAT
+        self.root = path
+        self.directory = Directory(path)
+        self.metadata = self.directory.metadata
+
+    @cached_property
+    def common(self) -> Common:
+        """Reads the objects that are no part of the model, the optimizer or the random states."""
+        out: dict[str, Any] = {}
+        for key in self.metadata.objects:
+            first, _, rest = key.partition(".")
+            if first == "opt_param_scheduler" and rest:
+                out.setdefault(first, {})[rest] = self.directory.object(key)[0]
+            elif not rest and first not in BESIDE:
+                out[first] = self.directory.object(key)[0]
+        return Common(out, str(self.root / METADATA))
+
+    def parallel(self) -> Parallel:
+        """Returns the sizes of the run that saved it; reading does not depend on them."""
+        return self.common.parallel()
+
+    def keys(self) -> list[str]:
+        """Returns the names of all weights, without the prefix."""
+        return list(self.held)
+
+    @cached_property
+    def held(self) -> dict[str, str]:
+        """The weights: the name that a dialect has -> the name without the prefix."""
+        names = (
+            k.removeprefix(self.prefix) for k in self.metadata.tensors if k.startswith(self.prefix)
+        )
+        return {k: k for k in names if not k.endswith("_extra_state")}
+
+    def padded_vocab(self, mapping: MappingFile) -> int | None:
+        """Rows of the embedding, padding included."""
+        found = self.metadata.tensors.get(self.prefix + mapping.vocabulary.key)
+        return found[1][0] if found and found[1] else None
+
+    def beside(self, dialect: MappingFile) -> list[str]:
+        """Returns the first names of what is stored beside the weights and the common state."""
+        firsts = {k.partition(".")[0] for k in (*self.metadata.tensors, *self.metadata.objects)}
+        return sorted(firsts & {*BESIDE, *dialect.ignore})
+
+    def show(self, most: int | None) -> Shown:
+        """Returns every stored tensor, with the number of its chunks."""
+        return self.directory.show(most)
+
+    def spans(self, problems: list[str]) -> Iterator[Span]:
+        """Returns the records and tensors of all items."""
+        return self.directory.spans(problems, [])
+
+    def choices(self, names: Names) -> dict[str, Any]:
+        """Returns the dialect's choices of this checkpoint: those whose keys fit best."""
+        held = set(self.held)
+
+        def mismatch(chosen: Names) -> int:
+            return len(names_of(chosen.bound()) ^ held)
+
+        return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
+
+    def layout(self, names: Names) -> Layout:
+        """Returns the place of each stored tensor, in logical boxes.
+
+        One error lists every tensor that is missing, left over or of another shape.
+        """
+        self.directory.check_sizes()
+        dialect = names.mapping
+        problems = Problems(f"the tensors of {self.root} do not match its args:")
+        bound = self._bound(names, problems)
+        stored = self.directory.stored(bound, names, problems, single_keys)
+        known = names_of(bound)
+        every = (*self.metadata.tensors, *self.metadata.objects)
+        ignored = {k: "not weights" for k in every if not k.startswith(MODEL)}
+        ignored |= {k: dialect.ignore["_extra_state"] for k in every if k.endswith("_extra_state")}
+        problems.extend(
+            f"{k} is in no rule of {dialect.path.name}"
+            for k in every
+            if k not in known and k not in ignored
+        )
+        problems.check()
+        shapes = shapes_of(names.bound(), names.scope())
+        return Layout(self.directory.paths, stored, shapes, ignored)
+
+    def _bound(self, names: Names, problems: Problems) -> list[Bound]:
+        """Returns the dialect's rules, with the keys that this checkpoint has for them."""
+        return [self._named(b, self.prefix + b.rule.key) for b in names.bound()]
+
+    @staticmethod
+    def _named(b: Bound, key: str) -> Bound:
+        return b._replace(rule=b.rule._replace(key=key))
+
+    def optimizer(self, names: Names) -> Optimizer | None:
+        """Returns the optimizer's state, None if the checkpoint has none.
+
+        Raises SourceError with every state that is missing, left over or of another shape.
+        """
+        groups = self._slots()
+        if not groups:
+            return None
+        problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
+        problems.cure = optimizer.CURE
+        found = self._assigned(names, groups, problems)
+        problems.check()
+        stored: list[Stored] = []
+        bound: list[Bound] = []
+        for b in self._bound(names, problems):
+            instances = [one for one in single_keys(b) if one[0] in found]
+            for state in dict.fromkeys(s for key, _, _ in instances for s in found[key]):
+                own = [
+                    (found[key].get(state, f"the {state} of {key}"), layer, expert)
+                    for key, layer, expert in instances
+                ]
+                bound.append(state_bound(b, state))
+                stored += self.directory.stored(bound[-1:], names, problems, listed(own))
+        problems.check()
+        plain = self._param_groups()
+        layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
+        return Optimizer(NOT_DISTRIBUTED, layout, plain, self._keys_of_optimizer())
+
+    def _keys_of_optimizer(self) -> frozenset[str]:
+        every = (*self.metadata.tensors, *self.metadata.objects)
+        return frozenset(key for key in every if key.startswith("optimizer."))
+
+    def _slots(self) -> list[list[Slot]]:
+        """Returns the places of each group's parameters, in the order of the group."""
+        states: dict[int, dict[str, str]] = {}
+        masters: dict[tuple[int, int], str] = {}
+        for key in self.metadata.tensors:
+            if one := _STATE.fullmatch(key):
+                states.setdefault(int(one[1]), {})[one[2]] = key
+            elif one := _MASTER.fullmatch(key):
+                masters[int(one[1]), int(one[2])] = key
+        out, left = [], set(masters)
+        for g, group in enumerate(self._groups() if states else []):
+            slots = []
+            for i, number in enumerate(group["params"]):
+                keys = dict(states.pop(number, {}))
+                if (g, i) in masters:
+                    keys[MASTER] = masters[g, i]
+                    left.discard((g, i))
+                shapes = [self.metadata.tensors[key][1] for key in keys.values()]
+                slots.append(Slot(shapes[0] if shapes else (), keys))
+            out.append(slots)
+        if states or left:
+            raise SourceError(
+                f"{self.root}: its optimizer has {len(states) + len(left)} states that belong to no"
+                f" parameter of its groups. {optimizer.CURE}"
+            )
+        return out
+
+    @cached_property
+    def _group_fields(self) -> list[dict[str, Any]]:
+        """The param_groups of the optimizer, with the numbers of their parameters."""
+        out: dict[int, dict[str, Any]] = {}
+        for key in self.metadata.objects:
+            if one := _GROUP.fullmatch(key):
+                out.setdefault(int(one[1]), {})[one[2]] = self.directory.object(key)[0]
+        return [out[number] for number in sorted(out)]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = self._group_fields
+        for group in groups:
+            numbers = group.get("params")
+            if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
+                raise SourceError(
+                    f"{self.root}: a group of its optimizer does not list its parameters."
+                    f" {optimizer.CURE}"
+                )
+        return groups
+
+    def _param_groups(self) -> list[list[dict[str, Any]]]:
+        """Returns the param_groups of each optimizer."""
+        return optimizer.groups_of({"param_groups": self._groups()}, str(self.root))
+
+    def _assigned(
+        self, names: Names, groups: list[list[Slot]], problems: Problems
+    ) -> dict[str, dict[str, str]]:
+        """Returns the states of each weight: key of the weight -> state -> key.
+
+        A group has its parameters in the order of their registration. Megatron does not decay
+        biases and parameters of one axis, so they have a group of their own. The plan's comparison
+        of master copies with weights proves the result.
+        """
+        order = names.mapping.registration
+        aliases = names_of(b for b in names.bound() if b.rule.alias)
+        keys = (key for key in self.held if order.is_parameter(key) and key not in aliases)
+        left = [list(slots) for slots in groups]
+        plain = [not group.get("weight_decay", group.get("wd_mult")) for group in self._groups()]
+        out: dict[str, dict[str, str]] = {}
+        for name in order.sorted(keys):
+            key = self.prefix + name
+            shape = self.metadata.tensors[key][1]
+            is_plain = len(shape) == 1 or name.endswith(".bias")
+            fits = [g for g, slots in enumerate(left) if slots and slots[0].shape == shape]
+            if not fits:
+                problems.missing(
+                    f"no group of its optimizer has a state of {list(shape)} next, for {key}"
+                )
+                return out
+            best = min(fits, key=lambda g: plain[g] != is_plain)
+            out[key] = dict(left[best].pop(0).keys)
+        if rest := sum(map(len, left)):
+            problems.missing(f"its optimizer has {rest} more states than parameters")
+        return out
+
+
+def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+    raise NotImplementedError("the format is read only")
+
+
+FORMAT = Format(
+    "torch_dcp",
+    ".metadata with keys model.*",
+    megatron=True,
+    detect=detect,
+    open=TorchDcp,
+    lay_out=lay_out,
+    parts=(METADATA, "*.distcp"),
+)

@@ -1,0 +1,247 @@
+"""The optimizer's state in the files of a new `torch` checkpoint; see `torch_optimizer`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mckpt.containers import safe_pickle, torch_file
+from mckpt.errors import UsageError
+from mckpt.formats.base import Names, Wanted
+from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, decays, is_wrapped, states_of
+from mckpt.formats.megatron.optimizer_buckets import (
+    Buffer,
+    Optimizer,
+    Parameter,
+    bucket_size,
+    gradient_dtype,
+    optimizers,
+    registered,
+)
+from mckpt.formats.megatron.torch_optimizer import FILE
+from mckpt.formats.megatron.torch_shards import directories
+from mckpt.geometry.box import Piece, Stored
+from mckpt.lazy import numpy as np
+from mckpt.storage.files import TargetFile
+from mckpt.values.dtypes import itemsize
+
+STEM = "distrib_optim"
+FLAT = "float32"  # of the flat buffers, whatever the optimizer keeps in memory
+
+
+# ---------------------------------------------------- distributed: flat buffers in their own file
+
+
+def lay_out(
+    wanted: Wanted, grid: list[tuple[int, int]], num_files: int
+) -> tuple[list[Stored], list[TargetFile]]:
+    """Lays out distrib_optim.pt of every directory.
+
+    grid: the tensor and expert ranks that have a directory in each pipeline stage. num_files: of
+    the layout, in front of these.
+    """
+    names = wanted.names
+    args = Common(dict(wanted.common), "the new checkpoint").args or {}
+    held: dict[str, dict[int, Optimizer]] = {
+        directory: {} for directory in directories(names.parallel, grid)
+    }
+    for one in optimizers(
+        names,
+        wanted.dtypes,
+        wanted.padded_vocab_size,
+        expert_chain=len(wanted.groups) > 1,
+        bucket_size=bucket_size(args),
+    ):
+        held[_directory(names, one)][one.chain] = one
+    states = _states(wanted)
+    # the files of one stage differ in their data alone
+    containers: dict[tuple[int, ...], torch_file.TorchFile] = {}
+    outputs: list[TargetFile] = []
+    kinds: dict[_Kind, list[tuple[int, int, int, int]]] = {}
+    seen: set[tuple[tuple[Piece, ...], int, int]] = set()
+    for file, (directory, here) in enumerate(held.items(), num_files):
+        kind = (*(one.pp for one in here.values()), *here)
+        if kind not in containers:
+            value = [_value(here.get(i), states, args) for i in range(len(wanted.groups))]
+            containers[kind] = torch_file.lay_out(value if len(value) > 1 else value[0], STEM)
+        laid = containers[kind]
+        outputs.append(TargetFile(f"{directory}/{FILE}", laid.size, laid.fixed))
+        for one in here.values():
+            for number, buffer in enumerate(one.buffers):
+                for state in states:
+                    at = laid.data[_storage(one.chain, number, state)][0]
+                    for p, start in _starts(buffer):
+                        kind_of = _kind(p, state, (p.pieces, p.layer, p.expert) in seen)
+                        place = (p.layer, p.expert, file, at + start * itemsize(FLAT))
+                        kinds.setdefault(kind_of, []).append(place)
+                seen |= {(p.pieces, p.layer, p.expert) for p, _ in _starts(buffer)}
+    return [_stored(kind, places) for kind, places in kinds.items()], outputs
+
+
+class _Kind(NamedTuple):
+    """The geometry of equal parameters of several layers and experts, and their state."""
+
+    key: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replica: bool
+
+
+def _directory(names: Names, one: Optimizer) -> str:
+    """Returns the directory of the first data-parallel rank of an optimizer, which saves and loads
+    its state.
+
+    Ranks of a stage are numbered with their tensor rank first; those of experts have their expert
+    rank second.
+    """
+    parallel = names.parallel
+    rank = one.tp if one.ep is None else one.ep * parallel.expert_tp + one.tp
+    return parallel.directory(
+        rank % parallel.tp, one.pp, (rank // parallel.expert_tp) % parallel.ep
+    )
+
+
+def _states(wanted: Wanted) -> list[str]:
+    """Returns the names of all states, the master copy first, as Megatron has it."""
+    found = {name.partition("@")[2] for name in wanted.dtypes} - {""}
+    return sorted(found, key=lambda state: (state != MASTER, state))
+
+
+def _storage(chain: int, number: int, state: str) -> str:
+    return f"{chain}.{number}.{state}"
+
+
+def _value(one: Optimizer | None, states: list[str], args: Mapping[str, Any]) -> Any:
+    """Returns the content of a file for one optimizer; None if another rank's file has it."""
+    if one is None:
+        return None
+    out: dict[Any, Any] = {"buckets_coalesced": True}
+    for number, buffer in enumerate(one.buffers):
+        numel = sum(buffer.numels)
+        tensors = {
+            MASTER_KEYS[0] if state == MASTER else state: safe_pickle.tensor(
+                FLAT, (numel,), _storage(one.chain, number, state)
+            )
+            for state in states
+        }
+        kinds = (buffer.dtype, gradient_dtype(buffer.dtype, args))
+        key = tuple(safe_pickle.torch_dtype(kind) for kind in kinds)
+        out[number] = {key: {**tensors, "numel_unpadded": numel}}
+    return out
+
+
+def _starts(buffer: Buffer) -> list[tuple[Parameter, int]]:
+    """Returns each parameter and its first element of the stored buffer."""
+    return [
+        (placed.parameter, buffer.start(placed.bucket) + placed.start) for placed in buffer.placed
+    ]
+
+
+def _kind(p: Parameter, state: str, replica: bool) -> _Kind:
+    pieces = tuple(
+        q._replace(tensor=f"{q.tensor}@{state}", offset=q.offset if state == MASTER else 0.0)
+        for q in p.pieces
+    )
+    return _Kind(f"{re.sub(r'[0-9]+', '*', p.key)} ({state})", p.shape, pieces, replica)
+
+
+def _stored(kind: _Kind, places: list[tuple[int, int, int, int]]) -> Stored:
+    layer, expert, file, at = np.array(places, "i8").T
+    return Stored(
+        kind.key,
+        FLAT,
+        kind.shape,
+        kind.pieces,
+        layer.astype("i4"),
+        expert.astype("i4"),
+        file.astype("i4"),
+        at,
+        replica=kind.replica,
+        padding=True,  # of the vocabulary
+    )
+
+
+# --------------------------------------------- not distributed: tensors beside those of the model
+
+
+def contents(wanted: Wanted, p: int) -> tuple[Any, dict[tuple[int, str, str], str]]:
+    """Returns the `optimizer` in the files of pipeline stage `p`, and the storage of each tensor in
+    it, by virtual stage, key of the weight and state.
+
+    A distributed optimizer has its param_groups there, and its tensors in another file.
+    """
+    wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
+    storages: dict[tuple[int, str, str], str] = {}
+    out = []
+    for chain, groups in enumerate(wanted.groups):
+        inner: dict[str, Any] = {"param_groups": [dict(group) for group in groups]}
+        one: dict[str, Any] = {"optimizer": inner} if wrapped else inner
+        if not wanted.distributed:
+            members, masters = _grouped(wanted, chain, p, storages)
+            numbers = iter(range(sum(map(len, members))))
+            inner["state"] = {}
+            for group, states in zip(inner["param_groups"], members, strict=True):
+                group["params"] = [next(numbers) for _ in states]
+                inner["state"] |= dict(zip(group["params"], states, strict=True))
+            if wrapped:
+                one["fp32_from_fp16_params"] = masters
+        out.append(one)
+    return out[0] if len(out) == 1 else out, storages
+
+
+def _grouped(
+    wanted: Wanted, chain: int, p: int, storages: dict[tuple[int, str, str], str]
+) -> tuple[list[list[dict[str, Any]]], list[list[Any]]]:
+    """Returns the states and the master copies of each param_group's parameters, in their order.
+
+    Adds the storage of each to `storages`.
+    """
+    groups = wanted.groups[chain]
+    args = Common(dict(wanted.common), "the new checkpoint").args or {}
+    members: list[list[dict[str, Any]]] = [[] for _ in groups]
+    masters: list[list[Any]] = [[] for _ in groups]
+    chunks = registered(
+        wanted.names,
+        wanted.dtypes,
+        wanted.padded_vocab_size,
+        chain,
+        len(wanted.groups) > 1,
+        p,
+    )
+    for v, slots in enumerate(chunks):
+        for slot in slots:
+            parameter = slot.of(0, wanted.names.parallel)
+            number = group_of(parameter, groups, args)
+            tensors = {}
+            for state in states_of(slot.kept.bound, wanted.dtypes, aliases=True):
+                key = storages[v, slot.key, state] = f"optimizer.{len(storages)}"
+                dtype = wanted.dtypes[f"{slot.kept.bound.rule.of[0]}@{state}"]
+                tensors[state] = safe_pickle.tensor(dtype, parameter.shape, key)
+            if (master := tensors.pop(MASTER, None)) is not None:
+                masters[number].append(master)
+            members[number].append(tensors)
+    return members, masters
+
+
+def group_of(p: Parameter, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> int:
+    """Returns the number of the param_group that a parameter belongs to.
+
+    Megatron does not decay biases and parameters with one axis, but those of the norms of q and k
+    with --apply-wd-to-qk-layernorm. Raises UsageError for groups that differ in something else.
+    """
+    kinds = [decays(group) for group in groups]
+    if len(kinds) == 1:
+        return 0
+    if sorted(kinds) != [False, True]:
+        raise UsageError(
+            f"the optimizer has {len(kinds)} param_groups, {sum(kinds)} of them with weight decay:"
+            " the files of the format torch must list the parameters of each group, and mckpt knows"
+            " them only for one group with weight decay and one without; give --target-format"
+            " torch_dist to keep the optimizer, or --no-optimizer to convert the weights alone"
+        )
+    normed = any(f".{name}_layernorm." in p.key for name in ("q", "k"))
+    kept = bool(args.get("apply_wd_to_qk_layernorm")) and normed
+    plain = (len(p.shape) == 1 or p.key.endswith(".bias")) and not kept
+    return kinds.index(not plain)

@@ -1,0 +1,99 @@
+"""Shards a model of the real Megatron-Core over the data-parallel ranks as its trainer does, on
+CPU: with torch's FSDP2 (`torch_dcp` checkpoints) or with Megatron-FSDP (`fsdp_dtensor`). Trains it
+with made-up gradients.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import training
+from megatron.training.models import dist_utils
+from torch.distributed import DeviceMesh
+
+from mckpt.trainer import adam
+
+
+def stub() -> None:
+    """Replaces what asks for a GPU in either way to shard."""
+    on_mesh = DeviceMesh.from_group
+    # STUB: the device of the mesh
+    DeviceMesh.from_group = lambda group, device_type, *a, **k: on_mesh(group, "cpu", *a, **k)
+    adam.install()
+
+
+def wrapped(args: Namespace, chunks: list[Any]) -> list[Any]:
+    """Returns the chunks, wrapped as --use-torch-fsdp2 or --use-megatron-fsdp do, or in DDP."""
+    stub()
+    host = torch.cuda.current_device
+    if args.use_megatron_fsdp or args.use_torch_fsdp2:
+        torch.cuda.current_device = lambda: 0
+    if args.use_megatron_fsdp:
+        for chunk in chunks:
+            mark_parallel(chunk)
+        wrapper = dist_utils.FullyShardedDataParallel
+        init = wrapper.__init__
+        # STUB: its default is a CUDA device
+        wrapper.__init__ = lambda *a, **k: init(*a, **(k | {"device": torch.device("cpu")}))
+    try:
+        return dist_utils._ddp_wrap(
+            chunks,
+            False,
+            training.get_megatron_ddp_config(args),
+            False,
+            use_megatron_fsdp=args.use_megatron_fsdp,
+            use_torch_fsdp2=args.use_torch_fsdp2,
+            pg_collection=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+    finally:
+        torch.cuda.current_device = host
+        if args.use_megatron_fsdp:
+            wrapper.__init__ = init
+
+
+def mark_parallel(chunk: torch.nn.Module) -> None:
+    """Marks the weights that tensor-parallel ranks split, as Transformer Engine does and its
+    stand-in does not.
+    """
+    for module in chunk.modules():
+        axis = {"column": 0, "row": 1}.get(getattr(module, "parallel_mode", None))
+        if axis is not None and module.tp_size > 1:
+            for name, parameter in module.named_parameters(recurse=False):
+                if name.startswith("weight"):
+                    parameter.tensor_model_parallel = True
+                    parameter.partition_dim, parameter.partition_stride = axis, 1
+
+
+def optimizer_of(args: Namespace, chunks: list[Any]) -> tuple[Any, Any]:
+    """Returns the trainer's optimizer for wrapped chunks, and its scheduler."""
+    config, overrides = training.get_megatron_optimizer_config(args)
+    optimizer = training.get_megatron_optimizer(config, chunks, config_overrides=overrides)
+    return optimizer, training.get_optimizer_param_scheduler(optimizer)
+
+
+def step(args: Namespace, chunks: list[Any], optimizer: Any, scheduler: Any) -> None:
+    """Updates the weights once. The gradient of each element is made of its weight alone, so it is
+    the same at all sizes and in all ways to shard.
+    """
+    if args.use_megatron_fsdp:
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                master.grad = gradient(master)
+    else:
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                if args.use_torch_fsdp2:
+                    parameter.grad = gradient(parameter)
+                else:
+                    parameter.main_grad.copy_(gradient(parameter))
+    updated, _, _ = optimizer.step()
+    assert updated
+    scheduler.step(increment=args.global_batch_size)
+
+
+def gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a made-up gradient that bfloat16 can represent, in the dtype of the weight."""
+    return ((weight.detach().bfloat16() * 3).bfloat16() + 0.01).bfloat16().to(weight.dtype)

@@ -1,0 +1,127 @@
+"""A conversion whose output is there already is done at once; what is not as it was written is an
+error.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.door import PT, edit_json, good, mckpt, refused, tree
+from tests.door import hf as tiny_hf
+
+COMMANDS = {
+    "hf-to-megatron": ("hf", "--tp", 2),
+    "megatron-to-hf": ("ckpt",),
+    "reshard": ("ckpt", "--target-tp", 1, "--target-format", "torch"),
+    "repair": ("ckpt",),
+}
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    """A directory with a model as `hf`, and as `ckpt` in the format torch at tp 2."""
+    tiny_hf(tmp_path / "hf")
+    good("hf-to-megatron", tmp_path / "hf", tmp_path / "ckpt", "--tp", 2, "--format", "torch")
+    return tmp_path
+
+
+def stamps(root: Path) -> dict[Path, tuple[int, int]]:
+    return {p: (p.stat().st_ino, p.stat().st_mtime_ns) for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_done_is_not_done_again(work: Path, command: str) -> None:
+    source, *options = COMMANDS[command]
+    line = (command, work / source, work / "out", *options)
+    good(*line)
+    before = stamps(work / "out")
+    said = good(*line)
+    assert "is done already, " in said.out and stamps(work / "out") == before
+    found = good(*line, "--json").json
+    assert found["done_already"] and found["files"] and stamps(work / "out") == before
+    assert "is done already" not in good(*line, "--overwrite").out
+    after = stamps(work / "out")
+    assert after.keys() == before.keys() and after != before
+
+
+def test_other_options_are_another_plan(work: Path) -> None:
+    good("megatron-to-hf", work / "ckpt", work / "out")
+    refused(
+        6,
+        "already contains",
+        args=("megatron-to-hf", work / "ckpt", work / "out", "--dtype", "fp16"),
+        untouched=work,
+    )
+
+
+def test_a_source_that_has_changed_is_not_done(work: Path) -> None:
+    """Also if its headers and sizes are the same, as those of a later iteration are."""
+    line = ("megatron-to-hf", work / "ckpt", work / "out")
+    good(*line)
+    path = next((work / "ckpt/release").glob(f"mp_rank_*/{PT}"))
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    refused(6, "already contains", args=line, untouched=work)
+    good(*line, "--overwrite")
+    assert "is done already" in good(*line).out
+
+
+@pytest.mark.parametrize("damage", ["missing", "shorter"])
+def test_an_output_that_has_changed_is_not_done(work: Path, damage: str) -> None:
+    line = ("megatron-to-hf", work / "ckpt", work / "out")
+    good(*line)
+    path = work / "out/generation_config.json"
+    path = path if path.exists() else work / "out/config.json"
+    path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-1])
+    refused(6, "already contains", args=line, untouched=work)
+
+
+def test_several_processes_find_it_done(work: Path) -> None:
+    line = ("megatron-to-hf", work / "ckpt", work / "out", "--workers", 2)
+    good(*line)
+    before = tree(work / "out")
+    assert "is done already" in good(*line).out and tree(work / "out") == before
+
+
+def remove(name: str) -> Any:
+    return lambda root: (root / name).unlink()
+
+
+DAMAGED = {
+    "common.pt": ("dist", remove("release/common.pt"), ("common.pt: is missing",)),
+    "a script": ("dist", remove("release/megatron_args.sh"), ("megatron_args.sh: is missing",)),
+    "a longer file": (
+        "dist",
+        lambda root: next((root / "release").glob("*.distcp")).open("ab").write(b"x"),
+        (".distcp: has", "bytes, and mckpt.json states"),
+    ),
+    "the tokenizer": ("export", remove("tokenizer.json"), ("tokenizer.json: is missing",)),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_source_that_is_not_as_it_was_written(work: Path, dist_dir: Path, name: str) -> None:
+    kind, damage, words = DAMAGED[name]
+    good("megatron-to-hf", dist_dir, work / "export")
+    shutil.copytree(dist_dir, work / "dist")
+    damage(work / kind)
+    commands: list[tuple[Any, ...]] = [
+        ("inspect", work / kind),
+        ("diff", work / kind, work / "ckpt"),
+        ("reshard", work / kind, work / "out")
+        if kind == "dist"
+        else ("hf-to-megatron", work / kind, work / "out"),
+    ]
+    for args in commands[1:]:
+        refused(3, "is not as mckpt wrote it", *words, args=args)
+    assert mckpt("check", work / kind).code == 3
+
+
+def test_a_text_may_be_edited(work: Path) -> None:
+    good("megatron-to-hf", work / "ckpt", work / "out")
+    edit_json(work / "out/config.json", lambda c: c.update(use_cache=False))
+    good("hf-to-megatron", work / "out", work / "again")
