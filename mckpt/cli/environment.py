@@ -23,7 +23,8 @@ _OTHERS = re.compile(
 def variables(option: click.Parameter) -> list[str]:
     """Returns the variables of an option, one for each of its long names."""
     long = [name for name in option.opts if name.startswith("--")]
-    return [PREFIX + name[2:].replace("-", "_").upper() for name in long]
+    named = [PREFIX + name[2:].replace("-", "_").upper() for name in long]
+    return [name for name in named if not _OTHERS.fullmatch(name)]
 
 
 def name_variables(command: click.Command) -> None:

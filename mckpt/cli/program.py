@@ -14,6 +14,7 @@ import click
 
 from mckpt import __version__
 from mckpt.cli.check import check
+from mckpt.cli.compat import compat
 from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
 from mckpt.cli.diff import diff
 from mckpt.cli.environment import name_variables, refuse_unknown, set_by
@@ -50,6 +51,7 @@ for _command in (
     verify,
     train,
     run_job,
+    compat,
     mappings,
 ):
     cli.add_command(_command)

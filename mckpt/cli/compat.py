@@ -1,0 +1,266 @@
+"""`mckpt compat`: the command lines of other converters, translated by mappings/compat.yaml."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePath
+from typing import Any, NamedTuple
+
+import click
+
+from mckpt.cli.options import command, json_option
+from mckpt.errors import UsageError
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # such as Qwen/Qwen3-4B
+_ARGUMENTS = ("SRC", "DST")
+
+
+class Translation(NamedTuple):
+    """A command line of mckpt, and what a reader of the other one should know."""
+
+    title: str  # of the other program
+    words: list[str]  # without `mckpt`
+    notes: list[str]
+
+
+class _Option(NamedTuple):
+    """An option of the other program; `becomes` is of the file, `reason` of its other sections."""
+
+    key: str  # its entry in the file
+    names: tuple[str, ...]
+    values: int  # words that follow it
+    kind: str  # options, nothing, refused
+    becomes: Any = None
+    reason: str = ""
+
+
+@command("compat", context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--run", "--execute", "runs", is_flag=True, help="Run the command; without it, it is printed."
+)
+@json_option
+@click.argument("line", metavar="CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def compat(ctx: click.Context, runs: bool, as_json: bool, line: tuple[str, ...]) -> int:
+    """Translate the command line of another converter, and print or run it.
+
+    CMD is the command line as it is, such as
+
+    \b
+    python tools/checkpoint/convert.py --model-type GPT --loader core --saver core ...
+    ./scripts/conversion/convert.sh import --hf-model Qwen3 --megatron-path ckpt --tp 2
+    python tools/convert_torch_dist_to_hf.py --input-dir ckpt/iter_5 --output-dir out ...
+
+    It knows the scripts of Megatron-LM, Megatron-Bridge and slime. An option that means nothing
+    here is named on stderr with the reason; an unknown one is an error.
+    """
+    program = ctx.find_root().command
+    assert isinstance(program, click.Group)
+    found = translate(line)
+    name, *arguments = found.words
+    # refuses a value that no option of mckpt takes, before a line with it is printed
+    program.commands[name].make_context(f"mckpt {name}", list(arguments), parent=ctx.parent)
+    printed = shlex.join(["mckpt", *found.words])
+    if as_json:
+        facts = {"from": found.title, "command": ["mckpt", *found.words], "notes": found.notes}
+        click.echo(json.dumps(facts), err=runs)
+    else:
+        for note in found.notes:
+            click.echo(f"# {note}", err=True)
+        click.echo(printed, err=runs)
+    if not runs:
+        return 0
+    if as_json:
+        found.words.append("--json")
+    return int(program.main(found.words, "mckpt", standalone_mode=False) or 0)
+
+
+def translate(line: tuple[str, ...]) -> Translation:
+    """Returns the command line of mckpt that does what `line` does.
+
+    Raises UsageError for a program that is not known, and for options that are unknown or refused;
+    the error lists all of them.
+    """
+    tool, before, rest = _program(line)
+    given = dict(_cases_facts(tool, rest))
+    case = _case(tool, given)
+    if "command" not in case:
+        raise UsageError(f"{tool['title']}: cannot be translated: {case['refused']}")
+    options = list(_options(tool)) + list(_options(case))
+    notes: list[str] = []
+    problems: list[str] = []
+    flags: dict[str, list[str]] = {}
+    arguments: dict[str, list[str]] = {}
+    if before:
+        notes.append(f"{shlex.join(before)}: means nothing here: mckpt is a program of its own")
+    seen = set()
+    # in the order of the file, in which a later option decides
+    place = {option.key: number for number, option in enumerate(options)}
+    parsed = sorted(
+        _parsed(options, rest, case),
+        key=lambda found: place[found[0].key] if isinstance(found[0], _Option) else -1,
+    )
+    for option, spelled, values in parsed:
+        if isinstance(option, str):
+            problems.append(f"{spelled}: {option}")
+            continue
+        seen.add(option.key)
+        said = shlex.join([spelled, *values])
+        if option.kind == "nothing":
+            notes.append(f"{said}: means nothing here: {option.reason}")
+        elif option.kind == "refused":
+            problems.append(f"{said}: {option.reason}")
+        elif option.becomes != "case":
+            try:
+                words = _become(option, values)
+            except KeyError as e:
+                problems.append(f"{said}: the values known are {', '.join(e.args[0])}")
+                continue
+            for name, *value in words:
+                (arguments if name in _ARGUMENTS else flags)[name] = value
+            names = [n for n, *_ in words]
+            if values and ({"SRC", "--like"} & set(names)) and case["command"] != "reshard":
+                notes += _hub_note(values[0], case["command"], names[0])
+    for option in options:
+        given_here = option.key in seen or not isinstance(option.becomes, dict)
+        if not given_here and (absent := option.becomes.get("absent")):
+            flags.setdefault(absent[0], absent[1:])
+    wanted = {o.becomes: o.names[-1] for o in options if o.becomes in _ARGUMENTS}
+    problems += [f"{wanted[name]}: is missing" for name in _ARGUMENTS if name not in arguments]
+    if problems:
+        raise UsageError.of(f"{tool['title']}: cannot be translated:", problems)
+    words = [case["command"], *(arguments[name][0] for name in _ARGUMENTS)]
+    words += [word for flag, value in flags.items() for word in (flag, *value)]
+    return Translation(
+        tool["title"], words + list(case.get("always", [])), notes + list(case.get("notes", []))
+    )
+
+
+# ------------------------------------------------------------------------------------ command lines
+
+
+def _program(line: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Returns the tool that a command line starts, the words in front of it and those behind it."""
+    tools = read()
+    for place, word in enumerate(line):
+        parts = PurePath(word).parts
+        for tool in tools:
+            for program in tool["programs"]:
+                expected = PurePath(program).parts
+                length = min(len(parts), len(expected))
+                if length and parts[-length:] == expected[-length:]:
+                    return tool, list(line[:place]), list(line[place + 1 :])
+    known = "".join(f"\n  - {program}" for tool in tools for program in tool["programs"])
+    raise UsageError(
+        f"{shlex.join(line[:3])} ...: starts no program that is known; known are{known}"
+    )
+
+
+def _cases_facts(tool: Mapping[str, Any], words: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields what decides between the cases of a tool: the subcommand, and values of options."""
+    if words and not words[0].startswith("-"):
+        yield "word", words[0]
+    deciding = {name for case in tool["cases"] for name in case.get("when", {})} - {"word"}
+    for place, word in enumerate(words):
+        name, equals, value = word.partition("=")
+        if name in deciding:
+            yield name, value if equals else "".join(words[place + 1 : place + 2])
+
+
+def _case(tool: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
+    for case in tool["cases"]:
+        if all(given.get(name, "") in known for name, known in case.get("when", {}).items()):
+            return dict(case)
+    said = ", ".join(f"{name} {value}".removeprefix("word ") for name, value in given.items())
+    known = "".join(
+        "\n  - " + "; ".join(f"{n}: {', '.join(filter(None, v))}" for n, v in case["when"].items())
+        for case in tool["cases"]
+        if "command" in case
+    ).replace("word: ", "")
+    raise UsageError(
+        f"{tool['title']}: {said or 'no subcommand'}: cannot be translated; known are{known}"
+    )
+
+
+def _parsed(
+    options: list[_Option], words: list[str], case: Mapping[str, Any]
+) -> Iterator[tuple[_Option | str, str, list[str]]]:
+    """Yields each option of a command line, its spelling and its values; or what is wrong."""
+    by_name = {name: option for option in options for name in option.names}
+    words = words[1:] if "word" in case.get("when", {}) else list(words)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
+        option = by_name.get(name) if name.startswith("-") else None
+        if option is None:
+            near = difflib.get_close_matches(name, by_name, 1)
+            yield "is unknown" + (f"; did you mean {near[0]}?" if near else ""), name, []
+            # the value of an unknown option is not reported as another one
+            while words and not words[0].startswith("-"):
+                words.pop(0)
+            continue
+        values = [value] if equals else words[: option.values]
+        del words[: 0 if equals else option.values]
+        if len(values) != option.values:
+            yield f"takes {option.values} values, not {len(values)}", name, []
+        else:
+            yield option, name, values
+
+
+def _become(option: _Option, values: list[str]) -> list[list[str]]:
+    """Returns what an option becomes: options of mckpt, each with its value.
+
+    Raises KeyError, with the known values, for a value that is not in the file.
+    """
+    to = option.becomes
+    if isinstance(to, dict):
+        known = to.get("values")
+        if known is not None:
+            if values[0] not in known:
+                raise KeyError(list(known))
+            values = [known[values[0]]]
+        to = to["to"]
+    return [[*name.split(), *values] for name in ([to] if isinstance(to, str) else to) if name]
+
+
+def _hub_note(value: str, name: str, option: str) -> list[str]:
+    if name == "megatron-to-hf" and option == "SRC":
+        return []
+    if not _HUB_NAME.fullmatch(value) or Path(value).exists():
+        return []
+    return [
+        f"{value}: mckpt reads a directory; if this is a name on the Hugging Face Hub, run first:"
+        f" hf download {value} --local-dir {value}"
+    ]
+
+
+# ---------------------------------------------------------------------------------------- the file
+
+
+def read() -> list[dict[str, Any]]:
+    """Returns the tools of mappings/compat.yaml."""
+    import yaml
+
+    from mckpt.mapping.hub import FOLDER
+
+    tools: list[dict[str, Any]] = yaml.safe_load((FOLDER / "compat.yaml").read_text("utf-8"))
+    return tools
+
+
+def _options(section: Mapping[str, Any]) -> Iterator[_Option]:
+    """Yields the options of a tool or of one of its cases."""
+    for key, becomes in section.get("options", {}).items():
+        yield _option(key, "options", becomes)
+    for kind in ("nothing", "refused"):
+        for reason, keys in section.get(kind, {}).items():
+            for key in keys:
+                yield _option(key, kind, reason=reason)
+
+
+def _option(key: str, kind: str, becomes: Any = None, reason: str = "") -> _Option:
+    *aliases, last = key.split(", ")
+    name, *metavars = last.split()
+    return _Option(key, (*aliases, name), len(metavars), kind, becomes, reason)
