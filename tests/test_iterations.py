@@ -220,7 +220,10 @@ class Watcher:
 
     def end(self) -> dict[str, Any]:
         """Waits for the end; returns what the command prints."""
-        out, err = self.process.communicate(timeout=60)
+        try:
+            out, err = self.process.communicate(timeout=60)
+        finally:
+            self.process.kill()
         assert out, err
         return dict(json.loads(out))
 
