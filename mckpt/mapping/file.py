@@ -180,9 +180,8 @@ class MappingFile(NamedTuple):
             if which not in found:
                 try:
                     if rule.when is None or "layer" not in rule.when.names:
-                        found[which] = (
-                            list(every) if rule.when is None or (every and rule.when(scope)) else []
-                        )
+                        holds = rule.when is None or (every and rule.when(scope))
+                        found[which] = list(every) if holds else []
                     else:
                         found[which] = [i for i in every if rule.when({**scope, "layer": i})]
                 except ExpressionError as e:
