@@ -1,0 +1,50 @@
+"""Models on the Hugging Face Hub: downloads the files of a Hugging Face directory that mckpt
+reads.
+"""
+
+from __future__ import annotations
+
+import glob
+from pathlib import Path
+
+from mckpt.formats.hf_files import INDEX, SINGLE, index_files
+from mckpt.storage import hub
+
+# Config, tokenizer, indices, code, licence: everything but weights, at the top of a repository.
+SMALL = (
+    *("*.json", "*.jsonl", "*.yaml", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"),
+    *("*.md", "LICENSE*", "NOTICE*"),
+)
+
+
+def local(path: str | Path, *, weights: bool = True) -> Path:
+    """Returns the directory of a path; a model on the Hub, `org/name[@revision]`, is downloaded
+    into the cache of huggingface_hub first, with its weights or without.
+
+    Raises the errors of `storage.hub.fetch`.
+    """
+    name = hub.parse(path)
+    if name is None:
+        return Path(path)
+    root = hub.fetch(name, SMALL)
+    # the directory of a snapshot is named after its commit, so a branch that moves does not matter
+    at_commit = name._replace(revision=root.name)
+    if weights:
+        for kind in INDEX:
+            if (root / INDEX[kind]).exists():
+                hub.fetch(at_commit, list(map(glob.escape, index_files(root / INDEX[kind]))))
+                break
+            # transformers reads the single file first; without it, one file of any name
+            for pattern in (SINGLE[kind], "*.safetensors" if kind == ".safetensors" else ""):
+                if pattern:
+                    hub.fetch(at_commit, [pattern])
+                if any(root.glob(f"*{kind}")):
+                    return root
+    return root
+
+
+def hint(path: Path) -> str:
+    """Returns the cure for a path that does not exist, where it might mean a model on the Hub."""
+    if hub.parse(f"hf://{path}") is not None and str(path).count("/") == 1:
+        return f"; for a model of that name on the Hugging Face Hub, give hf://{path}"
+    return ""
