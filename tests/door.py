@@ -201,14 +201,21 @@ def save_pt(path: Path, value: Any, data: dict[str, bytes]) -> None:
 
 
 def restate(path: Path) -> None:
-    """Makes the manifest of a checkpoint state the size of a file that a test has changed."""
-    for folder in (path.parent, path.parent.parent):
+    """Makes the manifests of a checkpoint state what a test has done to one of its files: another
+    size, or none if it is gone.
+    """
+    directory = path.parent.parent
+    for folder in (path.parent, directory, directory / "release"):
         manifest = folder / "mckpt.json"
-        name = path.relative_to(folder).as_posix()
-        found = json.loads(manifest.read_text()) if manifest.exists() else {"files": {}}
-        if name in found["files"]:
+        if not manifest.exists():
+            continue
+        found = json.loads(manifest.read_text())
+        name = os.path.relpath(path, folder)
+        if not path.exists():
+            found["files"].pop(name, None)
+        elif name in found["files"]:
             found["files"][name]["bytes"] = path.stat().st_size
-            manifest.write_text(json.dumps(found))
+        manifest.write_text(json.dumps(found))
 
 
 def as_trained(

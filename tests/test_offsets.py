@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 import mckpt
 from mckpt.geometry.parallel import Parallel
 from tests import made_models
-from tests.door import good
+from tests.door import good, restate
 
 pytest.importorskip("transformers")
 NORM = "model.layers.0.linear_attn.norm.weight"
@@ -77,5 +77,6 @@ def test_a_comparison_says_what_was_rounded_and_finds_other_differences(
     tensors = load_file(other / "model.safetensors")
     tensors[NORM][1] = 1.75  # the next number below
     save_file(tensors, other / "model.safetensors", {"format": "pt"})
+    restate(other / "model.safetensors")
     (changed,) = mckpt.diff(other, tmp_path / "there").changed
     assert changed.count == 1 and changed.first == (1,)

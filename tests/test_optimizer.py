@@ -4,8 +4,8 @@ real megatron-core, for every way in which it stores the state of its optimizers
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 

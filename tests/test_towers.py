@@ -24,7 +24,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
 from mckpt.verification.values import compare_values
 from tests import door, made_models
-from tests.door import good
+from tests.door import good, restate
 from tests.tiny import write_json
 
 FAMILIES = [
@@ -193,7 +193,11 @@ def test_a_missing_tower_is_an_error_with_its_cure(tmp_path: Path) -> None:
     with pytest.raises(MappingError, match=r"visual\.\*.*give --like HF_DIR"):
         mckpt.plan(alone, tmp_path / "out", format="hf", known=mckpt.Known(like=config_only))
     # nor is it lost on the way from one Megatron checkpoint to another
-    (tmp_path / "ckpt" / "hf" / "carried.safetensors").unlink()
+    held = tmp_path / "ckpt" / "hf" / "carried.safetensors"
+    held.unlink()
+    with pytest.raises(SourceError, match=r"carried\.safetensors: is missing; mckpt\.json"):
+        mckpt.plan(tmp_path / "ckpt", tmp_path / "out", format="hf")
+    restate(held)
     for target in ("hf", "torch"):
         with pytest.raises(SourceError, match=r"records 7 tensors \(.*give --like HF_DIR"):
             mckpt.plan(tmp_path / "ckpt", tmp_path / "out", format=target)
@@ -268,6 +272,7 @@ def test_a_large_tower_is_written_to_several_files(tmp_path: Path) -> None:
         path = single.with_name(f"carried-{number:05d}-of-00002.safetensors")
         save_file({name: arrays[name] for name in part}, path)
     single.unlink()
+    restate(single)
     mckpt.plan(tmp_path / "ckpt", tmp_path / "back", format="hf").run()
     same_files(source, tmp_path / "back")
 

@@ -144,6 +144,7 @@ def seed(clean: Path, destination: Path, change: Callable[[State, Any], None]) -
     saved = torch.load(path, weights_only=False)
     change(saved["model"], saved["args"])
     torch.save(saved, path)
+    door.restate(path)
     return destination
 
 

@@ -35,6 +35,7 @@ def test_copies_of_one_tensor_must_agree(tiny_model: TinyModel, tmp_path: Path) 
     saved = torch.load(path, weights_only=False)
     saved["model"]["output_layer.weight"].zero_()
     torch.save(saved, path)
+    door.restate(path)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
     right = Checkpoint(tmp_path / "megatron", Known(like=source))
@@ -70,6 +71,7 @@ def test_a_cast_passes_only_where_it_is_exact(tiny_model: TinyModel, tmp_path: P
     saved = torch.load(path, weights_only=False)
     low_bit(saved["model"], saved["args"])
     torch.save(saved, path)
+    door.restate(path)
     found = mckpt.verify(source, tmp_path / "again", level="bytes")
     assert [reason.split(",")[0] for reason in found.reasons[1:]] == [
         "embed.weight: 1 element differs"
@@ -111,6 +113,7 @@ def test_a_difference_that_was_allowed_makes_the_verdict_incomplete(tmp_path: Pa
     saved = torch.load(path, weights_only=False)
     saved["args"].swiglu, saved["args"].quick_geglu = False, True
     torch.save(saved, path)
+    door.restate(path)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.verdict == "fail" and "activation" in found.reasons[0], found.reasons
 
@@ -136,6 +139,7 @@ def test_padding_that_is_not_zero_fails(tiny_model: TinyModel, tmp_path: Path) -
     saved = torch.load(path, weights_only=False)
     saved["model"]["output_layer.weight"][-1] = 50
     torch.save(saved, path)
+    door.restate(path)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert (
         found.verdict == "fail"

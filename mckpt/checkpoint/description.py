@@ -64,8 +64,8 @@ def refuse_changed(directory: Path, manifest: Mapping[str, Any]) -> None:
         raise SourceError.of(
             f"{directory}: is not as mckpt wrote it:",
             found,
-            "Copy it again; if a file was removed on purpose, remove its name from the `files` of"
-            f" {MANIFEST} too.",
+            "Copy it again; if you changed or removed a file on purpose, remove its name from the"
+            f" `files` of {MANIFEST}.",
         )
 
 
