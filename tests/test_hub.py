@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from mckpt.formats import hf_hub
 from mckpt.storage import hub as names
 from tests.door import ROOT, Said, good, mckpt, refused, run
 from tests.hub_server import SIGNATURE, TOKEN, Fault, Hub, serving, sha256
@@ -194,6 +195,26 @@ def test_a_description_downloads_no_weights(hub, cli, tmp_path):
     good("hf-to-megatron", SRC, tmp_path / "m")
     cli("megatron-to-hf", "m", "h", "--like", MODEL, "--tokenizer", MODEL)
     assert "config.json" in reads(hub) and "model.safetensors" not in reads(hub)
+
+
+def test_inspect_and_plan_read_only_headers(hub, cli, sharded, tmp_path, monkeypatch):
+    hub.add(MODEL, sharded)
+    hub.commit("org/single", {p.name: p.read_bytes() for p in SRC.iterdir() if p.is_file()})
+    monkeypatch.setattr(hf_hub, "FIRST_READ", 1000)  # less than the headers have
+    for name, folder in ((MODEL, sharded), ("org/single", SRC)):
+        there, here = (cli("inspect", p, "--json").out for p in (name, folder))
+        at = next(p for p in json.loads(here) if json.loads(here)[p] == str(folder))
+        assert {**json.loads(there), at: 0} == {**json.loads(here), at: 0}
+        there, here = (json.loads(cli("plan", p, "p", "--json").out) for p in (name, folder))
+        assert {**there, "source": 0} == {**here, "source": 0} and there["copies"] > 40
+    cli("hf-to-megatron", MODEL, "p", "--dry-run")
+    read = sum(nbytes for path, nbytes in hub.sent.items() if "/cdn/" in path)
+    assert read < 60_000, "more than the headers were read"
+    assert not list((tmp_path / "hf-home").rglob("*.safetensors"))
+    cli("hf-to-megatron", MODEL, "out")
+    hub.asked.clear()
+    assert str(tmp_path / "hf-home") in cli("inspect", MODEL).out
+    assert not any("/cdn/" in request for request in hub.asked)
 
 
 def test_offline_the_error_names_the_cache_and_the_variable(hub, cli):

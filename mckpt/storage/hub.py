@@ -83,6 +83,61 @@ def fetch(name: Name, patterns: Sequence[str]) -> Path:
     return Path(_retried(name, download))
 
 
+def offline() -> bool:
+    """Returns whether HF_HUB_OFFLINE forbids requests."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False
+    return bool(constants.is_offline_mode())
+
+
+def sizes(name: Name) -> dict[str, int]:
+    """Returns the bytes of each file at the top of a repository, by name; raises as `fetch`."""
+    hub = _library(f"reading {name} from the Hugging Face Hub", name)
+    api = hub.HfApi(library_name="mckpt", library_version=__version__)
+
+    def listed() -> dict[str, int]:
+        found = api.list_repo_tree(name.repo, revision=name.revision)
+        return {file.path: file.size for file in found if hasattr(file, "size")}
+
+    return _retried(name, listed)
+
+
+def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
+    """Returns `nbytes` bytes of a file on the Hub from the offset `start`, without the cache.
+
+    The result is shorter at the end of the file. Raises as `fetch`, and StorageError if the server
+    does not answer with the range.
+    """
+    hub = _library(f"reading {name} from the Hugging Face Hub", name)
+    from huggingface_hub import utils
+
+    url = hub.hf_hub_url(name.repo, file, revision=name.revision)
+
+    def read() -> bytes:
+        headers = utils.build_hf_headers(library_name="mckpt", library_version=__version__)
+        headers["Range"] = f"bytes={start}-{start + nbytes - 1}"
+        headers["Accept-Encoding"] = "identity"
+        out = bytearray()
+        with utils.http_stream_backoff(
+            "GET", url, headers=headers, follow_redirects=True
+        ) as response:
+            utils.hf_raise_for_status(response)
+            if response.status_code != 206 and start:
+                raise StorageError(
+                    f"{name}: {file}: the server answers a request for a part of the file with HTTP"
+                    f" {response.status_code}; a proxy may remove the header Range"
+                )
+            for block in response.iter_bytes():
+                out += block
+                if len(out) >= nbytes:
+                    break
+        return bytes(out[:nbytes])
+
+    return _retried(name, read)
+
+
 class Commit(NamedTuple):
     """A commit on the Hub that holds an upload."""
 
