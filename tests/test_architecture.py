@@ -27,6 +27,7 @@ MODULES = {
     for p in sorted(PACKAGE.rglob("*.py"))
 }
 HEAVY = ("torch", "transformers", "megatron", "safetensors", "transformer_engine", "accelerate")
+HEAVY += ("huggingface_hub",)
 
 
 def words(table: dict[str, str]) -> dict[str, set[str]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,16 +77,18 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
 
     DST is a Megatron save directory, into which the new checkpoint is written.
     """
+    from mckpt.formats import hf_hub
     from mckpt.geometry.parallel import Parallel
 
-    source = open_source(src, options)
-    if source.is_megatron:
-        raise UsageError(
-            f"{src}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its sizes"
-            " or format"
-        )
-    parallel = Parallel().with_(**parallel_sizes(options))
-    outcome = _convert(source, dst, make_target(options, target_format, parallel), options)
+    with hf_hub.headers(src) if options["dry_run"] else nullcontext(src) as directory:
+        source = open_source(directory, options)
+        if source.is_megatron:
+            raise UsageError(
+                f"{src}: is a Megatron checkpoint ({source.format}); `mckpt reshard` changes its"
+                " sizes or format"
+            )
+        parallel = Parallel().with_(**parallel_sizes(options))
+        outcome = _convert(source, dst, make_target(options, target_format, parallel), options)
     if outcome:
         outcome.show(options["as_json"])
 
@@ -198,7 +201,14 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
     The plan is proved from the headers of the files. A destination that the conversion would refuse
     is refused here too.
     """
-    source = open_source(src, options)
+    from mckpt.formats import hf_hub
+
+    with hf_hub.headers(src) as directory:
+        _plan_only(open_source(directory, options), dst, target_format, options)
+
+
+def _plan_only(source: Checkpoint, dst: Path, target_format: str | None, options: Options) -> None:
+    """Chooses the format of the target if the user gives none, and prints the plan."""
     given = _given_sizes()
     if target_format is None:
         if source.is_megatron:
