@@ -12,6 +12,7 @@ from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.checkpoint.known import Known
+from mckpt.conversion import pushing
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.plan import Plan
@@ -159,6 +160,18 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
     return megatron_args.launch(dialect, args)
 
 
+def push(
+    directory: str | Path,
+    name: str,
+    *,
+    revision: str | None = None,
+    private: bool = False,
+    message: str | None = None,
+) -> pushing.Pushed:
+    """Uploads a Hugging Face directory to the Hub; see `pushing.push`."""
+    return pushing.push(Path(directory), name, revision, private, message)
+
+
 __all__ = [
     "Checkpoint",
     "DestinationError",
@@ -171,4 +184,5 @@ __all__ = [
     "diff",
     "open",
     "plan",
+    "push",
 ]

@@ -68,7 +68,8 @@ judge cannot run. The wheels of megatron-core have the stock trainer from 0.17 o
 cannot load latent attention without a latent of the queries (`deepseek-v3-plain`).
 
 The dialect is the model of Megatron-Core that the checkpoint is for: `gpt` for GPTModel, `hybrid`
-for HybridModel, which mckpt writes with `--dialect hybrid`, and `bert` for BertModel.
+for HybridModel, which mckpt writes with `--dialect hybrid`, `bert`
+for BertModel, and `t5` for T5Model.
 """
 SIZES = """
 ## The parallel sizes
@@ -175,7 +176,8 @@ def read() -> list[Row]:
 
 
 def _config(case: str) -> dict[str, Any]:
-    return made_models.config(case) if case in made_models.CASES else tiny.config(case)
+    made = {*made_models.CASES, *made_models.ENCODER_DECODERS}
+    return made_models.config(case) if case in made else tiny.config(case)
 
 
 def _version(text: str) -> list[int]:

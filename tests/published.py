@@ -26,11 +26,17 @@ ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "fixtures" / "configs"
 NAMES = tuple(sorted(path.stem for path in CONFIGS.glob("*.json")))
 # the dialects of a model that has others than gpt and hybrid
-DIALECTS = {"megatron-bert-cased-345m": ("bert",)}
+DIALECTS = {
+    "flan-t5-base": ("t5",),
+    "megatron-bert-cased-345m": ("bert",),
+    "mt5-small": ("t5",),
+}
 SCOUT = ("attn_chunk", "attn_temperature", "rope_high_freq_factor", "qk_l2_norm", "rope_factor")
 # (model, dialect) -> the dims that the dialect cannot compute exactly
 INEXACT: dict[tuple[str, str], tuple[str, ...]] = {
     ("ernie-4.5-0.3b", "hybrid"): ("rope_interleaved",),
+    ("flan-t5-base", "t5"): ("activation",),
+    ("mt5-small", "t5"): ("activation",),
     ("glm-4-9b-chat", "hybrid"): ("rope_interleaved",),
     ("deepseek-v3.2", "gpt"): ("mtp_layers",),
     ("glm-5", "gpt"): ("mtp_layers", "norm_eps"),
@@ -110,6 +116,9 @@ def _write(name: str, directory: Path) -> None:
     with torch.device("meta"):
         model = kind(kind.config_class.from_dict(config)).to(torch.bfloat16)
     tied = set(getattr(model, "all_tied_weights_keys", ()))
+    # transformers 5 says of every T5 that it is tied
+    if config.get("is_encoder_decoder") and not config["tie_word_embeddings"]:
+        tied.discard("lm_head.weight")
     state = {k: v for k, v in model.state_dict().items() if k not in tied}
     saved = revert_weight_conversion(model, state)
     starts = AS_PUBLISHED.get(AS_CASE.get(name, ""), {})

@@ -301,20 +301,6 @@ def test_a_size_without_a_unit_is_refused_if_it_is_tiny(src, tmp_path):
         good("hf-to-megatron", src, tmp_path / str(i), "--max-memory", size)
 
 
-def test_the_error_for_a_name_of_the_hub_shows_how_to_fetch_the_model(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    said = refused(
-        3,
-        "does not exist",
-        "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`",
-        args=("hf-to-megatron", "Qwen/Qwen3-0.6B", "d"),
-    )
-    assert said.startswith("mckpt: Qwen/Qwen3-0.6B")
-    (tmp_path / "out").mkdir()
-    for path in ("out/ckpt", "gone", tmp_path / "a" / "b", "a/b/c"):
-        assert "hf download" not in refused(3, "does not exist", args=("inspect", path))
-
-
 def test_help_shows_the_default_sizes():
     for command, default in (
         ("hf-to-megatron", "1"),

@@ -272,4 +272,6 @@ def test_every_model_has_been_judged_in_every_dialect_and_format() -> None:
         for dialect in ([ENCODERS[case]] if case in ENCODERS else ("gpt", "hybrid"))
     }
     assert cases <= {key[:2] for key in judged} | UNLOADABLE
-    assert not {key[0] for key in judged} - {*CASES, *made_models.CASES}
+    assert {(case, "t5") for case in made_models.ENCODER_DECODERS} <= {key[:2] for key in judged}
+    known = {*CASES, *made_models.CASES, *made_models.ENCODER_DECODERS}
+    assert not {key[0] for key in judged} - known

@@ -13,12 +13,12 @@ from mckpt.checkpoint import description, masters
 from mckpt.checkpoint.known import Known
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
-from mckpt.formats import carried
+from mckpt.formats import carried, hf_hub
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
-from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name
+from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name, iteration_of
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
@@ -28,13 +28,18 @@ from mckpt.storage.staging import MANIFEST, unfinished
 class Checkpoint(Mapping[str, LogicalTensor]):
     """A checkpoint of any format, as a mapping of its logical tensors.
 
+    A path `org/name[@revision]` that is not here is downloaded from the Hugging Face Hub.
+
     `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else.
     """
 
     def __init__(self, path: str | Path, known: Known | None = None) -> None:
-        self.path, self.known = Path(path), known or Known()
+        self.known = known or Known()
+        self.path = hf_hub.local(path)
+        if self.known.like is not None:
+            self.known = replace(self.known, like=hf_hub.local(self.known.like, weights=False))
         if not self.path.exists():
-            raise SourceError(f"{self.path}: does not exist{description.download_hint(self.path)}")
+            raise SourceError(f"{self.path}: does not exist{hf_hub.hint(self.path)}")
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
         self.unit: Unit | None = None  # set only for a Megatron save directory
@@ -70,6 +75,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def is_megatron(self) -> bool:
         """Returns True for a Megatron checkpoint, False for a Hugging Face directory."""
         return self.opened.format.megatron
+
+    @property
+    def iteration(self) -> int | None:
+        """Returns the iteration in the name of a Megatron checkpoint's directory; None if the name
+        has none.
+        """
+        named = self.unit is not None and is_unit_name(self.unit.name)
+        return iteration_of(self.unit.name) if self.unit and named else None
 
     @property
     def root(self) -> Path:

@@ -5,7 +5,6 @@ family file, and a config.json.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,6 @@ TEXTS = (".json", ".yaml", ".txt", ".sh", ".jinja", ".md", ".py")  # files that 
 
 class VocabSizeUnknown(UsageError):
     """The unpadded vocabulary size is not known."""
-
-
-def download_hint(path: Path) -> str:
-    """Returns a hint on how to download a model, if the path looks like its name on the Hugging
-    Face hub; else "".
-    """
-    name = str(path)
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name) or path.parent.exists():
-        return ""
-    return (
-        f"; a model of that name on the Hugging Face hub is fetched with `hf download {name}"
-        f" --local-dir {path.name}`"
-    )
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:

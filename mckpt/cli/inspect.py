@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,9 @@ from mckpt.cli.options import (
     json_option,
     open_source,
 )
+
+if TYPE_CHECKING:
+    from mckpt.checkpoint.checkpoint import Checkpoint
 
 
 @command()
@@ -34,7 +37,13 @@ def inspect(path: Path, flags: bool, as_json: bool, **options: Any) -> None:
 
     That is the format, the model, the parallel sizes and the tensors of the checkpoint.
     """
-    source = open_source(path, options)
+    from mckpt.formats import hf_hub
+
+    with hf_hub.headers(path) as directory:
+        _inspect(open_source(directory, options), flags, as_json)
+
+
+def _inspect(source: Checkpoint, flags: bool, as_json: bool) -> None:
     if flags:
         from mckpt import api
         from mckpt.formats.megatron import megatron_args

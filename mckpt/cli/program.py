@@ -21,6 +21,7 @@ from mckpt.cli.environment import name_variables, refuse_unknown, set_by
 from mckpt.cli.inspect import inspect
 from mckpt.cli.job import run_job
 from mckpt.cli.mappings import mappings
+from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
 from mckpt.errors import MckptError, StorageError, UsageError
@@ -50,6 +51,7 @@ for _command in (
     diff,
     verify,
     train,
+    push,
     run_job,
     compat,
     mappings,

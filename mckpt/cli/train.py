@@ -185,9 +185,10 @@ def train(
         )
     launching.require("torch", "megatron", "psutil")
     opened = api.open(checkpoint)
-    if opened.is_megatron and not opened.dims["causal"]:
+    if opened.is_megatron and (not opened.dims["causal"] or opened.dims["encoder_layers"]):
+        kind = "has" if opened.dims["encoder_layers"] else "is"
         raise UsageError(
-            f"{checkpoint}: is an encoder, and mckpt train trains decoders only; train it with"
+            f"{checkpoint}: {kind} an encoder, and mckpt train trains decoders only; train it with"
             f" Megatron's {opened.mapping.trainer}"
         )
     job = {

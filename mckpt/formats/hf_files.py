@@ -101,6 +101,11 @@ def weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
     return files, entries, problems
 
 
+def index_files(path: Path) -> list[str]:
+    """Returns the names of the weight files in an index, whether they are there or not."""
+    return _weight_map(path)[1]
+
+
 def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     """Returns tensor name -> file name from an index, and the names of all files."""
     import msgspec

@@ -167,21 +167,21 @@ class MappingFile(NamedTuple):
     def bind(self, scope: Mapping[str, Any], rules: Iterable[Rule] | None = None) -> list[Bound]:
         """Returns the rules that apply in this scope, each with its layers and experts."""
         out = []
-        decoder = range(scope["num_layers"])
+        decoder, encoder = range(scope["num_layers"]), range(scope["encoder_layers"])
         mtp = range(len(decoder), len(decoder) + scope["mtp_layers"])
         found: dict[tuple[range, str | None], list[int]] = {}  # many rules hold for the same layers
         number_of: dict[tuple[str, int], int] = {}  # and have the same numbers
         form = self.form(scope)
         for rule in self.rules if rules is None else rules:
             rule = rule._replace(key=form.rename(rule.key)) if form.names else rule
-            every = (mtp if rule.mtp else decoder) if "layer" in rule.indices else range(1)
+            layers_of = mtp if rule.mtp else encoder if rule.encoder else decoder
+            every = layers_of if "layer" in rule.indices else range(1)
             which = every, rule.when.text if rule.when else None
             if which not in found:
                 try:
                     if rule.when is None or "layer" not in rule.when.names:
-                        found[which] = (
-                            list(every) if rule.when is None or (every and rule.when(scope)) else []
-                        )
+                        holds = rule.when is None or (every and rule.when(scope))
+                        found[which] = list(every) if holds else []
                     else:
                         found[which] = [i for i in every if rule.when({**scope, "layer": i})]
                 except ExpressionError as e:

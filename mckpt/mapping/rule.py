@@ -33,6 +33,7 @@ class Rule(NamedTuple):
     transposed: bool = False  # the stored tensor is the transpose of the packed one
     heads: Expression | None = None  # groups of the packing qkv; None: num_query_groups
     offset: float = 0.0  # the stored values are the logical ones plus this number
+    encoder: bool = False  # {layer} counts the layers of the encoder, not those of the decoder
 
     @property
     def shared(self) -> bool:
@@ -93,5 +94,6 @@ class Bound(NamedTuple):
 
     def axes(self, scope: Mapping[str, Any]) -> tuple[int, ...]:
         """Returns the sizes of the axes that `Rule.stacked` names."""
-        size = {"layer": scope["num_layers"], "expert": scope["num_experts"]}
+        layers = scope["encoder_layers" if self.rule.encoder else "num_layers"]
+        size = {"layer": layers, "expert": scope["num_experts"]}
         return tuple(size[index] for index in self.rule.stacked())

@@ -20,6 +20,7 @@ _RULE = (
     *("of", "pack", "heads", "tp", "stage", "when", "alias", "dtype", "offset", "mtp", "expert"),
     "transposed",
 )
+ENCODER = "encoder.{layer}."  # of the logical names of an encoder's layers
 _BLOCK = ("is", "when", "instead", "mtp", "groups", "tensors", "objects")
 
 Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
@@ -238,6 +239,7 @@ def _rule(
         bool(spec.get("transposed")),
         heads,
         float(offset),
+        (of or (prefix,))[0].startswith(ENCODER),
     )
 
 

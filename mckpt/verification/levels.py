@@ -103,10 +103,11 @@ def verify_all(
         raise UsageError(
             f"{left.path}: is a Megatron checkpoint; give a Hugging Face directory as the first"
         )
-    if not left.dims["causal"]:
+    if not left.dims["causal"] or left.dims["encoder_layers"]:
+        kind = "has" if left.dims["encoder_layers"] else "is"
         raise UsageError(
-            f"{left.path}: is an encoder, and verify runs decoders only; --level bytes compares the"
-            " tensors of both"
+            f"{left.path}: {kind} an encoder, and verify runs decoders only; --level bytes compares"
+            " the tensors of both"
         )
     launching.require("torch", "transformers", "megatron", "psutil")
     _ = left.layout  # damage is reported before any process starts

@@ -91,6 +91,8 @@ def instances(
             if p == parallel.mtp_stage[0]
             else []
         )
+    elif b.rule.encoder:  # of a model that has one stage
+        held = [(0, layer, layer) for layer in b.layers.tolist()]
     else:
         held = [
             (v, i, layer_of[number])

@@ -1,0 +1,116 @@
+"""Uploads a Hugging Face directory to the Hub, after it has checked that the directory is
+complete.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mckpt import __version__
+from mckpt.checkpoint import description
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.errors import SourceError, UsageError
+from mckpt.formats.hf_config import read_config
+from mckpt.formats.hf_files import INDEX
+from mckpt.storage import hub
+from mckpt.storage.staging import unfinished
+
+
+class Pushed(NamedTuple):
+    """An upload that is complete."""
+
+    name: hub.Name
+    commit: hub.Commit
+    files: dict[str, int]  # name in the repository -> bytes
+
+    def json(self) -> dict[str, Any]:
+        """Returns what `mckpt push --json` prints."""
+        return {
+            "repository": self.name.repo,
+            "revision": self.name.revision or hub.MAIN,
+            "commit": self.commit.oid,
+            "url": self.commit.url,
+            "new": self.commit.new,
+            "removed": self.commit.removed,
+            "files": self.files,
+        }
+
+
+def push(
+    directory: Path, name: str, revision: str | None, private: bool, message: str | None
+) -> Pushed:
+    """Makes the model `name` on the Hub hold the files of a Hugging Face directory, in one commit.
+
+    Hidden files and directories stay behind. Weights that the branch has and the directory has not
+    are removed, because a loader might take them for a part of the model.
+
+    revision: a branch; it may contain {iteration}, the iteration that the export was made of.
+    private: whether a repository that is created is private. Raises SourceError if the directory is
+    not complete, UsageError if it is no Hugging Face directory, and the errors of `hub.upload`.
+    """
+    if not directory.exists():
+        raise SourceError(f"{directory}: does not exist; give the directory of an export")
+    if directory.is_dir() and (said := unfinished(directory)):
+        raise SourceError(f"{directory}: is not complete. {said}")
+    target = hub.parse(name if name.startswith("hf:/") else f"hf://{name}")
+    if target is None or "/" not in target.repo:
+        raise UsageError(f"{name}: must be a name on the Hugging Face Hub, as org/name")
+    if target.revision and revision:
+        raise UsageError(f"{name} --revision {revision}: names two branches; leave one of them out")
+    source = Checkpoint(directory)
+    if source.is_megatron:
+        raise UsageError(
+            f"{directory}: is a Megatron checkpoint ({source.format}); `mckpt megatron-to-hf` makes"
+            " an export of it, which can be pushed"
+        )
+    description.refuse_changed(directory, source.manifest)
+    read_config(directory)
+    if problems := source.opened.show(0).facts["problems"]:
+        raise SourceError.of(f"{directory}: is not a complete model:", problems)
+    branch = target.revision or revision
+    if branch is not None and "{" in branch:
+        branch = branch.replace("{iteration}", _iteration(source))
+        if "{" in branch:
+            raise UsageError(f"--revision {branch}: the only name in braces is {{iteration}}")
+    paths = _files(directory)
+    files = {path: os.stat(directory / path).st_size for path in paths}
+    made = hub.upload(
+        hub.Name(target.repo, branch),
+        {path: directory / path for path in paths},
+        stale=_is_weights,
+        private=private,
+        message=message or f"Upload {directory.resolve().name} with mckpt {__version__}",
+    )
+    return Pushed(hub.Name(target.repo, branch), made, files)
+
+
+def _files(directory: Path) -> list[str]:
+    """Returns the files of a directory that are not hidden, nor in a hidden directory."""
+    found = []
+    for folder, inner, names in os.walk(directory):
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        relative = Path(folder).relative_to(directory)
+        found += [(relative / name).as_posix() for name in names if not name.startswith(".")]
+    return sorted(found)
+
+
+def _is_weights(path: str) -> bool:
+    """Returns whether a loader might read a file at the top of a repository as weights."""
+    weights = path.endswith(".safetensors") or (
+        path.startswith("pytorch_model") and path.endswith(".bin")
+    )
+    return "/" not in path and (weights or path in INDEX.values())
+
+
+def _iteration(source: Checkpoint) -> str:
+    """Returns the iteration of the Megatron checkpoint that an export was made of."""
+    recorded = source.manifest.get("source")
+    found = recorded.get("iteration") if isinstance(recorded, dict) else None
+    if not isinstance(found, int):
+        raise UsageError(
+            f"{source.path}: its mckpt.json does not name an iteration, which {{iteration}} of"
+            " --revision needs; write the number instead"
+        )
+    return str(found)

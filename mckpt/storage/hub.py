@@ -1,0 +1,358 @@
+"""The Hugging Face Hub, through huggingface_hub: names of models, downloads into its cache, and
+commits. Its token, its endpoint and its cache are those that huggingface_hub finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+from mckpt import __version__
+from mckpt.errors import MckptError, MissingExtra, SourceError, StorageError, UsageError
+
+T = TypeVar("T")
+
+# org/name[@revision]; hf:// in front says that no local directory is meant, and Path has made
+# hf:/ of it. Only with hf:// may the organisation be missing.
+_NAME = re.compile(
+    r"(?:(?:(?P<scheme>hf:/{1,2})(?:[A-Za-z0-9][\w.-]*/)?)|[A-Za-z0-9][\w.-]*/)"
+    r"[A-Za-z0-9_][\w.-]*(?:@[A-Za-z0-9][\w./+-]*)?"
+)
+MAIN = "main"  # the branch of a name without a revision
+WAITS = (1, 2, 4)  # seconds before each further try, if the server does not ask for others
+LONGEST_WAIT = 300  # seconds
+BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which another try may succeed
+# A URL's query may carry a signature that grants access.
+_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
+
+
+class Name(NamedTuple):
+    """A model on the Hub."""
+
+    repo: str  # org/name
+    revision: str | None  # a branch, a tag or a commit; None: the branch main
+
+    def __str__(self) -> str:
+        return f"{self.repo}@{self.revision}" if self.revision else self.repo
+
+
+def parse(path: str | Path) -> Name | None:
+    """Returns the model on the Hub that a path names, or None if it is a local path.
+
+    What exists here is always local. So is a missing `org/name` in an existing directory `org`,
+    because that is probably a misspelt path; `hf://org/name` names the model even then.
+    """
+    text = str(path)
+    found = _NAME.fullmatch(text)
+    if found is None:
+        return None
+    if found["scheme"] is None and (Path(text).exists() or Path(text.split("/")[0]).exists()):
+        return None
+    repo, _, revision = text.removeprefix(found["scheme"] or "").partition("@")
+    return Name(repo, revision or None)
+
+
+def fetch(name: Name, patterns: Sequence[str]) -> Path:
+    """Returns the snapshot in the cache of huggingface_hub, after it has downloaded the files at
+    the top of the repository that match.
+
+    Raises MissingExtra without huggingface_hub, UsageError for a name that the Hub cannot have,
+    SourceError if there is no such repository or revision, and StorageError if the Hub refuses the
+    token, limits the rate, or cannot be reached. Busy servers and lost connections are tried again.
+    """
+    hub = _library(f"reading {name} from the Hugging Face Hub", name)
+
+    def download() -> str:
+        return str(
+            hub.snapshot_download(
+                name.repo,
+                revision=name.revision,
+                allow_patterns=list(patterns),
+                ignore_patterns=["*/*"],
+                library_name="mckpt",
+                library_version=__version__,
+            )
+        )
+
+    return Path(_retried(name, download))
+
+
+def offline() -> bool:
+    """Returns whether HF_HUB_OFFLINE forbids requests."""
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False
+    return bool(constants.is_offline_mode())
+
+
+def sizes(name: Name) -> dict[str, int]:
+    """Returns the bytes of each file at the top of a repository, by name; raises as `fetch`."""
+    hub = _library(f"reading {name} from the Hugging Face Hub", name)
+    api = hub.HfApi(library_name="mckpt", library_version=__version__)
+
+    def listed() -> dict[str, int]:
+        found = api.list_repo_tree(name.repo, revision=name.revision)
+        return {file.path: file.size for file in found if hasattr(file, "size")}
+
+    return _retried(name, listed)
+
+
+def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
+    """Returns `nbytes` bytes of a file on the Hub from the offset `start`, without the cache.
+
+    The result is shorter at the end of the file. Raises as `fetch`, and StorageError if the server
+    does not answer with the range.
+    """
+    hub = _library(f"reading {name} from the Hugging Face Hub", name)
+    from huggingface_hub import utils
+
+    url = hub.hf_hub_url(name.repo, file, revision=name.revision)
+
+    def read() -> bytes:
+        headers = utils.build_hf_headers(library_name="mckpt", library_version=__version__)
+        headers["Range"] = f"bytes={start}-{start + nbytes - 1}"
+        headers["Accept-Encoding"] = "identity"
+        out = bytearray()
+        with utils.http_stream_backoff(
+            "GET", url, headers=headers, follow_redirects=True
+        ) as response:
+            utils.hf_raise_for_status(response)
+            if response.status_code != 206 and start:
+                raise StorageError(
+                    f"{name}: {file}: the server answers a request for a part of the file with HTTP"
+                    f" {response.status_code}; a proxy may remove the header Range"
+                )
+            for block in response.iter_bytes():
+                out += block
+                if len(out) >= nbytes:
+                    break
+        return bytes(out[:nbytes])
+
+    return _retried(name, read)
+
+
+class Commit(NamedTuple):
+    """A commit on the Hub that holds an upload."""
+
+    oid: str
+    url: str  # of the branch
+    new: bool  # False: the branch had exactly these files already
+    removed: list[str]  # files that the commit removed
+
+
+def upload(
+    name: Name,
+    files: Mapping[str, Path],
+    *,
+    stale: Callable[[str], bool],
+    private: bool = False,
+    message: str,
+) -> Commit:
+    """Makes one commit of local files, given by their names in the repository; creates the
+    repository and the branch if needed. Until the commit, readers see the branch as it was.
+
+    A repeated call sends only large files that the Hub does not have yet.
+
+    stale: whether a file of the branch that is not among `files` is to be removed. Raises the
+    errors of `fetch`, and StorageError if the Hub does not list all files afterwards.
+    """
+    hub = _library(f"uploading to {name} on the Hugging Face Hub", None)
+    api = hub.HfApi(library_name="mckpt", library_version=__version__)
+    branch = name.revision or MAIN
+    _retried(name, lambda: api.create_repo(name.repo, private=private or None, exist_ok=True))
+    if branch != MAIN:
+        _retried(name, lambda: api.create_branch(name.repo, branch=branch, exist_ok=True))
+    hashed: dict[str, Any] = {}  # what the first try learns of each file, such as its sha256
+
+    def commit() -> Commit:
+        before = api.model_info(name.repo, revision=branch)
+        there = [file.rfilename for file in before.siblings or []]
+        removed = sorted(path for path in there if path not in files and stale(path))
+        additions = [hub.CommitOperationAdd(path, str(file)) for path, file in files.items()]
+        for one in additions:
+            one.upload_info = hashed.setdefault(one.path_in_repo, one.upload_info)
+        deletions = [hub.CommitOperationDelete(path) for path in removed]
+        made = api.create_commit(
+            name.repo, [*additions, *deletions], commit_message=message, revision=branch
+        )
+        url = f"{api.endpoint}/{name.repo}/tree/{branch}"
+        return Commit(made.oid, url, made.oid != before.sha, removed)
+
+    made = _retried(name, commit)
+    listed = _retried(
+        name,
+        lambda: {
+            file.path: getattr(file, "size", None)
+            for file in api.list_repo_tree(name.repo, recursive=True, revision=made.oid)
+        },
+    )
+    lost = [path for path, file in files.items() if listed.get(path) != file.stat().st_size]
+    if lost:
+        raise StorageError(
+            f"{name}: the commit {made.oid} lacks {', '.join(lost[:8])}, or has another size of"
+            " them; a .gitignore in the repository may exclude them"
+        )
+    return made
+
+
+# ------------------------------------------------------------------------------- errors and retries
+
+
+def _library(doing: str, name: Name | None) -> ModuleType:
+    """Returns huggingface_hub, whose log then shows no query of a URL, and which draws progress
+    bars on a terminal only.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+        from huggingface_hub.utils import disable_progress_bars
+        from huggingface_hub.utils import logging as library_log
+    except ImportError as e:
+        other = f", or download the model elsewhere: {_download(name)}" if name else ""
+        raise MissingExtra(
+            f"{doing} needs huggingface_hub, which is not installed here: pip install"
+            f" 'mckpt[hub]'{other}"
+        ) from e
+    library_log.get_verbosity()  # makes the handlers, if that did not happen yet
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        if _quiet not in handler.filters:
+            handler.addFilter(_quiet)
+    if constants.HF_HUB_DISABLE_PROGRESS_BARS is None and not sys.stderr.isatty():
+        disable_progress_bars()
+    return huggingface_hub
+
+
+def _quiet(record: logging.LogRecord) -> bool:
+    """Removes the queries of URLs from a line of huggingface_hub's log; drops the line on patterns
+    that match no file, because some of ours are alternatives.
+    """
+    text = record.getMessage()
+    record.msg, record.args = without_queries(text), ()
+    return not text.startswith("No files matched")
+
+
+def without_queries(text: str) -> str:
+    """Returns a text in which each URL has lost its query, which may contain a signature."""
+    return _QUERY.sub(r"\1?...", text)
+
+
+def _download(name: Name) -> str:
+    revision = f" --revision {name.revision}" if name.revision else ""
+    folder = name.repo.rpartition("/")[2]
+    return f"`hf download {name.repo}{revision} --local-dir {folder}`"
+
+
+def _retried(name: Name, call: Callable[[], T]) -> T:
+    """Calls a function of huggingface_hub, which already repeats some requests itself. Busy servers
+    and lost connections are tried again after WAITS, or when the server says.
+    """
+    for tries, wait in enumerate((*WAITS, None), 1):
+        try:
+            return call()
+        except MckptError:
+            raise
+        except Exception as error:
+            causes = list(_chain(error))
+            response = next((r for e in causes if (r := getattr(e, "response", None))), None)
+            lost = response is None and any(map(_is_lost_connection, causes))
+            busy = response is not None and response.status_code in BUSY
+            if wait is None or not (lost or busy):
+                _raise(name, error, causes, response, tries)
+            asked = response.headers.get("Retry-After", "") if response is not None else ""
+            time.sleep(min(int(asked), LONGEST_WAIT) if asked.isdecimal() else wait)
+    raise AssertionError
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and its causes."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Returns whether the network failed: an error of the HTTP library, or a body of another size
+    than the server had announced.
+    """
+    library = type(error).__module__.partition(".")[0]
+    transport = library.startswith(("httpx", "httpcore", "requests"))
+    offline = type(error).__name__ == "OfflineModeIsEnabled"
+    return not offline and (
+        transport
+        or isinstance(error, (ConnectionError, TimeoutError))
+        or "Consistency check failed" in str(error)
+    )
+
+
+def _raise(
+    name: Name,
+    error: Exception,
+    causes: Sequence[BaseException],
+    response: Any,
+    tries: int,
+) -> NoReturn:
+    """Raises the error to show for one of huggingface_hub, or the same one if it is no error of the
+    Hub, such as a full disk.
+    """
+    from huggingface_hub import constants, errors
+
+    def caused(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(e, kinds) for e in causes)
+
+    where = constants.ENDPOINT
+    log_in = "log in with `hf auth login`, or set HF_TOKEN"
+    status = None if response is None else response.status_code
+    if caused(errors.HFValidationError):
+        raise UsageError(f"{name.repo}: cannot be a model's name on the Hub: {error}") from None
+    if caused(errors.RevisionNotFoundError):
+        raise SourceError(
+            f"{name.repo}: has no revision {name.revision or MAIN}; its branches and tags are"
+            f" listed at {where}/{name.repo}/tree/{MAIN}"
+        ) from None
+    if caused(errors.GatedRepoError):
+        raise StorageError(
+            f"{name.repo}: is gated (HTTP {status}). Accept its conditions at {where}/{name.repo},"
+            f" then {log_in}, with a token of the same account"
+        ) from None
+    if caused(errors.RepositoryNotFoundError):
+        raise SourceError(
+            f"{name.repo}: does not exist, neither as a directory here nor as a model that you may"
+            f" read at {where} (HTTP {status}). Correct the name; if the model is private, {log_in}"
+        ) from None
+    if status in (401, 403):
+        raise StorageError(
+            f"{name}: {where} refused access (HTTP {status}): {_first_line(error)}; {log_in}, with"
+            " a token that may do this"
+        ) from None
+    if status == 429:
+        raise StorageError(
+            f"{name}: {where} accepts no more requests for now (HTTP 429, {tries} tries). Wait some"
+            f" minutes and give the same command; if you have not, {log_in}, which raises the limit"
+        ) from None
+    if caused(errors.OfflineModeIsEnabled):
+        raise SourceError(
+            f"{name}: does not exist as a directory here, and is not complete in the cache"
+            f" {constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids to download it. Unset it, or"
+            f" download the model elsewhere: {_download(name)}"
+        ) from None
+    if status is not None or any(map(_is_lost_connection, causes)):
+        last = next((e for e in causes if _is_lost_connection(e)), error)
+        reason = f"HTTP {status}" if status is not None else _first_line(last)
+        raise StorageError(
+            f"{name}: no answer from {where} after {tries} tries: {reason}. The same command goes"
+            " on with the files that are missing"
+        ) from None
+    raise error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return without_queries(lines[0]).rstrip(". ")
