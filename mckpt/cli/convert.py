@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from mckpt import formats
 from mckpt.cli import progress
+from mckpt.cli.iterations import Outcome, repeated
 from mckpt.cli.options import (
     MEGATRON_FORMATS,
     SIZES,
@@ -87,7 +88,9 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
                 " sizes or format"
             )
         parallel = Parallel().with_(**parallel_sizes(options))
-        _convert(source, dst, make_target(options, target_format, parallel), options)
+        outcome = _convert(source, dst, make_target(options, target_format, parallel), options)
+    if outcome:
+        outcome.show(options["as_json"])
 
 
 @command()
@@ -100,13 +103,14 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
 @megatron_source_options
 @family_options
 @conversion_options
-def megatron_to_hf(src: Path, dst: Path, **options: Any) -> None:
+@repeated(to_hf=True)
+def megatron_to_hf(src: Path, dst: Path, **options: Any) -> Outcome | None:
     """Convert a Megatron checkpoint to Hugging Face.
 
     config.json is taken from --like, else from SRC/hf, else built from the checkpoint's args.
     """
     source = open_source(src, options)
-    _convert(source, dst, make_target(options, formats.HUGGING_FACE, None), options)
+    return _convert(source, dst, make_target(options, formats.HUGGING_FACE, None), options)
 
 
 @command()
@@ -126,14 +130,15 @@ def megatron_to_hf(src: Path, dst: Path, **options: Any) -> None:
 @megatron_target_options
 @family_options
 @conversion_options
-def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> None:
+@repeated(to_hf=False)
+def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> Outcome | None:
     """Change the sizes or the format of a Megatron checkpoint."""
     source = open_source(src, options)
     if not source.is_megatron:
         raise UsageError(f"{src}: is a Hugging Face directory; `mckpt hf-to-megatron` converts it")
     parallel = source.parallel.with_(**parallel_sizes(options))
     target_format = target_format or formats.kept_or_default(source.format)
-    _convert(source, dst, make_target(options, target_format, parallel), options)
+    return _convert(source, dst, make_target(options, target_format, parallel), options)
 
 
 @command()
@@ -142,7 +147,8 @@ def reshard(src: Path, dst: Path, target_format: str | None, **options: Any) -> 
 @megatron_source_options
 @family_options
 @conversion_options
-def repair(src: Path, dst: Path | None, **options: Any) -> None:
+@repeated(to_hf=False)
+def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
     """Make a training checkpoint loadable at any sizes.
 
     Writes torch_dist at the source's sizes, with the optimizer state of each weight under the
@@ -158,11 +164,11 @@ def repair(src: Path, dst: Path | None, **options: Any) -> None:
     found = source.optimizer
     if source.format == portable.name and (found is None or found.portable):
         state = f"its optimizer state ({found.form})" if found else "it has no optimizer state, and"
-        click.echo(f"{source.opened.root}: is portable already: {state} loads at any sizes")
-        return
+        text = f"{source.opened.root}: is portable already: {state} loads at any sizes"
+        return Outcome("portable already", str(source.opened.root), text)
     dst = dst or src.parent / f"{src.name}-portable"
     target = replace(make_target(options, portable.name, source.parallel), keep_padding=True)
-    _convert(source, dst, target, options)
+    return _convert(source, dst, target, options)
 
 
 @command()
@@ -238,9 +244,15 @@ def _given_sizes() -> list[str]:
 # ----------------------------------------------------------------------------------- plan and write
 
 
-def _convert(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
-    """Writes the target, or prints the plan if the options contain --dry-run."""
-    (_print_plan if options["dry_run"] else _write)(source, dst, target, options)
+def _convert(source: Checkpoint, dst: Path, target: Target, options: Options) -> Outcome | None:
+    """Writes the target, or prints the plan if the options contain --dry-run.
+
+    Returns None under a launcher if this is not rank 0.
+    """
+    if not options["dry_run"]:
+        return _write(source, dst, target, options)
+    _print_plan(source, dst, target, options)
+    return Outcome("planned", str(dst))
 
 
 def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
@@ -267,8 +279,8 @@ def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps
     )
 
 
-def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
-    """Plans and writes the target. Under a launcher only rank 0 prints."""
+def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> Outcome | None:
+    """Plans and writes the target. Under a launcher only rank 0 prints, and the others get None."""
     from mckpt.execute.ranks import Ranks
     from mckpt.values.sizes import parse_size
 
@@ -287,45 +299,47 @@ def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> N
     try:
         planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
     except DestinationError:
-        if options["overwrite"] or not _is_done(source, dst, target, options):
+        done = None if options["overwrite"] else _done(source, dst, target, options)
+        if done is None:
             raise
-        return
+        return done
     # imported before the workers are forked, so that they need not import it again
     import mckpt.conversion.run  # noqa: F401
 
     if ranks.rank > 0:
         planned.run(**settings, ranks=ranks)
-        return
-    if not as_json:
+        return None
+    if not as_json and "many" not in options:
         click.echo(planned.summary(), err=True)
     if note := planned.destination.tracker_note():
         progress.tell(note, as_json)
     start = time.perf_counter()
     manifest = _run(planned, settings, ranks, workers, as_json)
     seconds = time.perf_counter() - start
-    if as_json:
-        click.echo(json.dumps(manifest))
-        return
-    for note in manifest.get("dropped", []):
+    for note in manifest.get("dropped", []) if not as_json else ():
         click.echo(note, err=True)
-    click.echo(
+    text = (
         f"{planned.destination.path}: {planned.nbytes:,} bytes in"
         f" {counted(len(planned.outputs), 'file')}, {seconds:.2f} s"
     )
+    path = str(planned.destination.path)
+    return Outcome("written", path, text, planned.nbytes, seconds, facts=manifest)
 
 
-def _is_done(source: Checkpoint, dst: Path, target: Target, options: Options) -> bool:
-    """Returns whether `dst` holds already what the conversion would write, and says so."""
+def _done(source: Checkpoint, dst: Path, target: Target, options: Options) -> Outcome | None:
+    """Returns the outcome if `dst` holds already what the conversion would write, else None."""
     planned = _plan(source, dst, target, options, helps=True)
-    manifest = planned.finished()
-    if manifest is not None and options["as_json"]:
-        click.echo(json.dumps({**manifest, "done_already": True}))
-    elif manifest is not None:
-        click.echo(
-            f"{planned.destination.path}: is done already, {planned.nbytes:,} bytes in"
-            f" {counted(len(planned.outputs), 'file')}; --overwrite writes it again"
-        )
-    return manifest is not None
+    manifest, destination = planned.finished(), planned.destination
+    if manifest is None:
+        return None
+    if destination.unit is not None:  # the run that wrote it may have been killed before this
+        destination.tracker.settle(destination.unit)
+    text = (
+        f"{destination.path}: is done already, {planned.nbytes:,} bytes in"
+        f" {counted(len(planned.outputs), 'file')}; --overwrite writes it again"
+    )
+    facts = {**manifest, "done_already": True}
+    return Outcome("done already", str(destination.path), text, planned.nbytes, facts=facts)
 
 
 def _run(

@@ -78,7 +78,8 @@ def finished(plan: Plan) -> dict[str, Any] | None:
     """
     manifest = plan.destination.manifest()
     same = manifest.get("plan") == plan.digest and manifest.get("read") == _read(_stamps(plan))
-    return manifest if same and not changed_files(plan.destination.path, manifest) else None
+    there = same and plan.side.there() and not changed_files(plan.destination.path, manifest)
+    return manifest if there else None
 
 
 def _read(stamps: list[int]) -> str:

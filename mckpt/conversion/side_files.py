@@ -42,6 +42,10 @@ class SideFiles:
                     " nothing writes there"
                 )
 
+    def there(self) -> bool:
+        """Returns whether every file is in DST/hf."""
+        return all((self.path / name).is_file() for name in self.files)
+
     def refuse_other(self) -> None:
         """Raises DestinationError if an existing DST/hf differs from this one in any byte.
         Otherwise a checkpoint would be read with the wrong config.

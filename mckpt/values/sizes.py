@@ -1,4 +1,4 @@
-"""Parses sizes such as "5GB" and "512MiB"."""
+"""Parses sizes such as "5GB" and "512MiB", and times such as "30m"."""
 
 from __future__ import annotations
 
@@ -40,3 +40,15 @@ def parse_size(text: str, option: str = "") -> int:
             f" or {found[1]}GiB"
         )
     return size
+
+
+def parse_duration(text: str, option: str) -> float:
+    """Returns the seconds of a time such as "90s", "30m", "2h" or "1d"; a number alone is seconds.
+
+    Raises UsageError, which names the option.
+    """
+    units = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)", text.strip())
+    if not found or (seconds := float(found[1]) * units[found[2]]) <= 0:
+        raise UsageError(f"{option} {text!r} is not a time; write for example 90s, 30m or 2h")
+    return seconds

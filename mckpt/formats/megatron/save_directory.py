@@ -43,6 +43,12 @@ def is_unit_name(name: str) -> bool:
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
+def iterations_of(path: Path) -> list[int]:
+    """Returns the iterations that have a directory in a save directory, in ascending order."""
+    names = [p.name for p in path.iterdir() if p.is_dir()] if path.is_dir() else []
+    return sorted(int(n.removeprefix("iter_")) for n in names if re.fullmatch(r"iter_\d{7,}", n))
+
+
 def find(path: Path, iteration: int | None = None) -> Unit:
     """The checkpoint that `path` means: itself, or of a save directory the one its tracker (or
     `iteration`) names.
@@ -113,6 +119,11 @@ class Tracker:
         sync(beside)
         os.rename(beside, self.path)
         sync(self.root)
+
+    def settle(self, unit: str) -> None:
+        """Lets it name a checkpoint that is in place already, if it would after a run."""
+        if self.moves_to(unit) and self.says() != _as_tracked(unit):
+            self.move_to(unit)
 
     def note(self, unit: str) -> str | None:
         """What to say when it will go on naming another checkpoint than this one; None if it will

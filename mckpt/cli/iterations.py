@@ -1,0 +1,472 @@
+"""Many checkpoints of one training run by one command: --iterations, --wait-for, --watch, --keep.
+
+What is done already is the state: nothing else is kept between two runs of the command.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mckpt.cli import progress
+from mckpt.cli.options import POSITIVE, in_section, together
+from mckpt.errors import MckptError, SourceError, UsageError, counted
+from mckpt.formats.megatron.save_directory import (
+    MAPPING,
+    TRACKER,
+    Tracker,
+    find,
+    is_unit_name,
+    iteration_of,
+    iterations_of,
+    unit_name,
+)
+from mckpt.storage.staging import MANIFEST, STAGING
+from mckpt.values.sizes import parse_duration
+
+REST_S = 5.0  # seconds between two looks at a checkpoint, in which nothing may have changed
+TRIES = 3  # a checkpoint that --watch cannot convert is tried so often before it counts as failed
+FIELD = re.compile(r"\{iteration(:0?\d*d)?\}")
+Look = list[tuple[str, int, int]]  # name, bytes and mtime of each file of a checkpoint
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one conversion came to."""
+
+    state: str  # written, done already, portable already, planned, failed
+    path: str
+    text: str = ""  # for people, on stdout
+    nbytes: int = 0
+    seconds: float = 0.0
+    exit_code: int = 0
+    facts: dict[str, Any] = field(default_factory=dict)  # what --json prints
+
+    def show(self, as_json: bool) -> None:
+        """Prints it as the result of a command."""
+        if as_json and self.facts:
+            click.echo(json.dumps(self.facts))
+        elif self.text:
+            click.echo(self.text)
+
+
+Convert = Callable[..., "Outcome | None"]  # (src, dst, options) -> outcome; None: another rank
+
+several_option = in_section("Many checkpoints")
+OPTIONS = together(
+    several_option(
+        "--iterations",
+        metavar="WHICH",
+        help="Convert several iterations of SRC: latest, all, or a list of numbers and ranges such"
+        " as 1000,2000 or 500:12500:500. DST contains {iteration} or {iteration:07d}, unless it is"
+        " a Megatron save directory.",
+    ),
+    several_option(
+        "--wait-for",
+        metavar="TIME",
+        help="Wait at most this long, such as 30m or 2h, until the checkpoint is complete.",
+    ),
+    several_option(
+        "--watch",
+        is_flag=True,
+        help="Convert each iteration of SRC (or of --iterations) when it appears, until --until or"
+        " a signal.",
+    ),
+    several_option(
+        "--interval",
+        default="60s",
+        show_default=True,
+        metavar="TIME",
+        help="Time between two looks of --watch or --wait-for.",
+    ),
+    several_option(
+        "--until",
+        type=POSITIVE,
+        metavar="N",
+        help="--watch ends when the training run has saved iteration N, or a later one, and"
+        " everything until N is converted.",
+    ),
+    several_option(
+        "--keep",
+        type=POSITIVE,
+        metavar="K",
+        help="Convert only the newest K iterations, and remove older output of mckpt.",
+    ),
+)
+
+
+def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
+    """Returns a decorator that lets a command convert one checkpoint or many.
+
+    to_hf: DST is a Hugging Face directory, which has room for a single checkpoint.
+    """
+
+    def decorate(convert: Convert) -> Callable[..., int]:
+        @functools.wraps(convert)
+        def run(
+            src: Path,
+            dst: Path | None,
+            iterations: str | None,
+            wait_for: str | None,
+            watch: bool,
+            interval: str,
+            until: int | None,
+            keep: int | None,
+            **options: Any,
+        ) -> int:
+            pause = parse_duration(interval, "--interval")
+            patience = parse_duration(wait_for, "--wait-for") if wait_for else 0.0
+            if not watch and until is not None:
+                raise UsageError("--until says when --watch ends; give --watch too")
+            if iterations is None and not watch:
+                if keep is not None:
+                    raise UsageError("--keep needs --iterations or --watch")
+                if patience:
+                    wait(src, options["iteration"], patience, pause)
+                if outcome := convert(src, dst, **options):
+                    outcome.show(options["as_json"])
+                return 0
+            if options["iteration"] is not None:
+                raise UsageError("--iteration and --iterations or --watch: give one of them")
+            _refuse_ranks()
+            job = _Run(convert, src, _Place(dst, to_hf), options, keep)
+            with _stoppable(job):
+                if watch:
+                    job.watch(iterations or "all", pause, until)
+                else:
+                    job.once(iterations or "all", patience, pause)
+            return job.end()
+
+        return OPTIONS(run)
+
+    return decorate
+
+
+def _refuse_ranks() -> None:
+    from mckpt.execute.ranks import Ranks
+
+    if (size := Ranks.of_environment().size) > 1:
+        raise UsageError(
+            f"--iterations and --watch run in one process, and a launcher started {size}; use"
+            " --workers N, or start a command with --iteration for each"
+        )
+
+
+# ------------------------------------------------------------------------------ which, and where to
+
+
+def chosen(text: str, there: list[int]) -> list[int]:
+    """Returns the iterations that the text of --iterations names, in ascending order.
+
+    there: the iterations that exist. `all` and `latest` mean some of them.
+    """
+    if text == "all":
+        return there
+    if text == "latest":
+        return there[-1:]
+    out: set[int] = set()
+    for part in text.split(","):
+        numbers = re.fullmatch(r"\s*(\d+)(?::(\d+)(?::(\d+))?)?\s*", part)
+        first, last, step = (
+            (int(n) if n else None for n in numbers.groups()) if numbers else [0] * 3
+        )
+        if first is None or step == 0 or not numbers:
+            raise UsageError(
+                f"--iterations {text!r}: {part!r} is neither latest nor all nor a number nor a"
+                " range such as 500:12500:500"
+            )
+        first, last, step = int(numbers[1]), int(numbers[2] or numbers[1]), int(numbers[3] or 1)
+        out.update(range(first, last + 1, step))
+    if not out:
+        raise UsageError(
+            f"--iterations {text!r}: names no iteration; the end of a range is included"
+        )
+    return sorted(out)
+
+
+class _Place:
+    """Where the output of each iteration goes: the pattern DST."""
+
+    def __init__(self, dst: Path | None, to_hf: bool) -> None:
+        self.dst, text = dst, str(dst or "")
+        self.fields = len(FIELD.findall(text))
+        if re.search(r"[{}]", FIELD.sub("", text)):
+            raise UsageError(f"{dst}: only {{iteration}} or {{iteration:07d}} may stand in braces")
+        if to_hf and not self.fields:
+            raise UsageError(
+                f"{dst}: is one Hugging Face directory for several iterations; write for example"
+                f" {dst}/iter_{{iteration}}"
+            )
+        if dst is not None:  # of every output, also where DST is a save directory
+            text = os.path.abspath(dst if self.fields else dst / "iter_{iteration:07d}")
+        self.pattern = text
+
+    def of(self, iteration: int) -> Path | None:
+        """Returns the DST of one iteration."""
+        if self.dst is None or not self.fields:
+            return self.dst
+        return Path(str(self.dst).format(iteration=iteration))
+
+    def outputs(self) -> dict[int, Path]:
+        """Returns the output directories that exist, by iteration, in ascending order."""
+        if not self.pattern:
+            return {}
+        parts = Path(self.pattern).parts
+        first = next(i for i, part in enumerate(parts) if FIELD.search(part))
+        rest = "/".join(FIELD.sub("*", part.replace("[", "[[]")) for part in parts[first:])
+        out = {}
+        for path in Path(*parts[:first]).glob(rest):
+            for number in {int(n) for n in re.findall(r"\d+", str(path))}:
+                if str(path) == self.pattern.format(iteration=number) and path.is_dir():
+                    out[number] = path
+        return dict(sorted(out.items()))
+
+
+# ------------------------------------------------------------------------------------------ the run
+
+
+class _Run:
+    """One command over many iterations."""
+
+    def __init__(
+        self,
+        convert: Convert,
+        src: Path,
+        place: _Place,
+        options: dict[str, Any],
+        keep: int | None,
+    ) -> None:
+        self.convert, self.src, self.place, self.options = convert, src, place, options
+        self.keep, self.as_json = keep, options["as_json"]
+        self.outcomes: dict[int, Outcome] = {}
+        self.converting = self.stopped = False
+        if keep is not None and not place.pattern:
+            raise UsageError("--keep removes output below DST; give DST")
+
+    def once(self, text: str, patience: float, pause: float) -> None:
+        """Converts the iterations that --iterations names; with `patience` waits for each."""
+        there, later = _complete(self.src)
+        if later and text in ("all", "latest"):
+            names = ", ".join(map(str, later))
+            self.tell(f"{self.src}: {TRACKER} does not name {names} yet; left out")
+        wanted = chosen(text, there)
+        missing = [n for n in wanted if n not in there and n not in later]
+        if missing and not patience:
+            raise SourceError(
+                f"{self.src}: has no iteration {', '.join(map(str, missing))}; it has"
+                f" {', '.join(map(str, there)) or 'none'}"
+            )
+        if not wanted:
+            raise SourceError(f"{self.src}: has no complete iteration")
+        for iteration in wanted[-self.keep :] if self.keep else wanted:
+            if patience:
+                wait(self.src, iteration, patience, pause)
+            self.one(iteration)
+
+    def watch(self, text: str, pause: float, until: int | None) -> None:
+        """Converts each iteration when it is complete and at rest."""
+        chosen(text, [])  # refuses a wrong text before anything is waited for
+        rest = min(REST_S, pause)
+        handled: dict[int, tuple[Look, int]] = {}  # the files that were converted, and the tries
+        self.tell(f"watching {self.src}")
+        while not self.stopped:
+            there, _ = _complete(self.src)
+            wanted = chosen(text, there)
+            pending = {}
+            for n in [n for n in there if n in wanted][-self.keep if self.keep else 0 :]:
+                now = look(self.src / unit_name(n))
+                before, tries = handled.get(n, ([], 0))
+                failed = n in self.outcomes and self.outcomes[n].exit_code != 0
+                if now != before or (failed and tries < TRIES):
+                    pending[n] = now, (tries if now == before else 0) + 1
+            if not pending and until is not None and there and there[-1] >= until:
+                return
+            if pending:
+                time.sleep(rest)
+            for n, (before, tries) in pending.items():
+                if until is not None and n > until:
+                    handled[n] = before, tries
+                elif look(self.src / unit_name(n)) == before:
+                    handled[n] = before, tries
+                    self.one(n)
+            if not pending or any(o.exit_code for o in self.outcomes.values()):
+                time.sleep(pause)
+
+    def one(self, iteration: int) -> None:
+        """Converts one iteration, prints how it ended, and removes output that is too old."""
+        dst = self.place.of(iteration)
+        options = self.options | {"iteration": iteration, "many": True}
+        self.converting = True
+        try:
+            outcome = self.convert(self.src, dst, **options)
+        except MckptError as e:
+            outcome = Outcome("failed", str(dst or ""), str(e), exit_code=e.exit_code)
+        self.converting = False
+        gc.collect()  # a plan has many objects, and the program collects seldom
+        assert outcome is not None
+        self.outcomes[iteration] = outcome
+        if self.as_json:
+            click.echo(json.dumps({"event": "iteration"} | self._row(iteration)), err=True)
+        else:
+            click.echo(f"iteration {iteration}: {outcome.text}", err=outcome.exit_code != 0)
+        if self.keep is not None and not outcome.exit_code and not self.options["dry_run"]:
+            for number, path in list(self.place.outputs().items())[: -self.keep]:
+                self.tell(remove(path) or f"iteration {number}: {path} was removed (--keep)")
+
+    def tell(self, text: str) -> None:
+        progress.tell(text, self.as_json)
+
+    def _row(self, iteration: int) -> dict[str, Any]:
+        found = self.outcomes[iteration]
+        row = {
+            "iteration": iteration,
+            "state": found.state,
+            "path": found.path,
+            "bytes": found.nbytes,
+            "seconds": round(found.seconds, 3),
+            "exit_code": found.exit_code,
+        }
+        return row | ({"error": found.text} if found.exit_code else {})
+
+    def end(self) -> int:
+        """Prints the summary; returns the exit code of the worst iteration."""
+        rows = [self._row(n) for n in sorted(self.outcomes)]
+        code = max((row["exit_code"] for row in rows), default=0)
+        if self.as_json:
+            click.echo(json.dumps({"iterations": rows, "exit_code": code}))
+            return int(code)
+        states: dict[str, int] = {}
+        for row in rows:
+            states[row["state"]] = states.get(row["state"], 0) + 1
+            click.echo(
+                f"{row['iteration']:>10}  {row['state']:<16} {row['bytes']:>18,} bytes"
+                f" {row['seconds']:>9.2f} s  {row['path']}"
+            )
+        parts = ", ".join(f"{number} {state}" for state, number in states.items())
+        click.echo(f"{counted(len(rows), 'iteration')}: {parts or 'nothing to do'}")
+        return int(code)
+
+
+@contextmanager
+def _stoppable(job: _Run) -> Iterator[None]:
+    """Lets SIGTERM do what Ctrl-C does: a command that waits ends well, and a conversion is
+    interrupted, which the next run of the command continues.
+    """
+
+    def stop(number: int, frame: object) -> None:
+        job.stopped = True  # Python swallows an exception that is raised while an object is freed
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except KeyboardInterrupt:
+        if job.converting:
+            raise
+        job.tell("stopped by a signal; the same command goes on")
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+# ---------------------------------------------------------------------------- complete, and at rest
+
+
+def _complete(src: Path) -> tuple[list[int], list[int]]:
+    """Returns the iterations of a save directory that training has completed, and those that it may
+    still be writing: Megatron lets the tracker name an iteration after its last file.
+    """
+    there, says = iterations_of(src), Tracker(src).says()
+    if not says.isdecimal():  # no tracker, or the one of a release: nothing says what is complete
+        return ([], there) if says else (there, [])
+    return [n for n in there if n <= int(says)], [n for n in there if n > int(says)]
+
+
+def look(path: Path) -> Look:
+    """Returns name, bytes and mtime of every file below a directory, sorted."""
+    out = []
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(FileNotFoundError):
+                found = os.stat(os.path.join(folder, name))
+                out.append((os.path.join(folder, name), found.st_size, found.st_mtime_ns))
+    return sorted(out)
+
+
+def wait(src: Path, iteration: int | None, patience: float, pause: float) -> None:
+    """Returns when the checkpoint that `src` (and `iteration`) means is complete and at rest.
+
+    patience: seconds after which it raises SourceError, which says what was missing at the end.
+    """
+    end, step = time.monotonic() + patience, min(REST_S, pause)
+    before: Look | None = None
+    while True:
+        path, lacking = _awaited(src, iteration)
+        now = look(path) if path else None
+        if now and now == before:
+            return
+        before = now
+        if time.monotonic() + step > end:
+            why = lacking or "its files are still changing"
+            raise SourceError(f"{src}: {why}, after {patience:,.0f} s (--wait-for)")
+        time.sleep(step)
+
+
+def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
+    """Returns the directory of a checkpoint if it is complete; else None and what is missing."""
+    if not src.is_dir():
+        return None, "is not there"
+    try:
+        unit = find(src, iteration)
+    except (SourceError, UsageError) as e:
+        return None, str(e).removeprefix(f"{src.resolve()}: ")
+    says = Tracker(unit.root).says() if is_unit_name(unit.name) else ""
+    if not says and unit.path != src.resolve():
+        return None, f"has no {TRACKER} yet"
+    number = iteration_of(unit.name) if says.isdecimal() else None
+    if number is not None and number > int(says):
+        return None, f"{TRACKER} names {says} and not yet {number}"
+    if not says and any(unit.path.glob("*.distcp")) and not (unit.path / ".metadata").exists():
+        return None, f"{unit.path / '.metadata'} is not there"
+    return unit.path, ""
+
+
+# ------------------------------------------------------------------------------------------- --keep
+
+
+def remove(path: Path) -> str:
+    """Removes an output directory of mckpt; returns "" or the reason why it was left.
+
+    Only a directory all of whose files a manifest of mckpt names is removed.
+    """
+    roots = [path, *path.glob("iter_*"), *path.glob("release")]
+    known = {str(path / TRACKER), str(path / MAPPING)}
+    for root in roots:
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            files = json.loads((root / MANIFEST).read_bytes())["files"]
+            known |= {str(root / MANIFEST), *(os.path.normpath(root / name) for name in files)}
+    shared = str(path / "hf") + os.sep
+    foreign = [n for n, _, _ in look(path) if n not in known and not n.startswith(shared)]
+    if len(known) == 2 or foreign:
+        ours = len(known) > 2
+        what = f"holds {foreign[0]}, which mckpt did not write" if ours else f"has no {MANIFEST}"
+        return f"{path}: is kept, because it {what}"
+    if Tracker(path.parent).says() in (path.name, str(int(re.sub(r"\D", "", path.name) or 0))):
+        return f"{path}: is kept, because {path.parent / TRACKER} names it"
+    aside = path.with_name(f"{STAGING}removed-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(path, aside)
+    shutil.rmtree(aside)
+    return ""
