@@ -205,6 +205,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
             "execute.files",
             "execute.ranks",
             "execute.threads",
+            "formats.hf_hub",
             "verification.card",
             "verification.levels",
             "verification.values",

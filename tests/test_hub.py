@@ -328,6 +328,8 @@ def test_each_iteration_has_a_branch_and_stale_weights_are_removed(hub, cli, sha
     assert "model.safetensors" not in hub.tree(MODEL, "iter_7")
     assert hub.tree(MODEL)["model.safetensors"] == b"old"
     cli("diff", f"{MODEL}@iter_7", sharded)
+    cli("push", sharded, MODEL, "--revision", "iter_{iteration:07d}", token=TOKEN)
+    assert "iter_0000007" in hub.branches[MODEL]
 
 
 def test_an_upload_in_parts_goes_on_after_an_interruption(hub, cli, tmp_path):

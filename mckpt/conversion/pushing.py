@@ -5,6 +5,7 @@ complete.
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,9 @@ from mckpt.formats.hf_config import read_config
 from mckpt.formats.hf_files import INDEX
 from mckpt.storage import hub
 from mckpt.storage.staging import unfinished
+
+# {iteration}, or with a width: {iteration:07d}
+_ITERATION = re.compile(r"\{iteration(:0?\d*d)?\}")
 
 
 class Pushed(NamedTuple):
@@ -46,7 +50,8 @@ def push(
     Hidden files and directories stay behind. Weights that the branch has and the directory has not
     are removed, because a loader might take them for a part of the model.
 
-    revision: a branch; it may contain {iteration}, the iteration that the export was made of.
+    revision: a branch; it may contain {iteration} or {iteration:07d}, the iteration that the
+    export was made of.
     private: whether a repository that is created is private. Raises SourceError if the directory is
     not complete, UsageError if it is no Hugging Face directory, and the errors of `hub.upload`.
     """
@@ -71,7 +76,7 @@ def push(
         raise SourceError.of(f"{directory}: is not a complete model:", problems)
     branch = target.revision or revision
     if branch is not None and "{" in branch:
-        branch = branch.replace("{iteration}", _iteration(source))
+        branch = _ITERATION.sub(lambda m: format(_iteration(source), (m[1] or ":")[1:]), branch)
         if "{" in branch:
             raise UsageError(f"--revision {branch}: the only name in braces is {{iteration}}")
     paths = _files(directory)
@@ -104,7 +109,7 @@ def _is_weights(path: str) -> bool:
     return "/" not in path and (weights or path in INDEX.values())
 
 
-def _iteration(source: Checkpoint) -> str:
+def _iteration(source: Checkpoint) -> int:
     """Returns the iteration of the Megatron checkpoint that an export was made of."""
     recorded = source.manifest.get("source")
     found = recorded.get("iteration") if isinstance(recorded, dict) else None
@@ -113,4 +118,4 @@ def _iteration(source: Checkpoint) -> str:
             f"{source.path}: its mckpt.json does not name an iteration, which {{iteration}} of"
             " --revision needs; write the number instead"
         )
-    return str(found)
+    return found

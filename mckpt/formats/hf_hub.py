@@ -78,9 +78,9 @@ def headers(path: str | Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="mckpt-") as temporary:
         folder = Path(temporary) / name.repo.rpartition("/")[2]
         folder.mkdir()
-        for file in root.iterdir():
-            if file.is_file() and file.name not in names:
-                (folder / file.name).symlink_to(file.resolve())
+        for small in root.iterdir():
+            if small.is_file() and small.name not in names:
+                (folder / small.name).symlink_to(small.resolve())
         with ThreadPoolExecutor(THREADS) as pool:
             heads = pool.map(lambda file: _header(at_commit, file, sizes[file]), names)
             for file, head in zip(names, heads, strict=True):

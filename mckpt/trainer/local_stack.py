@@ -72,8 +72,9 @@ class Whole(torch.nn.Linear):
     ) -> None:
         assert not bias
         super().__init__(input_size, output_size, bias=False)
-        # see Norm
-        self.weight.sequence_parallel = config.sequence_parallel
+        parameter: Any  # see Norm
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: torch.Tensor) -> Any:
         return super().forward(x), None
