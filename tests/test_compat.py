@@ -101,7 +101,7 @@ def _becomes(name: str, translated: list[str]) -> bool:
     for section in (part for tool in read() for part in (tool, *tool["cases"])):
         for key, becomes in section.get("options", {}).items():
             if name in (alias.split()[0] for alias in key.split(", ")):
-                to = becomes["to"] if isinstance(becomes, dict) else becomes
+                to = becomes.get("to", []) if isinstance(becomes, dict) else becomes
                 names = {one.split()[0] for one in ([to] if isinstance(to, str) else to)}
                 if names <= {"SRC", "DST", *translated}:
                     return True
@@ -152,9 +152,13 @@ def test_a_value_that_mckpt_does_not_take_is_refused() -> None:
     refused(2, "'two'", args=("compat", *line.split()))
 
 
-def test_a_name_on_the_hub_is_pointed_out() -> None:
-    line = "convert.sh import --hf-model Qwen/Qwen3-4B --megatron-path B"
-    assert "hf download Qwen/Qwen3-4B --local-dir" in good("compat", *line.split()).err
+def test_a_model_on_the_hub_is_read_at_its_revision() -> None:
+    model = "--hf-revision c1899de2 --hf-model Qwen/Qwen3-4B"
+    said = good("compat", *f"convert.sh import {model} --megatron-path B".split())
+    assert said.out.startswith("mckpt hf-to-megatron Qwen/Qwen3-4B@c1899de2 B ")
+    said = good("compat", *f"convert.sh export {model} --megatron-path B --hf-path C".split())
+    at = "Qwen/Qwen3-4B@c1899de2"
+    assert said.out.strip() == f"mckpt megatron-to-hf B C --like {at} --tokenizer {at}"
 
 
 def test_the_commands_run(src: Path, tmp_path: Path) -> None:
@@ -200,7 +204,7 @@ def test_every_option_of_the_file_exists() -> None:
 
 def _words(becomes: Any) -> list[str]:
     if isinstance(becomes, dict):
-        return _words(becomes["to"]) + becomes.get("absent", [])
+        return _words(becomes.get("to", [])) + becomes.get("absent", [])
     return [w for one in ([becomes] if isinstance(becomes, str) else becomes) for w in one.split()]
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 import shlex
 from collections.abc import Iterator, Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import click
@@ -15,7 +14,6 @@ import click
 from mckpt.cli.options import command, json_option
 from mckpt.errors import UsageError
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # such as Qwen/Qwen3-4B
 _ARGUMENTS = ("SRC", "DST")
 
 
@@ -93,8 +91,7 @@ def translate(line: tuple[str, ...]) -> Translation:
     options = list(_options(tool)) + list(_options(case))
     notes: list[str] = []
     problems: list[str] = []
-    flags: dict[str, list[str]] = {}
-    arguments: dict[str, list[str]] = {}
+    ours: dict[str, list[str]] = {}  # SRC, DST and options -> the words that follow
     if before:
         notes.append(f"{shlex.join(before)}: means nothing here: mckpt is a program of its own")
     seen = set()
@@ -114,30 +111,28 @@ def translate(line: tuple[str, ...]) -> Translation:
             notes.append(f"{said}: means nothing here: {option.reason}")
         elif option.kind == "refused":
             problems.append(f"{said}: {option.reason}")
+        elif isinstance(option.becomes, dict) and "revision_of" in option.becomes:
+            for name in option.becomes["revision_of"]:
+                if name in ours:  # by the order of the file, the model comes before
+                    ours[name][0] += f"@{values[0]}"
         elif option.becomes != "case":
             try:
-                words = _become(option, values)
+                for name, *value in _become(option, values):
+                    ours[name] = value
             except KeyError as e:
                 problems.append(f"{said}: the values known are {', '.join(e.args[0])}")
-                continue
-            for name, *value in words:
-                (arguments if name in _ARGUMENTS else flags)[name] = value
-            names = [n for n, *_ in words]
-            if values and ({"SRC", "--like"} & set(names)) and case["command"] != "reshard":
-                notes += _hub_note(values[0], case["command"], names[0])
     for option in options:
         given_here = option.key in seen or not isinstance(option.becomes, dict)
         if not given_here and (absent := option.becomes.get("absent")):
-            flags.setdefault(absent[0], absent[1:])
+            ours.setdefault(absent[0], absent[1:])
     wanted = {o.becomes: o.names[-1] for o in options if o.becomes in _ARGUMENTS}
-    problems += [f"{wanted[name]}: is missing" for name in _ARGUMENTS if name not in arguments]
+    problems += [f"{wanted[name]}: is missing" for name in _ARGUMENTS if name not in ours]
     if problems:
         raise UsageError.of(f"{tool['title']}: cannot be translated:", problems)
-    words = [case["command"], *(arguments[name][0] for name in _ARGUMENTS)]
-    words += [word for flag, value in flags.items() for word in (flag, *value)]
-    return Translation(
-        tool["title"], words + list(case.get("always", [])), notes + list(case.get("notes", []))
-    )
+    words = [case["command"], *(ours.pop(name)[0] for name in _ARGUMENTS)]
+    words += [word for flag, value in ours.items() for word in (flag, *value)]
+    words += case.get("always", [])
+    return Translation(tool["title"], words, notes + case.get("notes", []))
 
 
 # ------------------------------------------------------------------------------------ command lines
@@ -224,17 +219,6 @@ def _become(option: _Option, values: list[str]) -> list[list[str]]:
             values = [known[values[0]]]
         to = to["to"]
     return [[*name.split(), *values] for name in ([to] if isinstance(to, str) else to) if name]
-
-
-def _hub_note(value: str, name: str, option: str) -> list[str]:
-    if name == "megatron-to-hf" and option == "SRC":
-        return []
-    if not _HUB_NAME.fullmatch(value) or Path(value).exists():
-        return []
-    return [
-        f"{value}: mckpt reads a directory; if this is a name on the Hugging Face Hub, run first:"
-        f" hf download {value} --local-dir {value}"
-    ]
 
 
 # ---------------------------------------------------------------------------------------- the file
