@@ -258,7 +258,7 @@ def test_each_new_iteration_is_converted_when_it_appears(tmp_path: Path) -> None
 
 
 def test_an_iteration_that_is_written_again_is_not_read(training: Path, tmp_path: Path) -> None:
-    """A restarted run writes an older iteration again, while the tracker still names a later one."""
+    """A restarted run writes an older iteration again while the tracker names a later one."""
     shutil.copytree(training / "run", tmp_path / "run")
     written = next((tmp_path / "run/iter_0000010").glob("*.distcp"))
     watcher = Watcher(
