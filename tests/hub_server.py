@@ -6,6 +6,7 @@ files by git-lfs's protocol, commits, branches. It can fail in all the ways that
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import re
@@ -87,10 +88,12 @@ def is_large(path: str, size: int) -> bool:
     return size >= LARGE or path.endswith(".safetensors")
 
 
+@functools.cache
 def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
+@functools.cache
 def git_oid(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 

@@ -20,20 +20,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt as api
-from tests.door import command_line, good, mckpt, refused
+from tests.door import command_line, good, mckpt, refused, run
 from tests.door import hf as tiny_hf
 
 TRACKER = "latest_checkpointed_iteration.txt"
 NORM = "model.norm.weight"
 
 
-def save(run: Path, source: Path, iteration: int, **how: Any) -> None:
+def save(folder: Path, source: Path, iteration: int, **how: Any) -> None:
     """Saves an iteration of a training run, whose final norm has the iteration as its values."""
     path = source / "model.safetensors"
     arrays = load_file(path)
     arrays[NORM] = np.full_like(arrays[NORM], iteration)
     save_file(arrays, path, {"format": "pt"})
-    api.plan(source, run, iteration=iteration, **how).run()
+    api.plan(source, folder, iteration=iteration, **how).run()
 
 
 def saved_in(export: Path) -> int:
@@ -210,9 +210,9 @@ def test_twenty_iterations_survive_three_kills(tmp_path: Path) -> None:
 class Watcher:
     """`mckpt megatron-to-hf --watch` in a process of its own."""
 
-    def __init__(self, run: Path, out: Path, *options: Any) -> None:
+    def __init__(self, folder: Path, out: Path, *options: Any) -> None:
         line = command_line(
-            *("megatron-to-hf", run, out, "--watch", "--interval", "0.2s", "--json", *options)
+            *("megatron-to-hf", folder, out, "--watch", "--interval", "0.2s", "--json", *options)
         )
         self.process = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -231,12 +231,12 @@ class Watcher:
 def test_each_new_iteration_is_converted_when_it_appears(tmp_path: Path) -> None:
     """The watcher begins before the run has a directory, is killed and started again."""
     tiny_hf(tmp_path / "hf")
-    run, out = tmp_path / "run", tmp_path / "out/{iteration}"
-    first = Watcher(run, out)
+    saves, out = tmp_path / "run", tmp_path / "out/{iteration}"
+    first = Watcher(saves, out)
 
     def train() -> None:
         for iteration in (5, 10, 15):
-            save(run, tmp_path / "hf", iteration)
+            save(saves, tmp_path / "hf", iteration)
 
     training = threading.Thread(target=train)
     training.start()
@@ -247,14 +247,32 @@ def test_each_new_iteration_is_converted_when_it_appears(tmp_path: Path) -> None
     first.process.communicate()
     training.join()
     inode = os.stat(tmp_path / "out/5/model.safetensors").st_ino
-    second = Watcher(run, out, "--until", 20, "--keep", 3)
-    save(run, tmp_path / "hf", 20)
+    second = Watcher(saves, out, "--until", 20, "--keep", 3)
+    save(saves, tmp_path / "hf", 20)
     found = second.end()
     rows = {row["iteration"]: row["state"] for row in found["iterations"]}
     assert found["exit_code"] == 0 and rows.keys() >= {10, 15, 20}
     assert [saved_in(tmp_path / f"out/{n}") for n in (10, 15, 20)] == [10, 15, 20]
     five = tmp_path / "out/5/model.safetensors"
     assert not five.exists() or os.stat(five).st_ino == inode
+
+
+def test_an_iteration_that_is_written_again_is_not_read(training: Path, tmp_path: Path) -> None:
+    """A restarted run writes an older iteration again while the tracker names a later one."""
+    shutil.copytree(training / "run", tmp_path / "run")
+    written = next((tmp_path / "run/iter_0000010").glob("*.distcp"))
+    watcher = Watcher(
+        tmp_path / "run", tmp_path / "{iteration}", "--iterations", "10,20", "--until", 20
+    )
+    end = time.monotonic() + 60
+    while not (tmp_path / "20/config.json").exists() and time.monotonic() < end:
+        os.utime(written)
+        time.sleep(0.02)
+    for _ in range(30):
+        os.utime(written)
+        time.sleep(0.02)
+    assert not (tmp_path / "10").exists()
+    assert [row["state"] for row in watcher.end()["iterations"]] == ["written", "written"]
 
 
 def test_a_signal_ends_a_watcher_that_waits(training: Path, tmp_path: Path) -> None:
@@ -287,3 +305,25 @@ def test_a_conversion_waits_for_what_it_needs(training: Path, tmp_path: Path) ->
         f"{TRACKER} names 20 and not yet 30, after 1 s (--wait-for)",
         args=(*line, "--iteration", 30),
     )
+
+
+@pytest.mark.judge
+def test_every_iteration_that_training_saves_is_exported(tmp_path: Path) -> None:
+    """The watcher runs beside the trainer, and each export has the weights of its iteration."""
+    tiny_hf(tmp_path / "hf")
+    good("hf-to-megatron", tmp_path / "hf", tmp_path / "start")
+    watcher = Watcher(tmp_path / "run", tmp_path / "out/{iteration}", "--until", 20)
+    run(
+        command_line(
+            *("train", tmp_path / "start", "--steps", 20, "--save", tmp_path / "run"),
+            *("--save-interval", 5, "--seq-length", 16, "--global-batch-size", 2),
+            *("--device", "cpu", "--dtype", "fp32", "--lr", "0.01"),
+        )
+    )
+    rows = watcher.end()["iterations"]
+    assert [(row["iteration"], row["state"]) for row in rows] == [
+        (n, "written") for n in (5, 10, 15, 20)
+    ]
+    for n in (5, 10, 15, 20):
+        good("diff", tmp_path / f"run/iter_{n:07d}", tmp_path / f"out/{n}")
+    assert mckpt("diff", tmp_path / "out/5", tmp_path / "out/10").code == 1
