@@ -76,6 +76,11 @@ LINES = [
         "mckpt megatron-to-hf A/iter_0000005/ OUT --like MODEL --tokenizer MODEL --overwrite"
         " --max-shard-size 5368709120 --vocab-size 151936",
     ),
+    (
+        "torchrun --nproc_per_node 8 scripts/converter_hf_to_mcore.py --hf_model_path MODEL"
+        " --output_path OUT --pp_size 4 --use_cpu_initialization --trust_remote_code",
+        "mckpt hf-to-megatron MODEL OUT --pp 4",
+    ),
 ]
 
 

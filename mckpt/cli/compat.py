@@ -53,8 +53,8 @@ def compat(ctx: click.Context, runs: bool, as_json: bool, line: tuple[str, ...])
     ./scripts/conversion/convert.sh import --hf-model Qwen3 --megatron-path ckpt --tp 2
     python tools/convert_torch_dist_to_hf.py --input-dir ckpt/iter_5 --output-dir out ...
 
-    It knows the scripts of Megatron-LM, Megatron-Bridge and slime. An option that means nothing
-    here is named on stderr with the reason; an unknown one is an error.
+    It knows the scripts of Megatron-LM, Megatron-Bridge, slime and verl. An option that means
+    nothing here is named on stderr with the reason; an unknown one is an error.
     """
     program = ctx.find_root().command
     assert isinstance(program, click.Group)
