@@ -44,14 +44,14 @@ class _Option(NamedTuple):
 @click.argument("line", metavar="CMD...", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def compat(ctx: click.Context, runs: bool, as_json: bool, line: tuple[str, ...]) -> int:
-    """Translate the command line of another converter, and print or run it.
+    """Translate the command line of another converter.
 
-    CMD is the command line as it is, such as
+    It is printed, or run with --run. CMD is the command line as it is, such as
 
     \b
-    python tools/checkpoint/convert.py --model-type GPT --loader core --saver core ...
-    ./scripts/conversion/convert.sh import --hf-model Qwen3 --megatron-path ckpt --tp 2
-    python tools/convert_torch_dist_to_hf.py --input-dir ckpt/iter_5 --output-dir out ...
+    python tools/checkpoint/convert.py --loader core --saver core ...
+    ./scripts/conversion/convert.sh import --hf-model Qwen3 --tp 2 ...
+    python tools/convert_torch_dist_to_hf.py --input-dir ckpt/iter_5 ...
 
     It knows the scripts of Megatron-LM, Megatron-Bridge, slime and verl. An option that means
     nothing here is named on stderr with the reason; an unknown one is an error.
