@@ -42,6 +42,7 @@ def main() -> None:
     sys.meta_path.append(peers.StandIns())
     peers.without_gpu()
     without_kernels()
+    published_configs()
     said = Warnings()
     logging.getLogger("megatron.bridge").addHandler(said)
     for case in cases:
@@ -93,6 +94,18 @@ def without_kernels() -> None:
             for kernel in ("HAVE_FLA", "causal_conv1d", "l2norm", "chunk_gated_delta_rule"):
                 if not getattr(module, kernel, True):
                     setattr(module, kernel, NotImplemented)
+
+
+def published_configs() -> None:
+    """Registers the config class of MiMo, which is published beside its weights: that of Qwen2 with
+    the number of layers of multi-token prediction.
+    """
+    from transformers import AutoConfig, Qwen2Config
+
+    class MiMoConfig(Qwen2Config):
+        model_type = "mimo"
+
+    AutoConfig.register("mimo", MiMoConfig)
 
 
 def die_with(parent: int) -> None:

@@ -29,6 +29,9 @@ CASES = tuple(sorted(path.stem for path in FAMILIES.glob("*.json")))
 SEQ2SEQ = FAMILIES / "encoder_decoder"
 ENCODER_DECODERS = tuple(sorted(path.stem for path in SEQ2SEQ.glob("*.json")))
 
+# models of transformers that no family has
+UNKNOWN = FAMILIES / "unknown"
+
 # case -> names that transformers writes and does not read -> the names of published files
 AS_PUBLISHED = {
     "kimi_k25": {
@@ -41,8 +44,9 @@ AS_PUBLISHED = {
 
 def config(case: str) -> dict[str, Any]:
     """Returns the config.json of a case."""
-    folder = SEQ2SEQ if case in ENCODER_DECODERS else FAMILIES
-    found: dict[str, Any] = json.loads((folder / f"{case}.json").read_text())
+    folders = (FAMILIES, SEQ2SEQ, UNKNOWN)
+    path = next(p for folder in folders if (p := folder / f"{case}.json").exists())
+    found: dict[str, Any] = json.loads(path.read_text())
     return found
 
 

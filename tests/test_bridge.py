@@ -18,7 +18,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import mckpt
 from mckpt.errors import MappingError
@@ -49,6 +51,9 @@ NO_BRIDGE = {
     "GPTNeoXForCausalLM",
     "GlmForCausalLM",
     "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM",
     "HeliumForCausalLM",
     "HunYuanDenseV1ForCausalLM",
     "HunYuanMoEV1ForCausalLM",
@@ -148,7 +153,23 @@ def sources(work: Path, chosen: list[str]) -> Path:
         if case in tiny.CASES:
             tiny.tiny_random(case, work / "hf" / case, "float32")
         tiny.write_json(work / "hf" / case / "config.json", config(case))
+    if "mimo" in chosen:
+        add_multi_token_of_mimo(work / "hf/mimo")
     return work / "hf"
+
+
+def add_multi_token_of_mimo(model: Path) -> None:
+    """Adds the layer of multi-token prediction, which transformers' Qwen2 does not save."""
+    held = load_file(model / "model.safetensors")
+    hidden, layers = config("mimo")["hidden_size"], config("mimo")["num_hidden_layers"]
+    at, last = "model.mtp_layers.0.", f"model.layers.{layers - 1}."
+    shapes = {at + k.removeprefix(last): v.shape for k, v in held.items() if k.startswith(last)}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    shapes |= {f"{at}{norm}.weight": (hidden,) for norm in norms}
+    shapes[f"{at}input_proj.weight"] = (hidden, 2 * hidden)
+    drawn = np.random.RandomState(6)
+    added = {k: drawn.standard_normal(v).astype(np.float32) for k, v in shapes.items()}
+    save_file(held | added, model / "model.safetensors", {"format": "pt"})
 
 
 @pytest.fixture(scope="module")

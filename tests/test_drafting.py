@@ -13,7 +13,7 @@ from mckpt.checkpoint.inspection import stored_model
 from mckpt.errors import MappingError
 from mckpt.mapping import draft
 from mckpt.mapping.forms import Form
-from tests import tiny
+from tests import made_models, tiny
 from tests.door import good, refused
 from tests.tiny import TinyModel
 
@@ -76,6 +76,72 @@ def test_a_draft_takes_rules_of_other_families_by_their_names(tmp_path: Path) ->
     text = draft(config, {**shapes, "model.layers.0.block_sparse_moe.gate.weight": (4, 64)}, "here")
     assert "extends: llama" in text and "another family has this name" in text
     assert "block_sparse_moe.gate.weight: moe.router.weight" in text
+
+
+def tiny_draft(case: str, changed: dict[str, Any], *without: str) -> str:
+    """Returns the draft for a tiny model of an unknown class; `without` are parts of names."""
+    config = {**tiny.config(case), "architectures": ["OurForCausalLM"], **changed}
+    shapes = {n: a.shape for n, a in tiny.tensors(tiny.config(case)).items()}
+    shapes = {n: s for n, s in shapes.items() if not any(part in n for part in without)}
+    return draft(config, shapes, "here")
+
+
+def test_a_draft_says_which_dims_the_config_does_not_decide() -> None:
+    text = tiny_draft("llama", {})
+    assert "they are those of llama: norm rmsnorm, gated" in text
+    assert "# What is special about llama: llama3 rope scaling" in text
+
+
+def test_a_draft_shows_how_other_families_read_a_key() -> None:
+    text = tiny_draft("llama", {"norm_epsilon": 1e-5, "layer_types": ["sliding_attention"]})
+    line = "norm_eps: {key: norm_epsilon, default: 1e-5}  # as starcoder2 reads it"
+    assert f"#   norm_epsilon: 1e-05\n#     {line}\n" in text
+    assert "For llama layer_types changes nothing, and other families read it" in text
+    assert "#     window_layers: see `mckpt mappings show " in text
+
+
+def test_a_draft_switches_off_what_the_model_lacks(tmp_path: Path) -> None:
+    """Without the norms of q and k, Megatron must not have them: the draft is complete."""
+    text = tiny_draft("qwen3-moe", {}, "q_norm", "k_norm")
+    assert "extends: qwen3_moe" in text and "dims:\n  qk_norm: {const: false}\n" in text
+    file, config = tmp_path / "draft.yaml", tmp_path / "config.json"
+    file.write_text(text)
+    tiny.write_json(config, {**tiny.config("qwen3-moe"), "architectures": ["OurForCausalLM"]})
+    said = good("mappings", "check", file, "--config", config).out
+    assert "each of which has a place in Megatron" in said
+    (file := tmp_path / "with.yaml").write_text(
+        text.replace("dims:\n  qk_norm: {const: false}\n", "")
+    )
+    said = refused(4, args=("mappings", "check", file, "--config", config))
+    assert "a model without it has `qk_norm: {const: false}` under `dims`" in said
+    (file := tmp_path / "without.yaml").write_text(
+        "extends: qwen3_moe\ndims:\n  qk_norm: {const: false}\n"
+    )
+    said = refused(4, args=("mappings", "check", file, "--config", config))
+    assert "it has one where the dim qk_norm is true" in said
+
+
+def test_a_draft_prefers_the_family_that_knows_the_keys_of_the_config() -> None:
+    said = {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "attention_multiplier": 0.5}
+    assert "extends: granite\n" in tiny_draft("llama", {**said, "residual_multiplier": 1.0})
+
+
+def test_a_draft_says_what_to_do_with_an_unknown_name(tmp_path: Path) -> None:
+    fork = tmp_path / "fork"
+    fork.mkdir()
+    config = {**tiny.config("llama"), "architectures": ["OurForCausalLM"]}
+    arrays = tiny.tensors(tiny.config("llama"))
+    odd = {f"model.layers.{i}.odd.weight": np.ones(3, np.float32) for i in range(4)}
+    tiny.write_weights(fork, {**arrays, **odd})
+    tiny.write_json(fork / "config.json", config)
+    text = draft(*stored_model(fork), "fork")
+    words = " ".join(text.replace("#", "").split())
+    assert "If none stands for it, Megatron has no such part" in words
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    said = refused(5, args=("mappings", "check", file, fork))
+    assert said.count("is in no rule of mine.yaml") == 1
+    assert "layers.0.odd.weight [3] is in no rule of mine.yaml, and 3 more of this name" in said
 
 
 def test_a_config_without_architectures_is_refused() -> None:
@@ -146,3 +212,34 @@ def test_check_refuses_a_tensor_under_two_keys(tmp_path: Path) -> None:
     tiny.write_json(config, tiny.config("llama"))
     said = refused(4, args=("mappings", "check", file, "--config", config))
     assert "final_norm.weight: in model.norm.weight and in model.other.weight" in said
+
+
+# What a person adds to the draft. The draft names all of it: an unknown key of config.json, and two
+# dims of Nemotron that the config does not decide.
+ADDED = {
+    "solar_open": "",
+    "jais2": """\
+dims:
+  norm_eps: {key: layer_norm_eps, default: 1e-5}
+  norm_offset: {const: false}
+  rope_fraction: {const: 1.0}
+""",
+}
+
+
+@pytest.mark.judge
+def test_from_an_unknown_architecture_to_a_verified_checkpoint(tmp_path: Path) -> None:
+    """The drafts for two models that no family has pass `verify`, with what ADDED says."""
+    made_models.make(ADDED, tmp_path)
+    for case, added in ADDED.items():
+        hf, out, file = tmp_path / case, tmp_path / f"{case}-megatron", tmp_path / f"{case}.yaml"
+        said = refused(4, args=("hf-to-megatron", hf, out))
+        assert "mappings new HF_DIR" in said
+        text = good("mappings", "new", hf).out
+        for line in added.splitlines()[1:]:
+            assert line.split(":")[0].strip() in text
+        file.write_text(text + added)
+        assert len((text + added).splitlines()) < 60
+        assert "every stored tensor has a rule" in good("mappings", "check", file, hf).out
+        good("hf-to-megatron", hf, out, "--tp", 2, "--pp", 2, "--mapping", file)
+        assert "PASS" in good("verify", hf, out).out

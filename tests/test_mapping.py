@@ -250,8 +250,9 @@ def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
     with pytest.raises(
         MappingError,
         match=(
-            r"(?s)no family has the architecture NoSuchForCausalLM; known: .*mappings new HF_DIR >"
-            r" my\.yaml.*check my\.yaml HF_DIR.*--mapping my\.yaml.*mckpt verify"
+            r"(?s)no family has the architecture NoSuchForCausalLM.*mappings list.*"
+            r"mappings new HF_DIR > my\.yaml.*check my\.yaml HF_DIR.*--mapping my\.yaml"
+            r".*mckpt verify"
         ),
     ):
         mapping.family_with("NoSuchForCausalLM")

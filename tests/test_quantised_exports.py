@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import mckpt
 from mckpt import mapping
 from mckpt.errors import UsageError
 from mckpt.formats.base import Names, Wanted
-from mckpt.formats.hf import lay_out
+from mckpt.formats.hf import lay_out, unquantised
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import hub
 from tests import tiny
@@ -31,6 +32,18 @@ CASES: dict[str, tuple[str, dict[str, Any], Parallel, str]] = {
     "experts": ("qwen3-moe", {"hidden_size": 144}, Parallel(tp=2, ep=2), "torch_dist"),
     "latent attention": ("deepseek-v3", {}, Parallel(tp=2, pp=2), "torch"),
 }
+
+
+ROUTERS = ("gate", "shared_expert_gate")
+
+
+def published(model: str) -> Wanted:
+    """Returns an fp8 export of a published model, of its config alone."""
+    config = json.loads((tiny.FIXTURES / "configs" / f"{model}.json").read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    names = Names(family, family.read(config), {}, Parallel())
+    dtypes = {name: "bfloat16" for b in names.bound() for name in b.rule.of}
+    return Wanted(names, dtypes, 10**13, quantize="fp8")
 
 
 def arrays_of(directory: Path) -> dict[str, np.ndarray]:
@@ -164,12 +177,37 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ("model", "what"), [("gpt2", "the transpose of a matrix"), ("gpt-oss-20b", "of all experts")]
 )
 def test_weights_that_no_loader_reads_as_blocks_are_refused(model: str, what: str) -> None:
-    config = json.loads((tiny.FIXTURES / "configs" / f"{model}.json").read_text())
-    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
-    names = Names(family, family.read(config), {}, Parallel())
-    dtypes = {name: "bfloat16" for b in names.bound() for name in b.rule.of}
     with pytest.raises(UsageError, match=f"--quantize fp8: .*{what}"):
-        lay_out(Wanted(names, dtypes, 10**9, quantize="fp8"))
+        lay_out(published(model))
+
+
+# as the weights of the published fp8 models: the small projections of a gated delta net, the
+# weights of an indexer's heads and all routers keep their dtype, and wq_b, wk, in_proj_qkvz are fp8
+ALWAYS = ["lm_head", "model.embed_tokens"]
+UNQUANTISED = {
+    "qwen3-next-80b-a3b": [
+        "model.layers.N.linear_attn.in_proj_ba",
+        *(f"{at}.layers.N.mlp.{gate}" for at in ("model", "mtp") for gate in ROUTERS),
+        "mtp.fc",
+    ],
+    "qwen3.6-27b-text": [
+        "model.layers.N.linear_attn.in_proj_a",
+        "model.layers.N.linear_attn.in_proj_b",
+        "mtp.fc",
+    ],
+    "deepseek-v3.2": [
+        "model.layers.N.mlp.gate",
+        "model.layers.N.self_attn.indexer.weights_proj",
+        *(f"model.layers.N.{name}" for name in ("eh_proj", "embed_tokens", "shared_head.head")),
+    ],
+}
+
+
+@pytest.mark.parametrize("model", UNQUANTISED)
+def test_the_matrices_that_keep_their_dtype(model: str) -> None:
+    kept = unquantised(published(model))
+    assert {re.sub(r"\d+", "N", key) for key in kept} == {*ALWAYS, *UNQUANTISED[model]}
+    lay_out(published(model))
 
 
 def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

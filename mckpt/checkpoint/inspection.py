@@ -121,7 +121,8 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
             f"{config}: has keys that {file.name} does not mention:",
             [f"{key}: {family.lookup(parsed, key)!r}" for key in unknown],
             "Let a dim read a key that changes the result, or list its value under `expect`; list"
-            " a key that changes nothing under `inert`.",
+            " a key that changes nothing under `inert`. `mckpt mappings new HF_DIR` shows how other"
+            " families read the key.",
         )
     dims = family.read(parsed, source=str(config))
     bound = family.bind(family.scope(dims))
@@ -172,5 +173,5 @@ def _misfits(file: Path, here: set[str], dialect: MappingFile, dims: Dims) -> li
     chosen = {name: values[0] for name, values in dialect.choices.items()}
     names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
     there = {n for b in names.bound() for n in b.rule.of}
-    found = mapping.misfits(file.name, here, "Megatron", there, dims)
+    found = mapping.misfits(file.name, here, "Megatron", there, dims, dialect)
     return found + list(dialect.inexact(dims).values())

@@ -244,7 +244,7 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
     wanted = {name for b in target.bound() for name in b.rule.of}
     held = source.layout.shapes.keys() - carried.shapes(source.layout.stored).keys()
     held = {name for name in held if not is_state(name)}
-    found = mapping.misfits(family, held, title, wanted, target.dims)
+    found = mapping.misfits(family, held, title, wanted, target.dims, target.mapping)
     if found:
         cure = (
             "Add what is missing to the family file; `mckpt mappings check FILE --config"

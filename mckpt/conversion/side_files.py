@@ -63,7 +63,8 @@ class SideFiles:
                 )
                 raise DestinationError(
                     f"{path}: {what}; all checkpoints of one save directory share its hf. Write to"
-                    " another directory"
+                    f" another directory, or delete {self.path.parent} if you need none of its"
+                    " checkpoints"
                 )
         for name in {path.name for path in self.path.glob(FILES)} | self.carried.keys():
             there = self.path / name

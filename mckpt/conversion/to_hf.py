@@ -58,8 +58,9 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     text, notes = _config(source, family, base, dtype)
     if target.quantize and source.quantised:
         raise UsageError(
-            f"--quantize {target.quantize}: {source.path} is quantised already; convert it without"
-            " the option first, which dequantises it"
+            f"--quantize {target.quantize}: {source.path} is quantised already. To keep its form,"
+            " copy the directory. For another form, convert it without the option first, which"
+            " dequantises it to bfloat16, and then convert the result with it"
         )
     refuse_uncarried(source, family)
     unchanged = carried.of(source.layout)

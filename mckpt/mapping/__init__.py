@@ -3,6 +3,7 @@
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
+from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import is_part, typed
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup
@@ -15,7 +16,6 @@ from mckpt.mapping.reading import (
     folder,
     load,
     merged,
-    misfits,
     names,
     parse_setting,
     refused,

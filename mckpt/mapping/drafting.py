@@ -9,14 +9,17 @@ tensor is cut.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mckpt.errors import MappingError
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile
+from mckpt.mapping.fit import switches
 from mckpt.mapping.forms import is_part
 from mckpt.mapping.hub import hub, nearest
+from mckpt.mapping.lookup import equal
 from mckpt.mapping.nodes import Node
 from mckpt.mapping.reading import inherited, load, names
 from mckpt.mapping.rule_reading import expand
@@ -30,6 +33,9 @@ _FUSED = (
     ("moe.shared.gate", "moe.shared.up"),
     ("moe.experts.{expert}.gate", "moe.experts.{expert}.up"),
 )
+_UNREAD = 0.1  # what a key of config.json that a family does not know counts against it
+_WIDTH = 98
+_LINES = 3  # lines of other families that are shown for one key
 _MOST = 12  # tensors and config keys of which nothing is known are listed up to this number
 
 Shape = tuple[int, ...]
@@ -66,7 +72,13 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
         config = config[_TEXT]
     # TODO is for the user to fill in: without model_type transformers cannot load an export
     kind = ["also:", f"  model_type: \"'{config.get('model_type', 'TODO')}'\""]
-    base = max(known, key=lambda k: (_score(k, shapes), _times_extended(k.family.name)))
+    base = max(
+        known,
+        key=lambda k: (
+            _score(k, shapes, config) - _UNREAD * len(k.family.unknown(config)),
+            _times_extended(k.family.name),
+        ),
+    )
     found = len(base.names() & shapes.keys())
     dims, problems = _dims(base.family, config)
     lines = [
@@ -77,9 +89,13 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
         f"extends: {base.family.name}",
         "canonical: false",
         *(wrapper.lines() if wrapper.names else kind),
-        *_config_lines(base.family, config, problems),
-        *_tensor_lines(base, known, shapes, dims),
+        *_computed_lines(base.family, config, dims),
+        *_config_lines(base.family, known, config, problems),
     ]
+    rules, gone = _tensor_lines(base, known, shapes, dims)
+    if off := _switched_off(gone, dims):
+        lines += ["dims:", *(f"  {name}: {{const: false}}" for name in off)]
+    lines += rules
     return "\n".join(lines) + "\n"
 
 
@@ -147,13 +163,25 @@ def _names_of(family: MappingFile) -> _Names:
     return _Names(family, entries)
 
 
-def _score(known: _Names, shapes: Mapping[str, Shape]) -> float:
-    """Names in common count. Names that the family always has, and the model does not, count
-    against it a little.
+def _score(
+    known: _Names, shapes: Mapping[str, Shape], config: Mapping[str, Any] | None = None
+) -> float:
+    """Names in common count. Names that the family needs, for this config if it can read it, and
+    that the model does not have, and values that it refuses, count against it a little.
     """
-    always = {rule.key for rule in known.family.rules if rule.when is None}
-    common = len(known.names() & shapes.keys())
-    return common - 0.2 * len(always - shapes.keys())
+    needed = {rule.key for rule in known.family.rules if rule.when is None}
+    dims, problems = (None, []) if config is None else _dims(known.family, config)
+    if dims is not None:
+        needed = _needed(known.family, dims) or needed
+    return len(known.names() & shapes.keys()) - 0.2 * (len(needed - shapes.keys()) + len(problems))
+
+
+def _needed(family: MappingFile, dims: Dims) -> set[str]:
+    """Returns the names that a model with these dims has; none if a rule cannot be evaluated."""
+    try:
+        return {b.rule.key for b in family.bind(family.scope(dims)) if not b.rule.alias}
+    except (MappingError, ExpressionError):
+        return set()
 
 
 def _times_extended(name: str) -> int:
@@ -170,8 +198,67 @@ def _dims(family: MappingFile, config: Mapping[str, Any]) -> tuple[Dims | None, 
         return None, list(e.problems)
 
 
+def _comment(text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        width=_WIDTH,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _computed_lines(
+    family: MappingFile, config: Mapping[str, Any], dims: Dims | None
+) -> Iterator[str]:
+    """Yields comments on what the model would compute because its family does."""
+    if family.special:
+        special = " ".join(family.special.split())
+        yield from _comment(f"What is special about {family.name}: {special}.")
+    taken = []
+    for name, spec in family.dims.items():
+        if dims is None or any(family.lookup(config, key) is not None for key in spec.keys):
+            continue
+        neutral = hub().dims[name].neutral
+        if spec.has_const or (neutral and not equal(dims[name], neutral(dims))):
+            taken.append(f"{name} {dims[name]}")
+    if taken:
+        yield from _comment(
+            f"TODO config.json has no key for these dims, so they are those of {family.name}:"
+            f" {', '.join(taken)}. Where the model differs, write the right value under `dims`,"
+            " such as `gated: {const: false}`; `mckpt mappings show logical` explains each dim."
+        )
+
+
+def _switched_off(gone: Iterable[str], dims: Dims | None) -> list[str]:
+    """Returns the dims that must be false for Megatron to lack these logical tensors."""
+    dialect = next(d for d in (load("megatron", n) for n in names("megatron")) if d.default)
+    found = {name for of in gone for name in switches(dialect, of)}
+    return sorted(name for name in found if dims is not None and dims[name])
+
+
+def _read_elsewhere(key: str, dialect: str, known: list[_Names]) -> Iterator[str]:
+    """Yields the lines by which other families read a key of config.json, those of the families
+    that are extended most often first.
+    """
+    import yaml
+
+    lines: dict[str, str] = {}
+    others = [k.family for k in known if k.family.dialect == dialect]
+    for other in sorted(others, key=lambda f: -_times_extended(f.name)):
+        for name, dim in other.dims.items():
+            if key in dim.keys and name not in lines:
+                entry = {name: _plain(inherited(other)["dims"][name])}
+                text = yaml.safe_dump(entry, default_flow_style=None, sort_keys=False, width=10_000)
+                line = f"{text.strip()}  # as {other.name} reads it"
+                long = f"{name}: see `mckpt mappings show {other.name}`"
+                lines[name] = line if len(line) < _WIDTH else long
+    yield from list(lines.values())[:_LINES]
+
+
 def _config_lines(
-    family: MappingFile, config: Mapping[str, Any], problems: list[str]
+    family: MappingFile, known: list[_Names], config: Mapping[str, Any], problems: list[str]
 ) -> Iterator[str]:
     for problem in problems:
         yield f"# TODO {problem.removeprefix('config.json: ')}"
@@ -182,18 +269,34 @@ def _config_lines(
         yield f"# TODO {family.name} does not know these keys of config.json. A key that changes"
         yield "# the result belongs under `dims` or `expect`; `inert` is for the others:"
         for key, value in list(unknown.items())[:_MOST]:
-            near = nearest(key, hub().dims)
-            yield f"#   {key}: {str(value)[:60]}{near.replace('names are', 'dims are')}"
+            elsewhere = list(_read_elsewhere(key, family.dialect, known))
+            near = "" if elsewhere else nearest(key, hub().dims).replace("names are", "dims are")
+            yield f"#   {key}: {str(value)[:60]}{near}"
+            yield from (f"#     {line}" for line in elsewhere)
+        yield "# dims:"
+        yield "#   DIM: KEY  # or a line of another family above"
         yield "# expect:"
         yield "#   KEY: [VALUE]  # any other value is refused"
         yield "# inert:"
         yield "#   - [KEY, KEY]"
+    unread = {k: v for k in sorted(family.inert & config.keys()) if (v := config[k])}
+    for key, value in unread.items():
+        if elsewhere := list(_read_elsewhere(key, family.dialect, known)):
+            yield f"# TODO For {family.name} {key} changes nothing, and other families read it:"
+            yield f"#   {key}: {str(value)[:80]}"
+            yield from (f"#     {line}" for line in elsewhere)
+
+
+def _plain(value: Any) -> Any:
+    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _tensor_lines(
     base: _Names, known: list[_Names], shapes: Mapping[str, Shape], dims: Dims | None
-) -> Iterator[str]:
-    """The rules that differ from the base family, block by block."""
+) -> tuple[list[str], set[str]]:
+    """The rules that differ from the base family, block by block, and the logical tensors that
+    the base family has and the draft does not.
+    """
     elsewhere = {
         name: of for one in known for held in one.entries.values() for name, of in held.items()
     }
@@ -207,11 +310,13 @@ def _tensor_lines(
             kept = {name: of for name, of in held.items() if name in shapes}
             lines[prefix] += [_rule(name.removeprefix(prefix), *of) for name, of in kept.items()]
     left = {of for gone in missing.values() for of in gone}
+    gone_for_good = set(left)
     blocks = [prefix for prefix, _ in base.entries if prefix]
     unknown = 0
     for name, shape in new.items():
         prefix = max((p for p in blocks if name.startswith(p)), key=len, default="")
-        rule, note = _recognised(name, shape, elsewhere, left, dims, prefix)
+        rule, note, held_here = _recognised(name, shape, elsewhere, left, dims, prefix)
+        gone_for_good -= set(held_here)
         unknown += rule is None
         if rule is None and unknown > _MOST:
             continue
@@ -220,30 +325,29 @@ def _tensor_lines(
         lines.setdefault(prefix, []).append(rule or f"# {name.removeprefix(prefix)}: ")
     if unknown > _MOST:
         lines.setdefault("", []).append(f"# TODO and {unknown - _MOST} more unknown names")
+    out = []
+    if unknown:
+        out += _comment(
+            "TODO Give each unknown name below a logical tensor (`mckpt mappings show logical`"
+            " lists all). If none stands for it, Megatron has no such part, and the model cannot"
+            " be converted."
+        )
     if top := lines.pop("", []):
-        yield "tensors:"
-        yield from (f"  {line}" for line in top)
+        out += ["tensors:", *(f"  {line}" for line in top)]
         if all(line.startswith("#") for line in top):
-            yield "  {}"
+            out.append("  {}")
     if lines:
-        yield "blocks:"
+        out.append("blocks:")
     for prefix, rules in lines.items():
-        yield f"  {prefix}:"
-        yield "    tensors:"
-        yield from (f"      {rule}" for rule in rules)
+        out += [f"  {prefix}:", "    tensors:", *(f"      {rule}" for rule in rules)]
         if all(rule.startswith("#") for rule in rules):
-            yield "      {}"
+            out.append("      {}")
+    return out, gone_for_good
 
 
 def _missing(base: _Names, shapes: Mapping[str, Shape], dims: Dims | None) -> dict[str, list[str]]:
     """The names that the family needs and the model does not have, with their logical tensors."""
-    needed = base.names()
-    if dims is not None:
-        try:
-            bound = base.family.bind(base.family.scope(dims))
-        except (MappingError, ExpressionError):
-            bound = []
-        needed = {b.rule.key for b in bound if not b.rule.alias} or needed
+    needed = (_needed(base.family, dims) if dims is not None else None) or base.names()
     held = {name: of for entry in base.entries.values() for name, (of, _) in entry.items()}
     return {name: of for name, of in held.items() if name in needed and name not in shapes}
 
@@ -255,11 +359,14 @@ def _recognised(
     left: set[str],
     dims: Dims | None,
     prefix: str,
-) -> tuple[str | None, str | None]:
-    """The rule of a name that the base family does not have, and what to check about it."""
+) -> tuple[str | None, str | None, list[str]]:
+    """The rule of a name that the base family does not have, what to check about it, and the
+    logical tensors that it holds.
+    """
     end = name.removeprefix(prefix)
     if name in elsewhere:
-        return _rule(end, *elsewhere[name]), f"{list(shape)}: another family has this name"
+        note = f"{list(shape)}: another family has this name"
+        return _rule(end, *elsewhere[name]), note, elsewhere[name][0]
     if dims is not None:
         kind = name.rpartition(".")[2]
         for parts in _FUSED:
@@ -267,12 +374,12 @@ def _recognised(
             if set(members) <= left and _joined(members, dims) == shape:
                 order = " | ".join(part.rpartition(".")[2] for part in parts)
                 note = f"{list(shape)} has the shape of [ {order} ]: check the order"
-                return _rule(end, members, "concat"), note
+                return _rule(end, members, "concat"), note, members
         alike = [of for of in sorted(left) if _shape(of, dims) == shape]
         if alike:
             note = f"{list(shape)}: the shape of {', '.join(alike[:4])}"
-            return (_rule(end, alike, "one") if len(alike) == 1 else None), note
-    return None, f"{list(shape)}: nothing known has this name"
+            return (_rule(end, alike, "one") if len(alike) == 1 else None), note, alike
+    return None, f"{list(shape)}: nothing known has this name", []
 
 
 def _joined(members: list[str], dims: Dims) -> Shape | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,13 +153,14 @@ def family_with(architecture: str) -> str:
         raise MappingError(
             f"no dialect of Megatron can hold {architecture}: {refused()[architecture]}"
         )
-    known = sorted(a for n in names("hf") for a in load("hf", n).architectures)
+    known = [a for n in names("hf") for a in load("hf", n).architectures]
+    near = nearest(architecture.partition("For")[0], {a.partition("For")[0] for a in known})
     raise MappingError(
-        f"no family has the architecture {architecture}; known: {', '.join(known)}.\nA family is a"
-        " file of names. `mckpt mappings new HF_DIR > my.yaml` drafts one from the checkpoint,"
-        " `mckpt mappings check my.yaml HF_DIR` lists what is left, and `--mapping my.yaml` uses"
-        " it. Names and shapes do not prove that a model computes the same: run `mckpt verify` on"
-        " the result. docs/new-model.md is the guide."
+        f"no family has the architecture {architecture}{near}; `mckpt mappings list`"
+        f" prints all {len(known)}.\nA family is a file of names. `mckpt mappings new HF_DIR >"
+        " my.yaml` drafts one from the checkpoint, `mckpt mappings check my.yaml HF_DIR` lists"
+        " what is left, and `--mapping my.yaml` uses it. Names and shapes do not prove that a model"
+        " computes the same: run `mckpt verify` on the result. docs/new-model.md is the guide."
     )
 
 
@@ -285,26 +286,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return [_plain(v) for v in value] if isinstance(value, list) else value
-
-
-def misfits(
-    source: str, here: set[str], target: str, there: set[str], dims: Mapping[str, Any]
-) -> list[str]:
-    """Returns a line for each logical tensor (by template) that only one of two mappings has for a
-    model with these dims.
-    """
-
-    def said(name: str) -> str:
-        return f"{name} {list(hub().shape(name, dims))} ({hub().tensors[name].about})"
-
-    lacking = [
-        f"{said(n)}: {target} needs it, and {source} has no rule for it"
-        for n in sorted(there - here)
-    ]
-    return lacking + [
-        f"{said(n)}: {source} has it, and {target} has no place for it"
-        for n in sorted(here - there)
-    ]
 
 
 def _shaped(node: Node, key: Any, wanted: type | tuple[type, ...]) -> None:

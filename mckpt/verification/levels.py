@@ -106,8 +106,9 @@ def verify_all(
     if not left.dims["causal"] or left.dims["encoder_layers"]:
         kind = "has" if left.dims["encoder_layers"] else "is"
         raise UsageError(
-            f"{left.path}: {kind} an encoder, and verify runs decoders only; --level bytes compares"
-            " the tensors of both"
+            f"{left.path}: {kind} an encoder, and verify runs decoders only. --level bytes compares"
+            " all tensors and hyperparameters of both; docs/judges.md says with which tiny models"
+            " of the family the tests of mckpt compare logits"
         )
     launching.require("torch", "transformers", "megatron", "psutil")
     _ = left.layout  # damage is reported before any process starts

@@ -101,6 +101,7 @@ def say_where(where: dict[str, Any]) -> str:
         stored = ", ".join(where["stored"][:4])
         text += (
             f"; no tensor's value differs, so either {stored} are packed wrongly, or an arg that"
-            " mckpt does not compare is wrong"
+            " mckpt does not compare is wrong. In a family file of your own, a dim can be wrong:"
+            " `mckpt mappings new HF_DIR` lists those that config.json does not decide"
         )
     return text

@@ -1,0 +1,53 @@
+"""Which logical tensors only one of two mappings has, and the dims that decide it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mckpt.mapping.file import MappingFile
+from mckpt.mapping.hub import hub
+
+
+def switches(dialect: MappingFile, name: str) -> list[str]:
+    """Returns the dims of type bool without which a dialect has no rule for a logical tensor."""
+    whens = [rule.when for rule in dialect.rules if name in rule.of and not rule.alias]
+    needed = [set(re.split(r"\s+and\s+", when.text)) if when else set() for when in whens]
+    decisive = set.intersection(*needed) if needed else set()
+    return sorted(n for n in decisive if n in hub().dims and hub().dims[n].type == "bool")
+
+
+def misfits(
+    source: str,
+    here: set[str],
+    target: str,
+    there: set[str],
+    dims: Mapping[str, Any],
+    dialect: MappingFile,
+) -> list[str]:
+    """Returns a line for each logical tensor (by template) that only one of two mappings has for a
+    model with these dims. It names the dims that decide whether the dialect has the tensor.
+    """
+
+    def said(name: str) -> str:
+        return f"{name} {list(hub().shape(name, dims))} ({hub().tensors[name].about})"
+
+    lacking = [
+        f"{said(n)}: {target} needs it, and {source} has no rule for it"
+        + "".join(
+            f"; a model without it has `{dim}: {{const: false}}` under `dims`"
+            for dim in switches(dialect, n)
+            if dims[dim]
+        )
+        for n in sorted(there - here)
+    ]
+    return lacking + [
+        f"{said(n)}: {source} has it, and {target} has no place for it"
+        + "".join(
+            f"; it has one where the dim {dim} is true"
+            for dim in switches(dialect, n)
+            if not dims[dim]
+        )
+        for n in sorted(here - there)
+    ]
