@@ -146,7 +146,8 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
         state = inner.get("state") if isinstance(inner, dict) else None
         state = state if isinstance(state, dict) else {}
         each = [one for one in state.values() if isinstance(one, dict)]
-        if "common_step" in state or any("step" in one for one in each):
+        # up to megatron-core 0.11, it is there and None if groups count the steps
+        if state.get("common_step") is not None or any("step" in one for one in each):
             raise UsageError(
                 f"{where}: its optimizer counts the steps of each parameter, as torch's AdamW does"
                 " where Transformer Engine and Apex are missing, and mckpt keeps the count of a"
@@ -154,6 +155,16 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
             )
         out.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
     return out
+
+
+def sharding_of(plain: Any) -> str | None:
+    """Returns how a distributed optimizer stored its state, as an `optimizer` of a common state
+    names it; None if it does not.
+    """
+    names = (
+        one.get("param_state_sharding_type") for one in _chained(plain) if isinstance(one, dict)
+    )
+    return next((name for name in names if name is not None), None)
 
 
 def unkept(plain: Any) -> list[str]:
