@@ -189,7 +189,7 @@ class Chunked:
                 entry = Entry(dtype, region.shape, file, start, view)
                 entries.append((named.get("layer", layer), named.get("expert", expert), entry))
             at += math.prod(box.shape) * size
-            if entries and min(region.shape, default=1):
+            if entries and all(region.shape):
                 yield region, entries
 
     def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
