@@ -1,5 +1,5 @@
 """Checkpoints that old releases of megatron-core save as `zarr`, and what they load of those that
-mckpt writes. It runs with one of these releases, from 0.8 to 0.13, on CPU, in an environment of its
+mckpt writes. It runs with one of these releases, from 0.6 to 0.13, on CPU, in an environment of its
 own (CONTRIBUTING.md):
 
     python -m torch.distributed.run --nproc-per-node 2 tests/zarr_samples.py save ARGS OUT [FORM]
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import inspect
 import os
 import sys
@@ -72,6 +73,11 @@ def without_gpu() -> None:
     # numpy 2 has no `product`, which 0.8 uses
     np.product = np.prod  # type: ignore[attr-defined]
     sys.path.insert(0, str(ROOT / "fake_te"))
+    # 0.6 and 0.7 ask for the version of the package
+    version = importlib.metadata.version
+    importlib.metadata.version = lambda name: (
+        "2.8.0" if name == "transformer-engine" else version(name)
+    )
     OnHost().__enter__()
 
 
