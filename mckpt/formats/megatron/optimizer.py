@@ -9,6 +9,7 @@ This module knows the keys of the optimizers whose state is stored parameter by 
 `torch_dist` these are optimizer.state.STATE.KEY, where KEY is the key of the weight:
 
     fully_reshardable   param, exp_avg, exp_avg_sq        DistributedOptimizer, from 0.15 on
+    fully_sharded_model_space   fp32_param, exp_avg, ...  DistributedOptimizer, up to 0.14
     (not recorded)      fp32_param, exp_avg, exp_avg_sq   Float16Optimizer, which is not distributed
 """
 
@@ -26,6 +27,7 @@ MASTER = "master"
 # names of the master copy: of DistributedOptimizer, and of Float16Optimizer
 MASTER_KEYS = ("param", "fp32_param")
 FULLY_RESHARDABLE = "fully_reshardable"
+MODEL_SPACE = "fully_sharded_model_space"  # the same, up to megatron-core 0.14
 NOT_DISTRIBUTED = "not distributed"
 # what `optimizer` in a common state has beside tensors
 _PLAIN = (
@@ -222,10 +224,16 @@ def is_wrapped(distributed: bool, states: Iterable[str]) -> bool:
 
 
 def common_of(
-    groups: Sequence[Sequence[Mapping[str, Any]]], distributed: bool, wrapped: bool
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    distributed: bool,
+    wrapped: bool,
+    form: str = FULLY_RESHARDABLE,
 ) -> Any:
-    """Returns the `optimizer` of the common state of a torch_dist with these param_groups."""
-    kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if distributed else {}
+    """Returns the `optimizer` of the common state of a torch_dist with these param_groups.
+
+    form: how the state of a distributed optimizer is stored.
+    """
+    kind = {"param_state_sharding_type": form} if distributed else {}
     inner = [{"param_groups": own} for own in groups]
     each = [{"optimizer": own, **kind} if wrapped else own for own in inner]
     return each[0] if len(each) == 1 else dict(enumerate(each))

@@ -286,7 +286,7 @@ class TorchDist:
             supposed = optimizer.FULLY_RESHARDABLE
         else:
             flat = bool(self.metadata.flattened)
-            supposed = "fully_sharded_model_space" if flat else optimizer.NOT_DISTRIBUTED
+            supposed = optimizer.MODEL_SPACE if flat else optimizer.NOT_DISTRIBUTED
         return str(marks.get("distrib_optim_sharding_type", supposed))
 
 

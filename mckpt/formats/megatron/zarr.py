@@ -15,12 +15,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from mckpt.errors import SourceError
-from mckpt.formats.base import Format, Wanted
+from mckpt.formats.base import Format
 from mckpt.formats.megatron.torch_dist import TorchDist, backend
 from mckpt.formats.megatron.torch_dist_writing import COMMON, MARKER
 from mckpt.formats.megatron.zarr_directory import ARRAY, ZarrDirectory, has_arrays
-from mckpt.geometry.box import Layout
-from mckpt.storage.files import TargetFile
+from mckpt.formats.megatron.zarr_writing import lay_out
 
 
 def detect(path: Path) -> bool:
@@ -40,10 +39,6 @@ def open_directory(path: Path) -> TorchDist:
     return TorchDist(ZarrDirectory(path), FORMAT)
 
 
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
-    raise NotImplementedError
-
-
 FORMAT = Format(
     "zarr",
     "*/.zarray with metadata.json",
@@ -54,5 +49,7 @@ FORMAT = Format(
     parts=(MARKER, COMMON, f"*/{ARRAY}", "*/[0-9]*", "*/shard_*.pt", "*.sync/*"),
     global_keys=True,
     layer_keys=True,
+    optimizer=True,
     last=MARKER,
+    until="0.15",
 )
