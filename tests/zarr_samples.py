@@ -2,14 +2,12 @@
 mckpt writes. It runs with one of these releases, from 0.6 to 0.13, on CPU, in an environment of its
 own (CONTRIBUTING.md):
 
-    python -m torch.distributed.run --nproc-per-node 2 tests/zarr_samples.py save ARGS OUT [FORM]
-    python tests/zarr_samples.py load ARGS DIRECTORY VALUES
+    python -m torch.distributed.run --nproc-per-node 2 tests/zarr_samples.py ARGS OUT FORM [SOURCE]
 
-ARGS: a common.pt with the args of the model. `save` trains a model of random weights for one step
-and writes it twice: to OUT/zarr, and as each rank's own files to OUT/torch. FORM is a form of the
-distributed optimizer's state, or float16 for the optimizer that is not distributed; without it,
-only weights are saved. `load` lets megatron-core load the checkpoint of DIRECTORY into a model and
-writes all of its weights to VALUES, with torch.save.
+ARGS: a common.pt with the args of the model. It makes a model of random weights, trains it for one
+step, and saves it twice: as OUT/zarr, and as each rank's own files in OUT/torch. FORM is a form of
+the distributed optimizer's state, or float16 for the optimizer that is not distributed, or weights
+for no optimizer. If SOURCE is given, it is loaded in place of training, before all is saved.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import inspect
 import os
 import sys
 import warnings
@@ -83,24 +80,16 @@ def without_gpu() -> None:
 
 def start(args: Namespace) -> None:
     without_gpu()
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo")
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random
 
     random.CudaRNGStatesTracker.fork = lambda *_, **__: contextlib.nullcontext()
-    sizes = args if "RANK" in os.environ else Namespace()
-    experts = getattr(sizes, "expert_model_parallel_size", 1)
+    experts = args.expert_model_parallel_size
     parallel_state.initialize_model_parallel(
-        getattr(sizes, "tensor_model_parallel_size", 1),
+        args.tensor_model_parallel_size,
         **({"expert_model_parallel_size": experts} if experts > 1 else {}),
     )
-    for name in ("tensor", "expert"):
-        setattr(
-            args, f"{name}_model_parallel_size", getattr(sizes, f"{name}_model_parallel_size", 1)
-        )
 
 
 def model_of(args: Namespace) -> tuple[Any, Any]:
@@ -164,8 +153,8 @@ def fill(model: Any) -> None:
         weight.data.copy_(torch.randn(weight.shape, generator=made) / 4 + (weight.dim() == 1))
 
 
-def trained(config: Any, model: Any, distributed: bool) -> Any:
-    """Returns the optimizer after one step, in which each gradient is made of its weight."""
+def optimizer_of(config: Any, model: Any, distributed: bool) -> Any:
+    """Returns the optimizer of a model, with gradients that are made of the weights."""
     from megatron.core import optimizer as core_optimizer
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -184,49 +173,52 @@ def trained(config: Any, model: Any, distributed: bool) -> Any:
         use_distributed_optimizer=distributed, grad_reduce_in_fp32=True, overlap_grad_reduce=False
     )
     wrapped = DistributedDataParallel(config, settings, model)
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=1e-2,
-            bf16=True,
-            params_dtype=torch.bfloat16,
-            use_distributed_optimizer=distributed,
-            weight_decay=0.01,
-            clip_grad=0.0,
-        ),
-        [wrapped],
-    )
     for weight in model.parameters():
         weight.main_grad.copy_(weight.detach().float() * 3 + 0.25)
     wrapped.start_grad_sync()
     wrapped.finish_grad_sync()
-    updated, _, _ = optimizer.step()
-    assert updated
-    return optimizer
+    options = {"lr": 1e-2, "weight_decay": 0.01, "clip_grad": 0.0, "bf16": True}
+    options |= {"params_dtype": torch.bfloat16, "use_distributed_optimizer": distributed}
+    return get_megatron_optimizer(OptimizerConfig(optimizer="adam", **options), [wrapped])
 
 
-def save(args: Namespace, out: Path, form: str | None) -> None:
+def sharded(args: Namespace, model: Any, optimizer: Any, form: str, loading: bool) -> Any:
+    """Returns what dist_checkpointing saves, or loads."""
+    state = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
+    state["model"] = model.sharded_state_dict()
+    if optimizer is not None:
+        given = {} if form == "float16" else {"sharding_type": form}
+        state["optimizer"] = optimizer.sharded_state_dict(state["model"], loading, **given)
+    return state
+
+
+def run(args: Namespace, out: Path, form: str, source: str | None) -> None:
     from megatron.core import dist_checkpointing, parallel_state
 
     config, model = model_of(args)
     fill(model)
-    common = {"args": args, "checkpoint_version": 3.0, "iteration": 1}
-    state = {**common, "model": model.sharded_state_dict()}
-    own = {**common, "model": model.state_dict()}
+    optimizer = None
+    if form != "weights":
+        optimizer = optimizer_of(config, model, form != "float16")
+    if source is not None:
+        for weight in model.parameters():
+            weight.data.zero_()
+        wanted = sharded(args, model, optimizer, form, loading=True)
+        found = dist_checkpointing.load(wanted, source)
+        model.load_state_dict(found["model"])
+        if optimizer is not None:
+            optimizer.load_state_dict(found["optimizer"])
+    elif optimizer is not None:
+        updated, _, _ = optimizer.step()
+        assert updated
     ranks = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02}"
     if args.expert_model_parallel_size > 1:
         ranks += f"_{parallel_state.get_expert_model_parallel_rank():03}"
     folder = out / "torch" / FOLDER / ranks
     folder.mkdir(parents=True, exist_ok=True)
-    if form is not None:
-        optimizer = trained(config, model, form != "float16")
-        # the optimizer finds the sharding of a parameter by the parameter
-        state["model"] = model.sharded_state_dict()
-        given = {} if form == "float16" else {"sharding_type": form}
-        if "sharding_type" not in inspect.signature(optimizer.sharded_state_dict).parameters:
-            assert not given or hasattr(optimizer, "chained_optimizers")
-        state["optimizer"] = optimizer.sharded_state_dict(state["model"], **given)
-        own = {**common, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    own = {"args": args, "checkpoint_version": 3.0, "iteration": 1, "model": model.state_dict()}
+    if optimizer is not None:
+        own["optimizer"] = optimizer.state_dict()
         if form != "float16":
             optimizer.save_parameter_state(str(folder / "distrib_optim.pt"))
     if parallel_state.get_data_parallel_rank() == 0 or args.expert_model_parallel_size > 1:
@@ -235,27 +227,17 @@ def save(args: Namespace, out: Path, form: str | None) -> None:
     if dist.get_rank() == 0:
         path.mkdir(parents=True)
     dist.barrier()
+    state = sharded(args, model, optimizer, form, loading=False)
     dist_checkpointing.save(state, str(path), ("zarr", 1))
 
 
-def load(args: Namespace, directory: Path, values: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    _, model = model_of(args)
-    found = dist_checkpointing.load({"model": model.sharded_state_dict()}, str(directory))
-    model.load_state_dict(found["model"])
-    assert found["args"].num_layers == args.num_layers
-    torch.save(dict(model.named_parameters()), values)
-
-
 def main() -> None:
-    command, described, *rest = sys.argv[1:]
-    args = torch.load(described, weights_only=False)["args"]
+    described, out, form, *source = sys.argv[1:]
+    # the default of torch.load when 0.8 was released
+    os.environ["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
+    args = torch.load(described)["args"]
     start(args)
-    if command == "save":
-        save(args, Path(rest[0]).absolute(), rest[1] if len(rest) > 1 else None)
-    else:
-        load(args, Path(rest[0]).absolute(), Path(rest[1]))
+    run(args, Path(out).absolute(), form, source[0] if source else None)
 
 
 if __name__ == "__main__":
