@@ -27,10 +27,10 @@ class Listed(NamedTuple):
 # In the order in which `detect` tries them.
 FORMATS: dict[str, Listed] = {
     "hf": Listed("mckpt.formats.hf", megatron=False),
-    "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True),
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
     "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, written=False),
     "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, written=False),
+    "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True),
     "torch": Listed("mckpt.formats.megatron.torch", megatron=True),
 }
 HUGGING_FACE = "hf"  # the default format of Hugging Face targets

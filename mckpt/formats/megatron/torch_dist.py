@@ -44,6 +44,7 @@ from mckpt.formats.megatron.torch_dist_writing import (
     METADATA,
     lay_out,
 )
+from mckpt.formats.megatron.zarr_directory import has_arrays
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
@@ -55,7 +56,7 @@ CHOICES = {"keys": ("global",)}  # of the dialects
 def detect(path: Path) -> bool:
     # Without its metadata.json it was saved in part, or has another format.
     partial = (path / METADATA).exists() and not has_keys(path, MODEL)
-    return partial or (path / MARKER).exists()
+    return partial or ((path / MARKER).exists() and not has_arrays(path))
 
 
 def backend(path: Path) -> str:
