@@ -182,6 +182,7 @@ def test_all_directions(tiny_model: TinyModel, tmp_path: Path) -> None:
     again = tmp_path / "again" / "release"
     assert len(kept) > 30 and all((again / name).read_bytes() == kept[name] for name in kept)
     assert command("check", tmp_path / "zarr").code == 0
+    assert mckpt.verify(source, tmp_path / "zarr", level="bytes").verdict == "pass"
     args = json.loads((folder / "megatron_args.json").read_text())
     assert "zarr" in json.dumps(args)
     # a checkpoint of another format takes its place
@@ -202,6 +203,16 @@ def test_releases_that_do_not_load_the_format_are_refused(llama: Path, tmp_path:
     refused(2, "up to 0.15", "torch_dist", args=(*args, "--megatron-version", "0.16"))
     good(*args, "--megatron-version", "0.12")
     assert Checkpoint(tmp_path / "out").format == "zarr"
+
+
+@pytest.mark.judge
+@pytest.mark.filterwarnings("ignore")  # torch and transformers cause it by their imports
+def test_todays_megatron_core_judges_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source, written = tiny_model("llama"), tmp_path / "zarr"
+    mckpt.convert(source, written, format="zarr")
+    assert mckpt.verify(source, written).verdict == "pass"
+    said = command("train", written, "--steps", 1)
+    assert said.code == 3 and "loads up to 0.15; write another: mckpt reshard" in said.err
 
 
 # ------------------------------------------------------------------------------------------- errors

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mckpt import mapping
+from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
@@ -230,7 +230,7 @@ def _version(dialect: MappingFile, target: Target, destination: Destination) -> 
 
     Raises UsageError if the user's version does not read it.
     """
-    until = destination.format.until
+    until = formats.FORMATS[destination.format.name].until
     if target.megatron_version is None:
         return dialect.version(until or None)
     found = dialect.version(target.megatron_version)

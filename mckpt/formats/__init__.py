@@ -22,6 +22,7 @@ class Listed(NamedTuple):
     module: str
     megatron: bool
     written: bool = True  # False: the format is only read
+    until: str = ""  # the last megatron-core that has it; "": today's has it
 
 
 # In the order in which `detect` tries them.
@@ -30,7 +31,7 @@ FORMATS: dict[str, Listed] = {
     "torch_dist": Listed("mckpt.formats.megatron.torch_dist", megatron=True),
     "torch_dcp": Listed("mckpt.formats.megatron.torch_dcp", megatron=True, written=False),
     "fsdp_dtensor": Listed("mckpt.formats.megatron.fsdp_dtensor", megatron=True, written=False),
-    "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True),
+    "zarr": Listed("mckpt.formats.megatron.zarr", megatron=True, until="0.15"),
     "torch": Listed("mckpt.formats.megatron.torch", megatron=True),
 }
 HUGGING_FACE = "hf"  # the default format of Hugging Face targets
@@ -49,15 +50,18 @@ def all_of(megatron: bool) -> Iterator[Format]:
     return (get(name) for name, listed in FORMATS.items() if listed.megatron == megatron)
 
 
-def names(megatron: bool, written: bool = False) -> list[str]:
+def names(megatron: bool, written: bool = False, current: bool = False) -> list[str]:
     """Returns the names of the formats that `all_of` yields, without importing them.
 
-    written: leaves out those that are only read.
+    written: leaves out those that are only read. current: leaves out those that today's
+    megatron-core does not have.
     """
     return [
         name
         for name, listed in FORMATS.items()
-        if listed.megatron == megatron and (listed.written or not written)
+        if listed.megatron == megatron
+        and (listed.written or not written)
+        and not (listed.until and current)
     ]
 
 

@@ -51,5 +51,4 @@ FORMAT = Format(
     layer_keys=True,
     optimizer=True,
     last=MARKER,
-    until="0.15",
 )

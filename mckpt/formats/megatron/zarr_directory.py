@@ -109,6 +109,7 @@ class ZarrDirectory(Chunked):
 
     def __init__(self, root: Path) -> None:
         self.arrays: dict[str, Array] = {}
+        self.sizes: dict[str, int] = {}  # of the files, in bytes
         self.root = root
         tensors: dict[str, Any] = {}
         objects: list[str] = []
@@ -122,6 +123,7 @@ class ZarrDirectory(Chunked):
                 nbytes = math.prod(array.chunk) * itemsize(array.dtype)
                 for (offsets, _), name in chunks:
                     items[key, offsets] = (f"{key}/{name}", 0, nbytes)
+            self.sizes |= {f"{key}/{name}": size for name, size in names.items()}
             for name in sorted(names):
                 if name.startswith(OBJECT) and name.endswith(".pt"):
                     number = f"{key}/{name.removesuffix('.pt')}"
@@ -196,9 +198,8 @@ class ZarrDirectory(Chunked):
         """Raises SourceError for chunks whose file has another size."""
         wrong = []
         for (_, offsets), (file, _, nbytes) in self.metadata.items.items():
-            size = os.path.getsize(self.root / file)
-            if offsets is not None and size != nbytes:
-                wrong.append(f"{file} has {size:,} bytes, and should have {nbytes:,}")
+            if offsets is not None and self.sizes[file] != nbytes:
+                wrong.append(f"{file} has {self.sizes[file]:,} bytes, and should have {nbytes:,}")
         if wrong:
             raise SourceError.of(
                 f"{self.root}: chunks are truncated, or not of this checkpoint; copy them again:",
