@@ -131,6 +131,8 @@ def test_old_checkpoints_become_portable(llama: Path, tmp_path: Path) -> None:
     for other in ("repaired", "tp1"):
         assert mckpt.diff(llama, tmp_path / other).same == 4 * 21
     assert mckpt.diff(llama, tmp_path / "hf", no_optimizer=True).same == 21
+    good("reshard", llama, tmp_path / "default", "--target-tp", 1)
+    assert Checkpoint(tmp_path / "default").format == "torch_dist"
     portable = Checkpoint(tmp_path / "repaired")
     assert portable.format == "torch_dist" and portable.optimizer is not None
     assert portable.optimizer.form == "fully_reshardable"

@@ -66,10 +66,10 @@ def names(megatron: bool, written: bool = False, current: bool = False) -> list[
 
 
 def kept_or_default(name: str) -> str:
-    """Returns the format in which a Megatron checkpoint of a format is written again: the same, if
-    mckpt writes it.
+    """Returns the format in which a Megatron checkpoint of a format is written again, if the user
+    names none: the same, if mckpt writes it and today's megatron-core has it.
     """
-    return name if FORMATS[name].written else MEGATRON
+    return name if name in names(megatron=True, written=True, current=True) else MEGATRON
 
 
 def detect(folder: Path, megatron: bool) -> Format | None:
