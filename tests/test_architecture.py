@@ -137,7 +137,7 @@ def reach(module: str) -> set[str]:
 def test_the_functions_that_find_imports_work() -> None:
     """Otherwise the tests below could not fail."""
     assert {"geometry.box", "errors", "formats.base", "mapping", "geometry.packing"} <= ours(
-        "formats.megatron.dcp_directory"
+        "formats.megatron.torch_dist_writing"
     )
     assert "geometry.box" in reach("api") and "execute.engine" in reach("cli.convert")
     assert len(MODULES) > 25

@@ -15,7 +15,7 @@ import pytest
 
 import mckpt as package
 from mckpt.containers.dcp_metadata import read_metadata
-from mckpt.formats.megatron import dcp_directory, torch_dist_writing
+from mckpt.formats.megatron import chunked, torch_dist_writing
 from tests.door import (
     PT,
     TRACKER,
@@ -341,7 +341,7 @@ def test_a_checkpoint_with_more_files_than_may_be_open_is_read(made, tmp_path, m
     checkpoint = package.open(tmp_path / "dst")
     assert checkpoint.names.choices
     was, before = resource.getrlimit(resource.RLIMIT_NOFILE), len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(dcp_directory, "MAX_OPEN", 8)
+    monkeypatch.setattr(chunked, "MAX_OPEN", 8)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before + 15, was[1]))
     try:
         assert checkpoint.layout.files

@@ -121,7 +121,7 @@ def megatron_to_hf(src: Path, dst: Path, **options: Any) -> Outcome | None:
     "--target-format",
     type=MEGATRON_FORMATS,
     help="Format of the new checkpoint. Without it, the source's, or torch_dist for a format that"
-    " mckpt only reads.",
+    " mckpt only reads, and for zarr.",
 )
 @dialect_option("target-", otherwise="the source's")
 @no_optimizer_option

@@ -242,13 +242,13 @@ megatron_target_options = together(
         "--megatron-version",
         metavar="VERSION",
         help="The megatron-core that will load the checkpoint, such as 0.16 or 0.19.2. Without"
-        " it, the newest version that mckpt knows.",
+        " it, the newest version that mckpt knows and that loads the format.",
     ),
     megatron_option(
         "--layer-keys",
         type=click.Choice(["stacked", "per_layer"]),
-        help="torch_dist only: one key for all layers, or one for each layer. Without it, the"
-        " model's args decide.",
+        help="torch_dist and zarr only: one key for all layers, or one for each layer. Without it,"
+        " the model's args decide.",
     ),
     megatron_option(
         "--run-config",

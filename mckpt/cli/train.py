@@ -9,7 +9,6 @@ import click
 
 from mckpt import formats
 from mckpt.cli.options import (
-    MEGATRON_FORMATS,
     NOT_NEGATIVE,
     POSITIVE,
     command,
@@ -138,7 +137,7 @@ saving_option = in_section("Saving")
 )
 @saving_option(
     "--format",
-    type=MEGATRON_FORMATS,
+    type=click.Choice(formats.names(megatron=True, written=True, current=True)),
     default=formats.MEGATRON,
     show_default=True,
     help="Format of the saved checkpoints.",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mckpt import mapping
+from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
@@ -47,14 +47,15 @@ from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import Dims, MappingFile
+from mckpt.mapping import Dims, MappingFile, major_minor
 from mckpt.storage.files import TargetFile
 
 
 def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
     """Returns the plan of a Megatron checkpoint of any format."""
     dialect = dialect_to_write(source, target)
-    megatron = dialect.version(target.megatron_version)
+    megatron = _version(dialect, target, destination)
+    target = replace(target, megatron_version=".".join(map(str, megatron)))
     refuse_old_version(target, megatron)
     refuse_choices(target, dialect)
     vocabulary = _vocabulary(source, dialect, target)
@@ -124,7 +125,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         ).hexdigest(),
         common_as_object=target.common_as_object,
         args=line.flags,
-        megatron_version=".".join(map(str, megatron)),
+        megatron_version=target.megatron_version,
         left_behind=optimizer.left_behind(source, kept),
         **({"optimizer": state} if state else {}),
         **_form(source),
@@ -221,6 +222,25 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> _Vo
     )
     moved = source.with_dims({**source.dims, "vocab_size": min(rows, wanted)})
     return _Vocabulary(moved, wanted, divisor, [note])
+
+
+def _version(dialect: MappingFile, target: Target, destination: Destination) -> list[int]:
+    """Returns the version of the megatron-core that will load the checkpoint: the user's, else the
+    newest of those that read the format.
+
+    Raises UsageError if the user's version does not read it.
+    """
+    until = formats.FORMATS[destination.format.name].until
+    if target.megatron_version is None:
+        return dialect.version(until or None)
+    found = dialect.version(target.megatron_version)
+    if until and found > major_minor(until):
+        raise UsageError(
+            f"--megatron-version {target.megatron_version}: megatron-core reads the format"
+            f" {destination.format} up to {until}; give --format torch_dist, or --megatron-version"
+            f" {until}"
+        )
+    return found
 
 
 def padded_rows(dims: Dims, divisible_by: int, tp: int) -> int:

@@ -6,7 +6,7 @@ from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import is_part, typed
 from mckpt.mapping.hub import hub
-from mckpt.mapping.lookup import equal, lookup
+from mckpt.mapping.lookup import equal, lookup, major_minor
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
     KINDS,
@@ -44,6 +44,7 @@ __all__ = [
     "key_pattern",
     "load",
     "lookup",
+    "major_minor",
     "merged",
     "misfits",
     "names",

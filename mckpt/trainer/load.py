@@ -86,6 +86,11 @@ def format_of(checkpoint: str | Path) -> Format:
                 f" {unit} DST"
             )
         raise SourceError(f"{unit}: not a Megatron checkpoint that mckpt reads")
+    if until := formats.FORMATS[found.name].until:
+        raise SourceError(
+            f"{unit}: has the format {found}, which megatron-core loads up to {until}; write"
+            f" another: mckpt reshard {checkpoint} DST --target-format torch_dist"
+        )
     if not formats.FORMATS[found.name].written:
         raise SourceError(
             f"{unit}: has the format {found}, which only a sharded model can load; write another:"

@@ -312,7 +312,8 @@ class _Subject:
         _refuse_context_parallelism(path, self.dtype, options)
         self.run_path = where
         self.resharded = right.opened.format.fixed_sizes and wanted != saved
-        self.resharded |= not formats.FORMATS[right.format].written
+        listed = formats.FORMATS[right.format]
+        self.resharded |= not listed.written or bool(listed.until)
         if self.resharded:
             self.run_path = work / f"{name}.resharded"
             reshard(right, self.run_path, wanted)

@@ -9,39 +9,27 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import re
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mckpt.containers import torch_file, torch_spans
-from mckpt.containers.dcp_metadata import Metadata, read_metadata
-from mckpt.containers.entries import Entry, Span
+from mckpt.containers.dcp_metadata import read_metadata
+from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
-from mckpt.formats.base import Names, Problems, Shown, group, packed
-from mckpt.formats.megatron.flat_optimizer import Extent
+from mckpt.formats.megatron.chunked import Chunked, Files, Key, Keys
 from mckpt.formats.megatron.torch_dist_writing import MARKER, METADATA
-from mckpt.geometry.box import Box, Stored, range_boxes
-from mckpt.geometry.packing import buffer
 from mckpt.mapping import Bound
 from mckpt.storage.files import unreadable
 from mckpt.values.dtypes import itemsize
 
-# .distcp files open at once while a layout is read; a save has one or two for each rank
-MAX_OPEN = 32
-
 MODEL = "model."  # how the keys of weights begin in torch_dcp and fsdp_dtensor
 # bytes of a .metadata among which the first keys are
 HEAD = 1 << 20
-
-Key = tuple[str, int, int]  # of a stored tensor, and its layer and expert, where the key names them
-Keys = Callable[[Bound], list[Key]]  # the keys of a rule
 
 
 def has_keys(root: Path, prefix: str) -> bool:
@@ -56,13 +44,6 @@ def has_keys(root: Path, prefix: str) -> bool:
     # The byte before a string of a pickle is its length, or a part of it.
     starts = re.finditer(re.escape(prefix.encode()) + rb"[a-z.0-9_]*", head)
     return any(head[m.start() - 1] == len(m[0]) for m in starts)
-
-
-def stacked_keys(b: Bound) -> list[Key]:
-    """Returns the keys of tensors whose leading axes are the layers and experts that their keys do
-    not name.
-    """
-    return [(key, layer, 0) for key, layer in b.global_keys()]
 
 
 def single_keys(b: Bound) -> list[Key]:
@@ -81,22 +62,14 @@ def names_of(bound: Iterable[Bound]) -> set[str]:
     return {key for b in bound for key, _, _ in single_keys(b)}
 
 
-class Directory:
+class Directory(Chunked):
     """The index of a directory, and the places of its chunks."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
-        self.metadata: Metadata = read_metadata(root / METADATA)
-        self.files = sorted({item[0] for item in self.metadata.items.values()})
-        self.number = {name: i for i, name in enumerate(self.files)}
+        super().__init__(root, read_metadata(root / METADATA))
         absent = [name for name in self.files if not (root / name).is_file()]
         if absent:
             raise SourceError.of(f"{root}: {METADATA} names files that are not there:", absent)
-
-    @cached_property
-    def paths(self) -> list[str]:
-        """Returns the paths of its .distcp files, in the order of their numbers."""
-        return [str(self.root / f) for f in self.files]
 
     def object(self, key: str) -> tuple[Any, Any]:
         """Returns the value of an object, and the places of its storages."""
@@ -105,34 +78,10 @@ class Directory:
 
     def raw(self, keys: Iterable[str]) -> Iterator[bytes]:
         """Yields the bytes of objects, unread."""
-        with _Files(self.root) as files:
+        with Files(self.root) as files:
             for key in keys:
                 file, offset, length = self.metadata.items[key, None]
                 yield os.pread(files.fd(file), length, offset)
-
-    @staticmethod
-    def read(path: str, base: int = 0, length: int | None = None) -> tuple[Any, Any]:
-        """Returns the value of a torch.save file, which may be a part of a file, and the places of
-        its storages.
-        """
-        try:
-            fd = os.open(path, os.O_RDONLY)
-        except OSError as e:
-            raise unreadable(path, e) from e
-        try:
-            return torch_file.read(fd, path, base, length)
-        finally:
-            os.close(fd)
-
-    def show(self, most: int | None) -> Shown:
-        """Returns every stored tensor, with the number of its chunks."""
-        tensors = self.metadata.tensors
-        rows = [
-            (key, dtype, size, {"chunks": len(chunks)})
-            for key, (dtype, size, chunks) in tensors.items()
-        ]
-        facts = {"files": len(self.files), "objects": len(self.metadata.objects)}
-        return Shown(facts, rows[:most], Counter(t[:2] for t in tensors.values()))
 
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         """Returns the records and tensors of all items, and of the files `beside`."""
@@ -164,120 +113,8 @@ class Directory:
                 short,
             )
 
-    def stored(
-        self,
-        bound: list[Bound],
-        names: Names,
-        problems: Problems,
-        keys: Keys = stacked_keys,
-    ) -> list[Stored]:
-        """Returns the chunks of these rules; what is missing or of another shape becomes one of
-        `problems`.
-        """
-        scope = names.scope()
-        stored: list[Stored] = []
-        with _Files(self.root) as files:
-            for b in bound:
-                found: dict[Box, list[tuple[int, int, Entry]]] = {}
-                whole = packed(b.rule, scope)
-                for key, layer, expert in keys(b):
-                    if key not in self.metadata.tensors:
-                        if not b.rule.alias:
-                            problems.missing(f"{key} is missing")
-                        continue
-                    _, size, chunks = self.metadata.tensors[key]
-                    size, axes = self.metadata.flattened.get(key, size), b.axes(scope)
-                    if (
-                        b.rule.tp == "vocab"
-                        and len(size) > len(axes)
-                        and size[len(axes)] >= whole.shape[0]
-                    ):
-                        whole = packed(b.rule, scope, size[len(axes)])
-                    if size != (*axes, *whole.shape):
-                        problems.missing(
-                            f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its"
-                            " dims"
-                        )
-                        continue
-                    for _, offsets, sizes in sorted(
-                        (self.metadata.items[key, offsets], offsets, sizes)
-                        for offsets, sizes in chunks
-                    ):
-                        instance = layer, expert
-                        for region, entries in self._chunk(b, key, instance, offsets, sizes, files):
-                            found.setdefault(region, []).extend(entries)
-                for region, entries in found.items():
-                    shape, pieces = buffer(whole, [region], b.rule.of)
-                    stored += group(
-                        b.rule.key,
-                        shape,
-                        pieces,
-                        entries,
-                        problems,
-                        replica=b.rule.alias,
-                        padding=b.rule.tp == "vocab",
-                    )
-        return stored
-
-    def _chunk(
-        self,
-        b: Bound,
-        key: str,
-        instance: tuple[int, int],
-        offsets: tuple[int, ...],
-        sizes: tuple[int, ...],
-        files: _Files,
-    ) -> Iterator[tuple[Box, list[tuple[int, int, Entry]]]]:
-        """Yields the parts of one chunk: a region, and the entries of the layers and experts that
-        hold it. The leading axes are outermost, so each entry is a dense part of the chunk.
-
-        instance: the layer and expert of the key, where it names them.
-        """
-        layer, expert = instance
-        dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
-        size = itemsize(dtype)
-        file, at = self._data_at(key, offsets, sizes, files)
-        for box in self._boxes(key, offsets, sizes):
-            region = Box(tuple(box.offset[axes:]), tuple(box.shape[axes:]))
-            inner = math.prod(region.shape) * size
-            entries = []
-            for index in itertools.product(
-                *(range(o, o + n) for o, n in zip(box.offset[:axes], box.shape[:axes], strict=True))
-            ):
-                named = dict(zip(b.rule.stacked(), index, strict=True))
-                entry = Entry(dtype, region.shape, file, at)
-                entries.append((named.get("layer", layer), named.get("expert", expert), entry))
-                at += inner
-            if entries and inner:
-                yield region, entries
-
-    def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
-        """Returns the boxes of a tensor whose elements a chunk holds, one box after the other.
-
-        Up to megatron-core 0.14 a chunk of an optimizer's state may be a range of one rank's shard:
-        its axes are the numbers of the shard along each axis, and a range of its elements.
-        """
-        whole = self.metadata.flattened.get(key)
-        if whole is None:
-            return [Box(offsets, sizes)]
-        grid = self.metadata.tensors[key][1][:-1]
-        shard = tuple(n // ways for n, ways in zip(whole, grid, strict=True))
-        first = [o * n for o, n in zip(offsets[:-1], shard, strict=True)]
-        return [
-            Box(tuple(f + o for f, o in zip(first, box.offset, strict=True)), box.shape)
-            for box in range_boxes(shard, offsets[-1], offsets[-1] + sizes[-1])
-        ]
-
-    def extents(self, key: str) -> Iterator[Extent]:
-        """Yields the chunks of a tensor of one axis."""
-        dtype, _, chunks = self.metadata.tensors[key]
-        with _Files(self.root) as files:
-            for offsets, sizes in chunks:
-                low = offsets[0]
-                yield Extent(low, low + sizes[0], dtype, *self._data_at(key, offsets, sizes, files))
-
-    def _data_at(
-        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: _Files
+    def place(
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
     ) -> tuple[int, int]:
         """Returns the number of a chunk's file, and the byte at which the chunk's data begins."""
         dtype = self.metadata.tensors[key][0]
@@ -286,30 +123,3 @@ class Directory:
         nbytes = math.prod(sizes) * itemsize(dtype)
         at = torch_file.item_data_offset(files.fd(file), base, length, nbytes, where, dtype, sizes)
         return self.number[file], at
-
-
-class _Files:
-    """The files of a directory that were read last, kept open."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.fds: OrderedDict[str, int] = OrderedDict()
-
-    def fd(self, file: str) -> int:
-        """Returns a descriptor, which is valid until the next call."""
-        if file not in self.fds:
-            if len(self.fds) == MAX_OPEN:
-                os.close(self.fds.popitem(last=False)[1])
-            try:
-                self.fds[file] = os.open(self.root / file, os.O_RDONLY)
-            except OSError as e:
-                raise unreadable(self.root / file, e) from e
-        self.fds.move_to_end(file)
-        return self.fds[file]
-
-    def __enter__(self) -> _Files:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for fd in self.fds.values():
-            os.close(fd)

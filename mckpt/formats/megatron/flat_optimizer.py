@@ -3,6 +3,8 @@
     dp_reshardable           each bucket is a tensor of one axis, in chunks of the data-parallel
                              ranks: optimizer.distributed.dp_group_idx_G.gbuf_idx_B.dtype_(D, D)
                              .bucket_idx_K.STATE
+    fully_sharded_bucket_space
+                             the same, with padding at the end (megatron-core up to 0.14)
     dp_zero_gather_scatter   each model-parallel rank has an object with the buffers of all its
                              states: optimizer.distributed.dp_group_idx_G.param_state
 
@@ -91,6 +93,21 @@ def buffers(value: Any, data: Ranges, file: int, chain: int, number: int) -> Ext
                     state = MASTER if name in MASTER_KEYS else name
                     place = Place(chain, number, chunk, dtypes[0].name, 0, state)
                     out[place] = [Extent(0, entry.shape[0], entry.dtype, file, entry.at)]
+    return out
+
+
+def unpadded(extents: Extents, numels: Any, chain: int, number: int) -> Extents:
+    """Returns the extents without the padding at the end of the buckets of one model-parallel rank.
+
+    numels: the object `per_bucket_numel_unpadded`, which has the elements of each bucket without
+    padding, by the number of the buffer and its dtypes. chain, number: of its key.
+    """
+    out = dict(extents)
+    for place, found in extents.items():
+        if (place.chain, place.group) == (chain, number):
+            listed = {dtypes[0].name: n for dtypes, n in numels[place.chunk].items()}
+            most = int(listed[place.dtype][place.bucket])
+            out[place] = [e._replace(high=min(e.high, most)) for e in found if e.low < most]
     return out
 
 

@@ -9,6 +9,7 @@ This module knows the keys of the optimizers whose state is stored parameter by 
 `torch_dist` these are optimizer.state.STATE.KEY, where KEY is the key of the weight:
 
     fully_reshardable   param, exp_avg, exp_avg_sq        DistributedOptimizer, from 0.15 on
+    fully_sharded_model_space   fp32_param, exp_avg, ...  DistributedOptimizer, up to 0.14
     (not recorded)      fp32_param, exp_avg, exp_avg_sq   Float16Optimizer, which is not distributed
 """
 
@@ -26,6 +27,7 @@ MASTER = "master"
 # names of the master copy: of DistributedOptimizer, and of Float16Optimizer
 MASTER_KEYS = ("param", "fp32_param")
 FULLY_RESHARDABLE = "fully_reshardable"
+MODEL_SPACE = "fully_sharded_model_space"  # the same, up to megatron-core 0.14
 NOT_DISTRIBUTED = "not distributed"
 # what `optimizer` in a common state has beside tensors
 _PLAIN = (
@@ -146,7 +148,8 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
         state = inner.get("state") if isinstance(inner, dict) else None
         state = state if isinstance(state, dict) else {}
         each = [one for one in state.values() if isinstance(one, dict)]
-        if "common_step" in state or any("step" in one for one in each):
+        # up to megatron-core 0.11, it is there and None if groups count the steps
+        if state.get("common_step") is not None or any("step" in one for one in each):
             raise UsageError(
                 f"{where}: its optimizer counts the steps of each parameter, as torch's AdamW does"
                 " where Transformer Engine and Apex are missing, and mckpt keeps the count of a"
@@ -154,6 +157,16 @@ def groups_of(plain: Any, where: str) -> list[list[dict[str, Any]]]:
             )
         out.append([{k: v for k, v in group.items() if k != "params"} for group in groups])
     return out
+
+
+def sharding_of(plain: Any) -> str | None:
+    """Returns how a distributed optimizer stored its state, as an `optimizer` of a common state
+    names it; None if it does not.
+    """
+    names = (
+        one.get("param_state_sharding_type") for one in _chained(plain) if isinstance(one, dict)
+    )
+    return next((name for name in names if name is not None), None)
 
 
 def unkept(plain: Any) -> list[str]:
@@ -211,10 +224,16 @@ def is_wrapped(distributed: bool, states: Iterable[str]) -> bool:
 
 
 def common_of(
-    groups: Sequence[Sequence[Mapping[str, Any]]], distributed: bool, wrapped: bool
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    distributed: bool,
+    wrapped: bool,
+    form: str = FULLY_RESHARDABLE,
 ) -> Any:
-    """Returns the `optimizer` of the common state of a torch_dist with these param_groups."""
-    kind = {"param_state_sharding_type": FULLY_RESHARDABLE} if distributed else {}
+    """Returns the `optimizer` of the common state of a torch_dist with these param_groups.
+
+    form: how the state of a distributed optimizer is stored.
+    """
+    kind = {"param_state_sharding_type": form} if distributed else {}
     inner = [{"param_groups": own} for own in groups]
     each = [{"optimizer": own, **kind} if wrapped else own for own in inner]
     return each[0] if len(each) == 1 else dict(enumerate(each))

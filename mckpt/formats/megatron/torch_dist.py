@@ -32,6 +32,7 @@ from mckpt.formats.base import (
     shapes_of,
 )
 from mckpt.formats.megatron import flat_optimizer, optimizer
+from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.common_state import Common, has_tensors
 from mckpt.formats.megatron.dcp_directory import MODEL, Directory, has_keys
 from mckpt.formats.megatron.optimizer import Optimizer
@@ -43,6 +44,7 @@ from mckpt.formats.megatron.torch_dist_writing import (
     METADATA,
     lay_out,
 )
+from mckpt.formats.megatron.zarr_directory import has_arrays
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
@@ -54,33 +56,45 @@ CHOICES = {"keys": ("global",)}  # of the dialects
 def detect(path: Path) -> bool:
     # Without its metadata.json it was saved in part, or has another format.
     partial = (path / METADATA).exists() and not has_keys(path, MODEL)
-    return partial or (path / MARKER).exists()
+    return partial or ((path / MARKER).exists() and not has_arrays(path))
+
+
+def backend(path: Path) -> str:
+    """Returns the name of the format in a metadata.json.
+
+    Raises SourceError if there is none, or it does not name a format.
+    """
+    if not (path / MARKER).exists():
+        raise SourceError(f"{path}: has no {MARKER}: its save never finished")
+    try:
+        return str(json.loads(read_file(path / MARKER, 1 << 20))["sharded_backend"])
+    except (ValueError, KeyError, TypeError):
+        raise SourceError(f"{path / MARKER}: names no sharded_backend") from None
+
+
+def open_directory(path: Path) -> TorchDist:
+    """Opens a `torch_dist` checkpoint."""
+    if (found := backend(path)) != FORMAT.name:
+        raise SourceError(
+            f"{path}: sharded_backend is {found!r}; mckpt reads {FORMAT.name} and zarr"
+        )
+    if not (path / METADATA).exists():
+        raise SourceError(f"{path}: has {MARKER} and no {METADATA}")
+    return TorchDist(Directory(path), FORMAT)
 
 
 class TorchDist:
-    """An opened `torch_dist` checkpoint.
+    """An opened checkpoint of Megatron-Core's dist_checkpointing: `torch_dist`, or `zarr` with the
+    same keys.
 
-    `.metadata` is read, and of the items only what tells where a chunk's data begins.
+    The index of the directory is read, and of the chunks only what tells where their data begins.
     """
 
     quantised = False
 
-    def __init__(self, path: Path) -> None:
-        self.format = FORMAT
-        self.root = path
-        if not (path / MARKER).exists():
-            raise SourceError(f"{path}: has no {MARKER}: its save never finished")
-        try:
-            marker = json.loads(read_file(path / MARKER, 1 << 20))
-            backend = marker["sharded_backend"]
-        except (ValueError, KeyError, TypeError):
-            raise SourceError(f"{path / MARKER}: names no sharded_backend") from None
-        if backend != "torch_dist":
-            raise SourceError(f"{path}: sharded_backend is {backend!r}; mckpt reads torch_dist")
-        if not (path / METADATA).exists():
-            raise SourceError(f"{path}: has {MARKER} and no {METADATA}")
-        self.directory = Directory(path)
-        self.metadata = self.directory.metadata
+    def __init__(self, directory: Chunked, format: Format) -> None:
+        self.format, self.root = format, directory.root
+        self.directory, self.metadata = directory, directory.metadata
 
     @cached_property
     def common(self) -> Common:
@@ -216,7 +230,8 @@ class TorchDist:
     def _flat_optimizer(self, names: Names) -> Optimizer | None:
         """Returns the optimizer's state of flat buffers, None if there are none."""
         marks = self.common.fields.get("content_metadata") or {}
-        form = str(marks.get("distrib_optim_sharding_type", "distributed"))
+        kind = optimizer.sharding_of(self.common.fields.get("optimizer")) or "distributed"
+        form = str(marks.get("distrib_optim_sharding_type", kind))
         objects = {k: found for k in self.metadata.objects if (found := flat_optimizer.group_of(k))}
         extents = {
             place: list(self.directory.extents(key))
@@ -243,9 +258,12 @@ class TorchDist:
         }
         rows = self.padded_vocab(names.mapping)
         groups: dict[int, Any] = {}
-        for key, (chain, _, what) in objects.items():
+        for key, (chain, number, what) in objects.items():
             if what == "optimizer" and chain not in groups:
                 groups[chain] = self.directory.object(key)[0][0]
+            elif what == "per_bucket_numel_unpadded":
+                numels = self.directory.object(key)[0][0]
+                extents = flat_optimizer.unpadded(extents, numels, chain, number)
         listed = [groups[chain] for chain in sorted(groups)]
         keys = frozenset(
             k for k in (*self.metadata.tensors, *objects) if flat_optimizer.group_of(k)
@@ -262,12 +280,14 @@ class TorchDist:
         0.13 on; without that name the keys tell.
         """
         marks = self.common.fields.get("content_metadata") or {}
+        if (kind := optimizer.sharding_of(self.common.fields.get("optimizer"))) is not None:
+            return str(marks.get("distrib_optim_sharding_type", kind))
         distributed = f"optimizer.state.{optimizer.MASTER_KEYS[0]}."
         if any(key.startswith(distributed) for key in self.metadata.tensors):
             supposed = optimizer.FULLY_RESHARDABLE
         else:
             flat = bool(self.metadata.flattened)
-            supposed = "fully_sharded_model_space" if flat else optimizer.NOT_DISTRIBUTED
+            supposed = optimizer.MODEL_SPACE if flat else optimizer.NOT_DISTRIBUTED
         return str(marks.get("distrib_optim_sharding_type", supposed))
 
 
@@ -284,7 +304,7 @@ FORMAT = Format(
     ".metadata with metadata.json",
     megatron=True,
     detect=detect,
-    open=TorchDist,
+    open=open_directory,
     lay_out=lay_out,
     parts=(METADATA, MARKER, COMMON, "*.distcp", RUN_CONFIG, "train_state.pt"),
     global_keys=True,

@@ -129,7 +129,7 @@ def _parts(
             if (known := tensors.get(key)) is not None and known[0] != dtype:
                 raise UsageError(f"{key} would hold {known[0]} and {dtype}; give --dtype")
             tensors[key] = (dtype, (*axes, *whole.shape))
-        for region in _regions(b, whole, dtype, parallel):
+        for region in regions_of(b, whole, dtype, parallel):
             shape = (*(1,) * len(axes), *region.shape)
             if (dtype, shape) not in containers:
                 containers[dtype, shape] = torch_file.lay_out(
@@ -198,7 +198,7 @@ def _stored(wanted: Wanted, part: _Part, own: _Placed) -> Stored:
 def _objects(wanted: Wanted) -> list[tuple[torch_file.TorchFile, list[str]]]:
     """Returns the objects beside the chunks: each container, and the keys stored with it."""
     scope, dialect = wanted.names.scope(), wanted.names.mapping
-    empty = [key for b in dialect.bind(scope, dialect.objects) for key in _object_keys(b, scope)]
+    empty = [key for b in dialect.bind(scope, dialect.objects) for key in object_keys(b, scope)]
     out = [(torch_file.lay_out([None], "archive"), empty)]
     if wanted.common_as_object:
         out.append((torch_file.lay_out([wanted.common], "archive"), [COMMON_OBJECT]))
@@ -263,7 +263,7 @@ def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
     return file, start[:-1] - start[firsts][file], firsts.tolist()
 
 
-def _regions(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
+def regions_of(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
     """The chunks of one layer's tensor: the whole of it, or what each rank of the target holds
     where it is large.
     """
@@ -286,7 +286,7 @@ def _regions(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
     )
 
 
-def _object_keys(b: Bound, scope: Scope) -> list[str]:
+def object_keys(b: Bound, scope: Scope) -> list[str]:
     """key/shard_I_N of a rule without tensors, once for each index that its key does not name
     (ShardedObject.unique_key).
     """

@@ -1,0 +1,245 @@
+"""A directory of chunks: parts of whole, unsharded tensors, whatever files hold them.
+
+`dcp_directory` and `zarr_directory` say which file has which chunk.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mckpt.containers import torch_file
+from mckpt.containers.dcp_metadata import Metadata
+from mckpt.containers.entries import Entry, Span
+from mckpt.containers.torch_spans import Item
+from mckpt.formats.base import Names, Problems, Shown, group, packed
+from mckpt.formats.megatron.flat_optimizer import Extent
+from mckpt.geometry.box import Box, Stored, range_boxes, row_major
+from mckpt.geometry.packing import buffer
+from mckpt.mapping import Bound
+from mckpt.storage.files import unreadable
+from mckpt.values.dtypes import itemsize
+
+# files open at once while a layout is read; a save has one or two for each rank
+MAX_OPEN = 32
+
+Key = tuple[str, int, int]  # of a stored tensor, and its layer and expert, where the key names them
+Keys = Callable[[Bound], list[Key]]  # the keys of a rule
+
+
+def stacked_keys(b: Bound) -> list[Key]:
+    """Returns the keys of tensors whose leading axes are the layers and experts that their keys do
+    not name.
+    """
+    return [(key, layer, 0) for key, layer in b.global_keys()]
+
+
+class Chunked:
+    """The index of a directory, and the places of its chunks."""
+
+    def __init__(self, root: Path, metadata: Metadata) -> None:
+        self.root, self.metadata = root, metadata
+        self.files = sorted({item[0] for item in metadata.items.values()})
+        self.number = {name: i for i, name in enumerate(self.files)}
+
+    def object(self, key: str) -> tuple[Any, Any]:
+        """Returns the value of an object, and the places of its storages."""
+        raise NotImplementedError
+
+    def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
+        """Returns the tensors of all chunks, the records and tensors of all objects, and those of
+        the files `beside`.
+        """
+        raise NotImplementedError
+
+    def check_sizes(self) -> None:
+        """Raises SourceError for files that do not have the size of what they hold, though it be
+        something that nothing reads.
+        """
+        raise NotImplementedError
+
+    def place(
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
+    ) -> tuple[int, int]:
+        """Returns the number of a chunk's file, and the byte at which the chunk's data begins."""
+        raise NotImplementedError
+
+    def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the strides, in elements, of a chunk of these sizes; None if it is dense."""
+        return None
+
+    @cached_property
+    def paths(self) -> list[str]:
+        """Returns the paths of its files, in the order of their numbers."""
+        return [str(self.root / f) for f in self.files]
+
+    @staticmethod
+    def read(path: str, base: int = 0, length: int | None = None) -> tuple[Any, Any]:
+        """Returns the value of a torch.save file, which may be a part of a file, and the places of
+        its storages.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except OSError as e:
+            raise unreadable(path, e) from e
+        try:
+            return torch_file.read(fd, path, base, length)
+        finally:
+            os.close(fd)
+
+    def show(self, most: int | None) -> Shown:
+        """Returns every stored tensor, with the number of its chunks."""
+        tensors = self.metadata.tensors
+        rows = [
+            (key, dtype, size, {"chunks": len(chunks)})
+            for key, (dtype, size, chunks) in tensors.items()
+        ]
+        facts = {"files": len(self.files), "objects": len(self.metadata.objects)}
+        return Shown(facts, rows[:most], Counter(t[:2] for t in tensors.values()))
+
+    def stored(
+        self,
+        bound: list[Bound],
+        names: Names,
+        problems: Problems,
+        keys: Keys = stacked_keys,
+    ) -> list[Stored]:
+        """Returns the chunks of these rules; what is missing or of another shape becomes one of
+        `problems`.
+        """
+        scope = names.scope()
+        stored: list[Stored] = []
+        with Files(self.root) as files:
+            for b in bound:
+                found: dict[Box, list[tuple[int, int, Entry]]] = {}
+                whole = packed(b.rule, scope)
+                for key, layer, expert in keys(b):
+                    if key not in self.metadata.tensors:
+                        if not b.rule.alias:
+                            problems.missing(f"{key} is missing")
+                        continue
+                    _, size, chunks = self.metadata.tensors[key]
+                    size, axes = self.metadata.flattened.get(key, size), b.axes(scope)
+                    if (
+                        b.rule.tp == "vocab"
+                        and len(size) > len(axes)
+                        and size[len(axes)] >= whole.shape[0]
+                    ):
+                        whole = packed(b.rule, scope, size[len(axes)])
+                    if size != (*axes, *whole.shape):
+                        problems.missing(
+                            f"{key} is {list(size)}, and should be {[*axes, *whole.shape]} by its"
+                            " dims"
+                        )
+                        continue
+                    for _, offsets, sizes in sorted(
+                        (self.metadata.items[key, offsets], offsets, sizes)
+                        for offsets, sizes in chunks
+                    ):
+                        instance = layer, expert
+                        for region, entries in self._chunk(b, key, instance, offsets, sizes, files):
+                            found.setdefault(region, []).extend(entries)
+                for region, entries in found.items():
+                    shape, pieces = buffer(whole, [region], b.rule.of)
+                    stored += group(
+                        b.rule.key,
+                        shape,
+                        pieces,
+                        entries,
+                        problems,
+                        replica=b.rule.alias,
+                        padding=b.rule.tp == "vocab",
+                    )
+        return stored
+
+    def _chunk(
+        self,
+        b: Bound,
+        key: str,
+        instance: tuple[int, int],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        files: Files,
+    ) -> Iterator[tuple[Box, list[tuple[int, int, Entry]]]]:
+        """Yields the parts of one chunk: a region, and the entries of the layers and experts that
+        hold it. The leading axes are outermost, so each entry is one part of the chunk.
+
+        instance: the layer and expert of the key, where it names them.
+        """
+        layer, expert = instance
+        dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
+        size = itemsize(dtype)
+        file, at = self.place(key, offsets, sizes, files)
+        held = self.strides(key, sizes)
+        for box in self._boxes(key, offsets, sizes):
+            region = Box(tuple(box.offset[axes:]), tuple(box.shape[axes:]))
+            steps = held or row_major(box.shape)
+            view = None if steps[axes:] == row_major(region.shape) else steps[axes:]
+            entries = []
+            for index in itertools.product(*map(range, box.shape[:axes])):
+                numbers = (o + i for o, i in zip(box.offset, index, strict=False))
+                named = dict(zip(b.rule.stacked(), numbers, strict=True))
+                start = at + size * sum(i * n for i, n in zip(index, steps, strict=False))
+                entry = Entry(dtype, region.shape, file, start, view)
+                entries.append((named.get("layer", layer), named.get("expert", expert), entry))
+            at += math.prod(box.shape) * size
+            if entries and all(region.shape):
+                yield region, entries
+
+    def _boxes(self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[Box]:
+        """Returns the boxes of a tensor whose elements a chunk holds, one box after the other.
+
+        Up to megatron-core 0.14 a chunk of an optimizer's state may be a range of one rank's shard:
+        its axes are the numbers of the shard along each axis, and a range of its elements.
+        """
+        whole = self.metadata.flattened.get(key)
+        if whole is None:
+            return [Box(offsets, sizes)]
+        grid = self.metadata.tensors[key][1][:-1]
+        shard = tuple(n // ways for n, ways in zip(whole, grid, strict=True))
+        first = [o * n for o, n in zip(offsets[:-1], shard, strict=True)]
+        return [
+            Box(tuple(f + o for f, o in zip(first, box.offset, strict=True)), box.shape)
+            for box in range_boxes(shard, offsets[-1], offsets[-1] + sizes[-1])
+        ]
+
+    def extents(self, key: str) -> Iterator[Extent]:
+        """Yields the chunks of a tensor of one axis."""
+        dtype, _, chunks = self.metadata.tensors[key]
+        with Files(self.root) as files:
+            for offsets, sizes in chunks:
+                low = offsets[0]
+                yield Extent(low, low + sizes[0], dtype, *self.place(key, offsets, sizes, files))
+
+
+class Files:
+    """The files of a directory that were read last, kept open."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.fds: OrderedDict[str, int] = OrderedDict()
+
+    def fd(self, file: str) -> int:
+        """Returns a descriptor, which is valid until the next call."""
+        if file not in self.fds:
+            if len(self.fds) == MAX_OPEN:
+                os.close(self.fds.popitem(last=False)[1])
+            try:
+                self.fds[file] = os.open(self.root / file, os.O_RDONLY)
+            except OSError as e:
+                raise unreadable(self.root / file, e) from e
+        self.fds.move_to_end(file)
+        return self.fds[file]
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for fd in self.fds.values():
+            os.close(fd)

@@ -1,0 +1,218 @@
+"""A directory of zarr arrays, one for each whole, unsharded tensor.
+
+    KEY/.zarray          shape, chunks, dtype and encoding of an array (JSON; zarr version 2)
+    KEY/1.0.3            one chunk: the second along axis 0, the fourth along axis 2
+    KEY/shard_1_2.pt     an object, a file of torch.save: the second of two
+
+All chunks of an array have the same size, those at its end too, whose elements beyond the shape
+mean nothing. Megatron-Core compresses no chunk (dist_checkpointing/strategies/zarr.py), so the file
+of a chunk is its elements in C order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mckpt.containers import torch_spans
+from mckpt.containers.dcp_metadata import Metadata
+from mckpt.containers.entries import Span
+from mckpt.containers.torch_spans import Item
+from mckpt.errors import SourceError
+from mckpt.formats.megatron.chunked import Chunked, Files
+from mckpt.geometry.box import row_major
+from mckpt.storage.files import read_file, unreadable
+from mckpt.values.dtypes import itemsize
+
+ARRAY = ".zarray"
+LOCKS = ".sync"  # ends the names of directories of lock files, which a save leaves behind
+OBJECT = "shard_"  # begins the file names of objects
+# numpy's names of dtypes; Megatron-Core writes the name of bfloat16, which numpy lacks
+DTYPES = {
+    **{"bfloat16": "bfloat16", "<f8": "float64", "<f4": "float32", "<f2": "float16"},
+    **{"<i8": "int64", "<i4": "int32", "<i2": "int16", "|i1": "int8", "|u1": "uint8"},
+    "|b1": "bool",
+}
+NAMES = {name: code for code, name in DTYPES.items()}
+# what a .zarray says of arrays whose chunks are plain bytes
+PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
+
+
+class Array(NamedTuple):
+    """The contents of a .zarray."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    chunk: tuple[int, ...]  # shape of each chunk
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Returns the number of chunks along each axis."""
+        return tuple(-(-n // size) for n, size in zip(self.shape, self.chunk, strict=True))
+
+    def text(self) -> bytes:
+        """Returns the .zarray as Megatron-Core writes it."""
+        fields = {
+            **PLAIN,
+            "chunks": self.chunk,
+            "dtype": NAMES[self.dtype],
+            "fill_value": None,
+            "shape": self.shape,
+        }
+        return json.dumps(fields, indent=4, sort_keys=True).encode()
+
+
+def chunk_name(index: tuple[int, ...]) -> str:
+    """Returns the file name of a chunk."""
+    return ".".join(map(str, index)) or "0"
+
+
+def has_arrays(root: Path) -> bool:
+    """Returns whether a directory contains an array."""
+    return next(root.glob(f"*/{ARRAY}"), None) is not None
+
+
+def read_array(path: Path) -> Array:
+    """Returns the contents of a .zarray.
+
+    Raises SourceError if it is damaged, or if its chunks are not plain bytes.
+    """
+    try:
+        found = json.loads(read_file(path, 1 << 20))
+        shape, chunk = (tuple(map(int, found[name])) for name in ("shape", "chunks"))
+        held = {name: found[name] for name in PLAIN}
+        code, separator = found["dtype"], found.get("dimension_separator", ".")
+    except (ValueError, KeyError, TypeError) as e:
+        raise SourceError(f"{path}: is no description of a zarr array: {e!r}; copy it again") from e
+    if len(shape) != len(chunk) or min((*shape, *chunk), default=1) < 1:
+        raise SourceError(f"{path}: has shape {list(shape)} and chunks {list(chunk)}")
+    held["dimension_separator"] = separator
+    other = [f"{k} {v}" for k, v in held.items() if v != {**PLAIN, "dimension_separator": "."}[k]]
+    if other:
+        raise SourceError(
+            f"{path}: has {', '.join(other)}; mckpt reads arrays as Megatron-Core writes them:"
+            " version 2, without compressor and filters, in C order. Write it again so, for example"
+            " with tensorstore (driver zarr, compressor null)"
+        )
+    if not isinstance(code, str) or code not in DTYPES:
+        raise SourceError(f"{path}: dtype {code!r} is not one of {', '.join(DTYPES)}")
+    return Array(DTYPES[code], shape, chunk)
+
+
+class ZarrDirectory(Chunked):
+    """The arrays and objects of a directory, and the places of the chunks."""
+
+    def __init__(self, root: Path) -> None:
+        self.arrays: dict[str, Array] = {}
+        self.sizes: dict[str, int] = {}  # of the files, in bytes
+        self.root = root
+        tensors: dict[str, Any] = {}
+        objects: list[str] = []
+        items: dict[Any, tuple[str, int, int]] = {}
+        problems: list[str] = []
+        for key, names in self._folders():
+            if ARRAY in names:
+                array = self.arrays[key] = read_array(root / key / ARRAY)
+                chunks = self._chunks(key, array, names, problems)
+                tensors[key] = (array.dtype, array.shape, [place for place, _ in chunks])
+                nbytes = math.prod(array.chunk) * itemsize(array.dtype)
+                for (offsets, _), name in chunks:
+                    items[key, offsets] = (f"{key}/{name}", 0, nbytes)
+            self.sizes |= {f"{key}/{name}": size for name, size in names.items()}
+            for name in sorted(names):
+                if name.startswith(OBJECT) and name.endswith(".pt"):
+                    number = f"{key}/{name.removesuffix('.pt')}"
+                    objects.append(number)
+                    items[number, None] = (f"{key}/{name}", 0, names[name])
+        if problems:
+            raise SourceError.of(
+                f"{root}: chunks of its arrays are missing. Megatron-Core writes each of them, so"
+                " none of them stands for a fill value; copy the checkpoint again:",
+                problems,
+            )
+        super().__init__(root, Metadata(tensors, objects, items, None, {}))
+
+    def _folders(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Yields the name of each directory, with the names and sizes of the files in it."""
+        try:
+            for folder in sorted(os.scandir(self.root), key=lambda entry: entry.name):
+                if folder.is_dir() and not folder.name.endswith(LOCKS):
+                    with os.scandir(folder.path) as inner:
+                        files = {e.name: e.stat().st_size for e in inner if e.is_file()}
+                    yield folder.name, files
+        except OSError as e:
+            raise unreadable(e.filename or self.root, e) from e
+
+    @staticmethod
+    def _chunks(
+        key: str, array: Array, names: dict[str, int], problems: list[str]
+    ) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
+        """Returns the offsets and sizes of each chunk of an array, and the name of its file.
+
+        What is missing, or lies outside of the array, becomes one of `problems`.
+        """
+        out = []
+        for index in itertools.product(*map(range, array.grid)):
+            offsets = tuple(i * size for i, size in zip(index, array.chunk, strict=True))
+            sizes = tuple(
+                min(size, n - o)
+                for size, n, o in zip(array.chunk, array.shape, offsets, strict=True)
+            )
+            out.append(((offsets, sizes), chunk_name(index)))
+        known = {name for _, name in out}
+        if absent := [name for name in sorted(known) if name not in names]:
+            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
+            problems.append(f"{key}/{absent[0]}{more}, of {len(known)} chunks")
+        other = [n for n in sorted(names) if n.replace(".", "").isdigit() and n not in known]
+        if other:
+            problems.append(
+                f"{key}/{other[0]} is outside of the array, which is {list(array.shape)} in chunks"
+                f" of {list(array.chunk)}"
+            )
+        return out
+
+    def object(self, key: str) -> tuple[Any, Any]:
+        """Returns the value of an object in a list, as `torch_dist` stores it, and the places of
+        its storages.
+        """
+        value, data = self.read(str(self.root / self.metadata.items[key, None][0]))
+        return [value], data
+
+    def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
+        """Returns the chunks, the records and tensors of all objects, and of the files `beside`."""
+        items = list(beside)
+        for (key, offsets), (file, _, nbytes) in self.metadata.items.items():
+            path = str(self.root / file)
+            if offsets is None:
+                items.append(Item(path, key))
+            else:
+                yield Span(f"{key} at {list(offsets)}", path, 0, nbytes, self.arrays[key].dtype)
+        yield from torch_spans.spans(items, problems)
+
+    def check_sizes(self) -> None:
+        """Raises SourceError for chunks whose file has another size."""
+        wrong = []
+        for (_, offsets), (file, _, nbytes) in self.metadata.items.items():
+            if offsets is not None and self.sizes[file] != nbytes:
+                wrong.append(f"{file} has {self.sizes[file]:,} bytes, and should have {nbytes:,}")
+        if wrong:
+            raise SourceError.of(
+                f"{self.root}: chunks are truncated, or not of this checkpoint; copy them again:",
+                wrong,
+            )
+
+    def place(
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
+    ) -> tuple[int, int]:
+        """Returns the number of a chunk's file, which has nothing but its elements."""
+        return self.number[self.metadata.items[key, offsets][0]], 0
+
+    def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the strides of a chunk at the end of an array, which its elements do not fill."""
+        chunk = self.arrays[key].chunk
+        return None if sizes == chunk else row_major(chunk)

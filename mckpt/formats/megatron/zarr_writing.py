@@ -1,0 +1,184 @@
+"""The files of a new `zarr` checkpoint; `zarr` describes the format."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from typing import Any, NamedTuple
+
+from mckpt.containers import torch_file
+from mckpt.errors import UsageError
+from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
+from mckpt.formats.megatron.optimizer import (
+    MODEL_SPACE,
+    common_of,
+    is_wrapped,
+    prefix_of,
+    state_bound,
+    states_of,
+)
+from mckpt.formats.megatron.torch_dist_writing import (
+    COMMON,
+    MARKER,
+    MARKER_LONG,
+    object_keys,
+    regions_of,
+)
+from mckpt.formats.megatron.zarr_directory import ARRAY, Array, chunk_name
+from mckpt.geometry.box import Box, Layout, Stored, tiles, whole_box
+from mckpt.geometry.packing import Packed, buffer
+from mckpt.lazy import numpy as np
+from mckpt.mapping import Bound
+from mckpt.storage.files import TargetFile
+from mckpt.values.dtypes import itemsize
+
+
+class _Part(NamedTuple):
+    """One region of a rule's tensor: a chunk of it for each layer and expert, all of one shape."""
+
+    bound: Bound
+    whole: Packed
+    region: Box
+    dtype: str
+    names: list[str]  # the files of the chunks, in the order of the rule's instances
+    nbytes: int  # of a chunk
+
+
+def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+    """Lays out the files of one checkpoint: a chunk for each layer and expert; large chunks are cut
+    by the target's tp.
+    """
+    arrays: dict[str, Array] = {}
+    parts = [part for b in _bound(wanted) for part in _parts(wanted, b, arrays)]
+    # layer by layer, as the source has them
+    order = sorted(
+        (layer, number, i)
+        for number, part in enumerate(parts)
+        for i, layer in enumerate(_layers(wanted, part.bound))
+    )
+    file = [np.empty(len(part.names), "i4") for part in parts]
+    names: list[str] = []
+    outputs: list[TargetFile] = []
+    for at, (_, number, i) in enumerate(order):
+        file[number][i] = at
+        names.append(parts[number].names[i])
+        outputs.append(TargetFile.headed(names[-1], b"", parts[number].nbytes))
+    stored = [_stored(part, own) for part, own in zip(parts, file, strict=True)]
+    outputs += [TargetFile.whole(f"{key}/{ARRAY}", array.text()) for key, array in arrays.items()]
+    shapes = shapes_of(_bound(wanted), wanted.names.scope())
+    return Layout(names, stored, shapes), [*outputs, *_objects(wanted), *_small_files(wanted)]
+
+
+def _bound(wanted: Wanted) -> list[Bound]:
+    """Returns the rules of all weights, each with those of its optimizer's states behind it.
+
+    The keys of states are those of megatron-core up to 0.14, which names the master copy as an
+    optimizer that is not distributed does. If the experts have an optimizer of their own, keys
+    begin with its number.
+    """
+    out = []
+    for b in wanted.names.bound():
+        chained = f"chained_{int('expert' in b.rule.indices)}." if len(wanted.groups) > 1 else ""
+        states = states_of(b, wanted.dtypes)
+        out += [b, *(state_bound(b, s, chained + prefix_of(s, distributed=False)) for s in states)]
+    return out
+
+
+def _parts(wanted: Wanted, b: Bound, arrays: dict[str, Array]) -> list[_Part]:
+    """Returns the parts of one rule, and adds its arrays.
+
+    Raises UsageError if another rule has the same key and another dtype.
+    """
+    scope = wanted.names.scope()
+    whole = packed(b.rule, scope, wanted.padded_vocab_size)
+    dtype, axes = dtype_of(b.rule, wanted.dtypes), b.axes(scope)
+    regions = _grid(regions_of(b, whole, dtype, wanted.names.parallel), whole.shape)
+    array = Array(dtype, (*axes, *whole.shape), (*(1,) * len(axes), *regions[0].shape))
+    keys = [key for key, _ in b.global_keys()]  # one for each layer, or one for all
+    for key in keys:
+        if (known := arrays.setdefault(key, array)) != array:
+            raise UsageError(f"{key} would hold {known.dtype} and {dtype}; give --dtype")
+    layers, experts = (column.tolist() for column in b.instances())
+    each = [keys[i * len(keys) // len(layers)] for i in range(len(layers))]
+    index = [{"layer": layer, "expert": e} for layer, e in zip(layers, experts, strict=True)]
+    nbytes = math.prod(array.chunk) * itemsize(dtype)
+    parts = []
+    for region in regions:
+        inner = tuple(o // n for o, n in zip(region.offset, region.shape, strict=True))
+        files = [
+            f"{key}/{chunk_name((*(i[name] for name in b.rule.stacked()), *inner))}"
+            for key, i in zip(each, index, strict=True)
+        ]
+        parts.append(_Part(b, whole, region, dtype, files, nbytes))
+    return parts
+
+
+def _grid(regions: list[Box], shape: tuple[int, ...]) -> list[Box]:
+    """Returns the regions of a tensor if they are the chunks of an array, which all have one shape
+    and lie at multiples of it; else the whole tensor.
+    """
+    first = regions[0].shape
+    regular = all(
+        r.shape == first and not any(o % n for o, n in zip(r.offset, first, strict=True))
+        for r in regions
+    )
+    return regions if regular and tiles(regions, shape) is None else [whole_box(shape)]
+
+
+def _layers(wanted: Wanted, b: Bound) -> list[int]:
+    """Returns the place of each of a rule's instances in the order of the files."""
+    if "layer" in b.rule.indices:
+        return [layer + 1 for layer in b.instances()[0].tolist()]
+    last = wanted.names.dims["num_layers"] + 1
+    return [0 if b.rule.stage == "first" else last] * len(b.instances()[0])
+
+
+def _stored(part: _Part, file: np.ndarray) -> Stored:
+    """Returns the chunks of one part as boxes of logical tensors."""
+    rule = part.bound.rule
+    layers, experts = part.bound.instances()
+    shape, pieces = buffer(part.whole, [part.region], rule.of)
+    return Stored(
+        rule.key,
+        part.dtype,
+        shape,
+        pieces,
+        layers.astype("i4"),
+        experts.astype("i4"),
+        file,
+        np.zeros(len(file), "i8"),
+        replica=rule.alias,
+        padding=rule.tp == "vocab",
+    )
+
+
+def _objects(wanted: Wanted) -> list[TargetFile]:
+    """Returns the files of the objects, which are empty."""
+    scope, dialect = wanted.names.scope(), wanted.names.mapping
+    laid = torch_file.lay_out(None, "archive")
+    bound = dialect.bind(scope, dialect.objects)
+    keys = itertools.chain.from_iterable(object_keys(b, scope) for b in bound)
+    return [TargetFile(f"{key}.pt", laid.size, laid.fixed) for key in keys]
+
+
+def _small_files(wanted: Wanted) -> list[TargetFile]:
+    """Lays out common.pt, and the marker, the last file."""
+    laid = torch_file.lay_out(_common(wanted), "common")
+    marker = json.dumps({**MARKER_LONG, "sharded_backend": "zarr"}).encode()
+    return [TargetFile(COMMON, laid.size, laid.fixed), TargetFile.whole(MARKER, marker)]
+
+
+def _common(wanted: Wanted) -> dict[str, Any]:
+    """Returns the common state, which describes the optimizer as old releases do."""
+    if not wanted.groups:
+        return dict(wanted.common)
+    wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
+    plain = common_of(wanted.groups, wanted.distributed, wrapped, MODEL_SPACE)
+    form = {"distrib_optim_sharding_type": MODEL_SPACE} if wanted.distributed else {}
+    marks = {
+        k: v
+        for k, v in wanted.common.get("content_metadata", {}).items()
+        if not k.startswith(("distrib_optim_", "chained_optim_"))
+    }
+    return {**wanted.common, "content_metadata": {**marks, **form}, "optimizer": plain}
