@@ -279,9 +279,7 @@ def test_a_connection_lost_in_the_middle_of_a_file_goes_on_there(hub, process):
     code = f"from mckpt.storage.hub import *; print(fetch(parse('{MODEL}'), ['*.safetensors']))"
     found = Path(process("-c", code).stdout.strip())
     assert (found / "model.safetensors").read_bytes() == data
-    assert [r for r in hub.asked if "bytes=" in r] == [
-        f"GET /cdn/{sha256(data)} bytes={10 << 20}-"
-    ]
+    assert [r for r in hub.asked if "bytes=" in r] == [f"GET /cdn/{sha256(data)} bytes={10 << 20}-"]
 
 
 def test_a_conversion_survives_a_lost_connection(hub, process, tmp_path):
