@@ -87,7 +87,12 @@ def test_every_tensor_of_the_model_has_a_rule(
     found = ran[f"keys-{impl}"]
     assert found["ok"], explain(found)
     dialect, dims = mapping.load("megatron", "bert"), mckpt.open(made).dims
-    chosen = {"transformer_impl": impl, "experts": "grouped", "layers": "stacked"}
+    chosen = {
+        "transformer_impl": impl,
+        "experts": "grouped",
+        "layers": "stacked",
+        "latent_norms": "fused",
+    }
     scope = dialect.scope(dims, keys="global", pp=PARALLEL.pp, **chosen)
     assert {
         key: [*b.axes(scope), *packed(b.rule, scope, PADDED_ROWS).shape]
