@@ -246,3 +246,8 @@ def _rule(
 def key_pattern(key: str) -> re.Pattern[str]:
     """Returns a regular expression for a key template with its indices filled in."""
     return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))
+
+
+def first_key(key: str) -> str:
+    """Returns a key template with 0 for each of its indices."""
+    return _INDEX.sub("0", key)
