@@ -54,7 +54,8 @@ class Options:
     seed: int = 1234  # of the data's order
     data: str | None = None  # see data.open_source; None: made up
     tokenizer: str | None = None  # directory of the tokenizer, for JSONL with text
-    dtype: str = "bfloat16"  # float32 compares curves to many digits
+    # float32 compares curves to many digits; float16 scales the loss, by the args of the checkpoint
+    dtype: str = "bfloat16"
     save: str | None = None  # save directory
     format: str = formats.MEGATRON
     # False: every data-parallel rank has the whole state, as without --use-distributed-optimizer
@@ -65,7 +66,11 @@ class Options:
     resume: bool = False  # with the checkpoint's optimizer, scheduler and iteration
 
 
-Step = dict[str, float]  # step (from 1), loss, grad_norm, lr, seconds, tokens_per_s
+# step (from 1), loss, grad_norm (absent where a gradient in fp16 overflowed, so that the step was
+# left out), lr, seconds, tokens_per_s, loss_scale (in fp16)
+Step = dict[str, float]
+# args that say how the loss is scaled in fp16
+SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 
 def main(job: dict[str, Any]) -> None:
@@ -191,7 +196,7 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         optimizer="adam",
         use_distributed_optimizer=options.distributed_optimizer,
         bf16=options.dtype == "bfloat16",
-        fp16=False,
+        fp16=options.dtype == "float16",
         params_dtype=getattr(torch, options.dtype),
         world_size=dist.get_world_size(),
         data_parallel_size=num_ranks,
@@ -233,8 +238,10 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
             weight_decay=options.weight_decay,
             clip_grad=options.clip_grad,
             bf16=args.bf16,
+            fp16=args.fp16,
             params_dtype=args.params_dtype,
             use_distributed_optimizer=options.distributed_optimizer,
+            **{name: vars(args)[name] for name in SCALING if hasattr(args, name)},
         ),
         chunks,
         config_overrides=no_decay(),
@@ -296,10 +303,12 @@ def train_step(
         forward_only=False,
     )
     lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it for the next update
+    scale = optimizer.get_loss_scale().item()
     updated, grad_norm, _ = optimizer.step()
-    if not updated:
+    if updated:
+        scheduler.step(increment=args.global_batch_size)
+    elif not args.fp16:
         raise FloatingPointError(f"step {step}: the gradient is not finite")
-    scheduler.step(increment=args.global_batch_size)
 
     total = torch.zeros(2, device=torch.cuda.current_device())
     if reports:  # the last pipeline stage alone has reports
@@ -315,7 +324,8 @@ def train_step(
     return {
         "step": step,
         "loss": loss / num_tokens,
-        "grad_norm": float(grad_norm),
+        **({"grad_norm": float(grad_norm)} if updated else {}),
+        **({"loss_scale": scale} if args.fp16 else {}),
         "lr": lr,
         "seconds": seconds,
         "tokens_per_s": args.global_batch_size * args.seq_length / seconds,

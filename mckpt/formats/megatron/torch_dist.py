@@ -98,17 +98,27 @@ class TorchDist:
 
     @cached_property
     def common(self) -> Common:
-        """Reads common.pt, else the object common_state; empty if there is neither."""
+        """Returns common.pt, else the object common_state; empty if there is neither."""
+        value, _, path = self._common
+        return Common(value, path)
+
+    @cached_property
+    def _common(self) -> tuple[dict[str, Any], Any, str]:
+        """Reads the common state: its value, the places of its storages, and its file."""
         path = self.root / COMMON
         if path.exists():
-            value, _ = self.directory.read(str(path))
-            return Common(self._dict(value, str(path)), str(path))
+            value, data = self.directory.read(str(path))
+            return self._dict(value, str(path)), data, str(path)
         if COMMON_OBJECT in self.metadata.objects:
-            value, _ = self.directory.object(COMMON_OBJECT)
-            file = self.metadata.items[COMMON_OBJECT, None][0]
+            value, data, where = self._object(COMMON_OBJECT)
             inner = value[0] if isinstance(value, list) and value else value
-            return Common(self._dict(inner, f"{self.root / file}: {COMMON_OBJECT}"), COMMON_OBJECT)
-        return Common({}, str(path))
+            return self._dict(inner, f"{where}: {COMMON_OBJECT}"), data, where
+        return {}, {}, str(path)
+
+    def _object(self, key: str) -> tuple[Any, Any, str]:
+        """Returns the value of an object, the places of its storages, and its file."""
+        value, data = self.directory.object(key)
+        return value, data, str(self.root / self.metadata.items[key, None][0])
 
     @staticmethod
     def _dict(value: Any, where: str) -> dict[str, Any]:
@@ -224,8 +234,10 @@ class TorchDist:
         problems.check()
         layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
         stored_keys = frozenset(key for states in held.values() for key in states.values())
-        groups = optimizer.groups_of(self.common.fields.get("optimizer"), self.common.where)
-        return Optimizer(self._form(), layout, groups, stored_keys)
+        fields, data, path = self._common
+        groups = optimizer.groups_of(fields.get("optimizer"), self.common.where)
+        scalers = optimizer.scalers_of(fields.get("optimizer"), data, path)
+        return Optimizer(self._form(), layout, groups, stored_keys, scalers)
 
     def _flat_optimizer(self, names: Names) -> Optimizer | None:
         """Returns the optimizer's state of flat buffers, None if there are none."""
@@ -258,9 +270,13 @@ class TorchDist:
         }
         rows = self.padded_vocab(names.mapping)
         groups: dict[int, Any] = {}
+        scalers: dict[int, optimizer.Scaler] = {}
         for key, (chain, number, what) in objects.items():
             if what == "optimizer" and chain not in groups:
                 groups[chain] = self.directory.object(key)[0][0]
+            elif what == optimizer.SCALER and chain not in scalers:
+                (value, *_), data, path = self._object(key)
+                scalers[chain] = optimizer.scalers_of({what: value}, data, path)[0]
             elif what == "per_bucket_numel_unpadded":
                 numels = self.directory.object(key)[0][0]
                 extents = flat_optimizer.unpadded(extents, numels, chain, number)
@@ -273,6 +289,7 @@ class TorchDist:
             flat_optimizer.layout(extents, local, dtypes, rows, self.directory.paths),
             optimizer.groups_of(listed, str(self.root)),
             keys,
+            [scalers[chain] for chain in sorted(scalers)],
         )
 
     def _form(self) -> str:

@@ -72,7 +72,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """
     if wanted.groups:
         wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
-        plain = common_of(wanted.groups, wanted.distributed, wrapped)
+        plain = common_of(wanted.groups, wanted.scalers, wanted.distributed, wrapped)
         wanted = wanted._replace(common={**wanted.common, "optimizer": plain})
     scope, bound = wanted.names.scope(), _bound(wanted)
     tensors, parts = _parts(wanted, bound)

@@ -32,6 +32,7 @@ from mckpt.formats.megatron.optimizer import (
     Optimizer,
     decays,
     groups_of,
+    scalers_of,
     state_bound,
 )
 from mckpt.formats.megatron.torch_shards import FILE as MODEL
@@ -115,10 +116,15 @@ def read(source: Source) -> Optimizer | None:
     is_parameter = source.names.mapping.registration.is_parameter
     found: list[_Found] = []
     for directory in places:
-        own = [
-            [index[directory][v, key] for key, e in model.items() if e is not None]
-            for v, model in enumerate(source.models(directory))
+        models = [
+            [key for key, entry in model.items() if entry is not None]
+            for model in source.models(directory)
         ]
+        known = index.get(directory, {})
+        if unknown := [key for v, m in enumerate(models) for key in m if (v, key) not in known]:
+            problems.missing(f"{directory}: {', '.join(unknown)}: other names than those expected")
+            continue
+        own = [[known[v, key] for key in model] for v, model in enumerate(models)]
         parameters = [[p for p in chunk if is_parameter(p.bound.rule.key)] for chunk in own]
         contents = source.open(directory, FILE if flat else MODEL)
         if contents is None:
@@ -131,10 +137,12 @@ def read(source: Source) -> Optimizer | None:
         )
     problems.check()
     groups = groups_of(plain, f"{source.where}/{places[0]}")
+    scalers = [] if first is None else scalers_of(plain, first.data, first.path)
     stored, bound = _stored(found, problems)
     problems.check()
     layout = Layout(source.files, stored, shapes_of(bound, source.names.scope()))
-    return Optimizer(FORM if flat else NOT_DISTRIBUTED, layout, groups, frozenset(KEYS))
+    form = FORM if flat else NOT_DISTRIBUTED
+    return Optimizer(form, layout, groups, frozenset(KEYS), scalers)
 
 
 def _has_states(plain: Any) -> bool:

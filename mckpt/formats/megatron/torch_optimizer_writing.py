@@ -10,7 +10,15 @@ from mckpt.containers import safe_pickle, torch_file
 from mckpt.errors import UsageError
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, decays, is_wrapped, states_of
+from mckpt.formats.megatron.optimizer import (
+    MASTER,
+    MASTER_KEYS,
+    SCALER,
+    decays,
+    is_wrapped,
+    scaler_record,
+    states_of,
+)
 from mckpt.formats.megatron.optimizer_buckets import (
     Buffer,
     Optimizer,
@@ -187,6 +195,8 @@ def contents(wanted: Wanted, p: int) -> tuple[Any, dict[tuple[int, str, str], st
                 inner["state"] |= dict(zip(group["params"], states, strict=True))
             if wrapped:
                 one["fp32_from_fp16_params"] = masters
+        if wanted.scalers:
+            one[SCALER] = scaler_record(wanted.scalers[chain], chain)
         out.append(one)
     return out[0] if len(out) == 1 else out, storages
 
