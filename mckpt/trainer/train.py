@@ -197,6 +197,7 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         use_distributed_optimizer=options.distributed_optimizer,
         bf16=options.dtype == "bfloat16",
         fp16=options.dtype == "float16",
+        accumulate_allreduce_grads_in_fp32=True,  # as `set_up` has it
         params_dtype=getattr(torch, options.dtype),
         world_size=dist.get_world_size(),
         data_parallel_size=num_ranks,
