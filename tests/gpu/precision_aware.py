@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -387,6 +388,10 @@ def as_rank(directory: Path) -> None:
     from mckpt.trainer import build, cpu, data, load, train
 
     job = json.loads((directory / "job.json").read_text())
+    # a save of torch_dist spawns a manager, which would import torch again; a fork has it
+    multiprocessing.context.SpawnContext.Manager = lambda self: (  # type: ignore[method-assign]
+        multiprocessing.get_context("fork").Manager()
+    )
     cpu.install()
     rank, cuda = int(os.environ["RANK"]), job["device"] == "cuda"
     if cuda:
