@@ -21,7 +21,7 @@ from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
-KNOWN = ("adam", "sgd")  # values of --optimizer
+KNOWN = ("adam", "sgd", "muon")  # values of --optimizer
 ORDERS = ("transformer_impl", "experts", "mtp_inner")
 # of a weight that one thread compares at once; with all temporary arrays it holds ten times as much
 PROOF_BYTES = 512 << 10
@@ -59,18 +59,23 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
 def refuse_others(opened: Opened, names: Names) -> None:
     """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not know.
 
-    Optimizers such as Muon keep other states for matrices than for the rest, in a chain that
-    depends on the data-parallel ranks.
+    Of an optimizer that is distributed by layers, each data-parallel rank has whole matrices, and
+    in `torch` a file of its own, which does not say which matrices these are.
     """
     args = (opened.common.args if opened.common else None) or {}
     name = args.get("optimizer") or KNOWN[0]
-    layers = bool(args.get("use_layer_wise_distributed_optimizer"))
     held = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
-    if held and (name not in KNOWN or layers or LAYER_WISE in held):
-        kind = f"{name}, distributed by layers" if layers or LAYER_WISE in held else name
+    if LAYER_WISE in held:
         raise UsageError(
-            f"{opened.root}: has the state of the optimizer {kind}; mckpt converts the state of"
-            f" {' and '.join(KNOWN)} only, so give --no-optimizer to convert the weights alone"
+            f"{opened.root}: has the state of the optimizer {name}, distributed by layers, in a"
+            f" file for each data-parallel rank ({LAYER_WISE}), which mckpt does not read; save it"
+            " with --ckpt-format torch_dist, or give --no-optimizer to convert the weights alone"
+        )
+    if held and name not in KNOWN:
+        raise UsageError(
+            f"{opened.root}: has the state of the optimizer {name}; mckpt converts the state of"
+            f" {', '.join(KNOWN[:-1])} and {KNOWN[-1]} only, so give --no-optimizer to convert the"
+            " weights alone"
         )
 
 

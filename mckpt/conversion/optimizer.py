@@ -14,6 +14,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format, Names
+from mckpt.formats.megatron import optimizer_links
 from mckpt.formats.megatron.optimizer import (
     FULLY_RESHARDABLE,
     LOW_BITS,
@@ -100,13 +101,21 @@ def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
     return {**fields, "content_metadata": marks}
 
 
-def groups(source: Checkpoint, names: Names, megatron: list[int]) -> list[list[dict[str, Any]]]:
+def groups(
+    source: Checkpoint, names: Names, fixed_sizes: bool, megatron: list[int]
+) -> list[list[dict[str, Any]]]:
     """Returns the param_groups of each optimizer of a rank of the target.
 
-    names: of the target. megatron: the version of megatron-core that it is written for.
+    names, fixed_sizes: of the target and its format. megatron: the version of megatron-core that it
+    is written for.
     """
     assert source.optimizer is not None
-    return regrouped(source.optimizer.groups, _count(names, megatron))
+    count, groups = _count(names, megatron), source.optimizer.groups
+    if not optimizer_links.is_muon(groups):
+        return regrouped(groups, count)
+    by_layers = bool((source.args or {}).get(optimizer_links.BY_LAYERS))
+    optimizer_links.refuse_target(fixed_sizes, by_layers, megatron)
+    return optimizer_links.regrouped(groups, names, count > 1, by_layers)
 
 
 def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scaler]:

@@ -81,7 +81,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     refuse_stacked_keys(target, destination.format, args.implied_layers)
     names = names._replace(choices={**chosen, "layers": args.layers})
     refuse_misfit(moved, names, "Megatron")
-    groups = optimizer.groups(moved, names, megatron) if kept else []
+    fixed = destination.format.fixed_sizes
+    groups = optimizer.groups(moved, names, fixed, megatron) if kept else []
     scalers = optimizer.scalers(moved, names, megatron) if kept else []
     layout, outputs = destination.format.lay_out(
         Wanted(

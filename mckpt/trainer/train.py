@@ -58,6 +58,7 @@ class Options:
     dtype: str = "bfloat16"
     save: str | None = None  # save directory
     format: str = formats.MEGATRON
+    optimizer: str = "adam"  # or another of megatron-core, such as muon
     # False: every data-parallel rank has the whole state, as without --use-distributed-optimizer
     distributed_optimizer: bool = True
     # of a distributed optimizer in torch_dist; or dp_reshardable
@@ -69,8 +70,12 @@ class Options:
 # step (from 1), loss, grad_norm (absent where a gradient in fp16 overflowed, so that the step was
 # left out), lr, seconds, tokens_per_s, loss_scale (in fp16)
 Step = dict[str, float]
-# args that say how the loss is scaled in fp16
-SCALING = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+# args of the checkpoint, by the beginnings of their names, that settle more of the optimizer: how
+# the loss is scaled in fp16, and how Muon works
+SETTINGS = (
+    *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    *("muon_", "adaptive_muon_", "use_layer_wise_"),
+)
 
 
 def main(job: dict[str, Any]) -> None:
@@ -151,7 +156,10 @@ def train(
                     optimizer=optimizer,
                     scheduler=scheduler,
                     optimizer_format=(
-                        options.optimizer_format if options.distributed_optimizer else None
+                        options.optimizer_format
+                        if options.distributed_optimizer
+                        or getattr(args, "use_layer_wise_distributed_optimizer", False)
+                        else None
                     ),
                 )
     return steps
@@ -193,7 +201,7 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         skipped_train_samples=0,
         weight_decay=options.weight_decay,
         clip_grad=options.clip_grad,
-        optimizer="adam",
+        optimizer=options.optimizer,
         use_distributed_optimizer=options.distributed_optimizer,
         bf16=options.dtype == "bfloat16",
         fp16=options.dtype == "float16",
@@ -230,10 +238,27 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
     )
-    chunks = [DistributedDataParallel(model.config, ddp, model.train()) for model in models]
+    by_layers = bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
+    laid_out = by_layers and getattr(args, "use_layer_wise_param_layout", True)
+    if laid_out:
+        from megatron.training.training import wrap_model_chunks_with_ddp
+
+        chunks = wrap_model_chunks_with_ddp(
+            [model.train() for model in models],
+            models[0].config,
+            ddp,
+            use_layer_wise_distributed_optimizer=True,
+        )
+    else:
+        chunks = [DistributedDataParallel(model.config, ddp, model.train()) for model in models]
+    settings = {
+        field.name: vars(args)[field.name]
+        for field in fields(OptimizerConfig)
+        if field.name.startswith(SETTINGS) and hasattr(args, field.name)
+    }
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=options.optimizer,
             lr=options.lr,
             min_lr=options.min_lr,
             weight_decay=options.weight_decay,
@@ -242,7 +267,7 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
             fp16=args.fp16,
             params_dtype=args.params_dtype,
             use_distributed_optimizer=options.distributed_optimizer,
-            **{name: vars(args)[name] for name in SCALING if hasattr(args, name)},
+            **settings,
         ),
         chunks,
         config_overrides=no_decay(),

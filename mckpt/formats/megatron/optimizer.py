@@ -296,19 +296,21 @@ def is_wrapped(distributed: bool, states: Iterable[str]) -> bool:
 def common_of(
     groups: Sequence[Sequence[Mapping[str, Any]]],
     scalers: Sequence[Scaler],
-    distributed: bool,
+    distributed: Sequence[bool],
     wrapped: bool,
     form: str = FULLY_RESHARDABLE,
 ) -> Any:
     """Returns the `optimizer` of the common state of a torch_dist with these param_groups and loss
     scalers.
 
-    form: how the state of a distributed optimizer is stored.
+    distributed: whether each of the optimizers is a DistributedOptimizer.
+    form: how the state of such an optimizer is stored.
     """
-    kind = {"param_state_sharding_type": form} if distributed else {}
-    inner = [{"param_groups": own} for own in groups]
-    each: list[dict[str, Any]]
-    each = [{"optimizer": own, **kind} if wrapped else dict(own) for own in inner]
+    each: list[dict[str, Any]] = []
+    for own, is_distributed in zip(groups, distributed, strict=True):
+        inner = {"param_groups": own}
+        kind = {"param_state_sharding_type": form} if is_distributed else {}
+        each.append({"optimizer": inner, **kind} if wrapped else dict(inner))
     for number, scaler in enumerate(scalers):
         each[number][SCALER] = scaler_record(scaler, number)
     return each[0] if len(each) == 1 else dict(enumerate(each))

@@ -23,6 +23,7 @@ from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
+from mckpt.formats import carried
 from mckpt.formats.base import (
     Format,
     Names,
@@ -36,6 +37,7 @@ from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.common_state import Common, has_tensors
 from mckpt.formats.megatron.dcp_directory import MODEL, Directory, has_keys
 from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.optimizer_links import BY_LAYERS
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
@@ -235,12 +237,26 @@ class TorchDist:
         layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
         stored_keys = frozenset(key for states in held.values() for key in states.values())
         fields, data, path = self._common
-        groups = optimizer.groups_of(fields.get("optimizer"), self.common.where)
-        scalers = optimizer.scalers_of(fields.get("optimizer"), data, path)
-        return Optimizer(self._form(), layout, groups, stored_keys, scalers)
+        plain = fields.get("optimizer")
+        rest = self._flat_optimizer(names, rest=True) if self._has_flat else None
+        if rest is not None and isinstance(plain, dict):  # Muon, distributed by layers
+            plain = {**plain, 1: {"param_groups": rest.groups[0]}}
+            layout, stored_keys = carried.joined(layout, rest.layout), stored_keys | rest.keys
+        groups = optimizer.groups_of(plain, self.common.where)
+        scalers = optimizer.scalers_of(plain, data, path)
+        form = self._form() if rest is None else rest.form
+        return Optimizer(form, layout, groups, stored_keys, scalers)
 
-    def _flat_optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state of flat buffers, None if there are none."""
+    @property
+    def _has_flat(self) -> bool:
+        keys = (*self.metadata.tensors, *self.metadata.objects)
+        return any(flat_optimizer.group_of(key) for key in keys)
+
+    def _flat_optimizer(self, names: Names, rest: bool = False) -> Optimizer | None:
+        """Returns the optimizer's state of flat buffers, None if there are none.
+
+        rest: they have no matrices, which Muon keeps elsewhere.
+        """
         marks = self.common.fields.get("content_metadata") or {}
         kind = optimizer.sharding_of(self.common.fields.get("optimizer")) or "distributed"
         form = str(marks.get("distrib_optim_sharding_type", kind))
@@ -286,7 +302,7 @@ class TorchDist:
         )
         return Optimizer(
             form,
-            flat_optimizer.layout(extents, local, dtypes, rows, self.directory.paths),
+            flat_optimizer.layout(extents, local, dtypes, rows, self.directory.paths, rest),
             optimizer.groups_of(listed, str(self.root)),
             keys,
             [scalers[chain] for chain in sorted(scalers)],
@@ -299,12 +315,15 @@ class TorchDist:
         marks = self.common.fields.get("content_metadata") or {}
         if (kind := optimizer.sharding_of(self.common.fields.get("optimizer"))) is not None:
             return str(marks.get("distrib_optim_sharding_type", kind))
+        by_layers = (self.common.args or {}).get(BY_LAYERS)
         distributed = f"optimizer.state.{optimizer.MASTER_KEYS[0]}."
-        if any(key.startswith(distributed) for key in self.metadata.tensors):
+        if any(distributed in key for key in self.metadata.tensors):
             supposed = optimizer.FULLY_RESHARDABLE
         else:
             flat = bool(self.metadata.flattened)
             supposed = optimizer.MODEL_SPACE if flat else optimizer.NOT_DISTRIBUTED
+            if by_layers:  # whose content_metadata names a form that it does not have
+                return supposed
         return str(marks.get("distrib_optim_sharding_type", supposed))
 
 

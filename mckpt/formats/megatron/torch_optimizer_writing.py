@@ -28,6 +28,7 @@ from mckpt.formats.megatron.optimizer_buckets import (
     optimizers,
     registered,
 )
+from mckpt.formats.megatron.optimizer_links import links
 from mckpt.formats.megatron.torch_optimizer import FILE
 from mckpt.formats.megatron.torch_shards import directories
 from mckpt.geometry.box import Piece, Stored
@@ -213,16 +214,14 @@ def _grouped(
     members: list[list[dict[str, Any]]] = [[] for _ in groups]
     masters: list[list[Any]] = [[] for _ in groups]
     chunks = registered(
-        wanted.names,
-        wanted.dtypes,
-        wanted.padded_vocab_size,
-        chain,
-        len(wanted.groups) > 1,
-        p,
+        wanted.names, wanted.dtypes, wanted.padded_vocab_size, chain=0, expert_chain=False, p=p
     )
+    link = links(wanted.groups)[chain]
     for v, slots in enumerate(chunks):
         for slot in slots:
             parameter = slot.of(0, wanted.names.parallel)
+            if not link.updates(slot.kept.bound, len(parameter.shape)):
+                continue
             number = group_of(parameter, groups, args)
             tensors = {}
             for state in states_of(slot.kept.bound, wanted.dtypes, aliases=True):
