@@ -23,7 +23,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats.megatron import flat_optimizer
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.flat_optimizer import places
-from mckpt.formats.megatron.optimizer import groups_of, regrouped, unkept
+from mckpt.formats.megatron.optimizer import groups_of, regrouped, rescaled, scalers_of, unkept
 from mckpt.formats.megatron.optimizer_buckets import Parameter
 from mckpt.formats.megatron.torch_optimizer_writing import group_of
 from mckpt.geometry.box import range_boxes
@@ -194,7 +194,7 @@ def test_low_bits_of_master_copies_are_refused(
     assert source.args is not None
     source.args["use_precision_aware_optimizer"] = True
     prove(source)
-    monkeypatch.setattr(masters, "apart", lambda source, name: f"{name}: 1 element differs")
+    monkeypatch.setattr(masters, "apart", lambda source, name, half: f"{name}: 1 element differs")
     with pytest.raises(SourceError, match="--use-precision-aware-optimizer"):
         prove(source)
     buffers = flat_optimizer.buffers
@@ -234,7 +234,18 @@ def test_missing_state_of_one_weight_is_named(saved: Path, tmp_path: Path) -> No
 def test_what_an_optimizer_has_beside_its_states_is_listed() -> None:
     inner = {"optimizer": {"param_groups": []}, "param_state_sharding_type": "x"}
     assert unkept(inner) == unkept({0: inner, 1: inner}) == unkept(None) == []
-    assert unkept([inner, {**inner, "grad_scaler": {}}]) == ["grad_scaler"]
+    assert unkept([inner, {**inner, "grad_scaler": {}, "more": 1}]) == ["more"]
+
+
+def test_loss_scalers_are_numbers() -> None:
+    known = {"scale": 65536.0, "growth_tracker": 3, "hysteresis_tracker": -1}
+    assert scalers_of({"grad_scaler": known}, {}, "x") == [known]
+    assert scalers_of({0: {"grad_scaler": known}, 1: {}}, {}, "x") == [known, {}]
+    assert scalers_of({"optimizer": {}}, {}, "x") == scalers_of(None, {}, "x") == []
+    assert rescaled([known], 2) == rescaled([known, known], 2) == [known, known]
+    assert rescaled([], 2) == []
+    with pytest.raises(UsageError, match="has scale, which is no number"):
+        scalers_of({"grad_scaler": {"scale": "large"}}, {}, "x")
 
 
 @pytest.mark.parametrize("shape", [(7,), (3, 4), (2, 3, 4), (1, 5), (4, 1)])

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import SourceError, UsageError
@@ -20,10 +21,15 @@ from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
-KNOWN = ("adam", "sgd")  # values of --optimizer
+KNOWN = ("adam", "sgd", "muon")  # values of --optimizer
 ORDERS = ("transformer_impl", "experts", "mtp_inner")
 # of a weight that one thread compares at once; with all temporary arrays it holds ten times as much
 PROOF_BYTES = 512 << 10
+# Master copies in fp16 have one scale for the shard of a weight, with which its largest element is
+# 2**15. These are the largest differences from the weight: as a share of the weight, the roundings
+# to bf16 (2**-8) and to fp16 (2**-11); as a share of the largest element, that of fp16's smallest
+# numbers (2**-25 / 2**15, four times of it).
+HALF_SHARE, HALF_LEAST = 1.25 * 2**-8, 2.0**-38
 
 
 def read(opened: Opened, names: Names) -> Optimizer | None:
@@ -37,14 +43,15 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
     if first is None or first.portable:
         return first
     weights = opened.layout(names)
-    if fit(weights, first.layout):
+    half = in_half((opened.common.args if opened.common else None) or {})
+    if fit(weights, first.layout, half):
         return first
     tried = {name: names.mapping.choices.get(name, [None]) for name in ORDERS}
     for chosen in itertools.product(*tried.values()):
         choices = {**names.choices, **dict(zip(tried, chosen, strict=True))}
         with suppress(SourceError):
             found = opened.optimizer(names._replace(choices=choices))
-            if found is not None and fit(weights, found.layout):
+            if found is not None and fit(weights, found.layout, half):
                 return found
     return first
 
@@ -52,34 +59,52 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
 def refuse_others(opened: Opened, names: Names) -> None:
     """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not know.
 
-    Optimizers such as Muon keep other states for matrices than for the rest, in a chain that
-    depends on the data-parallel ranks.
+    Of an optimizer that is distributed by layers, each data-parallel rank has whole matrices, and
+    in `torch` a file of its own, which does not say which matrices these are.
     """
     args = (opened.common.args if opened.common else None) or {}
     name = args.get("optimizer") or KNOWN[0]
-    layers = bool(args.get("use_layer_wise_distributed_optimizer"))
     held = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
-    if held and (name not in KNOWN or layers or LAYER_WISE in held):
-        kind = f"{name}, distributed by layers" if layers or LAYER_WISE in held else name
+    if LAYER_WISE in held:
         raise UsageError(
-            f"{opened.root}: has the state of the optimizer {kind}; mckpt converts the state of"
-            f" {' and '.join(KNOWN)} only, so give --no-optimizer to convert the weights alone"
+            f"{opened.root}: has the state of the optimizer {name}, distributed by layers, in a"
+            f" file for each data-parallel rank ({LAYER_WISE}), which mckpt does not read; save it"
+            " with --ckpt-format torch_dist, or give --no-optimizer to convert the weights alone"
+        )
+    if held and name not in KNOWN:
+        raise UsageError(
+            f"{opened.root}: has the state of the optimizer {name}; mckpt converts the state of"
+            f" {', '.join(KNOWN[:-1])} and {KNOWN[-1]} only, so give --no-optimizer to convert the"
+            " weights alone"
         )
 
 
-def fit(weights: Layout, states: Layout) -> bool:
-    """Returns whether the first row of each weight is that of its master copy."""
+def in_half(args: Mapping[str, Any]) -> bool:
+    """Returns whether a run kept its master copies in fp16, by Megatron's args."""
+    dtype = str(args.get("main_params_dtype")).rpartition(".")[2]
+    return bool(args.get("use_precision_aware_optimizer")) and dtype == "float16"
+
+
+def fit(weights: Layout, states: Layout, half: bool) -> bool:
+    """Returns whether the first row of each weight is that of its master copy.
+
+    half: the master copies were kept in fp16.
+    """
     reader = Reader(joined(weights, states))
     names = [name for name in reader if not is_state(name) and f"{name}@{MASTER}" in reader]
-    return all(apart(reader, name, 1) is None for name in names)
+    return all(apart(reader, name, half, 1) is None for name in names)
 
 
-def apart(source: Mapping[str, LogicalTensor], name: str, most: int | None = None) -> str | None:
+def apart(
+    source: Mapping[str, LogicalTensor], name: str, half: bool, most: int | None = None
+) -> str | None:
     """Returns how many elements of a weight differ from its rounded master copy; None if none.
 
+    half: the master copies were kept in fp16, so that they may differ by its rounding.
     most: compares that many rows only; None: all.
     """
     weight, master = source[name], source[f"{name}@{MASTER}"]
+    least = HALF_LEAST * _largest(weight) if half else 0.0
     bits = f"u{itemsize(weight.dtype)}"
     rows = weight.shape[0] if most is None else min(most, weight.shape[0])
     step = max(1, PROOF_BYTES * weight.shape[0] // max(1, weight.nbytes))
@@ -91,12 +116,25 @@ def apart(source: Mapping[str, LogicalTensor], name: str, most: int | None = Non
         fast = weight.dtype == "bfloat16" and theirs.dtype == np.float32
         if fast and np.array_equal(_bfloat16_bits(theirs.view("u4")), mine):
             continue
+        if half:
+            value = mine.view(numpy_dtype(weight.dtype)).astype("f8")
+            with np.errstate(all="ignore"):
+                near = np.abs(theirs - value) <= HALF_SHARE * np.abs(value) + least
+            different += int((~near).sum())
+            continue
         with np.errstate(all="ignore"):
             rounded = theirs.astype(numpy_dtype(weight.dtype))
         different += int((rounded.view(bits) != mine).sum())
     if not different:
         return None
     return f"{name}: {different:,} of {math.prod(weight.shape):,} elements differ"
+
+
+def _largest(weight: LogicalTensor) -> float:
+    """Returns the largest absolute value of a weight."""
+    step = max(1, PROOF_BYTES * weight.shape[0] // max(1, weight.nbytes))
+    parts = (weight[at : at + step].numpy() for at in range(0, weight.shape[0], step))
+    return max((float(np.abs(part.astype("f8")).max()) for part in parts), default=0.0)
 
 
 def _bfloat16_bits(bits: np.ndarray) -> np.ndarray:

@@ -104,11 +104,18 @@ class TorchFile:
 
     stem: the name of the folder in the zip.
     storages: key -> bytes.
+    known: the bytes of those storages that are no tensor data.
 
     `data` has the place of each storage, `size` is the size of the file.
     """
 
-    def __init__(self, stem: str, pickle: bytes, storages: dict[str, int]) -> None:
+    def __init__(
+        self,
+        stem: str,
+        pickle: bytes,
+        storages: dict[str, int],
+        known: dict[str, bytes] | None = None,
+    ) -> None:
         self._entries: list[_Entry] = []
         self._end = 0
         self.data: Ranges = {}
@@ -121,7 +128,8 @@ class TorchFile:
         ):
             self._add(name, len(data), data)
         for key, size in storages.items():
-            self.data[key] = (self._add(f"data/{key}", size, None if size else b""), size)
+            data = (known or {}).get(key, None if size else b"")
+            self.data[key] = (self._add(f"data/{key}", size, data), size)
         for name, data in (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID)):
             self._add(name, len(data), data)
         central = sum(46 + len(e.name) + len(e.zip64(e.size)) for e in self._entries)
@@ -174,7 +182,7 @@ def lay_out(value: Any, stem: str = "archive") -> TorchFile:
     Raises PickleError for a value that has no place in a checkpoint.
     """
     emitter = emitted(value)
-    return TorchFile(stem, emitter.done(), emitter.storages)
+    return TorchFile(stem, emitter.done(), emitter.storages, emitter.known)
 
 
 # ------------------------------------------------------------------------------------------ reading

@@ -14,12 +14,15 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format, Names
+from mckpt.formats.megatron import optimizer_links
 from mckpt.formats.megatron.optimizer import (
     FULLY_RESHARDABLE,
     LOW_BITS,
     MASTER,
+    Scaler,
     is_state,
     regrouped,
+    rescaled,
     unkept,
 )
 
@@ -43,6 +46,7 @@ class Proof(NamedTuple):
 
     proved: int  # weights that equal their rounded master copy, bit for bit
     unproved: int  # weights that have states, and no master copy
+    half: bool  # the master copies are in fp16, and equal the weights within its precision
     without: list[str]  # parameters that have no state at all
 
 
@@ -97,19 +101,40 @@ def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
     return {**fields, "content_metadata": marks}
 
 
-def groups(source: Checkpoint, names: Names, megatron: list[int]) -> list[list[dict[str, Any]]]:
+def groups(
+    source: Checkpoint, names: Names, fixed_sizes: bool, megatron: list[int]
+) -> list[list[dict[str, Any]]]:
     """Returns the param_groups of each optimizer of a rank of the target.
 
-    names: of the target. megatron: the version of megatron-core that it is written for.
+    names, fixed_sizes: of the target and its format. megatron: the version of megatron-core that it
+    is written for.
     """
     assert source.optimizer is not None
+    count, groups = _count(names, megatron), source.optimizer.groups
+    if not optimizer_links.is_muon(groups):
+        return regrouped(groups, count)
+    by_layers = bool((source.args or {}).get(optimizer_links.BY_LAYERS))
+    optimizer_links.refuse_target(fixed_sizes, by_layers, megatron)
+    return optimizer_links.regrouped(groups, names, count > 1, by_layers)
+
+
+def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scaler]:
+    """Returns the loss scaler of each optimizer of a rank of the target; none if the source has
+    none.
+    """
+    assert source.optimizer is not None
+    return rescaled(source.optimizer.scalers, _count(names, megatron))
+
+
+def _count(names: Names, megatron: list[int]) -> int:
+    """Returns the number of optimizers of a rank of the target."""
     registration = names.mapping.registration
-    count = registration.num_optimizers(names.parallel, names.dims["num_experts"], megatron)
-    return regrouped(source.optimizer.groups, count)
+    return registration.num_optimizers(names.parallel, names.dims["num_experts"], megatron)
 
 
 def prove(source: Checkpoint, look: bool = True) -> Proof:
-    """Compares each master copy, rounded to the weight's dtype, with the weight.
+    """Compares each master copy, rounded to the weight's dtype, with the weight. Those that the run
+    kept in fp16 may differ by its rounding.
 
     source: a checkpoint with its optimizer. look: False only counts, without reading. Raises
     SourceError with all weights that differ: their states belong to other weights, or weights and
@@ -121,9 +146,11 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     stated = {name.partition("@")[0] for name in source if is_state(name)}
     weights = [name for name in source if not is_state(name)]
     held = [name for name in weights if f"{name}@{MASTER}" in source]
+    half = masters.in_half(source.args or {})
     if look:
+        compare = partial(masters.apart, source, half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            apart = [text for text in pool.map(partial(masters.apart, source), held) if text]
+            apart = [text for text in pool.map(compare, held) if text]
         if apart:
             raise SourceError.of(
                 f"{source.path}: the optimizer's fp32 master copies of {len(apart):,} of"
@@ -139,7 +166,7 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
         for name in weights
         if name not in stated and source.reader.template(name) not in buffers
     ]
-    return Proof(len(held), len(stated) - len(held), without)
+    return Proof(len(held), len(stated) - len(held), half, without)
 
 
 def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
@@ -150,5 +177,6 @@ def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
     return {
         "stored_as": optimizer.form,
         "states": optimizer.states,
+        **({"loss_scalers": optimizer.scalers} if optimizer.scalers else {}),
         **proof._asdict(),
     }

@@ -180,12 +180,14 @@ def _optimizer_lines(state: Mapping[str, Any]) -> Iterator[str]:
     """Yields sentences on the optimizer that is kept; `state` is its entry in the manifest."""
     proved = (
         f"; of {counted(state['proved'], 'weight')} the master copy, when rounded, is the weight"
-        " bit for bit"
+        + (" within the precision of fp16" if state.get("half") else " bit for bit")
     )
     yield (
         f"optimizer ({state['stored_as']}): {', '.join(state['states'])} are kept"
         + proved * bool(state["proved"])
     )
+    if found := state.get("loss_scalers"):
+        yield "loss scaler: " + ", ".join(f"{k} {v:g}" for k, v in found[0].items()) + " are kept"
     if num := state["unproved"]:
         yield f"{counted(num, 'weight')} have no master copy that could prove their states' names"
     if without := state["without"]:

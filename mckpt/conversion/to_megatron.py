@@ -81,7 +81,9 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     refuse_stacked_keys(target, destination.format, args.implied_layers)
     names = names._replace(choices={**chosen, "layers": args.layers})
     refuse_misfit(moved, names, "Megatron")
-    groups = optimizer.groups(moved, names, megatron) if kept else []
+    fixed = destination.format.fixed_sizes
+    groups = optimizer.groups(moved, names, fixed, megatron) if kept else []
+    scalers = optimizer.scalers(moved, names, megatron) if kept else []
     layout, outputs = destination.format.lay_out(
         Wanted(
             names,
@@ -92,6 +94,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
             target.common_as_object,
             distributed=not (kept and moved.optimizer) or moved.optimizer.distributed,
             groups=groups,
+            scalers=scalers,
         )
     )
     line = megatron_args.launch(dialect, args.written)
@@ -121,7 +124,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         padded_vocab_size=padded,
         unit=destination.unit,
         common=hashlib.sha256(
-            safe_pickle.dumps({**args.common, **({"optimizer": groups} if kept else {})})
+            safe_pickle.dumps({**args.common, **({"optimizer": [groups, scalers]} if kept else {})})
         ).hexdigest(),
         common_as_object=target.common_as_object,
         args=line.flags,

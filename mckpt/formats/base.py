@@ -62,6 +62,8 @@ class Wanted(NamedTuple):
     # the param_groups of each optimizer of a rank, two if experts have one of their own; none
     # without an optimizer
     groups: Sequence[Sequence[Mapping[str, Any]]] = ()
+    # the loss scaler of each of them, or none
+    scalers: Sequence[dict[str, Any]] = ()
 
 
 class Shown(NamedTuple):

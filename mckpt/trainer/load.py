@@ -370,7 +370,8 @@ def check_optimizer(
     kind = metadata.get("distrib_optim_sharding_type")
     if "optimizer" not in common:
         raise no_optimizer(unit)
-    if args.use_distributed_optimizer != (kind is not None):
+    by_layers = getattr(args, "use_layer_wise_distributed_optimizer", False)
+    if args.use_distributed_optimizer != (kind is not None) and not by_layers:
         raise other_optimizer(unit, args.use_distributed_optimizer)
     if kind not in (None, "fully_reshardable") and not same_sizes(common.get("args"), args):
         raise SourceError(

@@ -54,9 +54,11 @@ class Options:
     seed: int = 1234  # of the data's order
     data: str | None = None  # see data.open_source; None: made up
     tokenizer: str | None = None  # directory of the tokenizer, for JSONL with text
-    dtype: str = "bfloat16"  # float32 compares curves to many digits
+    # float32 compares curves to many digits; float16 scales the loss, by the args of the checkpoint
+    dtype: str = "bfloat16"
     save: str | None = None  # save directory
     format: str = formats.MEGATRON
+    optimizer: str = "adam"  # or another of megatron-core, such as muon
     # False: every data-parallel rank has the whole state, as without --use-distributed-optimizer
     distributed_optimizer: bool = True
     # of a distributed optimizer in torch_dist; or dp_reshardable
@@ -65,7 +67,15 @@ class Options:
     resume: bool = False  # with the checkpoint's optimizer, scheduler and iteration
 
 
-Step = dict[str, float]  # step (from 1), loss, grad_norm, lr, seconds, tokens_per_s
+# step (from 1), loss, grad_norm (absent where a gradient in fp16 overflowed, so that the step was
+# left out), lr, seconds, tokens_per_s, loss_scale (in fp16)
+Step = dict[str, float]
+# args of the checkpoint, by the beginnings of their names, that settle more of the optimizer: how
+# the loss is scaled in fp16, and how Muon works
+SETTINGS = (
+    *("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+    *("muon_", "adaptive_muon_", "use_layer_wise_"),
+)
 
 
 def main(job: dict[str, Any]) -> None:
@@ -146,7 +156,10 @@ def train(
                     optimizer=optimizer,
                     scheduler=scheduler,
                     optimizer_format=(
-                        options.optimizer_format if options.distributed_optimizer else None
+                        options.optimizer_format
+                        if options.distributed_optimizer
+                        or getattr(args, "use_layer_wise_distributed_optimizer", False)
+                        else None
                     ),
                 )
     return steps
@@ -188,10 +201,11 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         skipped_train_samples=0,
         weight_decay=options.weight_decay,
         clip_grad=options.clip_grad,
-        optimizer="adam",
+        optimizer=options.optimizer,
         use_distributed_optimizer=options.distributed_optimizer,
         bf16=options.dtype == "bfloat16",
-        fp16=False,
+        fp16=options.dtype == "float16",
+        accumulate_allreduce_grads_in_fp32=True,  # as `set_up` has it
         params_dtype=getattr(torch, options.dtype),
         world_size=dist.get_world_size(),
         data_parallel_size=num_ranks,
@@ -224,17 +238,36 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
     )
-    chunks = [DistributedDataParallel(model.config, ddp, model.train()) for model in models]
+    by_layers = bool(getattr(args, "use_layer_wise_distributed_optimizer", False))
+    laid_out = by_layers and getattr(args, "use_layer_wise_param_layout", True)
+    if laid_out:
+        from megatron.training.training import wrap_model_chunks_with_ddp
+
+        chunks = wrap_model_chunks_with_ddp(
+            [model.train() for model in models],
+            models[0].config,
+            ddp,
+            use_layer_wise_distributed_optimizer=True,
+        )
+    else:
+        chunks = [DistributedDataParallel(model.config, ddp, model.train()) for model in models]
+    settings = {
+        field.name: vars(args)[field.name]
+        for field in fields(OptimizerConfig)
+        if field.name.startswith(SETTINGS) and hasattr(args, field.name)
+    }
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
-            optimizer="adam",
+            optimizer=options.optimizer,
             lr=options.lr,
             min_lr=options.min_lr,
             weight_decay=options.weight_decay,
             clip_grad=options.clip_grad,
             bf16=args.bf16,
+            fp16=args.fp16,
             params_dtype=args.params_dtype,
             use_distributed_optimizer=options.distributed_optimizer,
+            **settings,
         ),
         chunks,
         config_overrides=no_decay(),
@@ -296,10 +329,12 @@ def train_step(
         forward_only=False,
     )
     lr = optimizer.param_groups[0]["lr"]  # before the scheduler changes it for the next update
+    scale = optimizer.get_loss_scale().item()
     updated, grad_norm, _ = optimizer.step()
-    if not updated:
+    if updated:
+        scheduler.step(increment=args.global_batch_size)
+    elif not args.fp16:
         raise FloatingPointError(f"step {step}: the gradient is not finite")
-    scheduler.step(increment=args.global_batch_size)
 
     total = torch.zeros(2, device=torch.cuda.current_device())
     if reports:  # the last pipeline stage alone has reports
@@ -315,7 +350,8 @@ def train_step(
     return {
         "step": step,
         "loss": loss / num_tokens,
-        "grad_norm": float(grad_norm),
+        **({"grad_norm": float(grad_norm)} if updated else {}),
+        **({"loss_scale": scale} if args.fp16 else {}),
         "lr": lr,
         "seconds": seconds,
         "tokens_per_s": args.global_batch_size * args.seq_length / seconds,

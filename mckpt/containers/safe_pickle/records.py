@@ -88,11 +88,13 @@ class Storage:
 
     Its bytes are the zip record data/<key>. Before torch 1.6, a sixth item names the storage of
     which this one is a part; only None is read.
+
+    data: its bytes, if they are known when a file is laid out, as those of a single number are.
     """
 
-    __slots__ = ("pid",)
+    __slots__ = ("data", "pid")
 
-    def __init__(self, pid: Any) -> None:
+    def __init__(self, pid: Any, data: bytes | None = None) -> None:
         if not (
             type(pid) is tuple
             and (len(pid) == 5 or (len(pid) == 6 and pid[5] is None))
@@ -105,6 +107,7 @@ class Storage:
         ):
             raise pickle.UnpicklingError("a storage of torch with an odd key, location or size")
         self.pid: tuple[str, Global, str, str, int] = pid[:5]
+        self.data = data
 
     @property
     def key(self) -> str:

@@ -32,20 +32,24 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def tensor(dtype: str, shape: tuple[int, ...], key: str) -> Record:
-    """Makes the record with which torch.save writes a contiguous tensor that owns data/<key>."""
+def tensor(dtype: str, shape: tuple[int, ...], key: str, data: bytes | None = None) -> Record:
+    """Makes the record with which torch.save writes a contiguous tensor that owns data/<key>.
+
+    data: its bytes; None: they are tensor data, which the copies of a plan write.
+    """
     numel = math.prod(shape)
     name = dtypes.TABLE[dtype].storage
     if name:
         pid = ("storage", glob("torch", name), key, _CPU, numel)
         return glob("torch._utils", "_rebuild_tensor_v2")(
-            Storage(pid), 0, tuple(shape), contiguous(shape), False, OrderedDict()
+            Storage(pid, data), 0, tuple(shape), contiguous(shape), False, OrderedDict()
         )
     untyped, nbytes = glob("torch.storage", "UntypedStorage"), numel * dtypes.itemsize(dtype)
     pid = ("storage", untyped, key, _CPU, nbytes)
     rebuild = glob("torch._utils", "_rebuild_tensor_v3")
     return rebuild(
-        Storage(pid), 0, tuple(shape), contiguous(shape), False, OrderedDict(), torch_dtype(dtype)
+        Storage(pid, data),
+        *(0, tuple(shape), contiguous(shape), False, OrderedDict(), torch_dtype(dtype)),
     )
 
 

@@ -25,6 +25,7 @@ class Emitter:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")  # joining a list of pieces would take 80 bytes for each
         self.storages: dict[str, int] = {}  # key -> bytes, in the order of the pickle
+        self.known: dict[str, bytes] = {}  # the bytes of those storages that have them
         self._memo: dict[int, int] = {}  # id() of a value -> its number
         self._keep: list[Any] = []  # keeps those values alive, so that no other gets their id()
 
@@ -67,6 +68,8 @@ class Emitter:
                 raise PickleError(
                     f"storage {v.key[:80]} has {self.storages[v.key]} bytes and {v.nbytes} bytes"
                 )
+            if v.data is not None:
+                self.known[v.key] = v.data
             self.save(v.pid)
             out += b"Q"
         elif t is tuple and not v:

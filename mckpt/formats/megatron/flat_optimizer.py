@@ -112,13 +112,19 @@ def unpadded(extents: Extents, numels: Any, chain: int, number: int) -> Extents:
 
 
 def layout(
-    extents: Extents, names: Names, dtypes: dict[str, str], rows: int | None, files: list[str]
+    extents: Extents,
+    names: Names,
+    dtypes: dict[str, str],
+    rows: int | None,
+    files: list[str],
+    rest: bool = False,
 ) -> Layout:
     """Returns the states of all parameters.
 
     names: of the modules of each rank (the choice `keys` is local).
     dtypes: of each logical tensor, by template.
     rows: of the embedding with padding.
+    rest: the buffers have no matrices, which another optimizer of the chain updates.
     Raises SourceError with every bucket that its parameters do not fill, and UsageError if master
     copies lack their high bits.
     """
@@ -126,6 +132,8 @@ def layout(
         raise UsageError(f"{files[low.file]}: {LOW_BITS}")
     problems = Problems("the optimizer's buffers do not fit the parameters of the model:")
     problems.cure = CURE
+    if rest:
+        extents = {place._replace(chain=0): found for place, found in extents.items()}
     chained = any(place.chain for place in extents)
     held: dict[_Key, dict[str, dict[int, list[Extent]]]] = {}
     for place, found in extents.items():
@@ -133,7 +141,7 @@ def layout(
         states.setdefault(place.state, {})[place.bucket] = found
     kinds: dict[_Kind, list[tuple[int, int, Entry]]] = {}
     seen: set[_Whole] = set()
-    for one in optimizers(names, dtypes, rows, chained):
+    for one in optimizers(names, dtypes, rows, chained, rest=rest):
         for number, buffer in enumerate(one.buffers):
             states = held.pop((one.chain, one.group, number, buffer.dtype), {})
             where = f"dp_group_idx_{one.group}, chunk {buffer.chunk}, {buffer.dtype}"

@@ -144,7 +144,7 @@ class FsdpDtensor(TorchDcp):
         layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
         experts = names_of(b for b in rules if "expert" in b.rule.indices)
         groups = self._settings(experts if names.parallel.ep > 1 else set())
-        return Optimizer(FORMAT.name, layout, groups, self._keys_of_optimizer())
+        return Optimizer(FORMAT.name, layout, groups, self._keys_of_optimizer(), [])
 
     def _settings(self, experts: set[str]) -> list[list[dict[str, Any]]]:
         """Returns the param_groups of each optimizer.

@@ -15,13 +15,19 @@ This module knows the keys of the optimizers whose state is stored parameter by 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from mckpt.containers import safe_pickle
+from mckpt.containers.entries import Entry, entry_of
+from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
 from mckpt.geometry.box import Layout, Stored
+from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
+from mckpt.values.dtypes import itemsize, numpy_dtype
 
 MASTER = "master"
 # names of the master copy: of DistributedOptimizer, and of Float16Optimizer
@@ -36,12 +42,15 @@ _PLAIN = (
 )
 # the files, one for each data-parallel rank, of an optimizer that is distributed by layers
 LAYER_WISE = "layer_wise_optimizer_*.pt"
-# what a run with --use-precision-aware-optimizer keeps; no master copy rounds to a weight then
+# what a run with --use-precision-aware-optimizer keeps without --main-params-dtype fp16
 LOW_BITS = (
     "The run had --use-precision-aware-optimizer, with which Transformer Engine keeps only the low"
-    " 16 bits of each fp32 master copy, or master copies in fp16. mckpt does not convert them; give"
+    " 16 bits of each fp32 master copy of a weight in bf16. mckpt does not convert them; give"
     " --no-optimizer to convert the weights alone"
 )
+# the state of a loss scaler, in which numbers stand for tensors of one element
+Scaler = dict[str, Any]
+SCALER = "grad_scaler"  # its name in an `optimizer`
 CURE = "If the checkpoint should be complete, copy it again; else give --no-optimizer."
 # Before `chained_optim_avoid_prefix`, the optimizers of dense weights and of experts had prefixes.
 _KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.([^.]+)\.(.+)")
@@ -56,6 +65,7 @@ class Optimizer(NamedTuple):
     # is that of the experts
     groups: list[list[dict[str, Any]]]
     keys: frozenset[str]  # under which the checkpoint stores it
+    scalers: list[Scaler]  # of each optimizer in a training with fp16, else none
 
     @property
     def distributed(self) -> bool:
@@ -170,11 +180,62 @@ def sharding_of(plain: Any) -> str | None:
 
 
 def unkept(plain: Any) -> list[str]:
-    """Returns the names of what an `optimizer` of a common state has beside groups and states, such
-    as the `grad_scaler` of training in fp16, which Megatron starts anew if it is not there.
+    """Returns the names of what an `optimizer` of a common state has beside groups, states and loss
+    scaler.
     """
     found = {str(k) for one in _chained(plain) if isinstance(one, dict) for k in one}
-    return sorted(found - set(_PLAIN))
+    return sorted(found - {*_PLAIN, SCALER})
+
+
+def scalers_of(plain: Any, data: Ranges, path: str) -> list[Scaler]:
+    """Returns the loss scaler of each optimizer in the `optimizer` of a checkpoint: `grad_scaler`,
+    which a training in fp16 has. None of them without it.
+
+    data: the places of the storages in the file `path`.
+    Raises UsageError for a scaler that Megatron does not write.
+    """
+    held = [one.get(SCALER) if isinstance(one, dict) else None for one in _chained(plain)]
+    if not any(isinstance(one, dict) for one in held):
+        return []
+    out: list[Scaler] = []
+    for one in held:
+        out.append({})
+        for name, value in (one or {}).items():
+            view = safe_pickle.as_tensor(value)
+            number = value if view is None else _number(entry_of(view, data, 0), path)
+            if not isinstance(number, (bool, int, float)):
+                raise UsageError(
+                    f"{path}: the loss scaler of its optimizer has {name}, which is no number; give"
+                    " --no-optimizer to convert the weights alone"
+                )
+            out[-1][name] = number
+    return out
+
+
+def _number(entry: Entry, path: str) -> float | None:
+    """Reads the number of a tensor with one element; None if it has several."""
+    if math.prod(entry.shape) != 1:
+        return None
+    with open(path, "rb") as f:
+        f.seek(entry.at)
+        data = f.read(itemsize(entry.dtype))
+    return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
+
+
+def scaler_record(scaler: Scaler, number: int) -> dict[str, Any]:
+    """Returns the loss scaler of an optimizer as Megatron's load_state_dict takes it: with a tensor
+    for each number that is not whole.
+
+    number: of the optimizer; it makes names of storages.
+    """
+    return {
+        name: safe_pickle.tensor(
+            "float32", (1,), f"{SCALER}.{number}.{name}", np.float32(value).tobytes()
+        )
+        if isinstance(value, float)
+        else value
+        for name, value in scaler.items()
+    }
 
 
 def _chained(plain: Any) -> list[Any]:
@@ -209,6 +270,15 @@ def regrouped(
     ]
 
 
+def rescaled(scalers: Sequence[Scaler], num_optimizers: int) -> list[Scaler]:
+    """Returns the loss scaler of each of `num_optimizers` optimizers. If the source has another
+    number of them, it is that of the first one: the scalers of a rank see the same overflows.
+    """
+    if not scalers or len(scalers) == num_optimizers:
+        return [dict(one) for one in scalers]
+    return [dict(scalers[0]) for _ in range(num_optimizers)]
+
+
 def decays(group: Mapping[str, Any]) -> bool:
     """Returns whether weight decay applies to the parameters of a group."""
     return bool(group.get("wd_mult", group.get("weight_decay")))
@@ -225,15 +295,22 @@ def is_wrapped(distributed: bool, states: Iterable[str]) -> bool:
 
 def common_of(
     groups: Sequence[Sequence[Mapping[str, Any]]],
-    distributed: bool,
+    scalers: Sequence[Scaler],
+    distributed: Sequence[bool],
     wrapped: bool,
     form: str = FULLY_RESHARDABLE,
 ) -> Any:
-    """Returns the `optimizer` of the common state of a torch_dist with these param_groups.
+    """Returns the `optimizer` of the common state of a torch_dist with these param_groups and loss
+    scalers.
 
-    form: how the state of a distributed optimizer is stored.
+    distributed: whether each of the optimizers is a DistributedOptimizer.
+    form: how the state of such an optimizer is stored.
     """
-    kind = {"param_state_sharding_type": form} if distributed else {}
-    inner = [{"param_groups": own} for own in groups]
-    each = [{"optimizer": own, **kind} if wrapped else own for own in inner]
+    each: list[dict[str, Any]] = []
+    for own, is_distributed in zip(groups, distributed, strict=True):
+        inner = {"param_groups": own}
+        kind = {"param_state_sharding_type": form} if is_distributed else {}
+        each.append({"optimizer": inner, **kind} if wrapped else dict(inner))
+    for number, scaler in enumerate(scalers):
+        each[number][SCALER] = scaler_record(scaler, number)
     return each[0] if len(each) == 1 else dict(enumerate(each))

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, dtype_of, packed
+from mckpt.formats.megatron.optimizer_links import is_matrix
 from mckpt.formats.megatron.torch_shards import instances, local
 from mckpt.geometry.box import Piece
 from mckpt.geometry.packing import Packed
@@ -172,6 +173,7 @@ def optimizers(
     expert_chain: bool,
     bucket_size: int | None = None,
     registered: Callable[[int], Keys] | None = None,
+    rest: bool = False,
 ) -> list[Optimizer]:
     """Returns the optimizers of all model-parallel ranks, those of the experts last.
 
@@ -184,6 +186,7 @@ def optimizers(
         several buckets by it.
     registered: returns the keys of the state dicts of a pipeline rank, which are in the order of
         registration. Without it, the dialect has the order.
+    rest: without the matrices, which Muon updates.
 
     Raises SourceError if `registered` lacks a parameter.
     """
@@ -191,6 +194,7 @@ def optimizers(
     out = []
     for chain in range(2 if expert_chain else 1):
         kept = _kept(names, dtypes, padded_vocab, chain, expert_chain)
+        kept = [k for k in kept if not (rest and is_matrix(k.bound, len(k.whole.shape)))]
         ways, eps = (parallel.expert_tp, parallel.ep) if chain else (parallel.tp, 1)
         for p in range(parallel.pp):
             keys = registered(p) if registered else None

@@ -182,7 +182,7 @@ class TorchDcp:
         problems.check()
         plain = self._param_groups()
         layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
-        return Optimizer(NOT_DISTRIBUTED, layout, plain, self._keys_of_optimizer())
+        return Optimizer(NOT_DISTRIBUTED, layout, plain, self._keys_of_optimizer(), [])
 
     def _keys_of_optimizer(self) -> frozenset[str]:
         every = (*self.metadata.tensors, *self.metadata.objects)

@@ -23,6 +23,7 @@ from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
+from mckpt.formats import carried
 from mckpt.formats.base import (
     Format,
     Names,
@@ -36,6 +37,7 @@ from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.common_state import Common, has_tensors
 from mckpt.formats.megatron.dcp_directory import MODEL, Directory, has_keys
 from mckpt.formats.megatron.optimizer import Optimizer
+from mckpt.formats.megatron.optimizer_links import BY_LAYERS
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
@@ -98,17 +100,27 @@ class TorchDist:
 
     @cached_property
     def common(self) -> Common:
-        """Reads common.pt, else the object common_state; empty if there is neither."""
+        """Returns common.pt, else the object common_state; empty if there is neither."""
+        value, _, path = self._common
+        return Common(value, path)
+
+    @cached_property
+    def _common(self) -> tuple[dict[str, Any], Any, str]:
+        """Reads the common state: its value, the places of its storages, and its file."""
         path = self.root / COMMON
         if path.exists():
-            value, _ = self.directory.read(str(path))
-            return Common(self._dict(value, str(path)), str(path))
+            value, data = self.directory.read(str(path))
+            return self._dict(value, str(path)), data, str(path)
         if COMMON_OBJECT in self.metadata.objects:
-            value, _ = self.directory.object(COMMON_OBJECT)
-            file = self.metadata.items[COMMON_OBJECT, None][0]
+            value, data, where = self._object(COMMON_OBJECT)
             inner = value[0] if isinstance(value, list) and value else value
-            return Common(self._dict(inner, f"{self.root / file}: {COMMON_OBJECT}"), COMMON_OBJECT)
-        return Common({}, str(path))
+            return self._dict(inner, f"{where}: {COMMON_OBJECT}"), data, where
+        return {}, {}, str(path)
+
+    def _object(self, key: str) -> tuple[Any, Any, str]:
+        """Returns the value of an object, the places of its storages, and its file."""
+        value, data = self.directory.object(key)
+        return value, data, str(self.root / self.metadata.items[key, None][0])
 
     @staticmethod
     def _dict(value: Any, where: str) -> dict[str, Any]:
@@ -224,11 +236,27 @@ class TorchDist:
         problems.check()
         layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
         stored_keys = frozenset(key for states in held.values() for key in states.values())
-        groups = optimizer.groups_of(self.common.fields.get("optimizer"), self.common.where)
-        return Optimizer(self._form(), layout, groups, stored_keys)
+        fields, data, path = self._common
+        plain = fields.get("optimizer")
+        rest = self._flat_optimizer(names, rest=True) if self._has_flat else None
+        if rest is not None and isinstance(plain, dict):  # Muon, distributed by layers
+            plain = {**plain, 1: {"param_groups": rest.groups[0]}}
+            layout, stored_keys = carried.joined(layout, rest.layout), stored_keys | rest.keys
+        groups = optimizer.groups_of(plain, self.common.where)
+        scalers = optimizer.scalers_of(plain, data, path)
+        form = self._form() if rest is None else rest.form
+        return Optimizer(form, layout, groups, stored_keys, scalers)
 
-    def _flat_optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state of flat buffers, None if there are none."""
+    @property
+    def _has_flat(self) -> bool:
+        keys = (*self.metadata.tensors, *self.metadata.objects)
+        return any(flat_optimizer.group_of(key) for key in keys)
+
+    def _flat_optimizer(self, names: Names, rest: bool = False) -> Optimizer | None:
+        """Returns the optimizer's state of flat buffers, None if there are none.
+
+        rest: they have no matrices, which Muon keeps elsewhere.
+        """
         marks = self.common.fields.get("content_metadata") or {}
         kind = optimizer.sharding_of(self.common.fields.get("optimizer")) or "distributed"
         form = str(marks.get("distrib_optim_sharding_type", kind))
@@ -258,9 +286,13 @@ class TorchDist:
         }
         rows = self.padded_vocab(names.mapping)
         groups: dict[int, Any] = {}
+        scalers: dict[int, optimizer.Scaler] = {}
         for key, (chain, number, what) in objects.items():
             if what == "optimizer" and chain not in groups:
                 groups[chain] = self.directory.object(key)[0][0]
+            elif what == optimizer.SCALER and chain not in scalers:
+                (value, *_), data, path = self._object(key)
+                scalers[chain] = optimizer.scalers_of({what: value}, data, path)[0]
             elif what == "per_bucket_numel_unpadded":
                 numels = self.directory.object(key)[0][0]
                 extents = flat_optimizer.unpadded(extents, numels, chain, number)
@@ -270,9 +302,10 @@ class TorchDist:
         )
         return Optimizer(
             form,
-            flat_optimizer.layout(extents, local, dtypes, rows, self.directory.paths),
+            flat_optimizer.layout(extents, local, dtypes, rows, self.directory.paths, rest),
             optimizer.groups_of(listed, str(self.root)),
             keys,
+            [scalers[chain] for chain in sorted(scalers)],
         )
 
     def _form(self) -> str:
@@ -282,12 +315,15 @@ class TorchDist:
         marks = self.common.fields.get("content_metadata") or {}
         if (kind := optimizer.sharding_of(self.common.fields.get("optimizer"))) is not None:
             return str(marks.get("distrib_optim_sharding_type", kind))
+        by_layers = (self.common.args or {}).get(BY_LAYERS)
         distributed = f"optimizer.state.{optimizer.MASTER_KEYS[0]}."
-        if any(key.startswith(distributed) for key in self.metadata.tensors):
+        if any(distributed in key for key in self.metadata.tensors):
             supposed = optimizer.FULLY_RESHARDABLE
         else:
             flat = bool(self.metadata.flattened)
             supposed = optimizer.MODEL_SPACE if flat else optimizer.NOT_DISTRIBUTED
+            if by_layers:  # whose content_metadata names a form that it does not have
+                return supposed
         return str(marks.get("distrib_optim_sharding_type", supposed))
 
 

@@ -19,6 +19,7 @@ from mckpt.formats.megatron.optimizer import (
     state_bound,
     states_of,
 )
+from mckpt.formats.megatron.optimizer_links import is_matrix, is_muon, links
 from mckpt.geometry.box import Box, Layout, Stored, whole_box
 from mckpt.geometry.packing import PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel
@@ -72,7 +73,9 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     """
     if wanted.groups:
         wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
-        plain = common_of(wanted.groups, wanted.distributed, wrapped)
+        chain = links(wanted.groups)
+        distributed = [wanted.distributed and not link.matrices for link in chain]
+        plain = common_of(wanted.groups, wanted.scalers, distributed, wrapped)
         wanted = wanted._replace(common={**wanted.common, "optimizer": plain})
     scope, bound = wanted.names.scope(), _bound(wanted)
     tensors, parts = _parts(wanted, bound)
@@ -97,17 +100,15 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 
 def _bound(wanted: Wanted) -> list[Bound]:
     """Returns the rules of all weights, each with those of its optimizer's states behind it."""
-    return [
-        rule
-        for b in wanted.names.bound()
-        for rule in (
-            b,
-            *(
-                state_bound(b, state, prefix_of(state, wanted.distributed))
-                for state in states_of(b, wanted.dtypes)
-            ),
-        )
-    ]
+    scope, muon = wanted.names.scope(), is_muon(wanted.groups)
+    out = []
+    for b in wanted.names.bound():
+        out.append(b)
+        states = states_of(b, wanted.dtypes)
+        whole = muon and bool(states) and is_matrix(b, len(packed(b.rule, scope).shape))
+        distributed = wanted.distributed and not whole
+        out += [state_bound(b, state, prefix_of(state, distributed)) for state in states]
+    return out
 
 
 def _parts(

@@ -32,8 +32,10 @@ from mckpt.formats.megatron.optimizer import (
     Optimizer,
     decays,
     groups_of,
+    scalers_of,
     state_bound,
 )
+from mckpt.formats.megatron.optimizer_links import Link, links
 from mckpt.formats.megatron.torch_shards import FILE as MODEL
 from mckpt.formats.megatron.torch_shards import Shard, directories, instances, shards
 from mckpt.geometry.box import Layout, Piece, Stored
@@ -111,30 +113,38 @@ def read(source: Source) -> Optimizer | None:
         return None
     problems = Problems(f"the optimizer's state of {source.where} does not match its weights:")
     problems.cure = CURE
+    groups = groups_of(plain, f"{source.where}/{places[0]}")
+    chain = links(groups)
     index = _parameters(source)
     is_parameter = source.names.mapping.registration.is_parameter
     found: list[_Found] = []
     for directory in places:
-        own = [
-            [index[directory][v, key] for key, e in model.items() if e is not None]
-            for v, model in enumerate(source.models(directory))
+        models = [
+            [key for key, entry in model.items() if entry is not None]
+            for model in source.models(directory)
         ]
+        known = index.get(directory, {})
+        if unknown := [key for v, m in enumerate(models) for key in m if (v, key) not in known]:
+            problems.missing(f"{directory}: {', '.join(unknown)}: other names than those expected")
+            continue
+        own = [[known[v, key] for key in model] for v, model in enumerate(models)]
         parameters = [[p for p in chunk if is_parameter(p.bound.rule.key)] for chunk in own]
         contents = source.open(directory, FILE if flat else MODEL)
         if contents is None:
             problems.missing(f"{directory}: has no {FILE}")
             continue
         found += (
-            _flat(contents, parameters, source, problems)
+            _flat(contents, parameters, chain, source, problems)
             if flat
-            else _listed(contents, parameters, problems)
+            else _listed(contents, parameters, chain, problems)
         )
     problems.check()
-    groups = groups_of(plain, f"{source.where}/{places[0]}")
+    scalers = [] if first is None else scalers_of(plain, first.data, first.path)
     stored, bound = _stored(found, problems)
     problems.check()
     layout = Layout(source.files, stored, shapes_of(bound, source.names.scope()))
-    return Optimizer(FORM if flat else NOT_DISTRIBUTED, layout, groups, frozenset(KEYS))
+    form = FORM if flat else NOT_DISTRIBUTED
+    return Optimizer(form, layout, groups, frozenset(KEYS), scalers)
 
 
 def _has_states(plain: Any) -> bool:
@@ -164,28 +174,30 @@ def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
 
 
 def _optimizers(
-    listed: list[Any], parameters: list[list[Parameter]]
+    listed: list[Any], parameters: list[list[Parameter]], chain: list[Link]
 ) -> Iterator[tuple[Any, list[list[Parameter]]]]:
     """Yields each of a rank's optimizers, and its parameters by virtual stage."""
-    if len(listed) == 1:
-        yield listed[0], parameters
-        return
-    for number, one in enumerate(listed):
+    for one, link in zip(listed, chain, strict=True):
         yield (
             one,
             [
-                [p for p in chunk if ("expert" in p.bound.rule.indices) == (number == 1)]
+                [p for p in chunk if link.updates(p.bound, len(p.entry.shape))]
                 for chunk in parameters
             ],
         )
 
 
 def _flat(
-    contents: Contents, parameters: list[list[Parameter]], source: Source, problems: Problems
+    contents: Contents,
+    parameters: list[list[Parameter]],
+    chain: list[Link],
+    source: Source,
+    problems: Problems,
 ) -> Iterator[_Found]:
     """Yields the states in a distrib_optim.pt."""
     value = contents.value
-    for one, own in _optimizers(value if isinstance(value, list) else [value], parameters):
+    listed = value if isinstance(value, list) else [value]
+    for one, own in _optimizers(listed, parameters, chain):
         if one is None:  # another rank's file has it
             continue
         if not isinstance(one, dict) or not one.get("buckets_coalesced"):
@@ -254,11 +266,15 @@ def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int
 
 
 def _listed(
-    contents: Contents, parameters: list[list[Parameter]], problems: Problems
+    contents: Contents,
+    parameters: list[list[Parameter]],
+    chain: list[Link],
+    problems: Problems,
 ) -> Iterator[_Found]:
     """Yields the states in the `optimizer` of a model_optim_rng.pt."""
     value = contents.value.get("optimizer")
-    for one, chunks in _optimizers(value if isinstance(value, list) else [value], parameters):
+    listed = value if isinstance(value, list) else [value]
+    for one, chunks in _optimizers(listed, parameters, chain):
         try:
             inner = one.get("optimizer", one)
             listed = inner["param_groups"]

@@ -10,7 +10,15 @@ from mckpt.containers import safe_pickle, torch_file
 from mckpt.errors import UsageError
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.optimizer import MASTER, MASTER_KEYS, decays, is_wrapped, states_of
+from mckpt.formats.megatron.optimizer import (
+    MASTER,
+    MASTER_KEYS,
+    SCALER,
+    decays,
+    is_wrapped,
+    scaler_record,
+    states_of,
+)
 from mckpt.formats.megatron.optimizer_buckets import (
     Buffer,
     Optimizer,
@@ -20,6 +28,7 @@ from mckpt.formats.megatron.optimizer_buckets import (
     optimizers,
     registered,
 )
+from mckpt.formats.megatron.optimizer_links import links
 from mckpt.formats.megatron.torch_optimizer import FILE
 from mckpt.formats.megatron.torch_shards import directories
 from mckpt.geometry.box import Piece, Stored
@@ -187,6 +196,8 @@ def contents(wanted: Wanted, p: int) -> tuple[Any, dict[tuple[int, str, str], st
                 inner["state"] |= dict(zip(group["params"], states, strict=True))
             if wrapped:
                 one["fp32_from_fp16_params"] = masters
+        if wanted.scalers:
+            one[SCALER] = scaler_record(wanted.scalers[chain], chain)
         out.append(one)
     return out[0] if len(out) == 1 else out, storages
 
@@ -203,16 +214,14 @@ def _grouped(
     members: list[list[dict[str, Any]]] = [[] for _ in groups]
     masters: list[list[Any]] = [[] for _ in groups]
     chunks = registered(
-        wanted.names,
-        wanted.dtypes,
-        wanted.padded_vocab_size,
-        chain,
-        len(wanted.groups) > 1,
-        p,
+        wanted.names, wanted.dtypes, wanted.padded_vocab_size, chain=0, expert_chain=False, p=p
     )
+    link = links(wanted.groups)[chain]
     for v, slots in enumerate(chunks):
         for slot in slots:
             parameter = slot.of(0, wanted.names.parallel)
+            if not link.updates(slot.kept.bound, len(parameter.shape)):
+                continue
             number = group_of(parameter, groups, args)
             tensors = {}
             for state in states_of(slot.kept.bound, wanted.dtypes, aliases=True):

@@ -174,7 +174,8 @@ def _common(wanted: Wanted) -> dict[str, Any]:
     if not wanted.groups:
         return dict(wanted.common)
     wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
-    plain = common_of(wanted.groups, wanted.distributed, wrapped, MODEL_SPACE)
+    distributed = [wanted.distributed] * len(wanted.groups)
+    plain = common_of(wanted.groups, wanted.scalers, distributed, wrapped, MODEL_SPACE)
     form = {"distrib_optim_sharding_type": MODEL_SPACE} if wanted.distributed else {}
     marks = {
         k: v
