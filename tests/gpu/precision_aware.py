@@ -479,10 +479,11 @@ def configure(more: Json) -> None:
 
     plain = optimizer.OptimizerConfig
 
-    def config(**given: Any) -> Any:
-        return plain(**given, **more) if given else plain()
+    class Config(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given, **(more if given else {}))
 
-    optimizer.OptimizerConfig = config
+    optimizer.OptimizerConfig = Config
 
 
 if __name__ == "__main__":
