@@ -236,7 +236,7 @@ class HuggingFace:
         left_out: dict[str, str] = {}
         for found, patterns in ((ignored, family.computed), (left_out, family.ignore)):
             for pattern, why in patterns.items():
-                match = mapping.key_pattern(form.rename(pattern))
+                match = re.compile(mapping.key_expression(form.rename(pattern)))
                 found.update({key: why for key in left if match.fullmatch(key)})
         ignored |= left_out
         unknown: dict[tuple[str, str], list[str]] = {}  # (key without its numbers, shape) -> keys

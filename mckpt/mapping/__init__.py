@@ -22,7 +22,7 @@ from mckpt.mapping.reading import (
     to_keep,
 )
 from mckpt.mapping.rule import Bound, Rule
-from mckpt.mapping.rule_reading import key_pattern
+from mckpt.mapping.rule_reading import key_expression
 
 __all__ = [
     "KINDS",
@@ -41,7 +41,7 @@ __all__ = [
     "folder",
     "hub",
     "is_part",
-    "key_pattern",
+    "key_expression",
     "load",
     "lookup",
     "major_minor",

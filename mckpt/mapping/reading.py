@@ -16,7 +16,7 @@ from mckpt.mapping.forms import read_forms
 from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.registration import read_registration
-from mckpt.mapping.rule_reading import COUNT, Parse, key_pattern, read_rules
+from mckpt.mapping.rule_reading import COUNT, Parse, key_expression, read_rules
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
@@ -243,10 +243,17 @@ def dialect_of(keys: Iterable[str], own: str | None = None) -> MappingFile:
     held = Counter(_NUMBERS.sub("0", key) for key in keys)
 
     def score(file: MappingFile) -> tuple[int, bool]:
-        known = re.compile("|".join({key_pattern(rule.key).pattern for rule in file.rules}))
-        return sum(n for key, n in held.items() if known.fullmatch(key)), file.default
+        pattern = _any_key(file.name, own)
+        return sum(n for key, n in held.items() if pattern.fullmatch(key)), file.default
 
     return max((load("megatron", name, own) for name in known), key=score)
+
+
+@functools.cache  # it takes longer than to read the headers of a small checkpoint
+def _any_key(dialect: str, own: str | None) -> re.Pattern[str]:
+    """Returns a regular expression for all keys of a dialect."""
+    keys = {rule.key for rule in load("megatron", dialect, own).rules}
+    return re.compile("|".join(map(key_expression, sorted(keys))))
 
 
 def inherited(file: MappingFile) -> Node:

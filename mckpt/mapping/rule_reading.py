@@ -243,6 +243,6 @@ def _rule(
     )
 
 
-def key_pattern(key: str) -> re.Pattern[str]:
-    """Returns a regular expression for a key template with its indices filled in."""
-    return re.compile(_INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}")))
+def key_expression(key: str) -> str:
+    """Returns a regular expression, as text, for a key template with its indices filled in."""
+    return _INDEX.sub(r"\\d+", re.escape(key).replace(r"\{", "{").replace(r"\}", "}"))
