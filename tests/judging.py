@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from mckpt import launching
 
@@ -70,6 +71,14 @@ def multi_token_difference(case: str, result: dict[str, Any], wanted: np.ndarray
     apart, largest = np.abs(result["logits"][:, :-1] - wanted).max(), np.abs(wanted).max()
     record("multi-token prediction", case, "torch", "1 rank", apart, largest, dialect="hybrid")
     return float(apart)
+
+
+def chosen_cases(session: pytest.Session) -> set[str]:
+    """Returns the values of the parameter `case` in the tests of this run of pytest. A fixture that
+    runs many cases at once leaves out all others.
+    """
+    parameters = [getattr(item, "callspec", None) for item in session.items]
+    return {found.params["case"] for found in parameters if found and "case" in found.params}
 
 
 def judge(

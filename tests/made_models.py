@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tests import tiny
+from tests import renamed, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ROOT / "fixtures" / "families"
@@ -77,7 +77,7 @@ def _write(case: str, directory: Path) -> None:
     kind = tiny.class_of(c)
     torch.manual_seed(0)  # some tensors keep the mean of transformers' random values
     # a copy, since transformers adds keys to rope_scaling
-    model = kind(kind.config_class.from_dict(config(case))).float()
+    model = kind(kind.config_class.from_dict(renamed.config(config(case)))).float()
     state = model.state_dict(keep_vars=True)
     with torch.no_grad():
         for name, tensor in state.items():
@@ -85,18 +85,19 @@ def _write(case: str, directory: Path) -> None:
                 drawn = np.random.RandomState(zlib.crc32(name.encode()))
                 tensor.copy_(torch.from_numpy(_values(name, tensor, drawn)))
     model.save_pretrained(directory)
-    if case in AS_PUBLISHED:
-        _rename(directory / "model.safetensors", AS_PUBLISHED[case])
+    _rename(c, directory / "model.safetensors", AS_PUBLISHED.get(case, {}))
     # with the keys of the file, since transformers writes its own defaults beside them
     (directory / "config.json").write_text(json.dumps(c, indent=2, sort_keys=True) + "\n")
 
 
-def _rename(file: Path, names: dict[str, str]) -> None:
-    """Replaces the starts of the names of tensors in a file."""
+def _rename(c: dict[str, Any], file: Path, names: dict[str, str]) -> None:
+    """Gives the tensors of a file the names of published files."""
     from safetensors.torch import load_file, save_file
 
-    renamed = {published_name(k, names): v for k, v in load_file(file).items()}
-    save_file(renamed, file, {"format": "pt"})
+    saved = load_file(file)
+    found = renamed.as_published(c, {published_name(k, names): v for k, v in saved.items()})
+    if found.keys() != saved.keys():
+        save_file(found, file, {"format": "pt"})
 
 
 def published_name(name: str, names: dict[str, str]) -> str:

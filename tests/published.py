@@ -19,6 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from tests import renamed
 from tests.made_models import AS_PUBLISHED, published_name
 from tests.tiny import class_of
 
@@ -114,7 +115,7 @@ def _write(name: str, directory: Path) -> None:
     if "text_config" in config:  # transformers 5 ties by default, and published files are not tied
         config.setdefault("tie_word_embeddings", False)
     with torch.device("meta"):
-        model = kind(kind.config_class.from_dict(config)).to(torch.bfloat16)
+        model = kind(kind.config_class.from_dict(renamed.config(config))).to(torch.bfloat16)
     tied = set(getattr(model, "all_tied_weights_keys", ()))
     # transformers 5 says of every T5 that it is tied
     if config.get("is_encoder_decoder") and not config["tie_word_embeddings"]:
@@ -123,6 +124,7 @@ def _write(name: str, directory: Path) -> None:
     saved = revert_weight_conversion(model, state)
     starts = AS_PUBLISHED.get(AS_CASE.get(name, ""), {})
     saved = {published_name(key, starts): tensor for key, tensor in saved.items()}
+    saved = renamed.as_published(config, saved)
     _holes(saved, directory / "model.safetensors")
     (directory / "config.json").write_text(text)
 

@@ -27,7 +27,7 @@ from mckpt.errors import MappingError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.geometry.parallel import Parallel
 from tests import made_models, tiny
-from tests.judging import judge, record
+from tests.judging import chosen_cases, judge, record
 
 PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
 # the start of the keys of a text model inside another one, which mckpt writes alone
@@ -36,6 +36,7 @@ CASES = (*tiny.CASES, *made_models.CASES)
 
 # Keys of published configs that Megatron-Bridge reads and transformers neither needs nor writes.
 ALSO: dict[str, dict[str, Any]] = {
+    "bailing_moe_v2": {"model_type": "bailing_moe_v2"},
     "glm_moe_dsa": {"indexer_rope_interleave": True},
     "hy_v3": {"first_k_dense_replace": 1},
 }
@@ -43,6 +44,7 @@ ALSO: dict[str, dict[str, Any]] = {
 # below must be equal.
 NO_BRIDGE = {
     "ArceeForCausalLM",
+    "BailingMoeForCausalLM",
     "BambaForCausalLM",
     "DeepseekV32ForCausalLM",
     "Dots1ForCausalLM",
@@ -137,8 +139,7 @@ COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight: not exp
 @pytest.fixture(scope="module")
 def chosen(request: pytest.FixtureRequest) -> list[str]:
     """The cases that this run of pytest chose."""
-    parameters = [getattr(item, "callspec", None) for item in request.session.items]
-    cases = {found.params.get("case") for found in parameters if found}
+    cases = chosen_cases(request.session)
     loads = any(
         item.name.startswith("test_megatron_bridge_loads") for item in request.session.items
     )

@@ -100,6 +100,19 @@ def test_a_draft_shows_how_other_families_read_a_key() -> None:
     assert "#     window_layers: see `mckpt mappings show " in text
 
 
+def test_a_line_of_another_family_that_has_a_list_stays_a_comment() -> None:
+    text = tiny_draft("llama", {"num_experts": 4})
+    assert "#     num_experts: {key: [num_experts, num_local_experts], default: '128'}" in text
+    assert "  default: '128'\n" not in text
+
+
+def test_a_draft_keeps_the_gate_where_only_experts_have_one() -> None:
+    """The nearest family has it in a dense layer too, which the model lacks."""
+    text = tiny_draft("deepseek-v3", {}, "layers.0.mlp")
+    assert "mlp.{gate,up,down}_proj.weight: null" in text
+    assert "\n  gated: {const: false}" not in text
+
+
 def test_a_draft_switches_off_what_the_model_lacks(tmp_path: Path) -> None:
     """Without the norms of q and k, Megatron must not have them: the draft is complete."""
     text = tiny_draft("qwen3-moe", {}, "q_norm", "k_norm")

@@ -21,7 +21,7 @@ from mckpt import mapping
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from tests import made_models, tiny
-from tests.judging import explain, judge, limit, record
+from tests.judging import chosen_cases, explain, judge, limit, record
 from tests.made_models import CASES
 
 pytestmark = pytest.mark.judge
@@ -145,10 +145,10 @@ def made(work: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ran(work: Path, made: Path) -> dict[str, dict[str, Any]]:
-    """Every case converted in each dialect, run by Megatron-Core; and saved by it."""
+def ran(work: Path, made: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Every chosen case converted in each dialect, run by Megatron-Core; and saved by it."""
     cases: dict[str, list[dict[str, Any]]] = {"local": [], "transformer_engine": []}
-    for case in CASES:
+    for case in [case for case in CASES if case in chosen_cases(request.session)]:
         tokens = made_models.tokens(case).tolist()
         for dialect in dialects(case):
             impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"

@@ -328,6 +328,17 @@ def test_sizes_that_cannot_run_are_refused_first(
         mckpt.verify(directory / "hf", directory / "clean", **options)
 
 
+@pytest.mark.parametrize("model_type", ["bailing_moe", "t5"])
+def test_a_model_without_a_class_in_transformers_needs_the_level_bytes(
+    model_type: str, tmp_path: Path
+) -> None:
+    from mckpt.trainer import reference
+
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    with pytest.raises(mckpt.errors.MappingError, match="--level bytes"):
+        reference._class_for(str(tmp_path))
+
+
 @pytest.mark.parametrize("index", [0, 13])
 def test_the_level_bytes_finds_every_fault(directory: Path, index: int) -> None:
     assert mckpt.verify(directory / "hf", directory / "clean", level="bytes").verdict == "pass"

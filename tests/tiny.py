@@ -22,6 +22,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests import renamed
+
 FIXTURES = Path(__file__).resolve().parent.parent / "fixtures"
 CASES = tuple(sorted(path.stem for path in (FIXTURES / "tiny").glob("*.json")))
 
@@ -42,8 +44,11 @@ LETTERS = {
     ]
 }
 
-# an architecture that is not in transformers -> the class that is like it or has its decoder
+# an architecture that is not in transformers -> the class that is like it or has its decoder;
+# tests/renamed.py has the other names of some
 STANDS_FOR = {
+    "BailingMoeForCausalLM": "Qwen2MoeForCausalLM",
+    "BailingMoeV2ForCausalLM": "Glm4MoeForCausalLM",
     "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
     "MiMoForCausalLM": "Qwen2ForCausalLM",
 }
@@ -424,12 +429,13 @@ def load(directory: Path, dtype: str = "float32") -> Any:
 
     logging.disable_progress_bar()
     kind = class_of(json.loads((directory / "config.json").read_text()))
-    model, info = kind.from_pretrained(
-        directory,
-        dtype=getattr(torch, dtype),
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
+    with tempfile.TemporaryDirectory() as temporary:
+        model, info = kind.from_pretrained(
+            renamed.for_transformers(directory, Path(temporary) / "renamed"),
+            dtype=getattr(torch, dtype),
+            attn_implementation="eager",
+            output_loading_info=True,
+        )
     # transformers' model has no layers of multi-token prediction, which follow the decoder's
     text = model.config.get_text_config().to_dict()
     info["unexpected_keys"] = decoder_only(text, info["unexpected_keys"])

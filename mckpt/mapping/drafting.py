@@ -93,7 +93,8 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
         *_config_lines(base.family, known, config, problems),
     ]
     rules, gone = _tensor_lines(base, known, shapes, dims)
-    if off := _switched_off(gone, dims):
+    kept = {o for e in base.entries.values() for n, (of, _) in e.items() if n in shapes for o in of}
+    if off := _switched_off(gone, kept, dims):
         lines += ["dims:", *(f"  {name}: {{const: false}}" for name in off)]
     lines += rules
     return "\n".join(lines) + "\n"
@@ -231,10 +232,13 @@ def _computed_lines(
         )
 
 
-def _switched_off(gone: Iterable[str], dims: Dims | None) -> list[str]:
-    """Returns the dims that must be false for Megatron to lack these logical tensors."""
+def _switched_off(gone: Iterable[str], kept: Iterable[str], dims: Dims | None) -> list[str]:
+    """Returns the dims that must be false for Megatron to lack the logical tensors `gone`. A dim
+    that a tensor of `kept` needs is true.
+    """
     dialect = next(d for d in (load("megatron", n) for n in names("megatron")) if d.default)
     found = {name for of in gone for name in switches(dialect, of)}
+    found -= {name for of in kept for name in switches(dialect, of)}
     return sorted(name for name in found if dims is not None and dims[name])
 
 
@@ -250,8 +254,8 @@ def _read_elsewhere(key: str, dialect: str, known: list[_Names]) -> Iterator[str
         for name, dim in other.dims.items():
             if key in dim.keys and name not in lines:
                 entry = {name: _plain(inherited(other)["dims"][name])}
-                text = yaml.safe_dump(entry, default_flow_style=None, sort_keys=False, width=10_000)
-                line = f"{text.strip()}  # as {other.name} reads it"
+                text = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=10_000)
+                line = f"{text.strip()[1:-1]}  # as {other.name} reads it"
                 long = f"{name}: see `mckpt mappings show {other.name}`"
                 lines[name] = line if len(line) < _WIDTH else long
     yield from list(lines.values())[:_LINES]

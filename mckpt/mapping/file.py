@@ -171,7 +171,12 @@ class MappingFile(NamedTuple):
         mtp = range(len(decoder), len(decoder) + scope["mtp_layers"])
         found: dict[tuple[range, str | None], list[int]] = {}  # many rules hold for the same layers
         number_of: dict[tuple[str, int], int] = {}  # and have the same numbers
-        form = self.form(scope)
+        form, here = self.form(scope), dict(scope)
+
+        def at(expression: Expression, layer: int) -> Any:
+            here["layer"] = layer  # a copy for each layer would take longer than most expressions
+            return expression(here)
+
         for rule in self.rules if rules is None else rules:
             rule = rule._replace(key=form.rename(rule.key)) if form.names else rule
             layers_of = mtp if rule.mtp else encoder if rule.encoder else decoder
@@ -183,7 +188,7 @@ class MappingFile(NamedTuple):
                         holds = rule.when is None or (every and rule.when(scope))
                         found[which] = list(every) if holds else []
                     else:
-                        found[which] = [i for i in every if rule.when({**scope, "layer": i})]
+                        found[which] = [i for i in every if at(rule.when, i)]
                 except ExpressionError as e:
                     raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
             if layers := found[which]:
@@ -193,7 +198,7 @@ class MappingFile(NamedTuple):
                     text = rule.number.text
                     for layer in layers:
                         if (text, layer) not in number_of:
-                            number_of[text, layer] = rule.number({**scope, "layer": layer})
+                            number_of[text, layer] = at(rule.number, layer)
                     numbers = [number_of[text, layer] for layer in layers]
                 where = np.array(layers, "i4"), experts.astype("i4"), np.array(numbers, "i4")
                 out.append(Bound(rule, *where, len(decoder)))

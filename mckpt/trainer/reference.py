@@ -21,7 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from mckpt.errors import SourceError
+from mckpt.errors import MappingError, SourceError
 from mckpt.trainer import points
 
 TRIES = 64  # further sequences that are run to reach every expert
@@ -96,7 +96,6 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     """
     import importlib.util
 
-    import transformers
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -109,10 +108,7 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
         placed = {"device_map": "auto"}
     # Eager experts and attention run at any sizes. grouped_mm refuses widths that are not a
     # multiple of 16 bytes.
-    kind: Any = transformers.AutoModelForCausalLM
-    if type(transformers.AutoConfig.from_pretrained(directory)) not in kind._model_mapping:
-        kind = transformers.AutoModelForImageTextToText  # its model contains a text model
-    loaded: Any = kind.from_pretrained(
+    loaded: Any = _class_for(directory).from_pretrained(
         directory,
         dtype=getattr(torch, dtype),
         attn_implementation="eager",
@@ -128,6 +124,23 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     if wrong:
         raise SourceError.of(f"{directory}: transformers does not load it whole:", wrong)
     return (model if placed else model.to(device)).eval()
+
+
+def _class_for(directory: str) -> Any:
+    """Returns the class of transformers that builds the model. Raises MappingError without one."""
+    import transformers
+
+    with suppress(ValueError):  # transformers does not know its model_type
+        config = type(transformers.AutoConfig.from_pretrained(directory))
+        # the model of the second class contains a text model
+        for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
+            if config in kind._model_mapping:
+                return kind
+    raise MappingError(
+        f"{directory}: transformers {transformers.__version__} has no language model for this"
+        " config.json, and mckpt runs no Python that lies beside the weights. Compare the values of"
+        " all tensors with --level bytes"
+    )
 
 
 def _behind(key: str, num_layers: int) -> bool:
