@@ -23,6 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mckpt import mapping
+
 
 class Explicit(torch.nn.Module):
     """softmax(scale q k + distances) v, for q, k and v of [positions, batch, heads, width]."""
@@ -94,6 +96,9 @@ def run(rank: int, job: dict[str, Any]) -> None:
     directory = f"{job['checkpoint']}/release"
     args = dist_checkpointing.load_common_state_dict(directory)["args"]
     model = build(args, job["given"])
+    # flat buffers of an optimizer have the parameters in this order
+    parameters = [name for name, _ in model.named_parameters()]
+    assert mapping.load("megatron", "t5").registration.sorted(parameters) == parameters
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))

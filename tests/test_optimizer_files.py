@@ -16,11 +16,14 @@ import pytest
 import yaml
 
 import mckpt
+from mckpt import mapping
 from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.optimizer import prove
 from mckpt.errors import SourceError, UsageError
+from mckpt.formats.base import Names
 from mckpt.formats.megatron import flat_optimizer
+from mckpt.formats.megatron import optimizer_links as links
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.flat_optimizer import places
 from mckpt.formats.megatron.optimizer import groups_of, regrouped, rescaled, scalers_of, unkept
@@ -31,6 +34,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.registration import Registration
 from mckpt.trainer.optimizer_order import same_order
 from tests.door import good, refused
+from tests.judged_models import MOE, QWEN3
 from tests.tiny import FIXTURES
 
 FORMS = ("fully_sharded_model_space", "dp_zero_gather_scatter")
@@ -153,6 +157,41 @@ def test_the_optimizers_of_a_rank_follow_the_sizes() -> None:
         regrouped([dense, dense], 2)
 
 
+def test_the_optimizers_of_muon_follow_the_sizes() -> None:
+    """Megatron-Core 0.19 has them in this order, with and without experts on ranks of their own."""
+    muon = {"wd_mult": 1.0, "is_expert_parallel": False}
+    experts = {"wd_mult": 1.0, "is_expert_parallel": True}
+    adam = [{**muon, "optimizer": "adam"}, {**muon, "wd_mult": 0.0, "optimizer": "adam"}]
+    apart, together, by_layers = [[muon], [experts], adam], [[muon], adam], [[muon, experts], adam]
+    dialect = mapping.load("megatron", "gpt")
+    for biases in (False, True):
+        args = MOE | QWEN3 | {"add_bias_linear": biases}
+        dims = dialect.read(args, source="args")
+        chosen = dict.fromkeys(("keys", "transformer_impl"), "local") | {"layers": "stacked"}
+        chosen |= {"experts": "sequential", "pp": 1, **dialect.choices_for([0, 19])}
+        names = Names(dialect, dims, chosen, Parallel(ep=2))
+        for source in (apart, together, by_layers):
+            more = [[{**adam[1], "is_expert_parallel": True}]] * (biases and source is together)
+            assert links.regrouped(source, names, True, False) == [*apart, *more]
+            assert links.regrouped(source, names, False, False) == together
+        assert links.regrouped(apart, names, True, True) == by_layers
+    assert links.is_muon(apart) and not links.is_muon([[muon], [experts]])
+    rules = {b.rule.of[0]: b for b in names.bound() if b.rule.of}
+    found = [link.updates for link in links.links(apart)]
+    for name, axes, wanted in (
+        ("layers.{layer}.attn.o.weight", 2, [True, False, False]),
+        ("layers.{layer}.moe.experts.{expert}.down.weight", 2, [False, True, False]),
+        ("layers.{layer}.attn.q_norm.weight", 1, [False, False, True]),
+        ("embed.weight", 2, [False, False, True]),
+    ):
+        assert [updates(rules[name], axes) for updates in found] == wanted
+    links.refuse_target(True, False, [0, 19])
+    with pytest.raises(UsageError, match=r"for megatron-core 0\.19 and later"):
+        links.refuse_target(False, False, [0, 16])
+    with pytest.raises(UsageError, match="distributed by layers"):
+        links.refuse_target(True, True, [0, 19])
+
+
 def test_groups_that_differ_in_more_than_decay_are_refused() -> None:
     norm = Parameter(
         "decoder.layers.0.self_attention.q_layernorm.weight", "bfloat16", (4,), (), 0, 0
@@ -180,11 +219,14 @@ def test_optimizers_of_other_kinds_are_refused(
 
         monkeypatch.setattr(Common, "__init__", init)
 
-    said({"optimizer": "muon"})
-    refused(2, "the optimizer muon;", "adam and sgd", "--no-optimizer", args=args)
-    said({"optimizer": "muon", "use_layer_wise_distributed_optimizer": True})
-    refused(2, "the optimizer muon, distributed by layers", "--no-optimizer", args=args)
+    said({"optimizer": "soap"})
+    refused(2, "the optimizer soap;", "adam, sgd and muon", "--no-optimizer", args=args)
     good(*args, "--no-optimizer")
+    good("reshard", tmp_path / "out", tmp_path / "torch", "--target-format", "torch")
+    (unit,) = (tmp_path / "torch").rglob("mp_rank_00")
+    (unit / "layer_wise_optimizer_0.pt").touch()
+    args = ("reshard", tmp_path / "torch", tmp_path / "other", "--target-tp", 2)
+    refused(2, "distributed by layers, in a file for each", "--no-optimizer", args=args)
 
 
 def test_low_bits_of_master_copies_are_refused(

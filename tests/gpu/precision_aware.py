@@ -130,7 +130,8 @@ def parser() -> argparse.ArgumentParser:
     out.add_argument("--only", default="", help=only)
     out.add_argument("--limit-s", type=float, default=100, help="seconds for one launch")
     out.add_argument("--total-s", type=float, default=450, help="seconds for all of them")
-    out.add_argument("--at-once", type=int, default=10, help="launches that run side by side")
+    at_once = "launches that run side by side; 10, or 1 without GPUs"
+    out.add_argument("--at-once", type=int, help=at_once)
     return out
 
 
@@ -162,7 +163,7 @@ class Runner:
         self.work, self.device, self.gpus = work, options.device, options.gpus
         self.first, self.others = LAYOUTS[self.gpus]
         self.limit_s, self.ends = options.limit_s, time.monotonic() + options.total_s
-        self.slots = threading.Semaphore(options.at_once)
+        self.slots = threading.Semaphore(options.at_once or (10 if self.device == "cuda" else 1))
         self.start = work / "start"
         self.lock = threading.Lock()
 
