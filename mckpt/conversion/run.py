@@ -13,8 +13,9 @@ from mckpt.checkpoint.description import changed_files
 from mckpt.conversion.publishing import publish
 from mckpt.conversion.target import Progress
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.execute.engine import Overflow, execute
+from mckpt.execute.engine import Cluster, Overflow, execute
 from mckpt.execute.ranks import Ranks, Session
+from mckpt.execute.ray_tasks import RayCluster
 from mckpt.storage.staging import MANIFEST
 
 if TYPE_CHECKING:
@@ -31,8 +32,18 @@ class How:
     allow_overflow: bool
     resume: bool
     check_replicas: bool
+    cluster: Cluster | None
     progress: Progress | None
     tell: Callable[[str], None]
+
+
+def cluster_of(engine: str) -> Cluster | None:
+    """Returns the machines that `engine` names, None if this process does the work itself."""
+    if engine == "ray":
+        return RayCluster()
+    if engine != "local":
+        raise UsageError(f"engine {engine!r}: is neither local nor ray")
+    return None
 
 
 def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
@@ -102,6 +113,7 @@ def _move(plan: Plan, session: Session, how: How) -> list[str]:
             allow_overflow=how.allow_overflow,
             grids=plan.joined.grids,
             session=session,
+            cluster=how.cluster,
             progress=how.progress,
         )
     except Overflow as e:
