@@ -139,7 +139,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
     """Copies the share of a rank other than 0, then waits until rank 0 has published."""
     destination = plan.destination
 
-    def finished(late: bool) -> bool:
+    def over(late: bool) -> bool:
         """Returns whether the output of this plan is published and the run is over.
 
         With --overwrite, the published output may be that of an earlier run. If this rank then
@@ -147,7 +147,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
         after the time that rank 0 waits for missing ranks.
         """
         may_be_ours = late or not destination.overwrite
-        return may_be_ours and destination.manifest().get("plan") == plan.digest
+        return may_be_ours and finished(plan) is not None
 
     def refuse() -> None:
         plan.side.check_unchanged()
@@ -155,7 +155,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
 
     try:
         with session:
-            session.join(finished, refuse)
+            session.join(over, refuse)
             _move(plan, session, how)
             session.listen()
     except (StorageError, OSError):  # Gone, or an error that a removed file caused
