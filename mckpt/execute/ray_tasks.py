@@ -27,6 +27,7 @@ from mckpt.execute.threads import TICK
 PARTS = 8
 # as long as an autoscaler takes to start a node, a cluster may have no node with a CPU
 CORES_UNKNOWN = 1
+ANSWER_S = 10  # seconds; Ray itself knocks for a quarter of an hour where nothing answers
 
 
 def require() -> None:
@@ -100,15 +101,19 @@ class RayCluster:
 
 def _connect() -> None:
     import logging
+    import socket  # here, as no other conversion needs it, and it takes 2 ms
 
     import ray
 
+    where = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = where.removeprefix("ray://").rpartition(":")
     before = signal.getsignal(signal.SIGTERM)
     try:
+        if host and port.isdecimal():
+            socket.create_connection((host, int(port)), ANSWER_S).close()
         # stdout and stderr are those of the command
         ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
-        where = os.environ.get("RAY_ADDRESS")
         what = f"RAY_ADDRESS={where}: cannot connect to this" if where else "cannot start a local"
         raise StorageError(f"{what} Ray cluster: {error}") from error
     finally:
@@ -119,7 +124,7 @@ def _connect() -> None:
 
 def _do(job: Job, step: Step, items: range, version: str, mark: str) -> tuple[Any, ...] | None:
     """Does a part of a step on a node; returns the class and the arguments of its error."""
-    import socket  # here: no other conversion needs it, and it takes 2 ms
+    import socket
 
     where = f"on the Ray node {socket.gethostname()}"
     try:
