@@ -6,6 +6,7 @@ they are skipped.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -25,51 +27,47 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 # Python that each process of the cluster and of mckpt runs when it starts: a tiny model has many
-# units, and each slab takes a while and leaves a line.
+# units, and each slab waits and leaves a line.
 CUSTOM = """
 import os
 import mckpt.execute.units as u
 u.UNIT, u.SLAB = 32 << 10, 8 << 10
-if "PACE" in os.environ:
-    import time, mckpt.execute.engine as e
-    move = e._Run.move
+if "RAY_RAYLET_PID" in os.environ:
+    import pathlib, time, mckpt.execute.engine as e
+    place, move = pathlib.Path(__file__).parent, e._Run.move
     def slow(self, slab, *rest):
-        time.sleep(float(os.environ["PACE"]))
-        with open(os.environ["LOG"], "a") as log:
-            log.write(f"{os.environ.get('RAY_NODE_ID', '')} {os.getpid()} {slab}\\n")
+        time.sleep(float((place / "pace").read_text()))
+        with open(place / "log", "a") as log:
+            log.write(f"{os.environ['RAY_RAYLET_PID']} {slab}\\n")
         return move(self, slab, *rest)
     e._Run.move = slow
 """
 
 
 class Nodes:
-    """A Ray cluster of processes on this machine. Its processes take a minute to start if others
-    use the cores.
+    """A Ray cluster of processes on this machine."""
 
-    pace: seconds that each slab waits before it is copied.
-    """
-
-    def __init__(self, place: Path, pace: float, nodes: int) -> None:
-        os.environ["RAY_raylet_start_wait_time_s"] = "300"
+    def __init__(self, place: Path, nodes: int) -> None:
         from ray.cluster_utils import Cluster
 
         place.mkdir()
         (place / "sitecustomize.py").write_text(CUSTOM)
-        self.log = place / "log"
-        self.log.touch()
+        self.place, self.log = place, place / "log"
         path = os.pathsep.join([str(place), str(door.ROOT)])
-        self.environ = {**os.environ, "PYTHONPATH": path, "LOG": str(self.log), "PACE": str(pace)}
-        before = dict(os.environ)
-        os.environ.update(self.environ)
-        self.cluster = Cluster()
-        try:
+        self.environ = {**os.environ, "PYTHONPATH": path}
+        # others may use the cores
+        patience = {"RAY_raylet_start_wait_time_s": "300"}
+        with mock.patch.dict(os.environ, self.environ | patience):
+            self.cluster = Cluster()
             # the head has no CPU, as with KubeRay, so that no task runs beside the driver
             for cpus in (0, *[1] * nodes):
                 self.cluster.add_node(num_cpus=cpus, include_dashboard=False)
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
         self.environ["RAY_ADDRESS"] = self.cluster.address
+
+    def begin(self, pace: float) -> None:
+        """Forgets what was copied. Each slab then waits `pace` seconds."""
+        self.log.write_text("")
+        (self.place / "pace").write_text(str(pace))
 
     def start(self, *arguments: Any) -> subprocess.Popen[str]:
         """Starts mckpt with --engine ray."""
@@ -83,9 +81,10 @@ class Nodes:
         assert process.returncode == code, f"exit {process.returncode}\n{out}\n{err}"
         return out, err
 
-    def moved(self) -> list[str]:
-        """Returns a line for each slab that was copied: node, process, slab."""
-        return self.log.read_text().splitlines()
+    def moved(self) -> list[tuple[int, int]]:
+        """Returns the raylet and the slab of each copy."""
+        lines = self.log.read_text().splitlines()
+        return [(int(raylet), int(slab)) for raylet, slab in map(str.split, lines)]
 
     def await_moves(self, number: int, process: subprocess.Popen[str]) -> None:
         for _ in range(3000):
@@ -95,10 +94,16 @@ class Nodes:
             time.sleep(0.02)
         raise AssertionError(f"{number} slabs were not copied within a minute: {self.moved()}")
 
+    def raylets(self) -> dict[int, Any]:
+        """Returns the nodes that copy, by the process id of their raylet."""
+        return {
+            node.all_processes["raylet"][0].process.pid: node for node in self.cluster.worker_nodes
+        }
+
 
 @pytest.fixture(scope="module")
 def cluster(work: Path) -> Iterator[Nodes]:
-    made = Nodes(work / "nodes", pace=0.2, nodes=2)
+    made = Nodes(work / "nodes", nodes=2)
     try:
         yield made
     finally:
@@ -107,7 +112,7 @@ def cluster(work: Path) -> Iterator[Nodes]:
 
 @pytest.fixture
 def nodes(cluster: Nodes) -> Nodes:
-    cluster.log.write_text("")
+    cluster.begin(pace=0)
     return cluster
 
 
@@ -125,8 +130,9 @@ def one(source: Path, tmp_path: Path) -> Path:
 
 def test_a_killed_driver_goes_on(nodes: Nodes, source: Path, one: Path, tmp_path: Path) -> None:
     arguments = ("hf-to-megatron", source, tmp_path / "two", "--tp", 2)
+    nodes.begin(pace=0.2)
     process = nodes.start(*arguments)
-    nodes.await_moves(12, process)
+    nodes.await_moves(24, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "two" / "release").exists()
@@ -134,11 +140,11 @@ def test_a_killed_driver_goes_on(nodes: Nodes, source: Path, one: Path, tmp_path
     at = len(nodes.moved())
     time.sleep(1)
     assert len(nodes.moved()) == at, "tasks go on without their driver"
+    nodes.begin(pace=0)
     nodes.run(*arguments)
     assert door.tree(tmp_path / "two") == door.tree(one)
-    slabs = [line.split()[2] for line in nodes.moved()]
-    assert len(nodes.moved()) - at < len(set(slabs)), "everything was copied once more"
-    assert set(slabs) == {str(i) for i in range(len(set(slabs)))}
+    again = {slab for _, slab in nodes.moved()}
+    assert again and min(again) > 0, "the first slabs were copied once more"
     assert "is done already" in nodes.run(*arguments)[0]
 
 
@@ -186,16 +192,22 @@ def test_a_killed_node_changes_nothing(
     nodes: Nodes, source: Path, one: Path, tmp_path: Path
 ) -> None:
     """The last test of the file, because the node stays away."""
+    nodes.begin(pace=0.2)
     process = nodes.start("hf-to-megatron", source, tmp_path / "two", "--tp", 2)
-    nodes.await_moves(8, process)
-    used = {line.split()[0] for line in nodes.moved()}
-    assert len(used) > 1, f"only one node works: {used}"
-    victim = next(n for n in nodes.cluster.worker_nodes if n.unique_id in used)
-    nodes.cluster.remove_node(victim, allow_graceful=False)
+    nodes.await_moves(12, process)
+    used = {raylet for raylet, _ in nodes.moved()}
+    assert used == set(nodes.raylets()), "not every node works"
+    victim = min(used)
+    workers = subprocess.run(["pgrep", "-P", str(victim)], capture_output=True, text=True).stdout
+    nodes.cluster.remove_node(nodes.raylets()[victim], allow_graceful=False)
+    for pid in map(int, workers.split()):  # they would live for some more seconds
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     before = len(nodes.moved())
-    out, err = process.communicate(timeout=300)
+    _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert len(nodes.moved()) > before, "the node was killed after the work was done"
     assert door.tree(tmp_path / "two") == door.tree(one)
-    slabs = {line.split()[2] for line in nodes.moved()}
-    assert slabs == {str(i) for i in range(len(slabs))}
+    later = nodes.moved()[before:]
+    assert later and victim not in {raylet for raylet, _ in later}
+    slabs = {slab for _, slab in nodes.moved()}
+    assert slabs == set(range(len(slabs))), "a slab is lost"
