@@ -81,7 +81,30 @@ LINES = [
         " --output_path OUT --pp_size 4 --use_cpu_initialization --trust_remote_code",
         "mckpt hf-to-megatron MODEL OUT --pp 4",
     ),
+    (
+        "python -m verl.model_merger merge --backend megatron --tie-word-embedding"
+        " --local_dir run/global_step_1/actor --target_dir OUT",
+        "mckpt megatron-to-hf run/global_step_1/actor/dist_ckpt OUT"
+        " --like run/global_step_1/actor/huggingface"
+        " --tokenizer run/global_step_1/actor/huggingface",
+    ),
+    (
+        "CUDA_VISIBLE_DEVICES=0 swift export --model MODEL --to_mcore true --torch_dtype bfloat16"
+        " --output_dir OUT --test_convert_precision true --exist_ok true",
+        "mckpt hf-to-megatron MODEL OUT --dtype bf16 --overwrite --etp 1",
+    ),
+    (
+        "NPROC_PER_NODE=2 megatron export --model MODEL --tensor_model_parallel_size 2"
+        " --expert_tensor_parallel_size 1 --to_mcore true --save OUT",
+        "mckpt hf-to-megatron MODEL OUT --tp 2 --etp 1",
+    ),
+    (
+        "megatron export --mcore_model A --model MODEL --to_hf true --output_dir OUT"
+        " --tensor_model_parallel_size 2 --max_shard_size 5GB",
+        "mckpt megatron-to-hf A OUT --like MODEL --tokenizer MODEL --max-shard-size 5GB",
+    ),
 ]
+STARTS = (".py", ".sh", "verl.model_merger", "swift", "megatron")
 
 
 @pytest.mark.parametrize(("theirs", "ours"), LINES)
@@ -90,11 +113,13 @@ def test_a_command_line_is_translated_and_nothing_is_dropped(theirs: str, ours: 
     assert said.out.strip() == ours
     translated = shlex.split(ours)
     words = shlex.split(theirs)
-    program = next(i for i, w in enumerate(words) if w.endswith((".py", ".sh")))
+    program = next(i for i, w in enumerate(words) if w.endswith(STARTS))
     assert not program or f"# {shlex.join(words[:program])}: means nothing" in said.err
     for word in words[program:]:
         name, _, value = word.partition("=")
-        known = {"--model-type", "--loader", "--saver", "--checkpoint-type"}  # select the case
+        # these select the case
+        known = {"--model-type", "--loader", "--saver", "--checkpoint-type"}
+        known |= {"--backend", "--to_mcore", "--to_hf"}
         if word.startswith("--") and f"# {name}" not in said.err and name not in known:
             assert _becomes(name, translated), f"{word} is neither translated nor named"
         if word.startswith("--") and value and name not in known:
@@ -106,7 +131,9 @@ def _becomes(name: str, translated: list[str]) -> bool:
     for section in (part for tool in read() for part in (tool, *tool["cases"])):
         for key, becomes in section.get("options", {}).items():
             if name in (alias.split()[0] for alias in key.split(", ")):
-                to = becomes.get("to", []) if isinstance(becomes, dict) else becomes
+                to = becomes
+                if isinstance(becomes, dict):
+                    to = becomes["to"] if "to" in becomes else list(becomes.get("below", []))
                 names = {one.split()[0] for one in ([to] if isinstance(to, str) else to)}
                 if names <= {"SRC", "DST", *translated}:
                     return True
@@ -146,6 +173,18 @@ def _becomes(name: str, translated: list[str]) -> bool:
             " --hf-checkpoint A --save B",
             ["--spec slime_plugins.models.glm4 get_glm_spec: mckpt writes the names"],
         ),
+        ("swift export --model A --output_dir B", ["cannot be translated; known are", "--to_hf"]),
+        (
+            "swift export --mcore_model A --mcore_adapter C --to_hf true --output_dir B",
+            ["--mcore_adapter C: mckpt converts whole weights"],
+        ),
+        (
+            "python -m verl.model_merger merge --backend megatron --target_dir B"
+            " --hf_upload_path org/name",
+            ["--local_dir: is missing", "--hf_upload_path org/name: `mckpt push"],
+        ),
+        ("python -m verl.model_merger merge --backend fsdp --local_dir A", ["verl's FSDP"]),
+        ("nemo llm import model=llama32_1b source=hf://a/b", ["NeMo 2.0", "--run-config"]),
     ],
 )
 def test_what_cannot_be_translated_is_refused(theirs: str, words: list[str]) -> None:

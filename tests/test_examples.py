@@ -43,6 +43,7 @@ META = {"apiVersion!": str, "kind!": str, "metadata!": {"name!": str}}
 REPLICAS = {"replicas!": int, "restartPolicy!": str, "template!": POD}
 SCHEMAS: dict[str, Any] = {
     "kubernetes-job.yaml": {**META, "spec!": {"backoffLimit": int, "template!": POD}},
+    "kubernetes-sidecar.yaml": {**META, "spec!": {"backoffLimit": int, "template!": POD}},
     "pytorchjob.yaml": {
         **META,
         "spec!": {"pytorchReplicaSpecs!": {"Master!": REPLICAS, "Worker": REPLICAS}},
@@ -51,15 +52,25 @@ SCHEMAS: dict[str, Any] = {
         **META,
         "spec!": {
             "entrypoint!": str,
-            "entrypointNumCpus": int,
             "backoffLimit": int,
             "shutdownAfterJobFinishes": bool,
-            "rayClusterSpec!": {"headGroupSpec!": {"rayStartParams!": {}, "template!": POD}},
+            "rayClusterSpec!": {
+                "headGroupSpec!": {"rayStartParams!": {str: str}, "template!": POD},
+                "workerGroupSpecs": [
+                    {
+                        "groupName!": str,
+                        "replicas": int,
+                        "rayStartParams!": {str: str},
+                        "template!": POD,
+                    }
+                ],
+            },
         },
     },
 }
 KINDS = {
     "kubernetes-job.yaml": ("batch/v1", "Job"),
+    "kubernetes-sidecar.yaml": ("batch/v1", "Job"),
     "pytorchjob.yaml": ("kubeflow.org/v1", "PyTorchJob"),
     "rayjob.yaml": ("ray.io/v1", "RayJob"),
 }
@@ -192,11 +203,8 @@ def test_the_schema_finds_what_is_wrong() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_the_commands_of_a_manifest_run(name: str, tmp_path: Path) -> None:
-    shutil.copytree(MODEL, tmp_path / "model")
-    if name != "pytorchjob.yaml":
-        good("hf-to-megatron", MODEL, tmp_path / "ckpt", "--tp", 2)
+def commands(name: str, tmp_path: Path) -> list[list[str]]:
+    """Returns the arguments of each mckpt of a manifest, with a folder of the test as /data."""
     found = read(name)
     lines = [shlex.split(found["spec"].get("entrypoint", ""))]
     for pod in pods(found):
@@ -204,10 +212,44 @@ def test_the_commands_of_a_manifest_run(name: str, tmp_path: Path) -> None:
             lines.append([*container.get("command", []), *container.get("args", [])])
     ours = [line[1:] for line in lines if line[:1] == ["mckpt"]]
     assert ours
-    for line in ours:
-        good(*(re.sub("^/data", str(tmp_path), word) for word in line))
+    return [[re.sub("^/data", str(tmp_path), word) for word in line] for line in ours]
+
+
+@pytest.mark.parametrize("name", ["kubernetes-job.yaml", "pytorchjob.yaml", "rayjob.yaml"])
+def test_the_commands_of_a_manifest_run(name: str, tmp_path: Path) -> None:
+    shutil.copytree(MODEL, tmp_path / "model")
+    if name != "pytorchjob.yaml":
+        good("hf-to-megatron", MODEL, tmp_path / "ckpt", "--tp", 2)
+    for line in commands(name, tmp_path):
+        if name == "rayjob.yaml":  # tests/test_ray.py runs the engine, for which Ray is needed
+            at = line.index("--engine")
+            assert line[at : at + 2] == ["--engine", "ray"]
+            del line[at : at + 2]
+        good(*line)
     made = tmp_path / ("ckpt" if name == "pytorchjob.yaml" else "export")
     good("diff", MODEL, made)
+
+
+def test_the_sidecar_exports_while_training_writes(tmp_path: Path, place: dict[str, str]) -> None:
+    """It starts before the first checkpoint, and ends after the last."""
+    (line,) = commands("kubernetes-sidecar.yaml", tmp_path)
+    (tmp_path / "run").mkdir()
+    sidecar = subprocess.Popen(
+        ["mckpt", *line],
+        env=place | {"MCKPT_INTERVAL": "1s"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        for iteration in (18000, 19000, 20000):
+            good("hf-to-megatron", MODEL, tmp_path / "run", "--tp", 2, "--iteration", iteration)
+        said, _ = sidecar.communicate(timeout=120)
+    finally:
+        sidecar.kill()
+    assert sidecar.returncode == 0, said
+    for iteration in (18000, 19000, 20000):
+        good("diff", MODEL, tmp_path / "export" / f"iter_{iteration}")
 
 
 def slurm(tmp_path: Path, place: dict[str, str], train: str) -> list[str]:

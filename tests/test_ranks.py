@@ -259,6 +259,23 @@ def ranks_that_miss_each_other_end_with_overwrite(
     assert manifest.stat().st_mtime_ns > written
 
 
+def work_that_is_done_already_ends_all_ranks_alike(
+    made: Path, source: Path, tmp_path: Path, run: str
+) -> None:
+    """A rank other than 0 judges the destination as rank 0 does, though it meets no other rank."""
+    out, model = tmp_path / "out", tmp_path / "model"
+    shutil.copytree(source, model)
+    arguments = ["hf-to-megatron", model, out]
+    door.run(door.command_line(*arguments), env=environment(0, 1, tmp_path))
+    before = door.tree(out)
+    ended = ranks_end(arguments, (1, 0), tmp_path, run)
+    assert [code for code, _ in ended] == [0, 0], ended
+    os.utime(next(model.glob("*.safetensors")))  # the source has changed since
+    ended = ranks_end(arguments, (1, 0), tmp_path, run)
+    assert [code for code, _ in ended] == [6, 6], ended
+    assert door.tree(out) == before
+
+
 # The longest come first. "x" is a run with a name, as under srun; "" has none, as under torchrun.
 SCENARIOS: list[tuple[Any, ...]] = [
     (ranks_that_miss_each_other_end_with_overwrite, "x", (0, 1)),
@@ -270,6 +287,8 @@ SCENARIOS: list[tuple[Any, ...]] = [
     (a_destination_where_another_run_works_is_refused, ""),
     (all_ranks_end_with_the_error_of_rank_0, "x"),
     (all_ranks_end_with_the_error_of_rank_0, ""),
+    (work_that_is_done_already_ends_all_ranks_alike, "x"),
+    (work_that_is_done_already_ends_all_ranks_alike, ""),
     (rank_1_dies_and_is_replaced,),
     (rank_1_of_2_never_comes,),
     (a_late_rank_finds_the_error_of_rank_0, "x"),

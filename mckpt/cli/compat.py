@@ -53,8 +53,8 @@ def compat(ctx: click.Context, runs: bool, as_json: bool, line: tuple[str, ...])
     ./scripts/conversion/convert.sh import --hf-model Qwen3 --tp 2 ...
     python tools/convert_torch_dist_to_hf.py --input-dir ckpt/iter_5 ...
 
-    It knows the scripts of Megatron-LM, Megatron-Bridge, slime and verl. An option that means
-    nothing here is named on stderr with the reason; an unknown one is an error.
+    It knows the programs of Megatron-LM, Megatron-Bridge, slime, verl and ms-swift. An option that
+    means nothing here is named on stderr with the reason; an unknown one is an error.
     """
     program = ctx.find_root().command
     assert isinstance(program, click.Group)
@@ -125,7 +125,12 @@ def translate(line: tuple[str, ...]) -> Translation:
         given_here = option.key in seen or not isinstance(option.becomes, dict)
         if not given_here and (absent := option.becomes.get("absent")):
             ours.setdefault(absent[0], absent[1:])
-    wanted = {o.becomes: o.names[-1] for o in options if o.becomes in _ARGUMENTS}
+    wanted = {
+        word: option.names[-1]
+        for option in options
+        for word in (_below(option) or [option.becomes])
+        if word in _ARGUMENTS
+    }
     problems += [f"{wanted[name]}: is missing" for name in _ARGUMENTS if name not in ours]
     if problems:
         raise UsageError.of(f"{tool['title']}: cannot be translated:", problems)
@@ -205,18 +210,26 @@ def _parsed(
             yield option, name, values
 
 
+def _below(option: _Option) -> dict[str, str]:
+    """Returns the folders below the value that an option becomes; {} for most options."""
+    becomes = option.becomes
+    return becomes.get("below", {}) if isinstance(becomes, dict) else {}
+
+
 def _become(option: _Option, values: list[str]) -> list[list[str]]:
     """Returns what an option becomes: options of mckpt, each with its value.
 
     Raises KeyError, with the known values, for a value that is not in the file.
     """
     to = option.becomes
+    if below := _below(option):
+        return [[name, str(PurePath(values[0], folder))] for name, folder in below.items()]
     if isinstance(to, dict):
         known = to.get("values")
         if known is not None:
             if values[0] not in known:
                 raise KeyError(list(known))
-            values = [known[values[0]]]
+            values = list(filter(None, [known[values[0]]]))
         to = to["to"]
     return [[*name.split(), *values] for name in ([to] if isinstance(to, str) else to) if name]
 

@@ -281,11 +281,20 @@ def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps
 
 def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> Outcome | None:
     """Plans and writes the target. Under a launcher only rank 0 prints, and the others get None."""
+    from mckpt.execute import ray_tasks
     from mckpt.execute.ranks import Ranks
     from mckpt.values.sizes import parse_size
 
     workers, as_json = options["workers"], options["as_json"]
     ranks = Ranks.of_environment()
+    if options["engine"] == "ray":
+        ray_tasks.require()
+        if workers > 1 or ranks.size > 1:
+            other = f"--workers {workers}" if workers > 1 else f"the {ranks.size} processes here"
+            raise UsageError(
+                f"--engine ray and {other} both share the work; use one of them: with Ray, one"
+                " process runs the command"
+            )
     if ranks.size > 1 and workers > 1:
         raise UsageError(
             f"--workers {workers} is for one machine without a launcher; here {ranks.size}"
@@ -294,7 +303,10 @@ def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> O
     settings = {
         "max_memory": parse_size(options["max_memory"], "--max-memory"),
         "check_replicas": options.get("check_replicas", False),
-        **{name: options[name] for name in ("threads", "checksum", "allow_overflow", "resume")},
+        **{
+            name: options[name]
+            for name in ("threads", "checksum", "allow_overflow", "resume", "engine")
+        },
     }
     try:
         planned = _plan(source, dst, target, options, helps=ranks.rank > 0)

@@ -309,6 +309,14 @@ conversion_options = together(
         " process that they start is one worker.",
     ),
     conversion_option(
+        "--engine",
+        type=click.Choice(["local", "ray"]),
+        default="local",
+        show_default=True,
+        help="Who copies: this process and its workers, or the nodes of the Ray cluster that"
+        " RAY_ADDRESS names (one on this machine if it is not set).",
+    ),
+    conversion_option(
         "--checksum",
         type=click.Choice(["crc32", "sha256", "none"]),
         default="crc32",

@@ -157,6 +157,7 @@ class Plan:
         resume: bool = True,
         check_replicas: bool = False,
         ranks: Ranks | None = None,
+        engine: str = "local",
         progress: Progress | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Any]:
@@ -167,12 +168,23 @@ class Plan:
         the checkpoint is published.
 
         max_memory: bytes of all buffers together, or text such as "64MiB". threads: 0 means one per
-        core. tell: called with notes for the user that are not errors.
+        core. engine: "ray" lets the nodes of a Ray cluster copy (docs/scale.md); both numbers are
+        then those of each process there. tell: called with notes for the user that are not errors.
         """
-        from mckpt.conversion.run import How, run
+        from mckpt.conversion.run import How, cluster_of, run
 
         budget = parse_size(max_memory) if isinstance(max_memory, str) else max_memory
-        how = How(budget, threads, checksum, allow_overflow, resume, check_replicas, progress, tell)
+        how = How(
+            budget,
+            threads,
+            checksum,
+            allow_overflow,
+            resume,
+            check_replicas,
+            cluster_of(engine),
+            progress,
+            tell,
+        )
         return run(self, how, ranks or Ranks())
 
 

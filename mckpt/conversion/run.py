@@ -13,8 +13,9 @@ from mckpt.checkpoint.description import changed_files
 from mckpt.conversion.publishing import publish
 from mckpt.conversion.target import Progress
 from mckpt.errors import SourceError, StorageError, UsageError
-from mckpt.execute.engine import Overflow, execute
+from mckpt.execute.engine import Cluster, Overflow, execute
 from mckpt.execute.ranks import Ranks, Session
+from mckpt.execute.ray_tasks import RayCluster
 from mckpt.storage.staging import MANIFEST
 
 if TYPE_CHECKING:
@@ -31,8 +32,18 @@ class How:
     allow_overflow: bool
     resume: bool
     check_replicas: bool
+    cluster: Cluster | None
     progress: Progress | None
     tell: Callable[[str], None]
+
+
+def cluster_of(engine: str) -> Cluster | None:
+    """Returns the machines that `engine` names, None if this process does the work itself."""
+    if engine == "ray":
+        return RayCluster()
+    if engine != "local":
+        raise UsageError(f"engine {engine!r}: is neither local nor ray")
+    return None
 
 
 def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
@@ -102,6 +113,7 @@ def _move(plan: Plan, session: Session, how: How) -> list[str]:
             allow_overflow=how.allow_overflow,
             grids=plan.joined.grids,
             session=session,
+            cluster=how.cluster,
             progress=how.progress,
         )
     except Overflow as e:
@@ -127,7 +139,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
     """Copies the share of a rank other than 0, then waits until rank 0 has published."""
     destination = plan.destination
 
-    def finished(late: bool) -> bool:
+    def over(late: bool) -> bool:
         """Returns whether the output of this plan is published and the run is over.
 
         With --overwrite, the published output may be that of an earlier run. If this rank then
@@ -135,7 +147,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
         after the time that rank 0 waits for missing ranks.
         """
         may_be_ours = late or not destination.overwrite
-        return may_be_ours and destination.manifest().get("plan") == plan.digest
+        return may_be_ours and finished(plan) is not None
 
     def refuse() -> None:
         plan.side.check_unchanged()
@@ -143,7 +155,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
 
     try:
         with session:
-            session.join(finished, refuse)
+            session.join(over, refuse)
             _move(plan, session, how)
             session.listen()
     except (StorageError, OSError):  # Gone, or an error that a removed file caused

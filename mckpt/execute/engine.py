@@ -10,6 +10,7 @@ with checksums computed on the way.
     checksums  combines the crc32 of what was written into that of a whole file
     journal    remembers the finished units, so that the same call goes on after a kill
     ranks      shares the units between processes
+    ray_tasks  or between the nodes of a Ray cluster
 
 It knows no tensor names and no formats. numpy's assignments, preadv, pwrite and crc32 all release
 the GIL, so threads are enough.
@@ -23,8 +24,10 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal, Protocol
 
 import numpy as np
 from isal import isal_zlib
@@ -41,12 +44,62 @@ from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
 from mckpt.storage.files import TargetFile
 
-__all__ = ["Overflow", "execute"]
+__all__ = ["Cluster", "Job", "Overflow", "execute"]
 
 # most threads of one process: with 12, strided work on 64 cores was 10% slower, with 64 twice as
 # slow (docs/scale.md)
 KNEE = 8
 KNEE_FLAT = 16  # the same if nothing is staged: 1.6 s; with 8 threads 1.9 s, with 32 2.2 s
+
+Step = Literal["copy", "end"]
+Tick = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A call of `execute` as data, from which any process that sees the files can do a part.
+
+    threads: of each process.
+    journal: the folder of the journal.
+    """
+
+    work: Work
+    casts: Sequence[Cast]
+    grids: np.ndarray | None
+    sources: Sequence[str]
+    outputs: Sequence[TargetFile]
+    staging: Path
+    journal: Path
+    max_memory: int
+    threads: int
+    checksum: str
+    allow_overflow: bool
+
+    def most_threads(self, cores: int) -> int:
+        """Returns the number of threads that are useful to a process that has so many cores."""
+        knee = KNEE_FLAT if self.work.is_flat() else KNEE
+        return max(1, min(cores, knee, self.max_memory // PIECE))
+
+    def do(self, step: Step, items: range, tick: Tick) -> None:
+        """Does a part of one step: copies these units, or ends these files."""
+        run = _Run(self)
+        try:
+            run.copy(items, tick) if step == "copy" else run.end(items, tick)
+        finally:
+            run.close()
+
+
+class Cluster(Protocol):
+    """Machines that do the steps of a job in place of this process."""
+
+    @property
+    def cores(self) -> int:
+        """The number of cores that each process gets there."""
+
+    def do(self, job: Job, step: Step, count: int, tick: Tick) -> Iterator[range]:
+        """Does a step for `count` units or files. Yields the ranges as they are done, and calls
+        `tick` meanwhile.
+        """
 
 
 def execute(
@@ -62,6 +115,7 @@ def execute(
     allow_overflow: bool = False,
     grids: np.ndarray | None = None,
     session: Session | None = None,
+    cluster: Cluster | None = None,
     progress: Callable[[int, int, int, int], None] | None = None,
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` of `sources`; returns one checksum per output,
@@ -76,6 +130,7 @@ def execute(
     session: with several ranks, each process does its share of the units, then of the files' ends,
         and returns when all ranks are done. The journal is in the session's directory; without a
         session it is in `staging`.
+    cluster: does the work in place of this process, which must be the only rank.
     progress: the calling thread calls it with (bytes done, all bytes, files done, all files).
 
     If the same call failed or was killed before, the units that it finished are not done again: the
@@ -88,32 +143,31 @@ def execute(
     assert checksum in ("none", "crc32", "sha256"), checksum
     session = session or Session(staging, Ranks())
     ranks, done = session.ranks, session.staging / "done"
+    assert cluster is None or ranks.size == 1
     casts = [Cast(*cast) for cast in casts]
-    work = Work.of(copies, casts, grids)
-    threads = threads or max(
-        1, min(ranks.cores, KNEE_FLAT if work.is_flat() else KNEE, max_memory // PIECE)
+    job = Job(
+        work=Work.of(copies, casts, grids),
+        casts=casts,
+        grids=grids,
+        sources=sources,
+        outputs=outputs,
+        staging=staging,
+        journal=done,
+        max_memory=max_memory,
+        threads=threads,
+        checksum=checksum,
+        allow_overflow=allow_overflow,
     )
+    cores = cluster.cores if cluster else ranks.cores
+    job = replace(job, threads=threads or job.most_threads(cores))
 
     def prepare() -> None:
         lay_out(outputs, staging, done)
         Journal.create(done)
 
     session.begin(prepare)
-    journal = Journal(done, work, outputs)
-    mover = Mover(
-        OpenFiles(sources, os.O_RDONLY),
-        # Not for reading: an NFS client would read whole pages in and write them back, over bytes
-        # that another node has written there since.
-        OpenFiles([str(staging / o.path) for o in outputs], os.O_WRONLY),
-        casts,
-        grids,
-        summing=checksum == "crc32",
-        in_kernel=checksum != "crc32" and len(outputs) >= 2 * threads,
-        allow_overflow=allow_overflow,
-    )
-    run = _Run(work, mover, journal)
-    crew = Crew(threads, max(256, max_memory // threads))
-    total = int(work.slabs["bytes"].sum())
+    run = _Run(job)
+    total = int(job.work.slabs["bytes"].sum())
 
     moved = False  # all bytes, by all ranks
 
@@ -127,32 +181,31 @@ def execute(
                 nbytes, files = total, len(outputs)
             progress(min(nbytes, total), total, min(files, len(outputs)), len(outputs))
 
-    def move(rank: int) -> None:
-        share = ranks.share(run.num_units, rank)
-        run.load(share)
-        crew.each(run.todo(share, threads), run.targets_of, run.move, tick)
-
-    def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
-        journal.write_sum(file, run.finish(file, outputs[file], checksum, memory, check))
+    def copy(rank: int) -> None:
+        run.copy(ranks.share(run.num_units, rank), tick)
 
     def end(rank: int) -> None:
-        share = ranks.share(len(outputs), rank)
-        run.load_all(share, tick)
-        unfinished = [file for file in share if journal.sum(file) is None]
-        crew.each(iter(unfinished), lambda file: frozenset([file]), finish, tick)
+        run.end(ranks.share(len(outputs), rank), tick)
 
     try:
-        move(ranks.rank)
-        session.meet(move)
-        moved = True
-        # a network filesystem shows the writes of other nodes only in files opened after them
-        run.reopen()
-        end(ranks.rank)
-        session.meet(end)
+        if cluster:
+            for units in cluster.do(job, "copy", run.num_units, tick):
+                run.load(units)
+            moved = True
+            for _ in cluster.do(job, "end", len(outputs), tick):
+                pass
+        else:
+            copy(ranks.rank)
+            session.meet(copy)
+            moved = True
+            # a network filesystem shows the writes of other nodes only in files opened after them
+            run.reopen()
+            end(ranks.rank)
+            session.meet(end)
         if ranks.rank:
             return []
         sums = [
-            awaited(partial(journal.sum, file), f"the checksum of {outputs[file].path}", tick)
+            awaited(partial(run.journal.sum, file), f"the checksum of {outputs[file].path}", tick)
             for file in range(len(outputs))
         ]
     finally:
@@ -164,26 +217,50 @@ def execute(
 
 
 class _Run:
-    """The state of one call of execute: which slabs and units are done, and what they wrote."""
+    """The state of a job in one process: which slabs and units are done, and what they wrote."""
 
-    def __init__(self, work: Work, mover: Mover, journal: Journal) -> None:
-        self.work, self.mover, self.journal = work, mover, journal
-        self.targets = mover.targets
+    def __init__(self, job: Job) -> None:
+        self.job, self.work = job, job.work
+        self.journal = Journal(job.journal, job.work, job.outputs)
+        self.mover = Mover(
+            OpenFiles(job.sources, os.O_RDONLY),
+            # Not for reading: an NFS client would read whole pages in and write them back, over
+            # bytes that another node has written there since.
+            OpenFiles([str(job.staging / o.path) for o in job.outputs], os.O_WRONLY),
+            job.casts,
+            job.grids,
+            summing=job.checksum == "crc32",
+            in_kernel=job.checksum != "crc32" and len(job.outputs) >= 2 * job.threads,
+            allow_overflow=job.allow_overflow,
+        )
+        self.targets = self.mover.targets
+        self.crew = Crew(job.threads, max(256, job.max_memory // job.threads))
         self.lock = threading.Lock()
         self.by_file: list[list[Range]] | None = None
-        copies = work.copies
+        copies = self.work.copies
         # bytes of tensors that each file still waits for, as far as this process knows
         self.file_left = np.zeros(len(self.targets.paths), "i8")
         np.add.at(
             self.file_left, copies["dst_file"], copies["rows"] * copies["run"] * copies["dst_item"]
         )
         self.files_empty = int((self.file_left == 0).sum())
-        slabs = work.slabs
+        slabs = self.work.slabs
         self.num_units = int(slabs["unit"][-1]) + 1 if len(slabs) else 0
         self.done: dict[int, np.ndarray] = {}  # unit -> the ranges that it wrote
         self.bytes_done = 0
         self.left: Counter[int] = Counter()  # unit -> slabs that are not done
         self.open: dict[int, list[Range]] = {}  # unit that is not done -> the ranges written so far
+
+    def copy(self, units: range, tick: Tick) -> None:
+        """Copies those of these units that are not done."""
+        self.load(units)
+        self.crew.each(self.todo(units, self.job.threads), self.targets_of, self.move, tick)
+
+    def end(self, files: range, tick: Tick) -> None:
+        """Ends those of these files that are not ended, once all their units are done."""
+        self.load_all(files, tick)
+        unended = [file for file in files if self.journal.sum(file) is None]
+        self.crew.each(iter(unended), lambda file: frozenset([file]), self.finish, tick)
 
     def load(self, units: range) -> None:
         """Learns which of these units an earlier run has done."""
@@ -298,15 +375,12 @@ class _Run:
         self.targets.close()
         self.targets = OpenFiles(self.targets.paths, os.O_RDWR)
 
-    def finish(
-        self,
-        file: int,
-        output: TargetFile,
-        checksum: str,
-        memory: memoryview,
-        check: Callable[[], None],
-    ) -> str:
-        """Writes the fixed bytes of one file, syncs it, and returns its checksum."""
+    def finish(self, file: int, memory: memoryview, check: Callable[[], None]) -> None:
+        """Writes the fixed bytes of one file, syncs it, and journals its checksum."""
+        self.journal.write_sum(file, self._finish(file, memory, check))
+
+    def _finish(self, file: int, memory: memoryview, check: Callable[[], None]) -> str:
+        output, checksum = self.job.outputs[file], self.job.checksum
         ranges = self.ranges(file)
         with self.targets.held([file]) as fds:
             fd, path = fds[file], self.targets.paths[file]

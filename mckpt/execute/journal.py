@@ -25,6 +25,14 @@ LISTED = 1000
 GENERATION = "generation"
 
 
+def generation(folder: Path) -> str:
+    """Returns the generation of a journal, "" if there is none."""
+    try:
+        return (folder / GENERATION).read_text()
+    except FileNotFoundError:
+        return ""
+
+
 class Journal:
     """A folder with one entry for each finished unit and one for each finished file.
 
@@ -49,8 +57,9 @@ class Journal:
 
     def __init__(self, folder: Path, work: Work, outputs: Sequence[TargetFile]) -> None:
         self.folder = folder
-        generation = (folder / GENERATION).read_text()
-        crc = isal_zlib.crc32(repr([generation, *((o.path, o.size) for o in outputs)]).encode())
+        crc = isal_zlib.crc32(
+            repr([generation(folder), *((o.path, o.size) for o in outputs)]).encode()
+        )
         for part in (work.copies, work.slabs):
             crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)
         # The identity guards the meaning of unit numbers. The caller tells plans apart, by the name

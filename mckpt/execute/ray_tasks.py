@@ -1,0 +1,156 @@
+"""Does the work of one run on a Ray cluster: a task for each range of units, then one for each
+range of files.
+
+Ray places the tasks, runs those of a lost node on another one, and ends them when the driver ends.
+A task that runs again skips the units that the journal has. All nodes must see the source and the
+destination at the same paths.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+from mckpt import __version__, errors
+from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
+from mckpt.execute.engine import Job, Step, Tick
+from mckpt.execute.journal import generation
+from mckpt.execute.mover import Overflow
+from mckpt.execute.ranks import Ranks
+from mckpt.execute.threads import TICK
+
+# Tasks of a step for each process that the cluster has room for: nodes differ in speed, and the
+# last tasks of a step leave nodes idle.
+PARTS = 8
+# as long as an autoscaler takes to start a node, a cluster may have no node with a CPU
+CORES_UNKNOWN = 1
+ANSWER_S = 10  # seconds; Ray itself knocks for a quarter of an hour where nothing answers
+
+
+def require() -> None:
+    """Raises MissingExtra if Ray is not installed."""
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        raise MissingExtra(
+            "--engine ray needs ray, not installed here: pip install 'mckpt[ray]'"
+        ) from None
+
+
+class RayCluster:
+    """The cluster that RAY_ADDRESS names, or that the caller has connected to. Without both it is
+    the one on this machine, which Ray starts if there is none.
+    """
+
+    def __init__(self) -> None:
+        require()
+        import ray
+
+        if not ray.is_initialized():
+            _connect()
+        nodes = [node["Resources"].get("CPU", 0) for node in ray.nodes() if node["Alive"]]
+        self._cpus = [int(num) for num in nodes if num >= 1]
+
+    @property
+    def cores(self) -> int:
+        """The cores of the smallest node, so that a task fits on every node."""
+        return min(self._cpus, default=CORES_UNKNOWN)
+
+    def do(self, job: Job, step: Step, count: int, tick: Tick) -> Iterator[range]:
+        """Does a step for `count` units or files; see engine.Cluster.
+
+        Raises the first error of a task, and cancels the others.
+        """
+        import ray
+
+        places = sum(num // job.threads for num in self._cpus)
+        parts = Ranks(size=min(count, PARTS * max(1, places)))
+        # SPREAD: each node has its own way to the filesystem
+        task = ray.remote(num_cpus=min(job.threads, self.cores), scheduling_strategy="SPREAD")(_do)
+        running: dict[Any, range] = {}
+        try:
+            # once for all tasks; Ray sends it to each node once
+            shared = ray.put(job)
+            marks = __version__, generation(job.journal)
+            for part in range(parts.size):
+                items = parts.share(count, part)
+                running[task.remote(shared, step, items, *marks)] = items
+            while running:
+                ready, _ = ray.wait(list(running), timeout=TICK)
+                for ref in ready:
+                    if failed := ray.get(ref):
+                        raise _error(*failed)
+                    yield running.pop(ref)
+                tick()
+        except ray.exceptions.RayTaskError:
+            raise  # a bug of mckpt
+        except ray.exceptions.RayError as error:
+            what = " ".join(str(error).split())
+            raise StorageError(
+                f"Ray could not run a part of the work: {what} Run the same command again: it goes"
+                " on"
+            ) from error
+        finally:
+            for ref in running:
+                with suppress(ray.exceptions.RayError):
+                    ray.cancel(ref, force=True)
+
+
+def _connect() -> None:
+    import logging
+    import socket  # here, as no other conversion needs it, and it takes 2 ms
+
+    import ray
+
+    where = os.environ.get("RAY_ADDRESS", "")
+    host, _, port = where.removeprefix("ray://").rpartition(":")
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        if host and port.isdecimal():
+            socket.create_connection((host, int(port)), ANSWER_S).close()
+        # stdout and stderr are those of the command
+        ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        what = f"RAY_ADDRESS={where}: cannot connect to this" if where else "cannot start a local"
+        raise StorageError(f"{what} Ray cluster: {error}") from error
+    finally:
+        # Ray ends the process on SIGTERM in its own way
+        with suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, before)
+
+
+def _do(job: Job, step: Step, items: range, version: str, mark: str) -> tuple[Any, ...] | None:
+    """Does a part of a step on a node; returns the class and the arguments of its error."""
+    import socket
+
+    where = f"on the Ray node {socket.gethostname()}"
+    try:
+        if version != __version__:
+            raise UsageError(
+                f"{where}: mckpt is {__version__}, and the command is that of {version}; install"
+                " one version on all nodes"
+            )
+        if generation(job.journal) != mark:
+            raise UsageError(
+                f"{where}: {job.staging.parent} is not there, or is another directory than where"
+                " the command runs; mount source and destination at the same paths on all nodes"
+            )
+        job.do(step, items, lambda: None)
+    except Overflow as error:
+        return "Overflow", error.tensor, error.where
+    except MckptError as error:
+        return type(error).__name__, f"{error}\n{where}"
+    except OSError as error:
+        what = f"{error.filename or 'input/output'}: {error.strerror or error}"
+        return StorageError.__name__, f"{what}\n{where}"
+    return None
+
+
+def _error(name: str, *arguments: Any) -> MckptError:
+    """Returns the error of a task."""
+    kind = Overflow if name == "Overflow" else getattr(errors, name)
+    error: MckptError = kind(*arguments)
+    return error

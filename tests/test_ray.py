@@ -1,0 +1,213 @@
+"""`--engine ray` on a cluster of several raylets: the output is that of one process, whatever dies.
+
+Ray has 260 MB and is not in the extra `test`, so these tests need `pip install ray`; without it
+they are skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests import door
+from tests.tiny import TinyModel
+
+ray = pytest.importorskip("ray")
+
+pytestmark = pytest.mark.slow
+
+# Python that each process of the cluster and of mckpt runs when it starts: a tiny model has many
+# units, and each slab waits and leaves a line.
+CUSTOM = """
+import os
+import mckpt.execute.units as u
+u.UNIT, u.SLAB = 32 << 10, 8 << 10
+if "RAY_RAYLET_PID" in os.environ:
+    import pathlib, time, mckpt.execute.engine as e
+    place, move = pathlib.Path(__file__).parent, e._Run.move
+    def slow(self, slab, *rest):
+        time.sleep(float((place / "pace").read_text()))
+        with open(place / "log", "a") as log:
+            log.write(f"{os.environ['RAY_RAYLET_PID']} {slab}\\n")
+        return move(self, slab, *rest)
+    e._Run.move = slow
+"""
+
+
+class Nodes:
+    """A Ray cluster of processes on this machine."""
+
+    def __init__(self, place: Path, nodes: int) -> None:
+        from ray.cluster_utils import Cluster
+
+        place.mkdir()
+        (place / "sitecustomize.py").write_text(CUSTOM)
+        self.place, self.log = place, place / "log"
+        path = os.pathsep.join([str(place), str(door.ROOT)])
+        self.environ = {**os.environ, "PYTHONPATH": path}
+        # others may use the cores
+        patience = {"RAY_raylet_start_wait_time_s": "300"}
+        with mock.patch.dict(os.environ, self.environ | patience):
+            self.cluster = Cluster()
+            # the head has no CPU, as with KubeRay, so that no task runs beside the driver
+            for cpus in (0, *[1] * nodes):
+                self.cluster.add_node(num_cpus=cpus, include_dashboard=False)
+        self.environ["RAY_ADDRESS"] = self.cluster.address
+
+    def begin(self, pace: float) -> None:
+        """Forgets what was copied. Each slab then waits `pace` seconds."""
+        self.log.write_text("")
+        (self.place / "pace").write_text(str(pace))
+
+    def start(self, *arguments: Any) -> subprocess.Popen[str]:
+        """Starts mckpt with --engine ray."""
+        line = door.command_line(*arguments, "--engine", "ray")
+        pipe = subprocess.PIPE
+        return subprocess.Popen(line, env=self.environ, stdout=pipe, stderr=pipe, text=True)
+
+    def run(self, *arguments: Any, code: int = 0) -> tuple[str, str]:
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == code, f"exit {process.returncode}\n{out}\n{err}"
+        return out, err
+
+    def moved(self) -> list[tuple[int, int]]:
+        """Returns the raylet and the slab of each copy."""
+        lines = self.log.read_text().splitlines()
+        return [(int(raylet), int(slab)) for raylet, slab in map(str.split, lines)]
+
+    def await_moves(self, number: int, process: subprocess.Popen[str]) -> None:
+        for _ in range(3000):
+            if len(self.moved()) >= number:
+                return
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.02)
+        raise AssertionError(f"{number} slabs were not copied within a minute: {self.moved()}")
+
+    def raylets(self) -> dict[int, Any]:
+        """Returns the nodes that copy, by the process id of their raylet."""
+        return {
+            node.all_processes["raylet"][0].process.pid: node for node in self.cluster.worker_nodes
+        }
+
+
+@pytest.fixture(scope="module")
+def cluster(work: Path) -> Iterator[Nodes]:
+    made = Nodes(work / "nodes", nodes=2)
+    try:
+        yield made
+    finally:
+        made.cluster.shutdown()
+
+
+@pytest.fixture
+def nodes(cluster: Nodes) -> Nodes:
+    cluster.begin(pace=0)
+    return cluster
+
+
+@pytest.fixture
+def source(tiny_model: TinyModel) -> Path:
+    return tiny_model("qwen3-moe")
+
+
+@pytest.fixture
+def one(source: Path, tmp_path: Path) -> Path:
+    """What one process writes."""
+    door.good("hf-to-megatron", source, tmp_path / "one", "--tp", 2)
+    return tmp_path / "one"
+
+
+def test_a_killed_driver_goes_on(nodes: Nodes, source: Path, one: Path, tmp_path: Path) -> None:
+    arguments = ("hf-to-megatron", source, tmp_path / "two", "--tp", 2)
+    nodes.begin(pace=0.2)
+    process = nodes.start(*arguments)
+    nodes.await_moves(24, process)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "two" / "release").exists()
+    time.sleep(3)  # Ray ends the tasks of the driver
+    at = len(nodes.moved())
+    time.sleep(1)
+    assert len(nodes.moved()) == at, "tasks go on without their driver"
+    nodes.begin(pace=0)
+    nodes.run(*arguments)
+    assert door.tree(tmp_path / "two") == door.tree(one)
+    again = {slab for _, slab in nodes.moved()}
+    assert again and min(again) > 0, "the first slabs were copied once more"
+    assert "is done already" in nodes.run(*arguments)[0]
+
+
+def test_errors_are_those_of_one_process(nodes: Nodes, source: Path, tmp_path: Path) -> None:
+    """A value that fp16 cannot hold is found on a node, and named as if it were found here."""
+    import numpy as np
+
+    big = door.hf(tmp_path / "big")
+    shard = next(big.glob("*.safetensors"))
+    header, data = door.shard(shard)
+    name = next(n for n in header if n.endswith("q_proj.weight"))
+    raw = bytearray(data)
+    at = header[name]["data_offsets"][0]
+    raw[at : at + 2] = np.array([0x7F00], "<u2").tobytes()  # 1.7e38 in bfloat16
+    door.write_shard(shard, header, bytes(raw))
+    arguments = ("hf-to-megatron", big, tmp_path / "out", "--dtype", "fp16")
+    here = door.mckpt(*arguments, "--json")
+    _, err = nodes.run(*arguments, "--json", code=here.code)
+    assert here.code == 2 and json.loads(err.splitlines()[-1]) == json.loads(
+        here.err.splitlines()[-1]
+    )
+    assert not (tmp_path / "out" / "release").exists()
+
+
+def test_many_iterations_and_a_job_run_on_the_cluster(
+    nodes: Nodes, source: Path, tmp_path: Path
+) -> None:
+    for iteration in (5, 10):
+        door.good("hf-to-megatron", source, tmp_path / "run", "--iteration", iteration)
+    pattern = tmp_path / "out" / "iter_{iteration}"
+    out, _ = nodes.run("megatron-to-hf", tmp_path / "run", pattern, "--iterations", "all")
+    assert "2 iterations: 2 written" in out
+    for iteration in (5, 10):
+        good = ("diff", source, tmp_path / "out" / f"iter_{iteration}")
+        door.good(*good)
+    assert nodes.moved(), "nothing was copied by the cluster"
+
+
+def test_other_ways_to_share_the_work_are_refused(source: Path, tmp_path: Path) -> None:
+    arguments = ("hf-to-megatron", source, tmp_path / "out", "--engine", "ray", "--workers", 2)
+    door.refused(2, "--workers 2", "--engine ray", args=arguments)
+
+
+def test_a_killed_node_changes_nothing(
+    nodes: Nodes, source: Path, one: Path, tmp_path: Path
+) -> None:
+    """The last test of the file, because the node stays away."""
+    nodes.begin(pace=0.2)
+    process = nodes.start("hf-to-megatron", source, tmp_path / "two", "--tp", 2)
+    nodes.await_moves(12, process)
+    used = {raylet for raylet, _ in nodes.moved()}
+    assert used == set(nodes.raylets()), "not every node works"
+    victim = min(used)
+    workers = subprocess.run(["pgrep", "-P", str(victim)], capture_output=True, text=True).stdout
+    nodes.cluster.remove_node(nodes.raylets()[victim], allow_graceful=False)
+    for pid in map(int, workers.split()):  # they would live for some more seconds
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    before = len(nodes.moved())
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert door.tree(tmp_path / "two") == door.tree(one)
+    later = nodes.moved()[before:]
+    assert later and victim not in {raylet for raylet, _ in later}
+    slabs = {slab for _, slab in nodes.moved()}
+    assert slabs == set(range(len(slabs))), "a slab is lost"
