@@ -13,7 +13,7 @@ from mckpt.checkpoint import description, masters
 from mckpt.checkpoint.known import Known
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
-from mckpt.formats import carried, hf_hub
+from mckpt.formats import carried, hf_hub, places
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.optimizer import Optimizer
@@ -28,16 +28,17 @@ from mckpt.storage.staging import MANIFEST, unfinished
 class Checkpoint(Mapping[str, LogicalTensor]):
     """A checkpoint of any format, as a mapping of its logical tensors.
 
-    A path `org/name[@revision]` that is not here is downloaded from the Hugging Face Hub.
+    A path `org/name[@revision]` that is not here is downloaded from the Hugging Face Hub. Of a URL
+    such as s3://bucket/path, only the bytes that are needed are downloaded.
 
     `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else.
     """
 
     def __init__(self, path: str | Path, known: Known | None = None) -> None:
         self.known = known or Known()
-        self.path = hf_hub.local(path)
+        self.path = places.local(path)
         if self.known.like is not None:
-            self.known = replace(self.known, like=hf_hub.local(self.known.like, weights=False))
+            self.known = replace(self.known, like=places.local(self.known.like, weights=False))
         if not self.path.exists():
             raise SourceError(f"{self.path}: does not exist{hf_hub.hint(self.path)}")
         if not self.path.is_dir():
@@ -57,6 +58,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 )
             return found.open(self.path)
         self.unit = find(self.path, self.known.iteration)
+        places.ready(self.path, self.unit.path)
         if (found := formats.detect(self.unit.path, megatron=True)) is not None:
             return found.open(self.unit.path)
         if said := unfinished(self.path):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.cli import progress
+from mckpt.cli.echo import echo
 from mckpt.cli.options import (
     PATH,
     command,
@@ -62,10 +63,10 @@ def diff(
     with progress.showing("comparing", as_json) as shown:
         found = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
     if as_json:
-        click.echo(json.dumps(found.json()))
+        echo(json.dumps(found.json()))
     else:
         for line in _lines(found, a, b, atol):
-            click.echo(line)
+            echo(line)
     return 1 if found else 0
 
 

@@ -16,10 +16,11 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Progress, Target
-from mckpt.errors import counted
+from mckpt.errors import counted, shown
 from mckpt.execute.ranks import Ranks
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import Joined
+from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 from mckpt.values.sizes import parse_size
@@ -42,7 +43,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Returns a digest of everything that determines the bytes of the output."""
-        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(shown(json.dumps(self.facts, sort_keys=True)).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -169,8 +170,12 @@ class Plan:
         max_memory: bytes of all buffers together, or text such as "64MiB". threads: 0 means one per
         core. tell: called with notes for the user that are not errors.
         """
-        from mckpt.conversion.run import How, run
+        from mckpt.conversion.run import How
 
+        if stand_in.of(self.destination.root) is None:
+            from mckpt.conversion.run import run
+        else:
+            from mckpt.conversion.to_store import run
         budget = parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         how = How(budget, threads, checksum, allow_overflow, resume, check_replicas, progress, tell)
         return run(self, how, ranks or Ranks())

@@ -39,6 +39,7 @@ from mckpt.execute.threads import Crew
 from mckpt.execute.units import Work, is_quantised
 from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
+from mckpt.storage.descriptors import any_remote
 from mckpt.storage.files import TargetFile
 
 __all__ = ["Overflow", "execute"]
@@ -47,6 +48,7 @@ __all__ = ["Overflow", "execute"]
 # slow (docs/scale.md)
 KNEE = 8
 KNEE_FLAT = 16  # the same if nothing is staged: 1.6 s; with 8 threads 1.9 s, with 32 2.2 s
+REQUESTS = 16  # requests to an object store at the same time, each of max_memory / 16 bytes
 
 
 def execute(
@@ -70,7 +72,7 @@ def execute(
     copies: records of join.COPY.
     max_memory: bytes of the buffers of all threads together.
     threads: 0 means one per core, up to KNEE, or up to KNEE_FLAT if every copy is a plain byte
-        range.
+        range; REQUESTS if a source is in a store.
     checksum: none, crc32 or sha256.
     grids: Joined.grids, for copies that are scaled.
     session: with several ranks, each process does its share of the units, then of the files' ends,
@@ -90,9 +92,10 @@ def execute(
     ranks, done = session.ranks, session.staging / "done"
     casts = [Cast(*cast) for cast in casts]
     work = Work.of(copies, casts, grids)
-    threads = threads or max(
-        1, min(ranks.cores, KNEE_FLAT if work.is_flat() else KNEE, max_memory // PIECE)
-    )
+    cores, knee = ranks.cores, KNEE_FLAT if work.is_flat() else KNEE
+    if any_remote(sources):  # threads wait for the store, not for a core
+        cores = knee = REQUESTS
+    threads = threads or max(1, min(cores, knee, max_memory // PIECE))
 
     def prepare() -> None:
         lay_out(outputs, staging, done)
