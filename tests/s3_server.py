@@ -48,6 +48,7 @@ class State:
         self.lock = threading.Lock()
         self.faults: list[Fault] = []
         self.log: list[str] = []
+        self.users: set[str] = set()  # names of the keys with which requests are signed
         self.sent: Counter[str] = Counter()  # bytes of the bodies of answers, by method
 
     def fault(self, method: str, target: str) -> Fault | None:
@@ -79,8 +80,10 @@ class Handler(BaseHTTPRequestHandler):
         self.key = unquote(parts.path).lstrip("/")
         if self.key == "_control":
             return self.control()
+        user = re.search(r"Credential=([^/]+)", self.headers.get("Authorization", ""))
         with self.state.lock:
             self.state.log.append(f"{self.command} {self.path}")
+            self.state.users.add(user[1] if user else "")
         self.cut = False
         if fault := self.state.fault(self.command, self.path):
             if fault.what == "slow":
@@ -104,12 +107,14 @@ class Handler(BaseHTTPRequestHandler):
             with state.lock:
                 if said.get("reset"):
                     state.log.clear()
+                    state.users.clear()
                     state.sent.clear()
                 state.faults = [Fault(**one) for one in said["faults"]]
             return self.answer(200, b"{}")
         with state.lock:
             found = {
                 "log": state.log,
+                "users": sorted(state.users),
                 "sent": state.sent,
                 "faults": [asdict(f) for f in state.faults],
             }
@@ -215,7 +220,9 @@ class Handler(BaseHTTPRequestHandler):
                 f"<ETag>{escape(self.etag(path))}</ETag></Contents>"
             )
         more = len(page) < len(keys)
-        token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" * more
+        token = ""
+        if more:
+            token = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>"
         text = (
             '<?xml version="1.0"?><ListBucketResult><IsTruncated>'
             f"{str(more).lower()}</IsTruncated>{token}{''.join(rows)}</ListBucketResult>"

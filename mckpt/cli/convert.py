@@ -305,10 +305,11 @@ def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> O
     }
     try:
         planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
-        if workers > 1 and stand_in.of(planned.destination.root) is not None:
+        remote = [p for p in (source.path, planned.destination.root) if stand_in.of(p) is not None]
+        if workers > 1 and remote:  # the libraries of stores do not survive a fork
             raise UsageError(
-                f"--workers {workers}: a run that writes to an object store uses threads; leave the"
-                " option out, or start ranks with torchrun or srun"
+                f"--workers {workers}: {remote[0]} is not on this machine, and such a run uses"
+                " threads; leave the option out, or start ranks with torchrun or srun"
             )
     except DestinationError:
         done = None if options["overwrite"] else _done(source, dst, target, options)

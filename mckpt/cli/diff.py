@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.cli import progress
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import echo, named
 from mckpt.cli.options import (
     PATH,
     command,
@@ -73,9 +73,9 @@ def diff(
 def _lines(found: Difference, a: Path, b: Path, atol: float | None) -> Iterator[str]:
     """Yields every difference and, last, a summary."""
     for name in found.missing:
-        yield f"only in {a}: {name}"
+        yield f"only in {named(a)}: {name}"
     for name in found.extra:
-        yield f"only in {b}: {name}"
+        yield f"only in {named(b)}: {name}"
     yield from map(str, found.changed)
     yield from found.replicas
     yield from found.rounded

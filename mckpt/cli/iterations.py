@@ -440,6 +440,7 @@ def wait(src: Path, iteration: int | None, patience: float, pause: float) -> Non
 
 def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
     """Returns the directory of a checkpoint if it is complete; else None and what is missing."""
+    stand_in.refresh(src)
     if not src.is_dir():
         return None, "is not there"
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from mckpt.cli import progress
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import echo, named
 from mckpt.cli.options import (
     FILE,
     PATH,
@@ -106,7 +106,7 @@ def verify(
         for line in found.lines():
             echo(line)
         seconds = time.perf_counter() - start
-        echo(f"{found.verdict.upper()}: {hf} and {megatron}, {seconds:.0f} s")
+        echo(f"{found.verdict.upper()}: {named(hf)} and {named(megatron)}, {seconds:.0f} s")
     if report is not None:
         page.write(found, report)
     if card is not None:

@@ -137,8 +137,8 @@ class Destination:
         if not self.path.is_dir():
             return [self.path.name]
         written: set[str] = set()
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            written.update(json.loads((self.path / MANIFEST).read_bytes())["files"])
+        with suppress(TypeError, KeyError):
+            written.update(self.manifest()["files"])
         # --overwrite may replace a checkpoint of another format
         parts = [MANIFEST, megatron_args.SHELL, megatron_args.JSON]
         for format in formats.all_of(self.format.megatron):

@@ -17,6 +17,7 @@ from mckpt.conversion.target import Progress
 from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.execute.engine import Overflow, execute
 from mckpt.execute.ranks import Ranks, Session
+from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST
 
@@ -54,6 +55,7 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
             said = dropped(plan, how)
         sums = _move(plan, session, how)
+        stand_in.refresh(plan.source.path)
         if stamps(plan) != before:
             raise SourceError(
                 f"{plan.source.path}: was changed while it was read; run the command again when"

@@ -73,11 +73,14 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     plan.side.check_unchanged()
     said = dropped(plan, how)
     plan.destination.refuse_occupied(job.folder)
+    if not how.resume:
+        job.forget()
+    if plan.destination.overwrite:
+        job.clear()
     with job.announced():
-        if plan.destination.overwrite:
-            job.clear()
         job.send_side()
         sums = job.send_all()
+        stand_in.refresh(plan.source.path)
         if stamps(plan) != before:
             raise SourceError(
                 f"{plan.source.path}: was changed while it was read; run the command again when"
@@ -116,6 +119,7 @@ class _Job:
         self.id = uuid.uuid4().hex
         self.bytes_done = 0
         self.over = threading.Event()
+        self.temporary = stand_in.temporary()
 
     # ---- objects
 
@@ -156,9 +160,10 @@ class _Job:
     @contextmanager
     def announced(self) -> Iterator[None]:
         """Writes down what this run is about to put in place, and that it lives."""
-        names = [os.path.relpath(self._file(n), self.destination.root) for n in self._all()]
-        names.append(os.path.relpath(self.destination.path / MANIFEST, self.destination.root))
-        intent = {"unit": self.destination.unit, "files": names, "run": self.ranks.name}
+        destination = self.destination
+        files = [*(self._file(n) for n in self._all()), destination.path / MANIFEST]
+        names = [os.path.relpath(file, destination.root) for file in files]
+        intent = {"unit": destination.unit, "files": names}
         beat = 0
 
         def put(**more: Any) -> None:
@@ -172,7 +177,13 @@ class _Job:
                 with suppress(StorageError):
                     put()
 
+        known = self._runs()
         put()
+        if others := self._runs() - known - {self.folder.name}:
+            self.place.remove([self._name(self.folder / INTENT)])
+            raise DestinationError(
+                f"{destination.path}: another mckpt is writing here ({others.pop()})"
+            )
         if self.ranks.size > 1:
             threading.Thread(target=beats, name="intent", daemon=True).start()
         try:
@@ -188,6 +199,20 @@ class _Job:
 
     def _all(self) -> range:
         return range(len(self.plan.outputs))
+
+    def _runs(self) -> set[str]:
+        """Returns the names of the staging directories of all runs that write this checkpoint."""
+        self.place.list()
+        found = set()
+        for folder in self.destination.root.glob(f"{STAGING}*"):
+            with suppress(TypeError, KeyError, ValueError):
+                if json.loads(self._get(folder / INTENT) or b"")["unit"] == self.destination.unit:
+                    found.add(folder.name)
+        return found
+
+    def forget(self) -> None:
+        """Removes the journal of an earlier run."""
+        self.place.remove(self.place.below(self.folder / SENT))
 
     def clear(self) -> None:
         """Removes the checkpoint that --overwrite replaces."""
@@ -301,7 +326,7 @@ class _Job:
     @contextmanager
     def _made(self, group: Sequence[int]) -> Iterator[tuple[Path, list[str]]]:
         """Makes the files of a group in a temporary directory; yields it and their checksums."""
-        temporary = Path(tempfile.mkdtemp(prefix="mckpt-"))
+        temporary = Path(tempfile.mkdtemp(dir=self.temporary))
         try:
             outputs, copies, grids = _part(self.plan, group)
             # so that `..` in the path of a carried file stays inside

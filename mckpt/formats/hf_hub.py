@@ -5,10 +5,14 @@ reads.
 from __future__ import annotations
 
 import glob
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
+from mckpt.errors import UsageError
 from mckpt.formats.hf_files import INDEX, SINGLE, index_files
 from mckpt.storage import hub, stand_in
+from mckpt.storage.stores import Object
 
 # Config, tokenizer, indices, code, licence: everything but weights, at the top of a repository.
 SMALL = (
@@ -61,13 +65,33 @@ def streamed(path: str | Path) -> Path:
         names = [SINGLE[kind]]
     if not names or all((root / file).exists() for file in names):
         return local(path)
-    store = hub.Weights(at_commit, {file: sizes[file] for file in names})
+    store = _Weights(at_commit, {file: sizes[file] for file in names})
     folder = stand_in.load(name, store, name.repo.rpartition("/")[2])
     for small in root.iterdir():
         if small.is_file() and small.name not in names:
             (folder / small.name).symlink_to(small.resolve())
     stand_in.fill(folder)
     return folder
+
+
+class _Weights(NamedTuple):
+    """Files of a model on the Hub as a `stores.Store` that is only read."""
+
+    name: hub.Name  # at a commit, so that the files cannot change
+    sizes: Mapping[str, int]  # bytes, by name
+
+    def list(self) -> dict[str, Object]:
+        commit = self.name.revision or ""
+        return {file: Object(size, commit, 0) for file, size in self.sizes.items()}
+
+    def read(self, name: str, at: int, nbytes: int, version: str = "") -> bytes:
+        return hub.read_range(self.name, name, at, nbytes)
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
+
+    def remove(self, names: Iterable[str]) -> None:
+        raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
 
 
 def hint(path: Path) -> str:

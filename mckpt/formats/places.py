@@ -12,6 +12,7 @@ from pathlib import Path
 from mckpt.formats import hf_hub
 from mckpt.formats.megatron.save_directory import is_unit_name
 from mckpt.storage import hub, stand_in, stores
+from mckpt.storage.staging import STAGING
 
 _SIDE = "hf/"  # the directory of Hugging Face files in a save directory
 
@@ -38,8 +39,9 @@ def target(path: str | Path) -> Path:
 
 def _stand_in(url: stores.Url) -> Path:
     if is_unit_name(url.name) and "/" in url.path:
-        # the tracker and hf/, which lie beside the checkpoint, belong to it
-        parts = (f"{url.name}/", _SIDE)
+        # the tracker and hf/, which lie beside the checkpoint, belong to it, and the journals
+        # tell whether it is complete
+        parts = (f"{url.name}/", _SIDE, STAGING)
         parent = url.parent
         root = stand_in.load(
             parent,

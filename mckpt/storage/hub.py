@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
@@ -136,29 +136,6 @@ def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
         return bytes(out[:nbytes])
 
     return _retried(name, read)
-
-
-class Weights(NamedTuple):
-    """Files of a model on the Hub as a `stores.Store` that is only read."""
-
-    name: Name  # at a commit, so that the files cannot change
-    sizes: Mapping[str, int]  # bytes, by name
-
-    def list(self) -> dict[str, Any]:
-        from mckpt.storage.stores import Object
-
-        return {
-            file: Object(size, self.name.revision or "", 0) for file, size in self.sizes.items()
-        }
-
-    def read(self, name: str, at: int, nbytes: int, version: str = "") -> bytes:
-        return read_range(self.name, name, at, nbytes)
-
-    def write(self, name: str, data: bytes | Path) -> None:
-        raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
-
-    def remove(self, names: Iterable[str]) -> None:
-        raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
 
 
 class Commit(NamedTuple):

@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from mckpt.errors import SourceError
 from mckpt.storage import stand_in
 
 # begins the name of a directory in which a run of mckpt writes until its output is complete
@@ -68,6 +69,18 @@ def intended(root: Path, staging: Path | None) -> set[str]:
         with suppress(OSError, ValueError, TypeError, KeyError):
             names.update(json.loads((folder / INTENT).read_bytes())["files"])
     return names
+
+
+def refuse_half_sent(folder: Path) -> None:
+    """Raises SourceError if a run into an object store is still sending the checkpoint in this
+    directory, or was interrupted: its intent is there, and not yet its manifest.
+    """
+    found = stand_in.of(folder)
+    if found is None or (folder / MANIFEST).exists():
+        return
+    start = "" if folder == found.root else f"{found.name(folder)}/"
+    if any(name.startswith(start) for name in intended(found.root, None)):
+        raise SourceError(f"{folder}: no checkpoint is here yet. {unfinished(found.root)}")
 
 
 def sync(path: Path) -> None:

@@ -10,6 +10,8 @@ not here yet. So a checkpoint in a store opens like one on a disk.
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
 import shutil
 import tempfile
@@ -34,7 +36,10 @@ WHOLE = (
 )
 BLOCK = 64 << 10  # bytes; headers are downloaded and kept in blocks of this size
 
+TEMPORARY = "mckpt-store-"  # begins the names of temporary directories
+
 _all: dict[str, StandIn] = {}  # by the path of its root, with a slash at the end
+_held: dict[Path, int] = {}  # temporary directories of this process, each with its lock
 
 
 class StandIn:
@@ -83,7 +88,7 @@ class StandIn:
             raise SourceError(
                 f"{self.url}/{name}: is an object, and others lie below that name; remove one"
             ) from None
-        os.utime(path, ns=(one.changed, one.changed))
+        os.utime(path, ns=(one.time, one.time))
         if one.size:
             self.files[name] = Holes(self, name, one)
 
@@ -145,11 +150,10 @@ class Holes:
     def _fetch(self, first: int, stop: int) -> None:
         start = first * BLOCK
         data = self.read(start, min(stop * BLOCK, self.object.size) - start)
-        changed = self.object.changed
         with open(self.path, "r+b") as file:
             file.seek(start)
             file.write(data)
-        os.utime(self.path, ns=(changed, changed))
+        os.utime(self.path, ns=(self.object.time, self.object.time))
         self.here[first:stop] = b"\1" * (stop - first)
 
     def fill(self) -> None:
@@ -167,7 +171,7 @@ def load(
 
     keep: which objects to show.
     """
-    root = Path(os.path.realpath(tempfile.mkdtemp(prefix="mckpt-"))) / name
+    root = temporary() / name
     root.mkdir()
     made = StandIn(root, str(url), store, keep)
     _all[f"{root}/"] = made
@@ -242,6 +246,15 @@ def push(path: Path) -> None:
         found.put(found.name(path), path.read_bytes())
 
 
+def refuse_empty(path: Path) -> None:
+    """Raises SourceError if a path stands for a URL below which there are no objects."""
+    if (found := of(path)) is not None and not found.below(path):
+        raise SourceError(
+            f"{path}: there are no objects below this name; give the directory of a checkpoint, as"
+            " the store's own tools list it"
+        )
+
+
 def refuse(path: Path, what: str) -> None:
     """Raises UsageError if a path stands for a URL, for commands that need the files themselves."""
     if (found := of(path)) is not None:
@@ -264,11 +277,36 @@ def remove(folder: Path) -> bool:
     return True
 
 
+def temporary() -> Path:
+    """Returns a new directory, which is removed when this process ends. Those of processes that
+    were killed are removed first.
+    """
+    if not _held:
+        atexit.register(clean)
+        for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+            with suppress(OSError):
+                fd = os.open(folder, os.O_RDONLY)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(fd)
+    while True:
+        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix=TEMPORARY)))
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        _held[folder] = fd
+        if folder.exists():  # no other process took it for a left-over before it was locked
+            return folder
+
+
 def clean() -> None:
-    """Removes all stand-ins from this machine."""
-    for one in _all.values():
-        shutil.rmtree(one.root.parent, ignore_errors=True)
+    """Removes all temporary directories of this process, and so all stand-ins."""
     _all.clear()
+    for folder, fd in _held.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
+    _held.clear()
 
 
 def in_threads(call: Callable[[T], object], items: Iterable[T]) -> None:

@@ -10,6 +10,7 @@ import functools
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -23,6 +24,8 @@ T = TypeVar("T")
 # Path has made s3:/ of s3://. hf:// names a model on the Hub (storage.hub).
 _URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
+# Without credentials, the libraries ask the machine's cloud for them, at these addresses.
+_UNKNOWN = re.compile(r"(?i)credential|169\.254|latest/api/token|metadata")
 PART = 8 << 20  # bytes of one part of an upload; S3 takes no more than 10,000 parts of a file
 PARTS = 8000
 UPLOADS = 4  # parts of one file that are sent at the same time
@@ -63,6 +66,11 @@ class Object(NamedTuple):
     size: int  # bytes
     version: str  # changes with the content: an ETag, mostly; "" if the store has none
     changed: int  # ns since 1970; 0 if the store does not say
+
+    @property
+    def time(self) -> int:
+        """Returns a time in ns that another version does not have: stores tell whole seconds."""
+        return self.changed // 10**9 * 10**9 + zlib.crc32(self.version.encode()) % 10**9
 
 
 class Store(Protocol):
@@ -344,7 +352,7 @@ def _may_pass(error: Exception) -> bool:
     """
     text = str(error)
     repeated = re.search(r"after [1-9]\d* retries", text)
-    final = _kind(error) or "credential" in text.lower() or repeated
+    final = _kind(error) or _UNKNOWN.search(text) or repeated
     transport = type(error).__module__.partition(".")[0] in (
         "obstore",
         "botocore",
@@ -369,7 +377,7 @@ def _raise(place: str, error: Exception, tries: int) -> NoReturn:
             f"{place}: the store refused access: {why}; check the credentials that its own tools"
             " use (for s3, `aws s3 ls` shows whether they work), and their permissions"
         ) from None
-    if "credential" in str(error).lower() or "169.254" in str(error):
+    if _UNKNOWN.search(str(error)):
         raise StorageError(
             f"{place}: no credentials were found: {why}; set them as the store's own tools take"
             " them: environment variables or a profile"
