@@ -138,7 +138,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def body(self, into: Any = None, discard: bool = False) -> bytes:
         left = int(self.headers.get("Content-Length", 0))
-        out, digest = bytearray(), hashlib.md5()
+        out = bytearray()
         while left:
             block = self.rfile.read(min(left, 1 << 20))
             if not block:
@@ -146,10 +146,8 @@ class Handler(BaseHTTPRequestHandler):
             left -= len(block)
             if into is not None:
                 into.write(block)
-                digest.update(block[:4096])
             elif not discard:
                 out += block
-        self.digest = digest.hexdigest()
         return bytes(out)
 
     def path_of(self, key: str) -> Path:
@@ -331,12 +329,12 @@ class Server:
         }
 
     def put(self, bucket: str, folder: Path, prefix: str = "") -> None:
-        """Puts the files of a directory into a bucket, as links."""
+        """Puts the files of a directory into a bucket."""
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             key = f"{bucket}/{prefix}{path.relative_to(folder).as_posix()}"
             there = self.root / quote(key, safe="")
             there.unlink(missing_ok=True)
-            there.write_bytes(path.read_bytes())
+            shutil.copyfile(path, there)
 
     def fetch(self, bucket: str, prefix: str, folder: Path) -> Path:
         """Writes the objects below a prefix to a directory."""

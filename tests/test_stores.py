@@ -251,7 +251,7 @@ def test_a_checkpoint_in_the_way_is_kept_or_replaced(cli, server, bucket, fetche
     other = (*SIZES, "--dtype", "fp16")
     assert "--overwrite" in cli("hf-to-megatron", "s3:hf", "s3:m", *other, code=6).err
     assert files(fetched("m")) == before
-    cli("hf-to-megatron", "s3:hf", "s3:m", *other, "--overwrite")
+    cli("hf-to-megatron", "s3:hf", "s3:m", *other, "--overwrite", "--no-resume")
     good("hf-to-megatron", SRC, tmp_path / "here", *other)
     assert files(fetched("m")) == files(tmp_path / "here")
     (server.root / f"{bucket}%2Fm%2Fiter_0000007%2Fnotes.bin").write_bytes(b"mine")
