@@ -12,16 +12,37 @@ from collections.abc import Iterable
 MAX_LISTED = 20
 
 
+# Local directories that stand for a URL (`storage.stand_in`): the text of the path -> the URL.
+_SHOWN: dict[str, str] = {}
+
+
+def show_as(path: str, url: str) -> None:
+    """Lets `shown` replace a path by a URL from now on."""
+    _SHOWN[path] = url
+
+
+def shown(text: str) -> str:
+    """Returns a text for people, in which URLs stand in the place of directories that stand for
+    them.
+    """
+    for path, url in _SHOWN.items():
+        text = text.replace(path, url)
+    return text
+
+
 class MckptError(Exception):
     """Base of all errors that the user can resolve; `mckpt` exits with `exit_code`."""
 
     exit_code = 70
     problems: tuple[str, ...] = ()  # all problems, if the message lists some of them
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(shown(message))
+
     @classmethod
     def of(cls, headline: str, problems: Iterable[str], cure: str = "") -> MckptError:
         """Makes one error that lists `problems` under a headline."""
-        problems = list(problems)
+        problems = list(map(shown, problems))
         lines = [f"  - {p}" for p in problems[:MAX_LISTED]]
         if len(problems) > MAX_LISTED:
             lines.append(f"  - and {len(problems) - MAX_LISTED} more")

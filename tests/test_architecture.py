@@ -27,7 +27,7 @@ MODULES = {
     for p in sorted(PACKAGE.rglob("*.py"))
 }
 HEAVY = ("torch", "transformers", "megatron", "safetensors", "transformer_engine", "accelerate")
-HEAVY += ("huggingface_hub",)
+HEAVY += ("huggingface_hub", "obstore", "fsspec", "boto3")
 
 
 def words(table: dict[str, str]) -> dict[str, set[str]]:
@@ -200,12 +200,13 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
         threaded = (
             "checking.scanning",
             "checkpoint.comparison",
+            "conversion.to_store",
             "conversion.optimizer",
             "execute.engine",
             "execute.files",
             "execute.ranks",
             "execute.threads",
-            "formats.hf_hub",
+            "storage.stand_in",
             "verification.card",
             "verification.levels",
             "verification.values",

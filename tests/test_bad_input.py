@@ -104,12 +104,12 @@ def test_a_source_without_a_checkpoint_is_refused(tmp_path):
 
 
 def test_an_unreadable_file_is_refused(made, tmp_path, monkeypatch):
-    import mckpt.containers.safetensors as module
+    from mckpt.storage import descriptors
 
     def refuse(*args: Any, **named: Any) -> Any:
         raise PermissionError(13, "Permission denied", args[0])
 
-    monkeypatch.setattr(module, "open", refuse, raising=False)
+    monkeypatch.setattr(descriptors, "open_file", refuse)
     refused(
         7,
         ONE,

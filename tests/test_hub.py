@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from mckpt.formats import hf_hub
+from mckpt.storage import descriptors, stand_in
 from mckpt.storage import hub as names
-from tests.door import ROOT, Said, good, mckpt, refused, run
+from tests.door import ROOT, Said, good, mckpt, refused, run, tree
 from tests.hub_server import SIGNATURE, TOKEN, Fault, Hub, serving, sha256
 
 SRC = ROOT / "fixtures" / "tiny-qwen3"
@@ -200,7 +200,8 @@ def test_a_description_downloads_no_weights(hub, cli, tmp_path):
 def test_inspect_and_plan_read_only_headers(hub, cli, sharded, tmp_path, monkeypatch):
     hub.add(MODEL, sharded)
     hub.commit("org/single", {p.name: p.read_bytes() for p in SRC.iterdir() if p.is_file()})
-    monkeypatch.setattr(hf_hub, "FIRST_READ", 1000)  # less than the headers have
+    monkeypatch.setattr(stand_in, "BLOCK", 1000)  # less than the headers have
+    monkeypatch.setattr(stand_in, "SMALL", 0)
     for name, folder in ((MODEL, sharded), ("org/single", SRC)):
         there, here = (cli("inspect", p, "--json").out for p in (name, folder))
         at = next(p for p in json.loads(here) if json.loads(here)[p] == str(folder))
@@ -215,6 +216,24 @@ def test_inspect_and_plan_read_only_headers(hub, cli, sharded, tmp_path, monkeyp
     hub.asked.clear()
     assert str(tmp_path / "hf-home") in cli("inspect", MODEL).out
     assert not any("/cdn/" in request for request in hub.asked)
+
+
+def test_a_streamed_model_is_not_stored_here(hub, cli, sharded, tmp_path, monkeypatch):
+    hub.add(MODEL, sharded)
+    monkeypatch.setattr(descriptors, "LONG", 1)  # as if the tensors were large
+    hub.faults += [Fault("GET /cdn"), Fault("GET /cdn", 503, 1, {"Retry-After": "0"})]
+    options = ("--tp", "2", "--format", "torch")
+    cli("hf-to-megatron", MODEL, "out", "--stream", *options)
+    assert not any(fault.times for fault in hub.faults)
+    assert not list((tmp_path / "hf-home").rglob("*.safetensors"))
+    good("hf-to-megatron", sharded, "here", *options)
+    streamed, here = tree(tmp_path / "out"), tree(tmp_path / "here")
+    manifest = "release/mckpt.json"
+    assert streamed.pop(manifest) and here.pop(manifest) and streamed == here
+    size = sum(p.stat().st_size for p in sharded.glob("*.safetensors"))
+    read = sum(nbytes for path, nbytes in hub.sent.items() if "/cdn/" in path)
+    assert read < 2.5 * size, "the weights were read more than once"
+    assert "is done already" in cli("hf-to-megatron", MODEL, "out", "--stream", *options).out
 
 
 def test_offline_the_error_names_the_cache_and_the_variable(hub, cli):

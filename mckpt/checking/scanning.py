@@ -19,6 +19,7 @@ from isal import isal_zlib
 from mckpt.containers.entries import Span
 from mckpt.execute.files import OpenFiles, read_at
 from mckpt.execute.threads import Crew
+from mckpt.storage import descriptors
 from mckpt.storage.staging import MANIFEST
 from mckpt.values.dtypes import itemsize
 
@@ -227,7 +228,6 @@ def _crc_of(ranges: Sequence[tuple[int, int, int]], at: int, end: int) -> int:
 
 def _digest(path: str, kind: str) -> str:
     digest = hashlib.new(kind)
-    with open(path, "rb") as file:
-        while block := file.read(SLAB):
-            digest.update(block)
+    for block in descriptors.blocks(path):
+        digest.update(block)
     return digest.hexdigest()

@@ -12,8 +12,15 @@ from mckpt import formats, mapping
 from mckpt.checkpoint import description, masters
 from mckpt.checkpoint.known import Known
 from mckpt.checkpoint.logical import LogicalTensor, Reader
-from mckpt.errors import CoverError, MappingError, MckptError, SourceError, UsageError
-from mckpt.formats import carried, hf_hub
+from mckpt.errors import (
+    CoverError,
+    MappingError,
+    MckptError,
+    SourceError,
+    UsageError,
+    shown,
+)
+from mckpt.formats import carried, hf_hub, places
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.optimizer import Optimizer
@@ -22,24 +29,27 @@ from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_n
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
-from mckpt.storage.staging import MANIFEST, unfinished
+from mckpt.storage import stand_in
+from mckpt.storage.staging import MANIFEST, refuse_half_sent, unfinished
 
 
 class Checkpoint(Mapping[str, LogicalTensor]):
     """A checkpoint of any format, as a mapping of its logical tensors.
 
-    A path `org/name[@revision]` that is not here is downloaded from the Hugging Face Hub.
+    A path `org/name[@revision]` that is not here is downloaded from the Hugging Face Hub. Of a URL
+    such as s3://bucket/path, only the bytes that are needed are downloaded.
 
     `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else.
     """
 
     def __init__(self, path: str | Path, known: Known | None = None) -> None:
         self.known = known or Known()
-        self.path = hf_hub.local(path)
+        self.path = places.local(path)
         if self.known.like is not None:
-            self.known = replace(self.known, like=hf_hub.local(self.known.like, weights=False))
+            self.known = replace(self.known, like=places.local(self.known.like, weights=False))
         if not self.path.exists():
             raise SourceError(f"{self.path}: does not exist{hf_hub.hint(self.path)}")
+        stand_in.refuse_empty(self.path)
         if not self.path.is_dir():
             raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
         self.unit: Unit | None = None  # set only for a Megatron save directory
@@ -55,8 +65,11 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                     f"{self.path}: is a Hugging Face directory, which has no iterations;"
                     " --iteration has no meaning there"
                 )
+            refuse_half_sent(self.path)
             return found.open(self.path)
         self.unit = find(self.path, self.known.iteration)
+        refuse_half_sent(self.unit.path)
+        places.ready(self.path, self.unit.path)
         if (found := formats.detect(self.unit.path, megatron=True)) is not None:
             return found.open(self.unit.path)
         if said := unfinished(self.path):
@@ -504,9 +517,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.layout.num_tensors
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("path", "known", "_dims", "_borrows", "_with_optimizer")
-        return {name: getattr(self, name) for name in names}
+        names = ("_dims", "_borrows", "_with_optimizer")
+        like = self.known.like and shown(str(self.known.like))
+        place = {"path": shown(str(self.path)), "known": replace(self.known, like=like)}
+        return {name: getattr(self, name) for name in names} | place
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         # opened anew: a pickle of open headers would be large
-        self.__dict__.update(Checkpoint(state["path"], state["known"]).__dict__ | state)
+        made = Checkpoint(state.pop("path"), state.pop("known"))
+        self.__dict__.update(made.__dict__ | state)

@@ -10,7 +10,7 @@ from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.known import Known
 from mckpt.errors import MappingError, SourceError, counted
-from mckpt.formats import carried, hf_hub
+from mckpt.formats import carried, places
 from mckpt.formats.base import Names
 from mckpt.formats.hf_config import CONFIG, parse_config, read_config
 from mckpt.geometry.parallel import Parallel
@@ -90,7 +90,7 @@ def stored_model(directory: Path) -> tuple[dict[str, Any], dict[str, tuple[int, 
 
     SourceError if the directory is no Hugging Face checkpoint.
     """
-    directory = hf_hub.local(directory)
+    directory = places.local(directory)
     found = formats.detect(directory, megatron=False)
     if found is None:
         raise SourceError(f"{directory}: is no Hugging Face directory: it has no weights")
@@ -108,7 +108,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
         f" {', '.join(family.architectures) or 'none'}"
     ]
     if model is not None:
-        model = hf_hub.local(model)
+        model = places.local(model)
         config = model / CONFIG
         source = Checkpoint(model, Known(mapping=str(file)))
         num = source.layout.num_tensors

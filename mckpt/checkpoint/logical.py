@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from mckpt.geometry.box import (
     whole_box,
 )
 from mckpt.lazy import numpy as np
+from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.values.casting import cast, shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
@@ -313,13 +313,13 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""
         path, nbytes = self._layout.files[file], len(out)
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = descriptors.open_file(path)
             try:
                 got = 0
-                while got < nbytes and (n := os.preadv(fd, [out[got:].data], at + got)):
+                while got < nbytes and (n := descriptors.preadv(fd, [out[got:].data], at + got)):
                     got += n
             finally:
-                os.close(fd)
+                descriptors.close(fd)
         except OSError as e:
             raise unreadable(path, e) from e
         if got < nbytes:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from mckpt.cli import progress
+from mckpt.cli.echo import echo
 from mckpt.cli.options import (
     NOT_NEGATIVE,
     PATH,
@@ -54,7 +55,7 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
         found = api.check(source, threads=threads, progress=shown)
     seconds = time.perf_counter() - start
     if as_json:
-        click.echo(json.dumps(found.json()))
+        echo(json.dumps(found.json()))
         return found.exit_code
     for title, lines in (
         ("damaged", found.damaged),
@@ -62,9 +63,9 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
         ("not checked", found.unchecked),
     ):
         for line in lines:
-            click.echo(f"{title}: {line}")
+            echo(f"{title}: {line}")
     verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[found.exit_code]
-    click.echo(
+    echo(
         f"{source.opened.root}: {verdict}; {counted(found.files, 'file')}, {found.nbytes:,} bytes"
         f" and {counted(found.checksums, 'checksum')} in {seconds:.2f} s"
     )

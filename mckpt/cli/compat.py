@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from mckpt.cli.echo import echo
 from mckpt.cli.options import command, json_option
 from mckpt.errors import UsageError
 
@@ -65,11 +66,11 @@ def compat(ctx: click.Context, runs: bool, as_json: bool, line: tuple[str, ...])
     printed = shlex.join(["mckpt", *found.words])
     if as_json:
         facts = {"from": found.title, "command": ["mckpt", *found.words], "notes": found.notes}
-        click.echo(json.dumps(facts), err=runs)
+        echo(json.dumps(facts), err=runs)
     else:
         for note in found.notes:
-            click.echo(f"# {note}", err=True)
-        click.echo(printed, err=runs)
+            echo(f"# {note}", err=True)
+        echo(printed, err=runs)
     if not runs:
         return 0
     if as_json:

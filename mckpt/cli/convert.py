@@ -17,6 +17,7 @@ from click.core import ParameterSource
 
 from mckpt import formats
 from mckpt.cli import progress
+from mckpt.cli.echo import echo
 from mckpt.cli.iterations import Outcome, repeated
 from mckpt.cli.options import (
     MEGATRON_FORMATS,
@@ -45,9 +46,11 @@ from mckpt.cli.options import (
     quantize_option,
     side_files_option,
     source_argument,
+    stream_option,
     target_iteration_option,
 )
 from mckpt.errors import DestinationError, UsageError, counted
+from mckpt.storage import stand_in
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -71,16 +74,18 @@ if TYPE_CHECKING:
 @dialect_option(otherwise="that of the model's family, else gpt")
 @megatron_target_options
 @family_options
+@stream_option
 @conversion_options
 def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> None:
     """Convert a Hugging Face directory to Megatron.
 
     DST is a Megatron save directory, into which the new checkpoint is written.
     """
-    from mckpt.formats import hf_hub
+    from mckpt.formats import places
     from mckpt.geometry.parallel import Parallel
 
-    with hf_hub.headers(src) if options["dry_run"] else nullcontext(src) as directory:
+    stream = options.pop("stream") or options["dry_run"]
+    with places.streamed(src) if stream else nullcontext(src) as directory:
         source = open_source(directory, options)
         if source.is_megatron:
             raise UsageError(
@@ -166,6 +171,8 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
         state = f"its optimizer state ({found.form})" if found else "it has no optimizer state, and"
         text = f"{source.opened.root}: is portable already: {state} loads at any sizes"
         return Outcome("portable already", str(source.opened.root), text)
+    if dst is None and stand_in.of(src) is not None:
+        raise UsageError(f"{src}: give DST too; only beside a local directory there is a default")
     dst = dst or src.parent / f"{src.name}-portable"
     target = replace(make_target(options, portable.name, source.parallel), keep_padding=True)
     return _convert(source, dst, target, options)
@@ -201,9 +208,9 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
     The plan is proved from the headers of the files. A destination that the conversion would refuse
     is refused here too.
     """
-    from mckpt.formats import hf_hub
+    from mckpt.formats import places
 
-    with hf_hub.headers(src) as directory:
+    with places.streamed(src) as directory:
         _plan_only(open_source(directory, options), dst, target_format, options)
 
 
@@ -260,7 +267,7 @@ def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options)
     output of this plan.
     """
     planned = _plan(source, dst, target, options, helps=True)
-    click.echo(json.dumps(planned.json()) if options["as_json"] else planned.summary())
+    echo(json.dumps(planned.json()) if options["as_json"] else planned.summary())
     if options["overwrite"] or planned.finished() is None:
         planned.destination.check()
 
@@ -310,6 +317,12 @@ def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> O
     }
     try:
         planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
+        remote = [p for p in (source.path, planned.destination.root) if stand_in.of(p) is not None]
+        if workers > 1 and remote:  # the libraries of stores do not survive a fork
+            raise UsageError(
+                f"--workers {workers}: {remote[0]} is not on this machine, and such a run uses"
+                " threads; leave the option out, or start ranks with torchrun or srun"
+            )
     except DestinationError:
         done = None if options["overwrite"] else _done(source, dst, target, options)
         if done is None:
@@ -322,14 +335,14 @@ def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> O
         planned.run(**settings, ranks=ranks)
         return None
     if not as_json and "many" not in options:
-        click.echo(planned.summary(), err=True)
+        echo(planned.summary(), err=True)
     if note := planned.destination.tracker_note():
         progress.tell(note, as_json)
     start = time.perf_counter()
     manifest = _run(planned, settings, ranks, workers, as_json)
     seconds = time.perf_counter() - start
     for note in manifest.get("dropped", []) if not as_json else ():
-        click.echo(note, err=True)
+        echo(note, err=True)
     text = (
         f"{planned.destination.path}: {planned.nbytes:,} bytes in"
         f" {counted(len(planned.outputs), 'file')}, {seconds:.2f} s"

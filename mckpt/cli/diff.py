@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.cli import progress
+from mckpt.cli.echo import echo, named
 from mckpt.cli.options import (
     PATH,
     command,
@@ -62,19 +63,19 @@ def diff(
     with progress.showing("comparing", as_json) as shown:
         found = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
     if as_json:
-        click.echo(json.dumps(found.json()))
+        echo(json.dumps(found.json()))
     else:
         for line in _lines(found, a, b, atol):
-            click.echo(line)
+            echo(line)
     return 1 if found else 0
 
 
 def _lines(found: Difference, a: Path, b: Path, atol: float | None) -> Iterator[str]:
     """Yields every difference and, last, a summary."""
     for name in found.missing:
-        yield f"only in {a}: {name}"
+        yield f"only in {named(a)}: {name}"
     for name in found.extra:
-        yield f"only in {b}: {name}"
+        yield f"only in {named(b)}: {name}"
     yield from map(str, found.changed)
     yield from found.replicas
     yield from found.rounded

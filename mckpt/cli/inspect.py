@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mckpt.cli.echo import echo
 from mckpt.cli.options import (
     PATH,
     command,
@@ -37,9 +38,9 @@ def inspect(path: Path, flags: bool, as_json: bool, **options: Any) -> None:
 
     That is the format, the model, the parallel sizes and the tensors of the checkpoint.
     """
-    from mckpt.formats import hf_hub
+    from mckpt.formats import places
 
-    with hf_hub.headers(path) as directory:
+    with places.streamed(path) as directory:
         _inspect(open_source(directory, options), flags, as_json)
 
 
@@ -50,9 +51,9 @@ def _inspect(source: Checkpoint, flags: bool, as_json: bool) -> None:
 
         launch = api.launch(source)
         text = megatron_args.as_json(launch) if as_json else megatron_args.shell(launch)
-        click.echo(text, nl=False)
+        echo(text, nl=False)
         return
     from mckpt.checkpoint import inspection
 
     found = inspection.inspect(source, None if as_json else inspection.SHOWN)
-    click.echo(json.dumps(found) if as_json else inspection.text(found))
+    echo(json.dumps(found) if as_json else inspection.text(found))

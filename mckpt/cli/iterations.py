@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import click
-
 from mckpt.cli import progress
+from mckpt.cli.echo import echo
 from mckpt.cli.options import POSITIVE, in_section, together
 from mckpt.errors import MckptError, SourceError, UsageError, counted
+from mckpt.formats import places
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
     TRACKER,
@@ -34,6 +34,7 @@ from mckpt.formats.megatron.save_directory import (
     iterations_of,
     unit_name,
 )
+from mckpt.storage import stand_in, stores
 from mckpt.storage.staging import MANIFEST, STAGING
 from mckpt.values.sizes import parse_duration
 
@@ -58,9 +59,9 @@ class Outcome:
     def show(self, as_json: bool) -> None:
         """Prints it as the result of a command."""
         if as_json and self.facts:
-            click.echo(json.dumps(self.facts))
+            echo(json.dumps(self.facts))
         elif self.text:
-            click.echo(self.text)
+            echo(self.text)
 
 
 Convert = Callable[..., "Outcome | None"]  # (src, dst, options) -> outcome; None: another rank
@@ -128,6 +129,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
             **options: Any,
         ) -> int:
             pause = parse_duration(interval, "--interval")
+            src, dst = places.local(src) if stores.parse(src) else src, _resolved(dst)
             patience = parse_duration(wait_for, "--wait-for") if wait_for else 0.0
             if not watch and until is not None:
                 raise UsageError("--until says when --watch ends; give --watch too")
@@ -153,6 +155,16 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
         return OPTIONS(run)
 
     return decorate
+
+
+def _resolved(dst: Path | None) -> Path | None:
+    """Returns DST; for a URL, the stand-in of the part before {iteration}, and the rest."""
+    url = stores.parse(dst) if dst is not None else None
+    if dst is None or url is None:
+        return dst
+    parts = Path(url.path).parts
+    first = next((i for i, part in enumerate(parts) if "{" in part), len(parts))
+    return places.target(f"{url.scheme}://{Path(*parts[:first])}").joinpath(*parts[first:])
 
 
 def _refuse_ranks() -> None:
@@ -319,9 +331,9 @@ class _Run:
         assert outcome is not None
         self.outcomes[iteration] = outcome
         if self.as_json:
-            click.echo(json.dumps({"event": "iteration"} | self._row(iteration)), err=True)
+            echo(json.dumps({"event": "iteration"} | self._row(iteration)), err=True)
         else:
-            click.echo(f"iteration {iteration}: {outcome.text}", err=outcome.exit_code != 0)
+            echo(f"iteration {iteration}: {outcome.text}", err=outcome.exit_code != 0)
         if self.keep is not None and not outcome.exit_code and not self.options["dry_run"]:
             for number, path in list(self.place.outputs().items())[: -self.keep]:
                 self.tell(remove(path) or f"iteration {number}: {path} was removed (--keep)")
@@ -346,17 +358,17 @@ class _Run:
         rows = [self._row(n) for n in sorted(self.outcomes)]
         code = max((row["exit_code"] for row in rows), default=0)
         if self.as_json:
-            click.echo(json.dumps({"iterations": rows, "exit_code": code}))
+            echo(json.dumps({"iterations": rows, "exit_code": code}))
             return int(code)
         states: dict[str, int] = {}
         for row in rows:
             states[row["state"]] = states.get(row["state"], 0) + 1
-            click.echo(
+            echo(
                 f"{row['iteration']:>10}  {row['state']:<16} {row['bytes']:>18,} bytes"
                 f" {row['seconds']:>9.2f} s  {row['path']}"
             )
         parts = ", ".join(f"{number} {state}" for state, number in states.items())
-        click.echo(f"{counted(len(rows), 'iteration')}: {parts or 'nothing to do'}")
+        echo(f"{counted(len(rows), 'iteration')}: {parts or 'nothing to do'}")
         return int(code)
 
 
@@ -388,6 +400,7 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
     """Returns the iterations of a save directory that training has completed, and those that it may
     still be writing: Megatron lets the tracker name an iteration after its last file.
     """
+    stand_in.refresh(src)
     there, says = iterations_of(src), Tracker(src).says()
     if not says.isdecimal():  # no tracker, or the one of a release: nothing says what is complete
         return ([], there) if says else (there, [])
@@ -397,6 +410,7 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
 def look(path: Path) -> Look:
     """Returns name, bytes and mtime of every file below a directory, sorted."""
     out = []
+    stand_in.refresh(path)
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
@@ -426,6 +440,7 @@ def wait(src: Path, iteration: int | None, patience: float, pause: float) -> Non
 
 def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
     """Returns the directory of a checkpoint if it is complete; else None and what is missing."""
+    stand_in.refresh(src)
     if not src.is_dir():
         return None, "is not there"
     try:
@@ -451,9 +466,11 @@ def remove(path: Path) -> str:
 
     Only a directory all of whose files a manifest of mckpt names is removed.
     """
+    stand_in.refresh(path)
     roots = [path, *path.glob("iter_*"), *path.glob("release")]
     known = {str(path / TRACKER), str(path / MAPPING)}
     for root in roots:
+        stand_in.whole(root / MANIFEST)
         with suppress(OSError, ValueError, TypeError, KeyError):
             files = json.loads((root / MANIFEST).read_bytes())["files"]
             known |= {str(root / MANIFEST), *(os.path.normpath(root / name) for name in files)}
@@ -465,6 +482,8 @@ def remove(path: Path) -> str:
         return f"{path}: is kept, because it {what}"
     if Tracker(path.parent).says() in (path.name, str(int(re.sub(r"\D", "", path.name) or 0))):
         return f"{path}: is kept, because {path.parent / TRACKER} names it"
+    if stand_in.remove(path):
+        return ""
     aside = path.with_name(f"{STAGING}removed-{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from mckpt.cli.echo import echo
 from mckpt.cli.options import FILE, command, json_option
 from mckpt.errors import MckptError, UsageError, counted
 
@@ -63,7 +64,7 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
     steps = read(file, program, as_json)
     if dry_run:
         for step in steps:
-            click.echo(str(step))
+            echo(str(step))
         return 0
     _refuse_ranks(steps, file)
     start = time.perf_counter()
@@ -84,7 +85,7 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
 
 
 def _tell(as_json: bool, text: str, **facts: Any) -> None:
-    click.echo(json.dumps({**facts, "message": text}) if as_json else text, err=True)
+    echo(json.dumps({**facts, "message": text}) if as_json else text, err=True)
 
 
 def _refuse_ranks(steps: list[Step], file: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from mckpt.cli.echo import echo
 from mckpt.cli.options import DIRECTORY, FILE, PATH, command, json_option
 from mckpt.errors import UsageError
 
@@ -28,11 +29,11 @@ def list_mappings(as_json: bool) -> None:
     }
     if as_json:
         said = {k: {n: list(f.architectures) for n, f in v.items()} for k, v in files.items()}
-        click.echo(json.dumps(said))
+        echo(json.dumps(said))
         return
     for kind, found in files.items():
         for name, file in found.items():
-            click.echo("  ".join([f"{kind}/{name}", *file.architectures, file.models]).rstrip())
+            echo("  ".join([f"{kind}/{name}", *file.architectures, file.models]).rstrip())
 
 
 @command()
@@ -46,15 +47,15 @@ def show(name: str) -> None:
     from mckpt.mapping.hub import FOLDER
 
     if name == "logical":
-        click.echo((FOLDER / "logical.yaml").read_text(encoding="utf-8"), nl=False)
+        echo((FOLDER / "logical.yaml").read_text(encoding="utf-8"), nl=False)
         return
     kind, _, end = name.rpartition("/")
     kind = kind or next((kind for kind in mapping.KINDS if name in mapping.names(kind)), "hf")
     if kind not in mapping.KINDS:
         raise UsageError(f"{name}: the kinds of mappings are {', '.join(mapping.KINDS)}")
     file = mapping.load(kind, end)
-    click.echo(f"# {kind}/{file.name}, with all that it inherits; digest {file.digest}")
-    click.echo(mapping.merged(kind, end), nl=False)
+    echo(f"# {kind}/{file.name}, with all that it inherits; digest {file.digest}")
+    echo(mapping.merged(kind, end), nl=False)
 
 
 @command()
@@ -69,7 +70,7 @@ def new(model: Path) -> None:
     from mckpt.checkpoint import inspection
 
     config, tensors = inspection.stored_model(model)
-    click.echo(mapping.draft(config, tensors, str(model)), nl=False)
+    echo(mapping.draft(config, tensors, str(model)), nl=False)
 
 
 @command()
@@ -91,7 +92,7 @@ def check(file: Path, model: Path | None, config: Path | None) -> None:
     if model is not None and config is not None:
         raise UsageError("--config: MODEL has a config.json of its own; leave one of them out")
     for line in inspection.check_mapping(file, config, model):
-        click.echo(line)
+        echo(line)
 
 
 for _command in (list_mappings, show, new, check):

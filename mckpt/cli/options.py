@@ -280,6 +280,11 @@ overwrite_option = conversion_option(
     is_flag=True,
     help="Replace an existing checkpoint once the new one is complete.",
 )
+stream_option = conversion_option(
+    "--stream",
+    is_flag=True,
+    help="Read a model on the Hub without downloading it: only the output needs disk space.",
+)
 conversion_options = together(
     dtype_option,
     inexact_option,

@@ -17,6 +17,7 @@ from mckpt.cli.check import check
 from mckpt.cli.compat import compat
 from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
 from mckpt.cli.diff import diff
+from mckpt.cli.echo import echo
 from mckpt.cli.environment import name_variables, refuse_unknown, set_by
 from mckpt.cli.inspect import inspect
 from mckpt.cli.job import run_job
@@ -25,6 +26,7 @@ from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
 from mckpt.errors import MckptError, StorageError, UsageError
+from mckpt.storage import stand_in
 
 INTERRUPTED = 130
 INTERNAL_ERROR = 70
@@ -87,6 +89,8 @@ def main() -> None:
         code = _fail("StorageError", what, StorageError.exit_code)
     except Exception as error:
         code = _internal_error(error)
+    finally:
+        stand_in.clean()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -117,7 +121,7 @@ def _wrong_usage(error: click.ClickException) -> int:
     if not _wants_json():
         error.show()
         if origin:
-            click.echo(origin.strip(), err=True)
+            echo(origin.strip(), err=True)
         return error.exit_code
     kind = UsageError if isinstance(error, click.UsageError) else type(error)
     return _fail(kind.__name__, error.format_message() + origin, error.exit_code)
@@ -154,7 +158,7 @@ def _fail(kind: str, message: str, code: int, **more: Any) -> int:
     """
     if _wants_json():
         error = {"class": kind, "message": message, "exit_code": code, **more}
-        click.echo(json.dumps({"error": error}), err=True)
+        echo(json.dumps({"error": error}), err=True)
     else:
-        click.echo(f"mckpt: {message}", err=True)
+        echo(f"mckpt: {message}", err=True)
     return code

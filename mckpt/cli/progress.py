@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import click
+from mckpt.cli.echo import echo
 
 EVENT_S = 1.0  # seconds between two events
 # Seconds over which the rate is measured: enough for a steady rate, few enough to show a disk that
@@ -20,7 +20,7 @@ WINDOW_S = 10.0
 
 def tell(text: str, as_json: bool) -> None:
     """Prints a note on stderr, as a JSON event if `as_json`."""
-    click.echo(json.dumps({"event": "note", "message": text}) if as_json else text, err=True)
+    echo(json.dumps({"event": "note", "message": text}) if as_json else text, err=True)
 
 
 @contextmanager
@@ -30,7 +30,7 @@ def showing(what: str, as_json: bool) -> Iterator[Callable[..., None] | None]:
     With `as_json` the callback prints one JSON event a second, on a terminal it draws a line.
     """
     if as_json:
-        yield Events(what, lambda text: click.echo(text, err=True))
+        yield Events(what, lambda text: echo(text, err=True))
     elif sys.stderr.isatty():
         with Line(what) as line:
             yield line

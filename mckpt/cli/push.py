@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from mckpt.cli.echo import echo
 from mckpt.cli.options import PATH, command, json_option
 from mckpt.errors import counted
 
@@ -41,13 +42,13 @@ def push(
 
     found = api.push(directory, name, revision=revision, private=private, message=message)
     if as_json:
-        click.echo(json.dumps(found.json()))
+        echo(json.dumps(found.json()))
         return
     size = sum(found.files.values())
     said = "uploaded to" if found.commit.new else "is already, unchanged, at"
-    click.echo(
+    echo(
         f"{directory}: {counted(len(found.files), 'file')}, {size:,} bytes, {said}"
         f" {found.commit.url} (commit {found.commit.oid})"
     )
     for path in found.commit.removed:
-        click.echo(f"removed from the branch, because it is no part of this model: {path}")
+        echo(f"removed from the branch, because it is no part of this model: {path}")

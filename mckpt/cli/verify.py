@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from mckpt.cli import progress
+from mckpt.cli.echo import echo, named
 from mckpt.cli.options import (
     FILE,
     PATH,
@@ -100,12 +101,12 @@ def verify(
     with progress.waiting("transformers and Megatron-Core are running"):
         found = levels.verify(hf, megatron, **options)
     if as_json:
-        click.echo(json.dumps(found.json()))
+        echo(json.dumps(found.json()))
     else:
         for line in found.lines():
-            click.echo(line)
+            echo(line)
         seconds = time.perf_counter() - start
-        click.echo(f"{found.verdict.upper()}: {hf} and {megatron}, {seconds:.0f} s")
+        echo(f"{found.verdict.upper()}: {named(hf)} and {named(megatron)}, {seconds:.0f} s")
     if report is not None:
         page.write(found, report)
     if card is not None:

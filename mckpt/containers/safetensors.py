@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 
 from mckpt.containers.entries import Columns, Entries, Kind
 from mckpt.errors import SourceError
+from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.values import dtypes
 
@@ -117,9 +118,10 @@ def pointer(path: str) -> SourceError:
 def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
     """Returns the tensors of a header by key, the offset of their data, and the file's size."""
     try:
-        with open(path, "rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            first = f.read(8)
+        fd = descriptors.open_file(path)
+        try:
+            size = os.fstat(fd).st_size
+            first = descriptors.pread(fd, 8, 0)
             if len(first) < 8:
                 raise SourceError(
                     f"{path}: has {size} bytes, but a safetensors file has at least 8; download or"
@@ -134,7 +136,10 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
                     " truncated, or not a safetensors file"
                 )
             raw = bytearray(length)
-            del raw[f.readinto(raw) :]  # the file may have become shorter
+            # the file may have become shorter
+            del raw[descriptors.preadv(fd, [memoryview(raw)], 8) :]
+        finally:
+            descriptors.close(fd)
     except OSError as e:
         raise unreadable(path, e) from e
     return _header(path, raw), 8 + length, size

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from mckpt.containers import torch_stream
 from mckpt.containers.safe_pickle import MAX_BYTES, Storage, as_tensor, contiguous, emitted, loads
 from mckpt.errors import SourceError
+from mckpt.storage.descriptors import pread
 from mckpt.values import dtypes
 
 _WIDE = 0xFFFFFFFF  # a zip64 field stores sizes and offsets from this value on
@@ -189,9 +190,9 @@ def lay_out(value: Any, stem: str = "archive") -> TorchFile:
 
 
 def _pread(fd: int, nbytes: int, at: int, where: str) -> bytes:
-    got = os.pread(fd, nbytes, at)
+    got = pread(fd, nbytes, at)
     while len(got) < nbytes:
-        more = os.pread(fd, nbytes - len(got), at + len(got))
+        more = pread(fd, nbytes - len(got), at + len(got))
         if not more:
             raise SourceError(
                 f"{where}: {nbytes} bytes at {at} are needed, the file has {len(got)} of them: it"
@@ -262,7 +263,7 @@ def _read(
             f"{where}: {length} bytes at {base} are needed, the file has {max(room, 0)} there:"
             " it is cut short"
         )
-    if os.pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
+    if pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
         return torch_stream.read(fd, where, base, length, max_bytes)
     found = _directory(fd, where, base, length, max_bytes)
     records = {name: (at, size) for name, (at, size, _) in found.items()}
@@ -310,7 +311,7 @@ def records(
     The crc32 is None if the writer left it out.
     """
     length = os.fstat(fd).st_size - base if length is None else length
-    if os.pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
+    if pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
         return {}
     found = _directory(fd, where, base, length, MAX_BYTES)
     return {name: (at, size, crc or None) for name, (at, size, crc) in found.items()}
@@ -328,7 +329,7 @@ def _directory(
     tail = _pread(fd, min(length, 128), base + length - min(length, 128), where)
     at = len(tail) - _END.size
     if at < 0 or tail[at : at + 4] != b"PK\5\6":
-        raise SourceError(f"{where}: {_no_zip(os.pread(fd, min(length, 64), base), length)}")
+        raise SourceError(f"{where}: {_no_zip(pread(fd, min(length, 64), base), length)}")
     _, disk, disk2, here, count, size, offset, comment = _END.unpack_from(tail, at)
     end = length - _END.size
     if tail[at - _LOCATOR.size :][:4] == b"PK\6\7" and at >= _LOCATOR.size + _END64.size:
@@ -482,7 +483,7 @@ def item_data_offset(
     head = _HEADS.get((dtype, shape, length))
     if (
         head is not None
-        and os.pread(fd, len(head), base) == head
+        and pread(fd, len(head), base) == head
         and os.fstat(fd).st_size >= base + length
     ):
         return base + len(head)

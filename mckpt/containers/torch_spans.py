@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.entries import Span
 from mckpt.errors import MckptError, SourceError
+from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.values.dtypes import itemsize
 
@@ -45,7 +45,7 @@ def _spans(item: Item) -> Iterator[Span]:
     path, name, base, length = item
     where = f"{path}: {name}" if name else path
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = descriptors.open_file(path)
     except OSError as e:
         raise unreadable(path, e) from e
     try:
@@ -53,7 +53,7 @@ def _spans(item: Item) -> Iterator[Span]:
             yield Span(f"{name} record {record}".lstrip(), path, at, nbytes, crc=crc)
         value, data = torch_file.read(fd, where, base, length)
     finally:
-        os.close(fd)
+        descriptors.close(fd)
     for key, view in _tensors(value, name):
         if not math.prod(view.shape):
             continue

@@ -8,11 +8,11 @@ elements (torch/serialization.py, _legacy_save). Sizes and offsets are in bytes.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from mckpt.containers.safe_pickle import Storage, as_pickle, loads
 from mckpt.errors import PickleError, SourceError
+from mckpt.storage import descriptors
 
 MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _PROTOCOL = 1001  # of every file of this format
@@ -52,7 +52,7 @@ def read(fd: int, where: str, base: int, length: int, max_bytes: int) -> tuple[A
     ranges: Ranges = {}
     for key in keys:
         storage = named[key]
-        found = int.from_bytes(os.pread(fd, 8, at), "little")
+        found = int.from_bytes(descriptors.pread(fd, 8, at), "little")
         if at + 8 + storage.nbytes > end or found != storage.pid[4]:
             raise SourceError(
                 f"{where}: storage {key[:80]!r} should have {storage.pid[4]} elements in"
@@ -67,7 +67,7 @@ def _pickle(fd: int, where: str, at: int, room: int) -> bytes:
     """Returns the bytes of the pickle that begins at `at`, whose length nothing states."""
     size = min(_FIRST, room)
     while True:
-        data = os.pread(fd, size, at)
+        data = descriptors.pread(fd, size, at)
         try:
             return as_pickle(data, where)
         except PickleError:

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import formats
-from mckpt.errors import DestinationError, StorageError
+from mckpt.errors import DestinationError, StorageError, shown
+from mckpt.formats import places
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import Tracker
+from mckpt.storage import stand_in
 from mckpt.storage.staging import (
     LOCK,
     MANIFEST,
@@ -28,6 +30,7 @@ from mckpt.storage.staging import (
     REPLACED,
     STAGING,
     identity,
+    intended,
     lock,
     locked,
     marked,
@@ -56,11 +59,12 @@ class Destination:
         helps: do not check yet whether the destination is occupied; the caller calls `check` later,
         or rank 0 checks it.
         """
-        self.root, self.unit, self.format = Path(os.path.abspath(root)), unit, format
+        self.root, self.unit, self.format = places.target(root), unit, format
         self.overwrite = overwrite
         self.path = self.root / unit if unit else self.root
         self.tracker = Tracker(self.root, update_tracker)
         self._staging: Path | None = None  # staging directory of the running plan
+        stand_in.fill(self.root / "hf")
         self._refuse_near(source)
         if self.root.exists() and not self.root.is_dir():
             raise DestinationError(f"{self.root}: is a file; give a directory")
@@ -69,7 +73,8 @@ class Destination:
             self.refuse_occupied()
 
     def _refuse_near(self, source: Path) -> None:
-        here, there = self.root.resolve(), source.resolve()
+        # two directories may stand for one URL
+        here, there = (Path(shown(str(path.resolve()))) for path in (self.root, source))
         if here == there:
             raise DestinationError(f"{self.root}: is the source itself; write to another directory")
         if here in there.parents or there in here.parents:
@@ -110,6 +115,11 @@ class Destination:
         """
         if not self.path.is_dir():
             return [self.path.name] if os.path.lexists(self.path) else []
+        if stand_in.of(self.root) is not None:
+            intent = intended(self.root, staging)
+            there = [p for p in sorted(self.path.rglob("*")) if p.is_file()]
+            names = [p.relative_to(self.root).as_posix() for p in there]
+            return [n for n in names if n not in intent and not n.startswith(STAGING)]
         half: dict[str, set[str]] = {}
         for folder in self.root.glob(f"{STAGING}*") if staging is None else [staging]:
             for name, identities in marked(folder).items():
@@ -127,8 +137,8 @@ class Destination:
         if not self.path.is_dir():
             return [self.path.name]
         written: set[str] = set()
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            written.update(json.loads((self.path / MANIFEST).read_bytes())["files"])
+        with suppress(TypeError, KeyError):
+            written.update(self.manifest()["files"])
         # --overwrite may replace a checkpoint of another format
         parts = [MANIFEST, megatron_args.SHELL, megatron_args.JSON]
         for format in formats.all_of(self.format.megatron):
@@ -151,8 +161,13 @@ class Destination:
         """Returns the directory that holds the files of a plan until they are complete."""
         return self.root / f"{STAGING}{plan[:16]}"
 
+    def uses(self, folder: Path) -> None:
+        """Notes the staging directory of the running plan."""
+        self._staging = folder
+
     def manifest(self) -> dict[str, Any]:
         """Returns the manifest of the published checkpoint; {} if there is none."""
+        stand_in.whole(self.path / MANIFEST)
         with suppress(OSError, ValueError):
             found: dict[str, Any] = json.loads((self.path / MANIFEST).read_bytes())
             return found

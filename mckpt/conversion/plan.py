@@ -16,10 +16,11 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Progress, Target
-from mckpt.errors import counted
+from mckpt.errors import counted, shown
 from mckpt.execute.ranks import Ranks
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import Joined
+from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 from mckpt.values.sizes import parse_size
@@ -42,7 +43,7 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Returns a digest of everything that determines the bytes of the output."""
-        return hashlib.sha256(json.dumps(self.facts, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(shown(json.dumps(self.facts, sort_keys=True)).encode()).hexdigest()
 
     @property
     def nbytes(self) -> int:
@@ -171,8 +172,15 @@ class Plan:
         core. engine: "ray" lets the nodes of a Ray cluster copy (docs/scale.md); both numbers are
         then those of each process there. tell: called with notes for the user that are not errors.
         """
-        from mckpt.conversion.run import How, cluster_of, run
+        from mckpt.conversion.run import How, cluster_of
 
+        if engine == "ray":
+            for path in (self.source.path, self.destination.root):
+                stand_in.refuse(path, "--engine ray")
+        if stand_in.of(self.destination.root) is None:
+            from mckpt.conversion.run import run
+        else:
+            from mckpt.conversion.to_store import run
         budget = parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         how = How(
             budget,

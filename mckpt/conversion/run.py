@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mckpt.checkpoint.description import changed_files
 from mckpt.conversion.publishing import publish
@@ -16,6 +18,8 @@ from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.execute.engine import Cluster, Overflow, execute
 from mckpt.execute.ranks import Ranks, Session
 from mckpt.execute.ray_tasks import RayCluster
+from mckpt.storage import stand_in
+from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST
 
 if TYPE_CHECKING:
@@ -48,21 +52,22 @@ def cluster_of(engine: str) -> Cluster | None:
 
 def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
-    stamps = _stamps(plan)
-    key = hashlib.sha256(f"{plan.digest} {how.checksum} {stamps}".encode()).hexdigest()
+    before = stamps(plan)
+    key = key_of(plan, how, before)
     destination = plan.destination
     session = Session(destination.staging_directory(key), ranks, how.tell)
     if ranks.rank:
         return _help(plan, session, how)
     plan.side.check_unchanged()
     if ranks.size == 1:  # before any file is created
-        dropped = _dropped(plan, how)
+        said = dropped(plan, how)
     with destination.staging(key, how.resume, ranks.name) as staging, session:
         session.open()
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
-            dropped = _dropped(plan, how)
+            said = dropped(plan, how)
         sums = _move(plan, session, how)
-        if _stamps(plan) != stamps:
+        stand_in.refresh(plan.source.path)
+        if stamps(plan) != before:
             raise SourceError(
                 f"{plan.source.path}: was changed while it was read; run the command again when"
                 " nothing writes there"
@@ -74,8 +79,8 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
         manifest = {
             **plan.facts,
             "plan": plan.digest,
-            "read": _read(stamps),
-            "dropped": dropped,
+            "read": state_of(before),
+            "dropped": said,
             "files": files,
         }
         (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
@@ -88,39 +93,64 @@ def finished(plan: Plan) -> dict[str, Any] | None:
     same plan of the same source files, with every file there in its size. Else None.
     """
     manifest = plan.destination.manifest()
-    same = manifest.get("plan") == plan.digest and manifest.get("read") == _read(_stamps(plan))
+    same = manifest.get("plan") == plan.digest and manifest.get("read") == state_of(stamps(plan))
     there = same and plan.side.there() and not changed_files(plan.destination.path, manifest)
     return manifest if there else None
 
 
-def _read(stamps: list[int]) -> str:
+def state_of(stamps: list[int]) -> str:
     """Returns what identifies the state of the source files that a run reads."""
     return hashlib.sha256(repr(stamps).encode()).hexdigest()
 
 
+def key_of(plan: Plan, how: How, stamps: list[int]) -> str:
+    """Returns a digest of the bytes that a run writes; the same command has the same one."""
+    return hashlib.sha256(f"{plan.digest} {how.checksum} {stamps}".encode()).hexdigest()
+
+
 def _move(plan: Plan, session: Session, how: How) -> list[str]:
     """Copies this rank's share of the bytes; returns the checksum of each file."""
+    joined = plan.joined
+    return move(
+        plan, session.staging, plan.outputs, joined.copies, joined.grids, how, session, how.progress
+    )
+
+
+def move(
+    plan: Plan,
+    staging: Path,
+    outputs: Sequence[TargetFile],
+    copies: np.ndarray,
+    grids: np.ndarray,
+    how: How,
+    session: Session | None = None,
+    progress: Progress | None = None,
+) -> list[str]:
+    """Makes files of a plan in the directory data of `staging`; returns their checksums.
+
+    copies, grids: those of the plan that write `outputs`, with the numbers of these files.
+    """
     try:
         return execute(
-            plan.joined.copies,
+            copies,
             plan.joined.casts,
             plan.source.layout.files,
-            plan.outputs,
-            session.staging / "data",
+            outputs,
+            staging / "data",
             max_memory=how.max_memory,
             threads=how.threads,
             checksum=how.checksum,
             allow_overflow=how.allow_overflow,
-            grids=plan.joined.grids,
+            grids=grids,
             session=session,
             cluster=how.cluster,
-            progress=how.progress,
+            progress=progress,
         )
     except Overflow as e:
         raise UsageError(f"{plan.joined.name(e.tensor)}: {e.where}") from e
 
 
-def _dropped(plan: Plan, how: How) -> list[str]:
+def dropped(plan: Plan, how: How) -> list[str]:
     """Returns sentences on the values that the conversion drops. Raises SourceError if copies of
     one tensor differ.
     """
@@ -167,7 +197,7 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
         return manifest
 
 
-def _stamps(plan: Plan) -> list[int]:
+def stamps(plan: Plan) -> list[int]:
     """Returns the mtimes of the source files. A resumed run must not mix two versions of them."""
     files = [*plan.source.layout.files, *map(str, plan.copied)]
     return [Path(file).stat().st_mtime_ns for file in files]

@@ -12,6 +12,7 @@ from mckpt.errors import DestinationError, SourceError
 from mckpt.formats.carried import FILES
 from mckpt.formats.hf_config import CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
+from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile, stamp
 from mckpt.storage.staging import sync
 
@@ -31,6 +32,8 @@ class SideFiles:
         self.path, self.files = root / "hf", files
         self.carried = {Path(file.path).name: file.size for file in carried}
         paths = [source for source in files.values() if isinstance(source, Path)]
+        for path in paths:
+            stand_in.whole(path)
         self._stamps = {path: stamp(path) for path in paths}  # bytes and mtime when it was planned
 
     def check_unchanged(self) -> None:

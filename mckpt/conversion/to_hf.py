@@ -24,7 +24,7 @@ from mckpt.conversion.refusals import refuse_inexact, refuse_misfit, refuse_unca
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
-from mckpt.formats import carried, hf_hub
+from mckpt.formats import carried, places
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf import unquantised
 from mckpt.formats.hf_config import (
@@ -83,7 +83,7 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     kept = mapping_to_keep(source)
     if kept is not None:
         outputs.append(TargetFile.whole(MAPPING, kept[1]))
-    tokenizer = target.tokenizer and hf_hub.local(target.tokenizer, weights=False)
+    tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
     roots = [Path(root) for root in (tokenizer, source.described_by) if root is not None]
     copies = _side_copies(roots, {file.path for file in outputs})
     outputs += [TargetFile.copy(name, path) for name, path in copies.items()]

@@ -42,6 +42,7 @@ from mckpt.execute.threads import Crew
 from mckpt.execute.units import Work, is_quantised
 from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
+from mckpt.storage.descriptors import any_remote
 from mckpt.storage.files import TargetFile
 
 __all__ = ["Cluster", "Job", "Overflow", "execute"]
@@ -50,6 +51,7 @@ __all__ = ["Cluster", "Job", "Overflow", "execute"]
 # slow (docs/scale.md)
 KNEE = 8
 KNEE_FLAT = 16  # the same if nothing is staged: 1.6 s; with 8 threads 1.9 s, with 32 2.2 s
+REQUESTS = 16  # requests to an object store at the same time, each of max_memory / 16 bytes
 
 Step = Literal["copy", "end"]
 Tick = Callable[[], None]
@@ -78,6 +80,8 @@ class Job:
     def most_threads(self, cores: int) -> int:
         """Returns the number of threads that are useful to a process that has so many cores."""
         knee = KNEE_FLAT if self.work.is_flat() else KNEE
+        if any_remote(self.sources):  # threads wait for the store, not for a core
+            cores = knee = REQUESTS
         return max(1, min(cores, knee, self.max_memory // PIECE))
 
     def do(self, step: Step, items: range, tick: Tick) -> None:
@@ -124,7 +128,7 @@ def execute(
     copies: records of join.COPY.
     max_memory: bytes of the buffers of all threads together.
     threads: 0 means one per core, up to KNEE, or up to KNEE_FLAT if every copy is a plain byte
-        range.
+        range; REQUESTS if a source is in a store.
     checksum: none, crc32 or sha256.
     grids: Joined.grids, for copies that are scaled.
     session: with several ranks, each process does its share of the units, then of the files' ends,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mckpt.errors import SourceError, StorageError
+from mckpt.storage import descriptors
 from mckpt.storage.files import TargetFile
 
 _CURES = {
@@ -43,7 +44,7 @@ def read_at(fd: int, view: memoryview, at: int, path: str) -> None:
     got = 0
     while got < len(view):
         try:
-            n = os.preadv(fd, [view[got:] if got else view], at + got)
+            n = descriptors.preadv(fd, [view[got:] if got else view], at + got)
         except OSError as error:
             refused(f"read {len(view)} bytes at {at} of", path, error)
         if n == 0:
@@ -104,7 +105,7 @@ class OpenFiles:
             for file in files:
                 if file not in self.fds:
                     try:
-                        self.fds[file] = os.open(self.paths[file], self.flags | os.O_CLOEXEC)
+                        self.fds[file] = self._open(self.paths[file])
                     except OSError as error:
                         refused("open", self.paths[file], error)
                 self.fds.move_to_end(file)
@@ -117,10 +118,15 @@ class OpenFiles:
                 self.uses.subtract(files)
                 self._evict()
 
+    def _open(self, path: str) -> int:
+        if self.flags == os.O_RDONLY:
+            return descriptors.open_file(path)
+        return os.open(path, self.flags | os.O_CLOEXEC)
+
     def _evict(self) -> None:
         for file in list(self.fds)[: max(0, len(self.fds) - self.most)]:
             if not self.uses[file]:
-                os.close(self.fds.pop(file))
+                descriptors.close(self.fds.pop(file))
                 self.uses.pop(file, None)
 
     def sync(self, file: int, how: Callable[[int], None]) -> None:

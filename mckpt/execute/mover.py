@@ -19,6 +19,7 @@ from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, write_at
 from mckpt.execute.quantising import Cell, NotFinite, cells, fill, quantise
 from mckpt.execute.units import is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Cast
+from mckpt.storage.descriptors import is_remote
 from mckpt.values.casting import cast, has_infinity, pieces, shift
 from mckpt.values.dtypes import numpy_dtype
 from mckpt.values.quantisation import CODES, VALUES, Grid, dequantise
@@ -117,11 +118,13 @@ class _SlabCopy:
             length, rows = c.run * (end - row), range(row, row + 1)
         else:
             rows = range(row, end)
-        size = min(PIECE, len(self.memory))
+        # a request to a store takes long, so there should be few
+        piece = len(self.memory) if is_remote(self.src[c.src_file]) else PIECE
+        size = min(piece, len(self.memory))
         for r in rows:
             src, dst = c.src_at + r * c.src_pitch, c.dst_at + r * c.dst_pitch
             crc, moved = self._crc(self.memory[:0]), 0
-            if self.mover.in_kernel:
+            if self.mover.in_kernel and not is_remote(self.src[c.src_file]):
                 fds = self.src[c.src_file], self.dst[c.dst_file]
                 moved = copy_in_kernel(*fds, src, dst, length)
             for at in range(moved, length, size):

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from mckpt.containers import safe_pickle, safetensors, torch_file
 from mckpt.containers.entries import Entries, Entry, entry_of
 from mckpt.errors import SourceError
+from mckpt.storage import descriptors
 from mckpt.storage.files import read_file, unreadable
 
 INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
@@ -143,15 +144,15 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     Nothing in its pickle is imported or called.
     """
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = descriptors.open_file(path)
     except OSError as e:
         raise unreadable(path, e) from e
     try:
-        if os.pread(fd, len(safetensors.LFS_POINTER), 0) == safetensors.LFS_POINTER:
+        if descriptors.pread(fd, len(safetensors.LFS_POINTER), 0) == safetensors.LFS_POINTER:
             raise safetensors.pointer(path)
         value, data = torch_file.read(fd, path)
     finally:
-        os.close(fd)
+        descriptors.close(fd)
     if not isinstance(value, dict):
         raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a state dict")
     for key, record in value.items():

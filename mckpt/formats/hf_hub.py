@@ -5,19 +5,14 @@ reads.
 from __future__ import annotations
 
 import glob
-import os
-import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
-from mckpt.containers import safetensors
+from mckpt.errors import UsageError
 from mckpt.formats.hf_files import INDEX, SINGLE, index_files
-from mckpt.storage import hub
-
-FIRST_READ = 128 << 10  # bytes; the header of a shard with 1,000 tensors has about as many
-THREADS = 8  # requests at the same time, as many as huggingface_hub makes
+from mckpt.storage import hub, stand_in
+from mckpt.storage.stores import Object
 
 # Config, tokenizer, indices, code, licence: everything but weights, at the top of a repository.
 SMALL = (
@@ -52,18 +47,14 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
     return root
 
 
-@contextmanager
-def headers(path: str | Path) -> Iterator[Path]:
-    """Yields the directory of a path, for commands that read only the headers of the weights.
+def streamed(path: str | Path) -> Path:
+    """Returns a directory of a model on the Hub whose weights are read from there when they are
+    needed, if they are not in the cache. Everything else is downloaded into the cache.
 
-    For a model on the Hub whose weights are not in the cache, this is a temporary directory: its
-    safetensors files have the header and the size of those on the Hub, and holes in the place of
-    the tensors. Raises as `local`.
+    Raises as `local`.
     """
     name, kind = hub.parse(path), ".safetensors"
-    if name is None or hub.offline():
-        yield local(path)
-        return
+    assert name is not None
     root = hub.fetch(name, SMALL)
     at_commit = name._replace(revision=root.name)
     sizes = hub.sizes(at_commit)
@@ -73,30 +64,34 @@ def headers(path: str | Path) -> Iterator[Path]:
     elif SINGLE[kind] in names:
         names = [SINGLE[kind]]
     if not names or all((root / file).exists() for file in names):
-        yield local(path)
-        return
-    with tempfile.TemporaryDirectory(prefix="mckpt-") as temporary:
-        folder = Path(temporary) / name.repo.rpartition("/")[2]
-        folder.mkdir()
-        for small in root.iterdir():
-            if small.is_file() and small.name not in names:
-                (folder / small.name).symlink_to(small.resolve())
-        with ThreadPoolExecutor(THREADS) as pool:
-            heads = pool.map(lambda file: _header(at_commit, file, sizes[file]), names)
-            for file, head in zip(names, heads, strict=True):
-                (folder / file).write_bytes(head)
-                os.truncate(folder / file, sizes[file])
-        yield folder
+        return local(path)
+    store = _Weights(at_commit, {file: sizes[file] for file in names})
+    folder = stand_in.load(name, store, name.repo.rpartition("/")[2])
+    for small in root.iterdir():
+        if small.is_file() and small.name not in names:
+            (folder / small.name).symlink_to(small.resolve())
+    stand_in.fill(folder)
+    return folder
 
 
-def _header(name: hub.Name, file: str, size: int) -> bytes:
-    """Returns the beginning of a safetensors file up to the end of its header, and maybe more."""
-    head = hub.read_range(name, file, 0, min(FIRST_READ, size))
-    wanted = 8 + int.from_bytes(head[:8], "little")
-    # a length that cannot be true is reported by whoever reads the file
-    if len(head) < wanted <= min(size, safetensors.MAX_HEADER):
-        head += hub.read_range(name, file, len(head), wanted - len(head))
-    return head
+class _Weights(NamedTuple):
+    """Files of a model on the Hub as a `stores.Store` that is only read."""
+
+    name: hub.Name  # at a commit, so that the files cannot change
+    sizes: Mapping[str, int]  # bytes, by name
+
+    def list(self) -> dict[str, Object]:
+        commit = self.name.revision or ""
+        return {file: Object(size, commit, 0) for file, size in self.sizes.items()}
+
+    def read(self, name: str, at: int, nbytes: int, version: str = "") -> bytes:
+        return hub.read_range(self.name, name, at, nbytes)
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
+
+    def remove(self, names: Iterable[str]) -> None:
+        raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
 
 
 def hint(path: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from mckpt.errors import SourceError, StorageError
+from mckpt.storage import descriptors, stand_in
 
 BLOCK = 1 << 20  # bytes of a copied file in memory at once
 
@@ -24,6 +25,7 @@ def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
 
     Raises StorageError if it cannot be read, SourceError if it has more than `limit` bytes.
     """
+    stand_in.whole(path)
     try:
         size = os.stat(path).st_size
         if size > limit:
@@ -92,14 +94,15 @@ class TargetFile(NamedTuple):
         def blocks(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
             at = 0
             try:
-                with open(source, "rb") as f:
-                    while (block := f.read(BLOCK)) and at + len(block) <= size:
-                        yield at, block
-                        at += len(block)
-                    now = os.fstat(f.fileno()).st_size
+                for block in descriptors.blocks(source, BLOCK):
+                    if at + len(block) > size:
+                        break
+                    yield at, block
+                    at += len(block)
+                now = os.stat(source).st_size
             except OSError as e:
                 raise unreadable(source, e) from e
-            if block or at != size:
+            if at != size or now != size:
                 raise SourceError(
                     f"{source}: had {size:,} bytes when the plan was made, and has {now:,} now; run"
                     " the command again"

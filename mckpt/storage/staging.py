@@ -11,9 +11,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from mckpt.errors import SourceError
+from mckpt.storage import stand_in
+
 # begins the name of a directory in which a run of mckpt writes until its output is complete
 STAGING = ".mckpt-"
 MANIFEST = "mckpt.json"
+INTENT = "intent.json"  # in a staging directory of an object store: the names that a run writes
 LOCK = "lock"  # in a staging directory: locked while a run works there
 # in a staging directory: {name: [identity]} of its output, some of which may stand in DST already
 PUBLISHING = "publishing"
@@ -39,7 +43,13 @@ def unfinished(root: Path) -> str | None:
         )
         if (folder / "data" / MANIFEST).exists():
             share = f"all {size:,} bytes are written, and not yet in place"
-        if locked(folder / LOCK):
+        if (folder / INTENT).exists():
+            num = len(list((folder / "sent").glob("*")))
+            sentences.append(
+                f"A run of mckpt is writing here, or was interrupted ({folder.name}): {num:,} files"
+                " are in place. The same command goes on where it stopped."
+            )
+        elif locked(folder / LOCK):
             sentences.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
         else:
             sentences.append(
@@ -47,6 +57,30 @@ def unfinished(root: Path) -> str | None:
                 " goes on where it stopped."
             )
     return " ".join(sentences) or None
+
+
+def intended(root: Path, staging: Path | None) -> set[str]:
+    """Returns the names, relative to `root`, that unfinished runs into an object store write: those
+    with this staging directory, or (None) all.
+    """
+    names: set[str] = set()
+    for folder in root.glob(f"{STAGING}*") if staging is None else [staging]:
+        stand_in.whole(folder / INTENT)
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            names.update(json.loads((folder / INTENT).read_bytes())["files"])
+    return names
+
+
+def refuse_half_sent(folder: Path) -> None:
+    """Raises SourceError if a run into an object store is still sending the checkpoint in this
+    directory, or was interrupted: its intent is there, and not yet its manifest.
+    """
+    found = stand_in.of(folder)
+    if found is None or (folder / MANIFEST).exists():
+        return
+    start = "" if folder == found.root else f"{found.name(folder)}/"
+    if any(name.startswith(start) for name in intended(found.root, None)):
+        raise SourceError(f"{folder}: no checkpoint is here yet. {unfinished(found.root)}")
 
 
 def sync(path: Path) -> None:

@@ -14,6 +14,7 @@ from mckpt import __version__
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.known import Known
 from mckpt.errors import StorageError
+from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.storage.staging import STAGING
 from mckpt.verification.verdict import Verdict, finite
@@ -111,9 +112,8 @@ def fingerprint(root: Path) -> dict[str, Any]:
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     try:
-        with open(path, "rb") as file:
-            while block := file.read(BLOCK):
-                digest.update(block)
+        for block in descriptors.blocks(path, BLOCK):
+            digest.update(block)
     except OSError as e:
         raise unreadable(path, e) from e
     return digest.hexdigest()

@@ -32,6 +32,7 @@ from mckpt.conversion.refusals import refuse_sizes
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
+from mckpt.storage import stand_in
 from mckpt.verification import verdict
 from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
 from mckpt.verification.tokens import random_sequences, read_tokens, text_for
@@ -110,6 +111,7 @@ def verify_all(
             " all tensors and hyperparameters of both; docs/judges.md says with which tiny models"
             " of the family the tests of mckpt compare logits"
         )
+    stand_in.refuse(left.path, f"--level {options.level}")
     launching.require("torch", "transformers", "megatron", "psutil")
     _ = left.layout  # damage is reported before any process starts
     work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
@@ -283,6 +285,7 @@ class _Subject:
         self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
     ) -> None:
         right = _megatron(path, left, options)
+        stand_in.refuse(right.path, f"--level {options.level}")
         apart, unread = differing_dims(left, right)
         # Megatron-Bridge keeps no args
         self.given_args = _args_of(left, right) if right.args is None else None

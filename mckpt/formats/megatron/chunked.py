@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -23,6 +22,7 @@ from mckpt.formats.megatron.flat_optimizer import Extent
 from mckpt.geometry.box import Box, Stored, range_boxes, row_major
 from mckpt.geometry.packing import buffer
 from mckpt.mapping import Bound
+from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.values.dtypes import itemsize
 
@@ -85,13 +85,13 @@ class Chunked:
         its storages.
         """
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = descriptors.open_file(path)
         except OSError as e:
             raise unreadable(path, e) from e
         try:
             return torch_file.read(fd, path, base, length)
         finally:
-            os.close(fd)
+            descriptors.close(fd)
 
     def show(self, most: int | None) -> Shown:
         """Returns every stored tensor, with the number of its chunks."""
@@ -229,9 +229,9 @@ class Files:
         """Returns a descriptor, which is valid until the next call."""
         if file not in self.fds:
             if len(self.fds) == MAX_OPEN:
-                os.close(self.fds.popitem(last=False)[1])
+                descriptors.close(self.fds.popitem(last=False)[1])
             try:
-                self.fds[file] = os.open(self.root / file, os.O_RDONLY)
+                self.fds[file] = descriptors.open_file(self.root / file)
             except OSError as e:
                 raise unreadable(self.root / file, e) from e
         self.fds.move_to_end(file)
@@ -242,4 +242,4 @@ class Files:
 
     def __exit__(self, *error: object) -> None:
         for fd in self.fds.values():
-            os.close(fd)
+            descriptors.close(fd)

@@ -24,6 +24,7 @@ from mckpt.errors import SourceError
 from mckpt.formats.megatron.chunked import Chunked, Files, Key, Keys
 from mckpt.formats.megatron.torch_dist_writing import MARKER, METADATA
 from mckpt.mapping import Bound
+from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.values.dtypes import itemsize
 
@@ -81,7 +82,7 @@ class Directory(Chunked):
         with Files(self.root) as files:
             for key in keys:
                 file, offset, length = self.metadata.items[key, None]
-                yield os.pread(files.fd(file), length, offset)
+                yield descriptors.pread(files.fd(file), length, offset)
 
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         """Returns the records and tensors of all items, and of the files `beside`."""

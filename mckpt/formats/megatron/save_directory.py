@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mckpt.errors import SourceError, UsageError
+from mckpt.storage import stand_in
 from mckpt.storage.files import read_file
 from mckpt.storage.staging import sync
 
@@ -114,11 +115,13 @@ class Tracker:
 
     def move_to(self, unit: str) -> None:
         """Lets it name this checkpoint."""
+        self.root.mkdir(parents=True, exist_ok=True)
         beside = self.root / f"{TRACKER}.mckpt"
         beside.write_text(_as_tracked(unit))
         sync(beside)
         os.rename(beside, self.path)
         sync(self.root)
+        stand_in.push(self.path)
 
     def settle(self, unit: str) -> None:
         """Lets it name a checkpoint that is in place already, if it would after a run."""

@@ -51,6 +51,7 @@ from mckpt.formats.megatron.torch_writing import lay_out
 from mckpt.geometry.box import Layout, Stored
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
+from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 
 CHOICES = {"keys": ("local",)}  # of the dialects
@@ -405,13 +406,13 @@ class Torch:
 
     def _parse(self, path: str) -> tuple[Any, Ranges]:
         try:
-            fd = os.open(path, os.O_RDONLY)
+            fd = descriptors.open_file(path)
         except OSError as e:
             raise unreadable(path, e) from e
         try:
             return self._pickles.read(fd, path)
         finally:
-            os.close(fd)
+            descriptors.close(fd)
 
 
 def _flat(model: dict[Any, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,86 @@
+"""Places of checkpoints: a directory of this machine, a model on the Hub, or a URL of an object
+store. All of them are read as a local directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from mckpt.formats import hf_hub
+from mckpt.formats.megatron.save_directory import is_unit_name
+from mckpt.storage import hub, stand_in, stores
+from mckpt.storage.staging import STAGING
+
+_SIDE = "hf/"  # the directory of Hugging Face files in a save directory
+
+
+def local(path: str | Path, *, weights: bool = True) -> Path:
+    """Returns the directory of a place.
+
+    A model on the Hub is downloaded into the cache of huggingface_hub, with its weights or without.
+    For a URL it is a stand-in (`storage.stand_in`), whose bytes are downloaded when they are read.
+
+    Raises UsageError, SourceError, StorageError or MissingExtra.
+    """
+    url = stores.parse(path)
+    return hf_hub.local(path, weights=weights) if url is None else _stand_in(url)
+
+
+def target(path: str | Path) -> Path:
+    """Returns the absolute directory of a place to write to; for a URL its stand-in."""
+    url = stores.parse(path)
+    if url is None:
+        return Path(os.path.abspath(path))
+    return stand_in.load(url, stores.open_store(url), url.name)
+
+
+def _stand_in(url: stores.Url) -> Path:
+    if is_unit_name(url.name) and "/" in url.path:
+        # the tracker and hf/, which lie beside the checkpoint, belong to it, and the journals
+        # tell whether it is complete
+        parts = (f"{url.name}/", _SIDE, STAGING)
+        parent = url.parent
+        root = stand_in.load(
+            parent,
+            stores.open_store(parent),
+            parent.name,
+            lambda name: "/" not in name or name.startswith(parts),
+        )
+        root = root / url.name
+    else:
+        root = stand_in.load(url, stores.open_store(url), url.name)
+    ready(root)
+    return root
+
+
+def ready(root: Path, unit: Path | None = None) -> None:
+    """Downloads what opening a checkpoint reads: the headers of its files, and those of hf/ beside
+    it. Does nothing for directories of this machine.
+
+    unit: the checkpoint; None: a directory without iterations.
+    """
+    found = stand_in.of(root)
+    if found is None:
+        return
+    side = found.root / _SIDE.rstrip("/")
+    stand_in.fill(side)
+    if unit is not None:
+        stand_in.fill(unit)
+    elif not any(is_unit_name(name.split("/")[0]) for name in found.objects):
+        stand_in.fill(root)
+
+
+@contextmanager
+def streamed(path: str | Path) -> Iterator[Path]:
+    """Yields the directory of a place without downloading its weights: those of a model on the Hub
+    that are not in the cache are read when they are needed, and not kept.
+
+    Raises as `local`.
+    """
+    if hub.parse(path) is None or stores.parse(path) is not None or hub.offline():
+        yield local(path)
+    else:
+        yield hf_hub.streamed(path)

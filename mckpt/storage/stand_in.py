@@ -1,0 +1,325 @@
+"""Local directories that stand for a URL.
+
+A stand-in is a temporary directory with the names and the sizes of the objects below a URL. Small
+files are downloaded whole; the others are holes. `storage.descriptors` downloads what is read and
+not here yet. So a checkpoint in a store opens like one on a disk.
+
+    TMP/mckpt-x/run/iter_0000007/.metadata      s3://bucket/run/iter_0000007/.metadata, whole
+    TMP/mckpt-x/run/iter_0000007/__0_0.distcp   s3://bucket/run/iter_0000007/__0_0.distcp, holes
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mckpt.errors import SourceError, UsageError, show_as
+from mckpt.storage.stores import Object, Store
+
+T = TypeVar("T")
+
+THREADS = 16  # requests at the same time
+SMALL = 64 << 10  # bytes; files up to this size are downloaded whole
+# The ends of names of files that are read whole: configs, tokenizers, indices.
+WHOLE = (
+    *(".json", ".jsonl", ".yaml", ".txt", ".model", ".tiktoken", ".jinja", ".py", ".md"),
+    *(".metadata", ".zarray", "common.pt"),
+)
+BLOCK = 64 << 10  # bytes; headers are downloaded and kept in blocks of this size
+
+TEMPORARY = "mckpt-store-"  # begins the names of temporary directories
+
+_all: dict[str, StandIn] = {}  # by the path of its root, with a slash at the end
+_held: dict[Path, int] = {}  # temporary directories of this process, each with its lock
+
+
+class StandIn:
+    """One stand-in. `root` is its directory."""
+
+    def __init__(self, root: Path, url: str, store: Store, keep: Callable[[str], bool]) -> None:
+        self.root, self.url, self.store, self.keep = root, url, store, keep
+        self.objects: dict[str, Object] = {}
+        self.files: dict[str, Holes] = {}  # files that have holes, by name
+        self.lock = threading.Lock()
+
+    def name(self, path: str | Path) -> str:
+        """Returns the name of the object that a path stands for."""
+        return str(path)[len(str(self.root)) + 1 :]
+
+    def below(self, folder: Path) -> list[str]:
+        """Returns the names of the objects in a directory and in those inside."""
+        start = "" if folder == self.root else f"{self.name(folder)}/"
+        return [name for name in self.objects if name.startswith(start)]
+
+    def list(self) -> None:
+        """Makes the directory equal to the store: names, sizes and times."""
+        there = {
+            name: one
+            for name, one in self.store.list().items()
+            if self.keep(name) and not name.endswith("/")
+        }
+        for name in self.objects.keys() - there.keys():
+            self.forget(name)
+        for name, one in there.items():
+            if self.objects.get(name) != one:
+                self.forget(name)
+                self._make(name, one)
+        self.objects = there
+        self.whole(n for n, one in there.items() if "/" not in n and _is_whole(n, one))
+
+    def _make(self, name: str, one: Object) -> None:
+        path = self.root / name
+        if ".." in Path(name).parts or Path(name).is_absolute():
+            raise SourceError(f"{self.url}/{name}: an object of this name cannot be read")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "wb") as file:
+                file.truncate(one.size)
+        except (NotADirectoryError, IsADirectoryError, FileExistsError):
+            raise SourceError(
+                f"{self.url}/{name}: is an object, and others lie below that name; remove one"
+            ) from None
+        os.utime(path, ns=(one.time, one.time))
+        if one.size:
+            self.files[name] = Holes(self, name, one)
+
+    def forget(self, name: str) -> None:
+        """Removes a file here, and directories that are empty then."""
+        self.objects.pop(name, None)
+        self.files.pop(name, None)
+        path = self.root / name
+        with suppress(OSError):
+            os.unlink(path)
+        with suppress(OSError):
+            while (path := path.parent) != self.root:
+                os.rmdir(path)
+
+    def whole(self, names: Iterable[str]) -> None:
+        """Downloads files."""
+        in_threads(lambda holes: holes.fill(), [self.files[n] for n in names if n in self.files])
+
+    def put(self, name: str, data: bytes | Path) -> None:
+        """Uploads an object. Its content is not kept here."""
+        self.store.write(name, data)
+
+    def remove(self, names: Collection[str]) -> None:
+        """Removes objects."""
+        self.store.remove(names)
+        for name in names:
+            self.forget(name)
+
+
+class Holes:
+    """A file of a stand-in of which some blocks are not here yet."""
+
+    def __init__(self, of: StandIn, name: str, one: Object) -> None:
+        self.of, self.name, self.object = of, name, one
+        self.path = of.root / name
+        self.lock = threading.Lock()
+        self.here = bytearray(-(-one.size // BLOCK))  # 1: the block is here
+
+    def read(self, at: int, nbytes: int) -> Any:
+        """Returns bytes from the store."""
+        return self.of.store.read(self.name, at, nbytes, self.object.version)
+
+    def need(self, at: int, nbytes: int) -> None:
+        """Downloads the blocks of a range that are not here."""
+        last = min(at + nbytes, self.object.size)
+        first, end = at // BLOCK, -(-last // BLOCK)
+        if first >= end or all(self.here[first:end]):
+            return
+        with self.lock:
+            while first < end:
+                if self.here[first]:
+                    first += 1
+                    continue
+                stop = self.here.find(1, first, end)
+                stop = end if stop < 0 else stop
+                self._fetch(first, stop)
+                first = stop
+
+    def _fetch(self, first: int, stop: int) -> None:
+        start = first * BLOCK
+        data = self.read(start, min(stop * BLOCK, self.object.size) - start)
+        with open(self.path, "r+b") as file:
+            file.seek(start)
+            file.write(data)
+        os.utime(self.path, ns=(self.object.time, self.object.time))
+        self.here[first:stop] = b"\1" * (stop - first)
+
+    def fill(self) -> None:
+        """Downloads the whole file."""
+        step = 64 * BLOCK
+        for at in range(0, self.object.size, step):
+            self.need(at, step)
+        self.of.files.pop(self.name, None)
+
+
+def load(
+    url: object, store: Store, name: str, keep: Callable[[str], bool] = lambda name: True
+) -> Path:
+    """Returns a directory called `name` that stands for a URL. Small files at its top are whole.
+
+    keep: which objects to show.
+    """
+    root = temporary() / name
+    root.mkdir()
+    made = StandIn(root, str(url), store, keep)
+    _all[f"{root}/"] = made
+    show_as(str(root), str(url))
+    made.list()
+    return root
+
+
+def of(path: str | Path) -> StandIn | None:
+    """Returns the stand-in of a path; None for a path of this machine."""
+    if not _all:
+        return None
+    text = f"{path}/"
+    return next((one for root, one in _all.items() if text.startswith(root)), None)
+
+
+def holes(path: str | Path) -> Holes | None:
+    """Returns the file that a path names, if parts of it are not here."""
+    found = of(path)
+    return found.files.get(found.name(path)) if found else None
+
+
+def fill(*folders: Path) -> None:
+    """Downloads the small files of directories, and both ends of the others, where the headers are.
+    Does nothing for directories of this machine.
+    """
+    todo: list[Callable[[], None]] = []
+    for folder in folders:
+        if (found := of(folder)) is not None:
+            for name in found.below(folder):
+                if (file := found.files.get(name)) is None:
+                    continue
+                if _is_whole(name, file.object):
+                    todo.append(file.fill)
+                else:
+                    todo.append(lambda file=file: file.need(0, BLOCK))  # type: ignore[misc]
+                    end = file.object.size - 1
+                    todo.append(lambda file=file, end=end: file.need(end, 1))  # type: ignore[misc]
+    in_threads(lambda call: call(), todo)
+
+
+def need(ranges: Iterable[tuple[str, int, int]]) -> None:
+    """Downloads many short ranges (path, offset, bytes) at the same time; ignores local files."""
+    if not _all:
+        return
+    ranges = list(ranges)
+    held = {path: holes(path) for path, _, _ in ranges}
+    blocks = {
+        (path, block)
+        for path, at, nbytes in ranges
+        if held[path] is not None
+        for block in range(at // BLOCK, -(-(at + nbytes) // BLOCK))
+    }
+    in_threads(lambda one: held[one[0]].need(one[1] * BLOCK, 1), sorted(blocks))  # type: ignore[union-attr]
+
+
+def whole(path: str | Path) -> None:
+    """Downloads the whole file that a path names, unless it is here."""
+    if (found := holes(path)) is not None:
+        found.fill()
+
+
+def refresh(path: Path) -> None:
+    """Looks again at the store of a path; does nothing for a path of this machine."""
+    if (found := of(path)) is not None:
+        found.list()
+
+
+def push(path: Path) -> None:
+    """Uploads a file that was written here; does nothing for a path of this machine."""
+    if (found := of(path)) is not None:
+        found.put(found.name(path), path.read_bytes())
+
+
+def refuse_empty(path: Path) -> None:
+    """Raises SourceError if a path stands for a URL below which there are no objects."""
+    if (found := of(path)) is not None and not found.below(path):
+        raise SourceError(
+            f"{path}: there are no objects below this name; give the directory of a checkpoint, as"
+            " the store's own tools list it"
+        )
+
+
+def refuse(path: Path, what: str) -> None:
+    """Raises UsageError if a path stands for a URL, for commands that need the files themselves."""
+    if (found := of(path)) is not None:
+        raise UsageError(
+            f"{found.url}: {what} needs the files on this machine; copy them here first, or convert"
+            " them to a local directory"
+        )
+
+
+def remove(folder: Path) -> bool:
+    """Removes the objects of a directory; returns False for a path of this machine.
+
+    The files that make it a checkpoint go first.
+    """
+    if (found := of(folder)) is None:
+        return False
+    names = found.below(folder)
+    found.remove([n for n in names if _is_whole(n, found.objects[n])])
+    found.remove([n for n in names if n in found.objects])
+    return True
+
+
+def temporary() -> Path:
+    """Returns a new directory, which is removed when this process ends. Those of processes that
+    were killed are removed first.
+    """
+    if not _held:
+        atexit.register(clean)
+        for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+            with suppress(OSError):
+                fd = os.open(folder, os.O_RDONLY)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(fd)
+    while True:
+        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix=TEMPORARY)))
+        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        _held[folder] = fd
+        if folder.exists():  # no other process took it for a left-over before it was locked
+            return folder
+
+
+def clean() -> None:
+    """Removes all temporary directories of this process, and so all stand-ins."""
+    _all.clear()
+    for folder, fd in _held.items():
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
+    _held.clear()
+
+
+def in_threads(call: Callable[[T], object], items: Iterable[T]) -> None:
+    """Calls a function for each item, with THREADS threads; raises the first error."""
+    todo = list(items)
+    if len(todo) < 2:
+        for item in todo:
+            call(item)
+        return
+    with ThreadPoolExecutor(min(THREADS, len(todo))) as pool:
+        for _ in pool.map(call, todo):
+            pass
+
+
+def _is_whole(name: str, one: Object) -> bool:
+    return one.size <= SMALL or name.endswith(WHOLE)

@@ -1,0 +1,397 @@
+"""Object stores: names, sizes, ranged reads, uploads and removals below one URL.
+
+s3://, gs:// and az:// go through obstore, every other URL through fsspec and its plugins. Both find
+the credentials of the user themselves; mckpt neither reads nor prints any.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+
+from mckpt.errors import MissingExtra, SourceError, StorageError, UsageError
+from mckpt.storage.hub import without_queries
+
+T = TypeVar("T")
+
+# Path has made s3:/ of s3://. hf:// names a model on the Hub (storage.hub).
+_URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
+OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
+# Without credentials, the libraries ask the machine's cloud for them, at these addresses.
+_UNKNOWN = re.compile(r"(?i)credential|169\.254|latest/api/token|metadata")
+PART = 8 << 20  # bytes of one part of an upload; S3 takes no more than 10,000 parts of a file
+PARTS = 8000
+UPLOADS = 4  # parts of one file that are sent at the same time
+WAITS = (1.0, 4.0)  # seconds before each further try; the libraries repeat a request themselves too
+RETRIES = {  # of one request by obstore: about a minute
+    "max_retries": 8,
+    "retry_timeout": timedelta(seconds=90),
+    "backoff": {
+        "init_backoff": timedelta(milliseconds=200),
+        "max_backoff": timedelta(seconds=15),
+        "base": 2,
+    },
+}
+
+
+class Url(NamedTuple):
+    """A place in an object store."""
+
+    scheme: str
+    path: str  # bucket/prefix, without slashes at the ends
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.path}"
+
+    @property
+    def name(self) -> str:
+        """Returns the last part of the path."""
+        return self.path.rpartition("/")[2]
+
+    @property
+    def parent(self) -> Url:
+        return Url(self.scheme, self.path.rpartition("/")[0])
+
+
+class Object(NamedTuple):
+    """An object, as a listing describes it."""
+
+    size: int  # bytes
+    version: str  # changes with the content: an ETag, mostly; "" if the store has none
+    changed: int  # ns since 1970; 0 if the store does not say
+
+    @property
+    def time(self) -> int:
+        """Returns a time in ns that another version does not have: stores tell whole seconds."""
+        return self.changed // 10**9 * 10**9 + zlib.crc32(self.version.encode()) % 10**9
+
+
+class Store(Protocol):
+    """The objects below a URL. Names are relative to it.
+
+    Methods raise SourceError for an object that is not there or has changed, StorageError if the
+    store refuses or cannot be reached.
+    """
+
+    def list(self) -> dict[str, Object]: ...
+
+    def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
+        """Returns a buffer of the bytes from `at` on; fewer at the end of the object.
+
+        version: raise SourceError if the object has another one now.
+        """
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        """Creates or replaces an object; readers see it when it is complete."""
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes objects; those that are not there are ignored."""
+
+
+def parse(path: str | Path) -> Url | None:
+    """Returns the URL that a path means, None for a path of this machine.
+
+    Raises UsageError for a URL with a query or a password: they would be stored and printed.
+    """
+    found = _URL.fullmatch(str(path))
+    if found is None:
+        return None
+    scheme, rest = found[1].lower(), found[2].strip("/")
+    if "?" in rest or "#" in rest or re.match(r"[^/]*:[^/]*@", rest):
+        shown = re.sub(r"^[^/]*@", "...@", rest.split("?")[0].split("#")[0])
+        raise UsageError(
+            f"{scheme}://{shown}: has a password, a query or a fragment, which mckpt would print"
+            " and store. Give the plain URL, and the credentials as the store's own tools take"
+            " them: environment variables or a profile"
+        )
+    if not rest:
+        raise UsageError(f"{path}: names no bucket; write {scheme}://BUCKET/PATH")
+    return Url(scheme, re.sub("/+", "/", rest))
+
+
+def open_store(url: Url) -> Store:
+    """Returns the store of a URL, with credentials that its library finds.
+
+    Raises MissingExtra if that library is not installed.
+    """
+    return _Obstore(url) if url.scheme in OBSTORE else _Fsspec(url)
+
+
+# ----------------------------------------------------------------------------------------- obstore
+
+
+class _Obstore:
+    """A store behind the library obstore."""
+
+    def __init__(self, url: Url) -> None:
+        try:
+            import obstore
+        except ImportError:
+            raise _missing(url, "obstore", "stores") from None
+        self.url, self.lib = url, obstore
+        bucket, _, self.prefix = url.path.partition("/")
+        kind = OBSTORE[url.scheme]
+        make = getattr(obstore.store, f"{kind}Store")
+        where = {"container_name" if kind == "Azure" else "bucket": bucket}
+        if url.scheme in ("abfs", "abfss") and "@" in bucket:
+            container, _, host = bucket.partition("@")
+            where = {"container_name": container, "account_name": host.split(".")[0]}
+        given = _s3_options() if kind == "S3" else {}
+        plain = any(
+            os.environ.get(name, "").startswith("http://")
+            for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AZURE_ENDPOINT", "STORAGE_URL")
+        )
+        client = {"allow_http": plain, "timeout": "120s", "connect_timeout": "20s"}
+        self.store = _said(
+            url, lambda: make(**where, **given, client_options=client, retry_config=RETRIES)
+        )
+
+    def _key(self, name: str) -> str:
+        return f"{self.prefix}/{name}" if self.prefix else name
+
+    def list(self) -> dict[str, Object]:
+        prefix = f"{self.prefix}/" if self.prefix else ""
+
+        def found() -> dict[str, Object]:
+            out = {}
+            for some in self.lib.list(self.store, prefix or None, chunk_size=1000):
+                for one in some:
+                    name = one["path"][len(prefix) :]
+                    changed = int(one["last_modified"].timestamp() * 1e9)
+                    out[name] = Object(one["size"], one.get("e_tag") or "", changed)
+            return out
+
+        return _said(self.url, found)
+
+    def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
+        options: dict[str, Any] = {"range": (at, at + nbytes)}
+        if version:
+            options["if_match"] = version
+        key = self._key(name)
+        return _said(
+            f"{self.url}/{name}",
+            lambda: self.lib.get(self.store, key, options=options).bytes() if nbytes else b"",
+        )
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        size = len(data) if isinstance(data, bytes) else data.stat().st_size
+        part = max(PART, -(-size // PARTS))
+        _said(
+            f"{self.url}/{name}",
+            lambda: self.lib.put(
+                self.store,
+                self._key(name),
+                data,
+                use_multipart=size > part,
+                chunk_size=part,
+                max_concurrency=UPLOADS,
+            ),
+        )
+
+    def remove(self, names: Iterable[str]) -> None:
+        keys = [self._key(name) for name in names]
+        if keys:
+            _said(self.url, lambda: _absent_is_fine(lambda: self.lib.delete(self.store, keys)))
+
+
+def _s3_options() -> dict[str, Any]:
+    """Returns what obstore does not find itself: the region and the credentials of boto3, which
+    reads the user's profiles, if the environment has no keys and boto3 is installed.
+    """
+    if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
+        return {}
+    try:
+        import boto3
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError:
+        return {}
+    session = boto3.Session()
+    if session.get_credentials() is None:
+        return {}
+    region = {"region": session.region_name} if session.region_name else {}
+    return {"credential_provider": Boto3CredentialProvider(session), **region}
+
+
+def _absent_is_fine(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except FileNotFoundError:
+        pass
+    except Exception as error:
+        if type(error).__name__ != "NotFoundError":
+            raise
+
+
+# ------------------------------------------------------------------------------------------ fsspec
+
+
+class _Fsspec:
+    """A store behind fsspec, or one of its plugins."""
+
+    def __init__(self, url: Url) -> None:
+        try:
+            import fsspec
+        except ImportError:
+            raise _missing(url, "fsspec", "stores") from None
+        self.url = url
+        try:
+            self.fs, self.root = fsspec.url_to_fs(_fsspec_url(url))
+        except (ImportError, ValueError) as error:
+            raise UsageError(
+                f"{url}: fsspec cannot open {url.scheme}:// here: {without_queries(str(error))}"
+            ) from None
+
+    def _path(self, name: str) -> str:
+        return f"{self.root.rstrip('/')}/{name}"
+
+    def list(self) -> dict[str, Object]:
+        def found() -> dict[str, Object]:
+            self.fs.invalidate_cache()
+            try:
+                there = self.fs.find(self.root, detail=True)
+            except FileNotFoundError:
+                return {}
+            cut = len(self.root.rstrip("/")) + 1
+            return {path[cut:]: _described(info) for path, info in there.items() if path[cut:]}
+
+        return _said(self.url, found)
+
+    def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
+        path = self._path(name)
+        return _said(
+            f"{self.url}/{name}",
+            lambda: self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b"",
+        )
+
+    def write(self, name: str, data: bytes | Path) -> None:
+        path = self._path(name)
+
+        def put() -> None:
+            self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            if isinstance(data, bytes):
+                self.fs.pipe_file(path, data)
+            else:
+                self.fs.put_file(str(data), path)
+
+        _said(f"{self.url}/{name}", put)
+
+    def remove(self, names: Iterable[str]) -> None:
+        for name in names:
+            remove = functools.partial(self.fs.rm_file, self._path(name))
+            _said(f"{self.url}/{name}", functools.partial(_absent_is_fine, remove))
+
+
+def _fsspec_url(url: Url) -> str:
+    """Returns the URL as fsspec takes it: a path of this machine has three slashes."""
+    return f"{url.scheme}:///{url.path}" if url.scheme in ("file", "local") else str(url)
+
+
+def _described(info: Mapping[str, Any]) -> Object:
+    """Returns an object from fsspec's description, whose keys depend on the plugin."""
+    version = next((str(info[k]) for k in ("ETag", "etag", "md5Hash", "checksum") if k in info), "")
+    changed = 0
+    for key in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
+        if (found := info.get(key)) is not None:
+            if hasattr(found, "timestamp"):
+                found = found.timestamp()
+            changed = int(found * 1e9) if isinstance(found, (int, float)) else 0
+            if not changed:  # a text: any number that changes with it will do
+                changed = int.from_bytes(str(info[key]).encode()[-7:], "big")
+            break
+    return Object(int(info["size"] or 0), version, changed)
+
+
+# ------------------------------------------------------------------------------- errors and retries
+
+
+def _missing(url: Url, library: str, extra: str) -> MissingExtra:
+    return MissingExtra(
+        f"{url}: {url.scheme}:// needs {library}, which is not installed here: pip install"
+        f" 'mckpt[{extra}]'"
+    )
+
+
+def _said(place: object, call: Callable[[], T]) -> T:
+    """Calls a function of a library. Failures that may pass are tried again after WAITS; others
+    become errors of mckpt, with the place and the cure.
+    """
+    for tries, wait in enumerate((*WAITS, None), 1):
+        try:
+            return call()
+        except Exception as error:
+            if wait is None or not _may_pass(error):
+                _raise(str(place), error, tries)
+            time.sleep(wait)
+    raise AssertionError
+
+
+def _kind(error: Exception) -> str:
+    """Returns which kind of failure this is: absent, refused, changed, or ""."""
+    name = type(error).__name__
+    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
+        return "absent"
+    if isinstance(error, PermissionError) or name in (
+        "PermissionDeniedError",
+        "UnauthenticatedError",
+        "NoCredentialsError",
+    ):
+        return "refused"
+    return "changed" if name == "PreconditionError" else ""
+
+
+def _may_pass(error: Exception) -> bool:
+    """Returns whether the same call may succeed later: the network, a busy server, a body that
+    ended early. obstore has repeated the request already if it says so.
+    """
+    text = str(error)
+    repeated = re.search(r"after [1-9]\d* retries", text)
+    final = _kind(error) or _UNKNOWN.search(text) or repeated
+    transport = type(error).__module__.partition(".")[0] in (
+        "obstore",
+        "botocore",
+        "aiohttp",
+        "requests",
+    )
+    return not final and (transport or isinstance(error, (OSError, TimeoutError)))
+
+
+def _raise(place: str, error: Exception, tries: int) -> NoReturn:
+    why = _first_line(error)
+    kind = _kind(error)
+    if kind == "absent":
+        raise SourceError(f"{place}: is not there: {why}") from None
+    if kind == "changed":
+        raise SourceError(
+            f"{place}: was changed while it was read; run the command again when nothing writes"
+            " there"
+        ) from None
+    if kind == "refused":
+        raise StorageError(
+            f"{place}: the store refused access: {why}; check the credentials that its own tools"
+            " use (for s3, `aws s3 ls` shows whether they work), and their permissions"
+        ) from None
+    if _UNKNOWN.search(str(error)):
+        raise StorageError(
+            f"{place}: no credentials were found: {why}; set them as the store's own tools take"
+            " them: environment variables or a profile"
+        ) from None
+    if not isinstance(error, OSError) and type(error).__module__.startswith("builtins"):
+        raise error
+    raise StorageError(
+        f"{place}: the store gave no answer, {tries} tries: {why}. The same command goes on where"
+        " it stopped"
+    ) from None
+
+
+def _first_line(error: Exception) -> str:
+    """Returns the message of a library without what follows it, and without queries of URLs."""
+    text = str(error).strip().split("\n")[0] or type(error).__name__
+    text = re.sub(r"\s+Debug source:.*", "", text)
+    return without_queries(text).rstrip(". ")[:300]

@@ -1,0 +1,523 @@
+"""Checkpoints in object stores, on an S3 server on loopback: commands, faults, interrupted runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mckpt as package
+from mckpt.conversion import to_store
+from mckpt.errors import SourceError, UsageError
+from mckpt.storage import stand_in, stores
+from tests.door import ROOT, TRACKER, Said, command_line, good, mckpt, refused, tree
+from tests.s3_server import Fault, Server
+from tests.tiny import FIXTURES
+
+SRC = ROOT / "fixtures" / "tiny-qwen3"
+SIZES = ("--format", "torch", "--tp", "2", "--pp", "2", "--iteration", "7")
+SECRET = "not-to-be-printed"
+Cli = Callable[..., Said]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    found = Server(tmp_path_factory.mktemp("s3"))
+    yield found
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def local(work: Path) -> Path:
+    """The checkpoint that every conversion of SRC with SIZES must equal."""
+    good("hf-to-megatron", SRC, work / "local", *SIZES)
+    return work / "local"
+
+
+@pytest.fixture
+def bucket(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A bucket that holds the model of SRC as hf/; requests are repeated at once."""
+    server.set()
+    name = f"{tmp_path.parent.name}-{tmp_path.name}"
+    server.put(name, SRC, "hf/")
+    for key, value in server.environment().items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(stores, "WAITS", (0, 0))
+    soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
+    monkeypatch.setitem(stores.RETRIES, "backoff", {**soon, "base": 2})
+    return name
+
+
+@pytest.fixture
+def cli(bucket: str) -> Cli:
+    """A function that runs `mckpt` in this process; `s3:` in an argument is this test's bucket."""
+
+    def call(*args: Any, code: int = 0) -> Said:
+        said = mckpt(*(str(a).replace("s3:", f"s3://{bucket}/") for a in args))
+        assert said.code == code, said
+        assert "Traceback" not in said.err and SECRET not in said.out + said.err
+        assert str(stand_in.TEMPORARY) not in said.out + said.err
+        return said
+
+    return call
+
+
+@pytest.fixture
+def fetched(server: Server, bucket: str, tmp_path: Path) -> Callable[[str], Path]:
+    """A function that copies what lies below a name in the bucket to a new directory."""
+
+    def call(name: str) -> Path:
+        shutil.rmtree(tmp_path / "fetched" / name, ignore_errors=True)
+        return server.fetch(bucket, f"{name}/", tmp_path / "fetched" / name)
+
+    return call
+
+
+def files(path: Path) -> dict[str, Any]:
+    """Returns the files of a checkpoint; of the manifest, all but the state of the source."""
+    found: dict[str, Any] = {name: data for name, data in tree(path).items() if data is not None}
+    for name in found:
+        if name.endswith("mckpt.json"):
+            found[name] = {**json.loads(found[name]), "read": 0}
+    return found
+
+
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a tiny model have many groups of files, and uploads of several parts."""
+    monkeypatch.setattr(to_store, "GROUP", 1)
+    monkeypatch.setattr(stores, "PART", 32 << 10)
+
+
+# -------------------------------------------------------------------------------------- conversions
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        SIZES,
+        ("--format", "torch_dist", "--tp", "2", "--iteration", "7"),
+        ("--format", "zarr", "--pp", "2", "--checksum", "sha256"),
+        ("--dtype", "fp16"),
+    ],
+)
+def test_a_conversion_in_a_store_writes_the_same_bytes(
+    cli, fetched, tmp_path, monkeypatch, options
+):
+    small_groups(monkeypatch)
+    good("hf-to-megatron", SRC, tmp_path / "here", *options)
+    here = files(tmp_path / "here")
+    cli("hf-to-megatron", "s3:hf", "s3:both", *options)
+    assert files(fetched("both")) == here
+    cli("hf-to-megatron", SRC, "s3:up", *options)
+    assert files(fetched("up")) == here
+    cli("hf-to-megatron", "s3:hf", tmp_path / "down", *options)
+    assert files(tmp_path / "down") == here
+
+
+def test_back_and_reshard_and_repair_write_the_same_bytes(
+    cli, server, bucket, local, fetched, tmp_path, monkeypatch
+):
+    small_groups(monkeypatch)
+    server.put(bucket, local, "m/")
+    for name, (command, *options) in {
+        "hf2": ("megatron-to-hf", "--max-shard-size", "64KiB"),
+        "fp8": ("megatron-to-hf", "--quantize", "fp8", "--max-shard-size", "64KiB"),
+        "resharded": ("reshard", "--target-tp", "4", "--target-format", "torch_dist"),
+    }.items():
+        good(command, local, tmp_path / name, *options)
+        cli(command, "s3:m", f"s3:{name}", *options)
+        assert files(fetched(name)) == files(tmp_path / name), name
+    cli("reshard", "s3:m/iter_0000007", "s3:unit", "--target-tp", "1", "--target-pp", "1")
+    cli("diff", "s3:unit", "s3:hf")
+
+
+def test_repair_writes_to_a_store(cli, server, bucket, tmp_path):
+    path = tmp_path / "state"
+    with tarfile.open(FIXTURES / "optimizer" / "dp_zero_gather_scatter.tar.xz") as archive:
+        archive.extractall(path, filter="data")
+    server.put(bucket, path, "s/")
+    said = cli("repair", "s3:s", code=2).err
+    assert "give DST too" in said
+    cli("repair", "s3:s", "s3:portable")
+    good("repair", path, tmp_path / "portable")
+    cli("diff", "s3:portable", tmp_path / "portable")
+
+
+def test_commands_that_read_take_a_url(cli, server, bucket, local):
+    server.put(bucket, local, "m/")
+    for name, path in (("s3:hf", SRC), ("s3:m", local)):
+        there, here = (
+            json.loads(one("inspect", p, "--json").out) for one, p in ((cli, name), (good, path))
+        )
+        url = name.replace("s3:", f"s3://{bucket}/")
+        assert there == json.loads(json.dumps(here).replace(str(path), url))
+        assert "sound" in cli("check", name).out
+    assert "s3://" in cli("plan", "s3:hf", "s3:new").out
+    cli("diff", "s3:hf", "s3:m")
+    assert f"PASS: s3://{bucket}/hf and " in cli("verify", "s3:hf", "s3:m", "--level", "bytes").out
+    said = cli("verify", "s3:hf", "s3:m", code=2).err
+    assert "--level forward needs the files on this machine" in said
+    log = server.control()["log"]
+    assert not any(line.startswith(("PUT", "POST", "DELETE")) for line in log)
+
+
+def test_diff_and_check_find_a_flipped_bit(cli, server, bucket, local):
+    server.put(bucket, local, "m/")
+    path = server.keys(bucket)["m/iter_0000007/mp_rank_00_000/model_optim_rng.pt"]
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    cli("diff", "s3:hf", "s3:m", code=1)
+    assert "model_optim_rng.pt" in cli("check", "s3:m", code=3).out
+
+
+def test_a_header_is_read_without_the_weights(
+    cli, server, bucket, tmp_path, monkeypatch, tiny_model
+):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("qwen3-moe"), folder)
+    server.put(bucket, folder, "big/")
+    monkeypatch.setattr(stand_in, "BLOCK", 4096)
+    monkeypatch.setattr(stand_in, "SMALL", 0)
+    size = (folder / "model.safetensors").stat().st_size
+    server.set()
+    cli("inspect", "s3:big")
+    sent = server.control()["sent"]["GET"]
+    rest = sum(p.stat().st_size for p in folder.iterdir()) - size
+    assert sent - rest < size / 4, f"{sent} bytes were read of a file of {size}"
+
+
+def test_iterations_and_watch(cli, server, bucket, local, tmp_path):
+    server.put(bucket, local, "run/")
+    good("hf-to-megatron", SRC, tmp_path / "later", *SIZES[:-1], "9")
+    cli("megatron-to-hf", "s3:run", "s3:out/{iteration}", "--iterations", "all")
+    cli("diff", "s3:hf", "s3:out/7")
+    server.put(bucket, tmp_path / "later", "run/")
+    watch = ("--watch", "--until", "9", "--keep", "1", "--interval", "1s")
+    said = cli("megatron-to-hf", "s3:run", "s3:out/{iteration}", *watch)
+    assert f"iteration 9: s3://{bucket}/out/9: " in said.out
+    assert f"s3://{bucket}/out/7 was removed" in said.err
+    assert {name.split("/")[1] for name in server.keys(bucket) if name.startswith("out/")} == {"9"}
+    cli("diff", "s3:hf", "s3:out/9")
+    cli(
+        "reshard",
+        "s3:run",
+        "s3:many",
+        "--iterations",
+        "latest",
+        "--target-tp",
+        "1",
+        "--target-pp",
+        "1",
+    )
+    assert server.keys(bucket)[f"many/{TRACKER}"].read_text() == "9"
+
+
+def test_workers_are_refused(cli, tmp_path):
+    for src, dst in (("s3:hf", tmp_path / "out"), (SRC, "s3:out")):
+        assert "threads" in cli("hf-to-megatron", src, dst, "--workers", "2", code=2).err
+
+
+def test_python_reads_slices_and_pickles_keep_the_url(server, bucket, tmp_path):
+    here, there = package.open(SRC), package.open(f"s3://{bucket}/hf")
+    name = "layers.3.attn.q.weight"
+    assert (there[name][5:9].numpy() == here[name][5:9].numpy()).all()
+    held = pickle.dumps(there)
+    stand_in.clean()
+    again = pickle.loads(held)
+    assert (again[name].numpy() == here[name].numpy()).all()
+    stand_in.clean()
+
+
+# --------------------------------------------------------------------------- in the way, and locked
+
+
+def test_a_checkpoint_in_the_way_is_kept_or_replaced(cli, server, bucket, fetched, tmp_path):
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    before = files(fetched("m"))
+    assert "is done already" in cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES).out
+    other = (*SIZES, "--dtype", "fp16")
+    assert "--overwrite" in cli("hf-to-megatron", "s3:hf", "s3:m", *other, code=6).err
+    assert files(fetched("m")) == before
+    cli("hf-to-megatron", "s3:hf", "s3:m", *other, "--overwrite", "--no-resume")
+    good("hf-to-megatron", SRC, tmp_path / "here", *other)
+    assert files(fetched("m")) == files(tmp_path / "here")
+    (server.root / f"{bucket}%2Fm%2Fiter_0000007%2Fnotes.bin").write_bytes(b"mine")
+    said = cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, "--overwrite", code=6).err
+    assert "notes.bin" in said
+    assert "is the source itself" in cli("reshard", "s3:m", "s3:m", "--target-tp", "1", code=6).err
+
+
+def test_two_runs_that_start_at_once_do_not_mix(cli, server, bucket, monkeypatch):
+    """The other run writes its intent between two looks of this one."""
+    put, seen = stand_in.StandIn.put, []
+
+    def races(place: stand_in.StandIn, name: str, data: Any) -> None:
+        put(place, name, data)
+        if name.endswith("intent.json") and not seen:
+            seen.append(name)
+            put(place, f"{stand_in.Path(name).parent}x/intent.json", data)
+
+    monkeypatch.setattr(stand_in.StandIn, "put", races)
+    said = cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, code=6).err
+    assert "another mckpt is writing here" in said
+    assert not any("/iter_" in name for name in server.keys(bucket))
+
+
+# ------------------------------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize(
+    ("fault", "tries"),
+    [
+        (Fault("GET", r"model.safetensors", "500", 2), 3),
+        (Fault("GET", r"model.safetensors", "cut", 2), 3),
+        (Fault("GET", r"model.safetensors", "drop", 2), 3),
+        (Fault("GET", r"list-type", "503", 2), 3),
+        (Fault("PUT", r"model_optim_rng.pt", "503", 2), 3),
+        (Fault("PUT", r"partNumber=2", "500", 2), 3),
+        (Fault("PUT", r"partNumber=2", "drop", 2), 3),
+        (Fault("POST", r"uploads", "503", 1), 2),
+        (Fault("POST", r"uploadId", "500", 1), 2),
+        (Fault("PUT", r"latest_checkpointed", "503", 2), 3),
+        (Fault("POST", r"delete", "503", 1), 2),
+        (Fault("GET", r"model.safetensors", "slow", 2, seconds=0.3), 1),
+    ],
+    ids=lambda one: f"{one.method}-{one.what}-{one.pattern}" if isinstance(one, Fault) else "",
+)
+def test_a_fault_that_passes_is_survived(cli, server, fetched, local, monkeypatch, fault, tries):
+    small_groups(monkeypatch)
+    server.set(fault)
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    assert [one["times"] for one in server.control()["faults"]] == [0], "the fault did not happen"
+    assert files(fetched("m")) == files(local)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (Fault("GET", r"model.safetensors", "403", 99), ("refused access", "credentials")),
+        (Fault("PUT", r"mp_rank_01", "403", 99), ("refused access", "credentials")),
+        (Fault("PUT", r"mp_rank_01", "500", 99), ("no answer", "goes on where it stopped")),
+        (Fault("PUT", r"mp_rank_01", "503", 99), ("no answer", "goes on where it stopped")),
+        (Fault("GET", r"model.safetensors", "cut", 99), ("model.safetensors",)),
+        (Fault("PUT", r"mckpt.json", "500", 99), ("mckpt.json",)),
+        (Fault("PUT", r"latest_checkpointed", "500", 99), (TRACKER,)),
+    ],
+    ids=lambda one: f"{one.method}-{one.what}-{one.pattern}" if isinstance(one, Fault) else "",
+)
+def test_a_fault_that_stays_leaves_nothing_loadable_and_the_same_command_goes_on(
+    cli, server, bucket, fetched, local, monkeypatch, fault, words
+):
+    small_groups(monkeypatch)
+    monkeypatch.setitem(stores.RETRIES, "max_retries", 2)
+    server.set(fault)
+    said = cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, code=7).err
+    assert f"s3://{bucket}/" in said and all(word in said for word in words), said
+    assert said.count("mckpt: ") == 1
+    assert f"m/{TRACKER}" not in server.keys(bucket)
+    sent = {n for n in server.keys(bucket) if n.endswith(".pt")}
+    server.set()
+    if fault.method == "PUT" and fault.pattern != "latest_checkpointed":  # the last object
+        for name in ("s3:m", "s3:m/iter_0000007"):
+            assert "was interrupted" in cli("inspect", name, code=3).err
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    again = [
+        line for line in server.control()["log"] if line.startswith("POST") and "?uploads" in line
+    ]
+    assert not [name for name in sent if any(name in line for line in again)], "sent twice"
+    assert files(fetched("m")) == files(local)
+
+
+def test_a_source_that_changes_is_not_mixed(server, bucket, tmp_path):
+    plan = package.plan(f"s3://{bucket}/hf", tmp_path / "out")
+    path = server.keys(bucket)["hf/model.safetensors"]
+    data = path.read_bytes()
+    time.sleep(0.01)
+    path.write_bytes(data[:-2] + b"\1\1")
+    with pytest.raises(SourceError, match="was changed while it was read"):
+        plan.run()
+    assert not (tmp_path / "out" / "release").exists()
+    stand_in.clean()
+
+
+def test_a_killed_run_goes_on_from_the_journal_in_the_store(
+    cli, server, bucket, fetched, local, tmp_path
+):
+    """The process dies while the third file is sent, and the journal is all that the next one
+    knows.
+    """
+    server.set(Fault("PUT", r"mp_rank_01_000", "slow", 1, seconds=60))
+    before = "from mckpt.conversion import to_store as t; t.GROUP = 1; t.FILES = 1"
+    line = command_line(
+        "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=before
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(line, env=environment, stderr=subprocess.DEVNULL)
+    end = time.monotonic() + 60
+    while server.control()["faults"][0]["times"] and time.monotonic() < end:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    left = list(tmp_path.glob(f"{stand_in.TEMPORARY}*"))
+    sent = {n.split("/")[-2] for n in server.keys(bucket) if n.endswith("model_optim_rng.pt")}
+    assert left and 0 < len(sent) < 4
+    said = cli("inspect", "s3:m", code=3).err
+    assert f"{len(sent)} files are in place" in said and "goes on where it stopped" in said
+    assert (
+        "already contains"
+        in cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, "--dtype", "fp16", code=6).err
+    )
+    server.set()
+    done = subprocess.run(line, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.glob(f"{stand_in.TEMPORARY}*")), "the killed run left its files here"
+    puts = [one for one in server.control()["log"] if one.startswith("PUT") and ".pt" in one]
+    assert len(puts) == 4 - len(sent)
+    assert files(fetched("m")) == files(local)
+
+
+def test_the_marker_is_the_last_object(cli, server, bucket):
+    cli("hf-to-megatron", "s3:hf", "s3:m", "--iteration", "7")
+    order = [one.partition(f"/{bucket}/")[2] for one in server.control()["log"] if one[:3] == "PUT"]
+    order = [one.partition("?")[0] for one in order if ".mckpt-" not in one]
+    unit = "m/iter_0000007"
+    assert order[-3:] == [f"{unit}/mckpt.json", f"{unit}/metadata.json", f"m/{TRACKER}"]
+    server.set()
+    cli("megatron-to-hf", "s3:m", "s3:h")
+    order = [one.partition(f"/{bucket}/")[2] for one in server.control()["log"] if one[:3] == "PUT"]
+    assert [one for one in order if ".mckpt-" not in one][-2:] == ["h/mckpt.json", "h/config.json"]
+
+
+# ----------------------------------------------------------------------------- credentials and URLs
+
+
+def test_a_url_with_a_secret_is_refused_and_not_shown(cli):
+    for url in ("s3:hf?X-Amz-Signature=abc", "https://user:abc@host/path"):
+        said = cli("inspect", url, code=2).err
+        assert "abc" not in said and "credentials" in said
+
+
+def test_names_that_are_not_there(cli, bucket):
+    said = cli("inspect", "s3:nothing", code=3).err
+    assert f"s3://{bucket}/nothing: there are no objects below this name" in said
+    with pytest.raises(UsageError, match="names no bucket"):
+        package.open("s3://")
+
+
+def test_an_unreachable_store_is_named(cli, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert "no answer" in cli("inspect", "s3:hf", code=7).err
+
+
+def test_without_credentials_the_error_says_where_they_belong(cli, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    # instances of a cloud ask this address for their credentials
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setitem(stores.RETRIES, "max_retries", 1)
+    assert "no credentials were found" in cli("inspect", "s3:hf", code=7).err
+
+
+def test_the_profiles_of_aws_are_used(cli, server, monkeypatch, tmp_path):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_REGION"):
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text(
+        f"[team]\naws_access_key_id = OFPROFILE\naws_secret_access_key = {SECRET}\n"
+    )
+    (tmp_path / "config").write_text("[profile team]\nregion = eu-west-1\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "team")
+    cli("inspect", "s3:hf")
+    assert server.control()["users"] == ["OFPROFILE"]
+
+
+def test_nothing_secret_is_stored(cli, server, bucket):
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    held = b"".join(path.read_bytes() for path in server.keys(bucket).values())
+    for secret in (SECRET, "AKIAEXAMPLE", server.url, stand_in.TEMPORARY):
+        assert secret.encode() not in held
+
+
+def test_without_the_extra_one_error_says_so(monkeypatch):
+    for url, library in (("s3://b/x", "obstore"), ("memory://b/x", "fsspec")):
+        monkeypatch.setitem(sys.modules, library, None)
+        for args in (("hf-to-megatron", url, "out"), ("hf-to-megatron", SRC, url)):
+            refused(9, library, "pip install 'mckpt[stores]'", args=args)
+
+
+# --------------------------------------------------------------------------------- fsspec and ranks
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_other_schemes_go_through_fsspec(scheme, local, tmp_path):
+    url = f"{scheme}://{tmp_path}"
+    good("hf-to-megatron", SRC, f"{url}/m", *SIZES)
+    good("diff", f"{url}/m", SRC)
+    assert "is done already" in good("hf-to-megatron", SRC, f"{url}/m", *SIZES).out
+    good("megatron-to-hf", f"{url}/m", tmp_path / "h")
+    good("diff", tmp_path / "h", SRC)
+    if scheme == "file":
+        assert files(tmp_path / "m") == files(local)
+    refused(2, "fsspec cannot open nonsense://", args=("inspect", "nonsense://x/y"))
+
+
+RANKS = """
+from mckpt.conversion import to_store as t
+t.GROUP, t.BEAT_S, t.QUIET_S = 1, 0.2, 3.0
+"""
+DIES = RANKS + "import os; t._Job._send = lambda *a: os._exit(9)"
+
+
+def ranks(bucket: str, *before: str) -> list[subprocess.CompletedProcess[str]]:
+    """Runs one conversion with a process for each text of Python, and returns how they ended."""
+    started = []
+    for rank, text in enumerate(before):
+        line = command_line(
+            "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=text
+        )
+        own = {"RANK": str(rank), "WORLD_SIZE": str(len(before)), "PYTHONPATH": str(ROOT)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        started.append(subprocess.Popen(line, env={**os.environ, **own}, **pipes))  # type: ignore[call-overload]
+    out = []
+    for process in started:
+        said = process.communicate(timeout=100)
+        out.append(subprocess.CompletedProcess(process.args, process.returncode, *said))
+    return out
+
+
+def test_ranks_share_a_run_through_the_store_alone(server, bucket, fetched, local):
+    found = ranks(bucket, RANKS, RANKS)
+    assert [one.returncode for one in found] == [0, 0], found
+    assert files(fetched("m")) == files(local)
+    puts = [one for one in server.control()["log"] if one.startswith("PUT") and ".pt" in one]
+    assert len(puts) == 4, "a file was sent by two ranks"
+
+
+def test_the_share_of_a_dead_rank_is_done_by_rank_0(bucket, fetched, local):
+    found = ranks(bucket, RANKS, DIES)
+    assert [one.returncode for one in found] == [0, 9], found
+    assert "does its share" in found[0].stderr
+    assert files(fetched("m")) == files(local)
+
+
+def test_an_error_of_rank_0_reaches_the_others(server, bucket):
+    server.set(Fault("PUT", r"mp_rank_00_000", "403", 99))
+    found = ranks(bucket, RANKS, RANKS)
+    assert [one.returncode for one in found] == [7, 7], found
+    assert "rank 0: " in found[1].stderr and "refused access" in found[1].stderr
