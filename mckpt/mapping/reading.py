@@ -358,7 +358,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
     problems += _undeclared(found, root)
     if problems:
         # a block is read for tensors and for objects
-        raise MappingError.of(f"{path}: not a mapping:", list(dict.fromkeys(problems)))
+        raise MappingError.of(f"{path}: has mistakes:", list(dict.fromkeys(problems)))
     return found
 
 

@@ -21,7 +21,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,16 +130,20 @@ def _class_for(directory: str) -> Any:
     """Returns the class of transformers that builds the model. Raises MappingError without one."""
     import transformers
 
-    with suppress(ValueError):  # transformers does not know its model_type
+    why = "it has no language model for this config.json"
+    try:
         config = type(transformers.AutoConfig.from_pretrained(directory))
+    except ValueError as error:
+        why = str(error).partition("\n")[0]
+    else:
         # the model of the second class contains a text model
         for kind in (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText):
             if config in kind._model_mapping:
                 return kind
     raise MappingError(
-        f"{directory}: transformers {transformers.__version__} has no language model for this"
-        " config.json, and mckpt runs no Python that lies beside the weights. Compare the values of"
-        " all tensors with --level bytes"
+        f"{directory}: transformers {transformers.__version__} cannot build this model: {why}\n"
+        "mckpt does not run Python that lies beside the weights. Compare the values of all tensors"
+        " with --level bytes"
     )
 
 
