@@ -47,7 +47,11 @@ MUON: dict[str, Any] = {
     "distributed_optimizer": False,
     "args": {"muon_tp_mode": "duplicated"},
 }
-BY_LAYERS = MUON["args"] | {"use_layer_wise_distributed_optimizer": True}
+# with a master copy of each weight, which megatron-core requires here
+BY_LAYERS: dict[str, Any] = MUON | {
+    "dtype": "bfloat16",
+    "args": MUON["args"] | {"use_layer_wise_distributed_optimizer": True},
+}
 FORMS: dict[str, dict[str, Any]] = {
     "fully_reshardable": {},
     "dp_reshardable": {"optimizer_format": "dp_reshardable"},
@@ -62,10 +66,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp16_not_distributed": FP16 | {"distributed_optimizer": False},
     "muon": MUON,
     "muon_torch": MUON | {"format": "torch"},
-    "muon_by_layers": MUON | {"args": BY_LAYERS | {"use_layer_wise_param_layout": False}},
-    "muon_and_distributed": MUON | {"args": BY_LAYERS},
-    "muon_and_dp_reshardable": MUON
-    | {"args": BY_LAYERS, "optimizer_format": "dp_reshardable", "dtype": "bfloat16"},
+    "muon_by_layers": BY_LAYERS
+    | {"args": BY_LAYERS["args"] | {"use_layer_wise_param_layout": False}},
+    "muon_and_distributed": BY_LAYERS,
+    "muon_and_dp_reshardable": BY_LAYERS | {"optimizer_format": "dp_reshardable"},
 }
 MODELS = {
     "tied": DENSE | LLAMA3 | {"use_rope_scaling": False},
@@ -114,6 +118,7 @@ class Run(NamedTuple):
         return {k: v for k, v in FORMS[self.form].items() if k in kept}
 
 
+LATENT = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 RUNS = [
     *(
         Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, after)
@@ -138,7 +143,7 @@ RUNS = [
     Run("moe", "not_distributed", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
     Run("moe", "bf16", {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
     Run("tied", "bf16_not_distributed", {"pp": 2}, {"pp": 2}, "torch"),
-    Run("mla", "dp_reshardable", {"pp": 2, "ep": 2}, {"pp": 2, "ep": 2}),
+    Run("mla", "dp_reshardable", LATENT, LATENT),
     Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, via="zarr"),
     Run("tied", "not_distributed", {"pp": 2}, {"tp": 2}, via="zarr"),
     Run(

@@ -23,7 +23,6 @@ from mckpt.formats.base import Names, packed
 from mckpt.formats.megatron.optimizer import decays
 from mckpt.mapping import Bound
 
-NAME = "muon"  # of --optimizer
 SINCE = [0, 19]  # the megatron-core that was judged
 BY_LAYERS = "use_layer_wise_distributed_optimizer"  # an arg
 Groups = Sequence[Sequence[Mapping[str, Any]]]

@@ -100,7 +100,9 @@ class TorchDist:
 
     @cached_property
     def common(self) -> Common:
-        """Returns common.pt, else the object common_state; empty if there is neither."""
+        """Returns the content of common.pt, else that of the object common_state; empty if there is
+        neither.
+        """
         value, _, path = self._common
         return Common(value, path)
 
