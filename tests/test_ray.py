@@ -183,6 +183,22 @@ def test_many_iterations_and_a_job_run_on_the_cluster(
     assert nodes.moved(), "nothing was copied by the cluster"
 
 
+@pytest.mark.parametrize("form", ["hf", "torch", "torch_dist", "zarr"])
+def test_the_files_of_every_format_can_be_sent(form: str, source: Path, tmp_path: Path) -> None:
+    """What makes the fixed bytes of a file are functions, which Ray sends to the nodes."""
+    from mckpt import api
+
+    if form == "hf":
+        door.good("hf-to-megatron", source, tmp_path / "ckpt", "--tp", 2)
+        planned = api.plan(tmp_path / "ckpt", tmp_path / "out", format="hf")
+    else:
+        planned = api.plan(source, tmp_path / "out", format=form)
+    sent = ray.cloudpickle.loads(ray.cloudpickle.dumps(planned.outputs))
+    for ours, theirs in zip(planned.outputs, sent, strict=True):
+        crc_of = lambda at, nbytes: at ^ nbytes  # noqa: E731
+        assert list(ours.fixed(crc_of)) == list(theirs.fixed(crc_of)), ours.path
+
+
 def test_other_ways_to_share_the_work_are_refused(source: Path, tmp_path: Path) -> None:
     arguments = ("hf-to-megatron", source, tmp_path / "out", "--engine", "ray", "--workers", 2)
     door.refused(2, "--workers 2", "--engine ray", args=arguments)

@@ -58,7 +58,7 @@ class Journal:
     def __init__(self, folder: Path, work: Work, outputs: Sequence[TargetFile]) -> None:
         self.folder = folder
         crc = isal_zlib.crc32(
-            repr([generation(folder), *((o.path, o.size) for o in outputs)]).encode()
+            repr([(folder / GENERATION).read_text(), *((o.path, o.size) for o in outputs)]).encode()
         )
         for part in (work.copies, work.slabs):
             crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)

@@ -9,6 +9,7 @@ destination at the same paths.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
@@ -85,7 +86,12 @@ class RayCluster:
                         raise _error(*failed)
                     yield running.pop(ref)
                 tick()
-        except ray.exceptions.RayTaskError:
+        except ray.exceptions.RayTaskError as error:
+            if lacking := re.search(r"No module named '\S+'", str(error)):
+                raise MissingExtra(
+                    f"a node of the Ray cluster cannot run mckpt: {lacking[0]}; install mckpt"
+                    f" {__version__} there, in the Python of Ray"
+                ) from error
             raise  # a bug of mckpt
         except ray.exceptions.RayError as error:
             what = " ".join(str(error).split())
