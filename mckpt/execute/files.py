@@ -55,6 +55,17 @@ def read_at(fd: int, view: memoryview, at: int, path: str) -> None:
         got += n
 
 
+def read_or_fetch(fd: int, view: memoryview, at: int, path: str) -> memoryview:
+    """Returns the bytes with which `read_at` would fill `view`: in `view`, or for a file in a store
+    in the memory where its library has put them.
+    """
+    data = descriptors.fetch(fd, len(view), at)
+    if data is not None and len(data) == len(view):
+        return data
+    read_at(fd, view, at, path)
+    return view
+
+
 def write_at(fd: int, view: memoryview, at: int, path: str) -> None:
     """Writes all of `view` at offset `at`; raises StorageError if that fails."""
     put = 0

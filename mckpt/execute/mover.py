@@ -15,7 +15,7 @@ from isal import isal_zlib
 from mckpt.errors import UsageError
 from mckpt.execute.checksums import UNKNOWN, Range, merged
 from mckpt.execute.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip
-from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, write_at
+from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, read_or_fetch, write_at
 from mckpt.execute.quantising import Cell, NotFinite, cells, fill, quantise
 from mckpt.execute.units import is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Cast
@@ -130,7 +130,8 @@ class _SlabCopy:
             for at in range(moved, length, size):
                 self.check()
                 view = self.memory[: min(size, length - at)]
-                self._read(c.src_file, view, src + at)
+                fd, path = self.src[c.src_file], self.mover.sources.paths[c.src_file]
+                view = read_or_fetch(fd, view, src + at, path)
                 crc = self._crc(view, crc)
                 self._write(c.dst_file, view, dst + at)
             self.written.append((c.dst_file, dst, length, crc))

@@ -49,21 +49,25 @@ def pread(fd: int, nbytes: int, at: int) -> bytes:
     return os.pread(fd, nbytes, at)
 
 
+def fetch(fd: int, nbytes: int, at: int) -> memoryview | None:
+    """Returns bytes of a file in a store, without a copy, if the read is a long one; else None. The
+    result is shorter at the end of the file.
+    """
+    found = _remote.get(fd)
+    if found is None or nbytes < LONG:
+        return None
+    return memoryview(found.read(at, nbytes))
+
+
 def preadv(fd: int, views: Sequence[memoryview], at: int) -> int:
     """Reads as os.preadv does. A long read goes from the store into memory."""
-    found = _remote.get(fd)
-    if found is None:
-        return os.preadv(fd, views, at)
-    wanted = sum(map(len, views))
-    if wanted < LONG or len(views) > 1:
+    if (found := _remote.get(fd)) is not None:
+        wanted = min(sum(map(len, views)), max(0, found.object.size - at))
+        if len(views) == 1 and (data := fetch(fd, wanted, at)) is not None:
+            views[0][: len(data)] = data
+            return len(data)
         found.need(at, wanted)
-        return os.preadv(fd, views, at)
-    wanted = min(wanted, found.object.size - at)
-    if wanted <= 0:
-        return 0
-    data = memoryview(found.read(at, wanted))
-    views[0][: len(data)] = data
-    return len(data)
+    return os.preadv(fd, views, at)
 
 
 def blocks(path: str | Path, size: int = BLOCK) -> Iterator[bytes]:
