@@ -143,7 +143,7 @@ RUNS = [
     Run("moe", "not_distributed", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
     Run("moe", "bf16", {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
     Run("tied", "bf16_not_distributed", {"pp": 2}, {"pp": 2}, "torch"),
-    Run("mla", "dp_reshardable", LATENT, LATENT),
+    Run("mla", "distrib_optim", LATENT, LATENT),
     Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, via="zarr"),
     Run("tied", "not_distributed", {"pp": 2}, {"tp": 2}, via="zarr"),
     Run(

@@ -24,7 +24,7 @@ from mckpt.formats.megatron import megatron_args
 from tests.door import good
 from tests.judged_models import DENSE, MOE, QWEN3
 from tests.judging import explain, judge
-from tests.test_optimizer import JOB
+from tests.test_optimizer import FP16, JOB
 from tests.test_stock import flat
 
 pytestmark = [
@@ -42,6 +42,7 @@ TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("dense", {"dtype": "bfloat16"}),
     "moe": ("moe", {"dtype": "bfloat16"}),
     "plain": ("moe", PLAIN),
+    "half": ("dense", FP16),
 }
 
 
@@ -68,6 +69,8 @@ RUNS = [
     Run("moe-torch-ep2", "torch_dist", {"ep": 1, "pp": 2}, DISTRIBUTED),
     Run("plain", "torch", {"ep": 2}, []),
     Run("plain", "torch_dist", {"pp": 2}, []),
+    Run("half", "torch_dist", {"tp": 2}, DISTRIBUTED),
+    Run("half", "torch", {"tp": 2}, [*DISTRIBUTED, "--accumulate-allreduce-grads-in-fp32"]),
 ]
 
 
@@ -126,6 +129,9 @@ def test_the_stock_trainer_loads_all_of_it(
     states = [name for name in ours.with_optimizer() if "@" in name]
     difference = mckpt.diff(ours, theirs)
     assert not difference and difference.same == len(ours) + len(states)
+    assert theirs.optimizer.scalers == ours.optimizer.scalers
+    scaler = {"scale": 4096.0, "growth_tracker": 2, "hysteresis_tracker": 1}
+    assert ours.optimizer.scalers == [scaler] * (run.source == "half")
     for mine, other in zip(ours.optimizer.groups, theirs.optimizer.groups, strict=True):
         # that of experts loads no group without decay, which would be empty
         for one, two in zip(mine, other, strict=False):
