@@ -18,8 +18,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mckpt import errors
 from mckpt.errors import SourceError, StorageError
-from mckpt.execute import files, units
+from mckpt.execute import files, ray_tasks, units
 from mckpt.execute.engine import execute
 from mckpt.geometry.join import COPY, Cast
 from mckpt.storage.files import TargetFile
@@ -462,3 +463,61 @@ def test_memory_does_not_grow_with_the_data(tmp_path):
             file.truncate(nbytes)
         process = child(folder, nbytes, budget=16 << 20)
         assert 1 << 20 < int(process.communicate()[0]) < (16 << 20) * 1.1, nbytes
+
+
+# A cluster does the steps
+
+
+class Nodes:
+    """A cluster without Ray: each range is done in this process, by what Ray runs on a node."""
+
+    cores = 2
+
+    def __init__(self, mark=None, version=None):
+        self.mark, self.version, self.done = mark, version, []
+
+    def do(self, job, step, count, tick):
+        mark = self.mark or (job.journal / "generation").read_text()
+        version = self.version or ray_tasks.__version__
+        for item in reversed(range(count)):
+            items = range(item, item + 1)
+            if failed := ray_tasks._do(job, step, items, version, mark):
+                raise ray_tasks._error(*failed)
+            self.done.append((step, item))
+            yield items
+            tick()
+
+
+def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
+    """The ranges come in another order, and the progress ends at all bytes and files."""
+    monkeypatch.setattr(units, "UNIT", 16 << 10)
+    monkeypatch.setattr(units, "SLAB", 4 << 10)
+    plan, sources, targets = columns(2, 4, 128, 512)
+    nodes, seen = Nodes(), []
+    check(
+        tmp_path,
+        plan,
+        SAME,
+        [random_bytes(n) for n in sources],
+        targets,
+        cluster=nodes,
+        progress=lambda *p: seen.append(p),
+    )
+    assert [item for step, item in nodes.done if step == "copy"] == list(range(8))[::-1]
+    assert [item for step, item in nodes.done if step == "end"] == [3, 2, 1, 0]
+    assert seen[-1] == (128 * 1024, 128 * 1024, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"mark": "other"}, "is not there, or is another directory"),
+        ({"version": "0.0"}, "the command is that of 0.0"),
+    ],
+)
+def test_a_node_that_cannot_take_part_says_why(tmp_path, monkeypatch, how, words):
+    monkeypatch.setattr(ray_tasks, "DEAD_S", 0.0)
+    plan, sources, targets = columns(1, 1, 8, 8)
+    data = [random_bytes(n) for n in sources]
+    with pytest.raises(errors.UsageError, match=rf"{words}[^\n]*\non the Ray node "):
+        run(tmp_path, plan, SAME, data, targets, cluster=Nodes(**how))

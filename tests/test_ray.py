@@ -45,7 +45,7 @@ if "RAY_RAYLET_PID" in os.environ:
 
 
 class Nodes:
-    """A Ray cluster of processes on this machine."""
+    """A Ray cluster of processes on this machine, which Ray gives half a minute each to start."""
 
     def __init__(self, place: Path, nodes: int) -> None:
         from ray.cluster_utils import Cluster
@@ -55,9 +55,7 @@ class Nodes:
         self.place, self.log = place, place / "log"
         path = os.pathsep.join([str(place), str(door.ROOT)])
         self.environ = {**os.environ, "PYTHONPATH": path}
-        # others may use the cores
-        patience = {"RAY_raylet_start_wait_time_s": "300"}
-        with mock.patch.dict(os.environ, self.environ | patience):
+        with mock.patch.dict(os.environ, self.environ):
             self.cluster = Cluster()
             # the head has no CPU, as with KubeRay, so that no task runs beside the driver
             for cpus in (0, *[1] * nodes):

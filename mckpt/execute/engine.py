@@ -380,10 +380,11 @@ class _Run:
         self.targets = OpenFiles(self.targets.paths, os.O_RDWR)
 
     def finish(self, file: int, memory: memoryview, check: Callable[[], None]) -> None:
-        """Writes the fixed bytes of one file, syncs it, and journals its checksum."""
+        """Ends one file, and journals its checksum."""
         self.journal.write_sum(file, self._finish(file, memory, check))
 
     def _finish(self, file: int, memory: memoryview, check: Callable[[], None]) -> str:
+        """Writes the fixed bytes of one file, syncs it, and returns its checksum."""
         output, checksum = self.job.outputs[file], self.job.checksum
         ranges = self.ranges(file)
         with self.targets.held([file]) as fds:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -20,7 +21,7 @@ from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
 from mckpt.execute.engine import Job, Step, Tick
 from mckpt.execute.journal import generation
 from mckpt.execute.mover import Overflow
-from mckpt.execute.ranks import Ranks
+from mckpt.execute.ranks import DEAD_S, Ranks, patience
 from mckpt.execute.threads import TICK
 
 # Tasks of a step for each process that the cluster has room for: nodes differ in speed, and the
@@ -113,18 +114,19 @@ def _connect() -> None:
 
     where = os.environ.get("RAY_ADDRESS", "")
     host, _, port = where.removeprefix("ray://").rpartition(":")
+    host = host.strip("[]")  # of an IPv6 address
     before = signal.getsignal(signal.SIGTERM)
     try:
         if host and port.isdecimal():
             socket.create_connection((host, int(port)), ANSWER_S).close()
         # stdout and stderr are those of the command
         ray.init(logging_level=logging.ERROR, log_to_driver=False, include_dashboard=False)
-    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         what = f"RAY_ADDRESS={where}: cannot connect to this" if where else "cannot start a local"
         raise StorageError(f"{what} Ray cluster: {error}") from error
     finally:
         # Ray ends the process on SIGTERM in its own way
-        with suppress(ValueError):  # not the main thread
+        with suppress(ValueError, TypeError):  # not the main thread, or no handler of Python
             signal.signal(signal.SIGTERM, before)
 
 
@@ -136,14 +138,10 @@ def _do(job: Job, step: Step, items: range, version: str, mark: str) -> tuple[An
     try:
         if version != __version__:
             raise UsageError(
-                f"{where}: mckpt is {__version__}, and the command is that of {version}; install"
-                " one version on all nodes"
+                f"mckpt is {__version__}, and the command is that of {version}; install one version"
+                " on all nodes"
             )
-        if generation(job.journal) != mark:
-            raise UsageError(
-                f"{where}: {job.staging.parent} is not there, or is another directory than where"
-                " the command runs; mount source and destination at the same paths on all nodes"
-            )
+        _find(job, mark)
         job.do(step, items, lambda: None)
     except Overflow as error:
         return "Overflow", error.tensor, error.where
@@ -153,6 +151,23 @@ def _do(job: Job, step: Step, items: range, version: str, mark: str) -> tuple[An
         what = f"{error.filename or 'input/output'}: {error.strerror or error}"
         return StorageError.__name__, f"{what}\n{where}"
     return None
+
+
+def _find(job: Job, mark: str) -> None:
+    """Waits until this node sees the staging directory whose journal has this generation.
+
+    A network filesystem may need a while to show it. Raises UsageError after DEAD_S.
+    """
+    started = time.monotonic()
+    for _ in patience():
+        if generation(job.journal) == mark:
+            return
+        if time.monotonic() - started > DEAD_S:
+            break
+    raise UsageError(
+        f"{job.staging.parent} is not there, or is another directory than where the command runs;"
+        " mount source and destination at the same paths on all nodes"
+    )
 
 
 def _error(name: str, *arguments: Any) -> MckptError:
