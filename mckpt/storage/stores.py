@@ -335,7 +335,8 @@ def _said(place: object, call: Callable[[], T]) -> T:
 def _kind(error: Exception) -> str:
     """Returns which kind of failure this is: absent, refused, changed, or ""."""
     name = type(error).__name__
-    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
+    missing = "404 Not Found" in str(error)  # the bucket
+    if missing or isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return "absent"
     if isinstance(error, PermissionError) or name in (
         "PermissionDeniedError",
