@@ -311,6 +311,7 @@ def test_a_fault_that_passes_is_survived(cli, server, fetched, local, monkeypatc
         (Fault("GET", r"model.safetensors", "403", 99), ("refused access", "credentials")),
         (Fault("PUT", r"mp_rank_01", "403", 99), ("refused access", "credentials")),
         (Fault("PUT", r"mp_rank_01", "500", 99), ("no answer", "goes on where it stopped")),
+        (Fault("PUT", r"mckpt.json|metadata.json", "503", 99), ("no answer",)),
         (Fault("PUT", r"mp_rank_01", "503", 99), ("no answer", "goes on where it stopped")),
         (Fault("GET", r"model.safetensors", "cut", 99), ("model.safetensors",)),
         (Fault("PUT", r"mckpt.json", "500", 99), ("mckpt.json",)),

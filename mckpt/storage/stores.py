@@ -25,8 +25,12 @@ T = TypeVar("T")
 _URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 # Without credentials, the libraries ask the machine's cloud for them, at these addresses.
-_UNKNOWN = re.compile(r"(?i)credential|169\.254|latest/api/token|metadata")
-PART = 8 << 20  # bytes of one part of an upload; S3 takes no more than 10,000 parts of a file
+_UNKNOWN = re.compile(
+    r"(?i)credential|169\.254|latest/api/token|metadata\.google|metadata/identity"
+)
+PART = (
+    5 << 20
+)  # bytes of one part of an upload: the smallest that S3 takes; in at most 10,000 parts
 PARTS = 8000
 UPLOADS = 4  # parts of one file that are sent at the same time
 WAITS = (1.0, 4.0)  # seconds before each further try; the libraries repeat a request themselves too
