@@ -311,6 +311,7 @@ def test_a_fault_that_passes_is_survived(cli, server, fetched, local, monkeypatc
         (Fault("GET", r"model.safetensors", "403", 99), ("refused access", "credentials")),
         (Fault("PUT", r"mp_rank_01", "403", 99), ("refused access", "credentials")),
         (Fault("PUT", r"mp_rank_01", "500", 99), ("no answer", "goes on where it stopped")),
+        (Fault("PUT", r"mckpt.json|metadata.json", "503", 99), ("no answer",)),
         (Fault("PUT", r"mp_rank_01", "503", 99), ("no answer", "goes on where it stopped")),
         (Fault("GET", r"model.safetensors", "cut", 99), ("model.safetensors",)),
         (Fault("PUT", r"mckpt.json", "500", 99), ("mckpt.json",)),
@@ -410,9 +411,11 @@ def test_a_url_with_a_secret_is_refused_and_not_shown(cli):
         assert "abc" not in said and "credentials" in said
 
 
-def test_names_that_are_not_there(cli, bucket):
+def test_names_that_are_not_there(cli, server, bucket):
     said = cli("inspect", "s3:nothing", code=3).err
     assert f"s3://{bucket}/nothing: there are no objects below this name" in said
+    server.set(Fault("GET", "list-type", "404", 99))
+    assert f"s3://{bucket}/hf: is not there" in cli("inspect", "s3:hf", code=3).err
     with pytest.raises(UsageError, match="names no bucket"):
         package.open("s3://")
 

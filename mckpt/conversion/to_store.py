@@ -3,8 +3,8 @@
 The files of the checkpoint are made on the local disk, some at a time (GROUP), and sent while the
 next ones are made. So the local disk needs room for two groups, and memory does not grow.
 
-    DST/.mckpt-<plan>/intent.json    the names that this run writes; with many ranks it changes
-                                     while rank 0 lives
+    DST/.mckpt-<plan>/intent.json    the names that this run writes
+    DST/.mckpt-<plan>/beat.json      with many ranks: changes while rank 0 lives
     DST/.mckpt-<plan>/sent/<n>       file n is in its place: its bytes and its checksum
     DST/release/...                  the files of the checkpoint
     DST/release/mckpt.json           the manifest, when all other files are there
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
 
 GROUP = 1 << 30  # bytes of files that are made before they are sent
 FILES = 2  # files that are sent at the same time, each in several parts
-BEAT_S = 5.0  # seconds between two changes of rank 0's intent
+BEAT_S = 5.0  # seconds between two changes of rank 0's beat
 QUIET_S = 90.0  # seconds without any change after which a rank counts as dead
 START_S = 600.0  # seconds that ranks wait for rank 0 to begin
-SENT = "sent"
+SENT, BEAT = "sent", "beat.json"
 
 
 class _Sent(msgspec.Struct):
@@ -118,7 +118,8 @@ class _Job:
         self.groups = _groups(plan, self.last)
         self.id = uuid.uuid4().hex
         self.bytes_done = 0
-        self.over = threading.Event()
+        self.beat, self.over = 0, threading.Event()
+        self.beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self.temporary = stand_in.temporary()
 
     # ---- objects
@@ -164,38 +165,39 @@ class _Job:
         files = [*(self._file(n) for n in self._all()), destination.path / MANIFEST]
         names = [os.path.relpath(file, destination.root) for file in files]
         intent = {"unit": destination.unit, "files": names}
-        beat = 0
-
-        def put(**more: Any) -> None:
-            nonlocal beat
-            beat += 1
-            said = {**intent, "id": self.id, "beat": beat, **more}
-            self._put(self.folder / INTENT, json.dumps(said).encode())
-
-        def beats() -> None:
-            while not self.over.wait(BEAT_S):
-                with suppress(StorageError):
-                    put()
-
         known = self._runs()
-        put()
+        self._put(self.folder / INTENT, json.dumps(intent).encode())
         if others := self._runs() - known - {self.folder.name}:
             self.place.remove([self._name(self.folder / INTENT)])
             raise DestinationError(
                 f"{destination.path}: another mckpt is writing here ({others.pop()})"
             )
-        if self.ranks.size > 1:
-            threading.Thread(target=beats, name="intent", daemon=True).start()
+        self.beats.start()
         try:
             yield
         except BaseException as error:
-            self.over.set()
+            self._end_beats()
             if self.ranks.size > 1:
                 with suppress(StorageError):
-                    put(error=[type(error).__name__, str(error)])
+                    self._put_beat(error=[type(error).__name__, str(error)])
             raise
-        finally:
-            self.over.set()
+
+    def _beat(self) -> None:
+        """Tells the other ranks that this one lives."""
+        while self.ranks.size > 1:
+            with suppress(StorageError):
+                self._put_beat()
+            if self.over.wait(BEAT_S):
+                return
+
+    def _put_beat(self, **more: Any) -> None:
+        self.beat += 1
+        said = {"id": self.id, "beat": self.beat, **more}
+        self._put(self.folder / BEAT, json.dumps(said).encode())
+
+    def _end_beats(self) -> None:
+        self.over.set()
+        self.beats.join()
 
     def _all(self) -> range:
         return range(len(self.plan.outputs))
@@ -205,8 +207,9 @@ class _Job:
         self.place.list()
         found = set()
         for folder in self.destination.root.glob(f"{STAGING}*"):
-            with suppress(TypeError, KeyError, ValueError):
-                if json.loads(self._get(folder / INTENT) or b"")["unit"] == self.destination.unit:
+            stand_in.whole(folder / INTENT)
+            with suppress(OSError, TypeError, KeyError, ValueError):
+                if json.loads((folder / INTENT).read_bytes())["unit"] == self.destination.unit:
                     found.add(folder.name)
         return found
 
@@ -224,7 +227,7 @@ class _Job:
             if name not in done and not name.startswith(own)
         ]
         last = self.destination.format.last
-        first = [name for name in old if name.endswith(("/mckpt.json", f"/{last}"))]
+        first = [name for name in old if name.rpartition("/")[2] in (MANIFEST, last)]
         self.place.remove(first)
         self.place.remove([name for name in old if name in self.place.objects])
 
@@ -272,7 +275,7 @@ class _Job:
             self._put(self._file(self.last), self.kept)
         if destination.unit is not None and destination.tracker.moves_to(destination.unit):
             destination.tracker.move_to(destination.unit)
-        self.over.set()
+        self._end_beats()
         self.place.list()
         self.place.remove(self.place.below(self.folder))
         self.place.list()
@@ -284,10 +287,12 @@ class _Job:
         """Makes and sends the files of these groups that are not in the journal, and adds them."""
         todo = [left for g in groups if (left := [n for n in g if n not in done])]
         self.bytes_done += sum(self.plan.outputs[n].size for g in groups for n in g if n in done)
-        lock, sending = threading.Lock(), Future[None]()
+        lock, stop, sending = threading.Lock(), threading.Event(), Future[None]()
         sending.set_result(None)
 
         def send(number: int, folder: Path, checksum: str) -> None:
+            if stop.is_set():
+                return
             file = self.plan.outputs[number]
             made = folder / file.path
             entry = _Sent(file.path, file.size, checksum)
@@ -311,12 +316,16 @@ class _Job:
                 finally:
                     made.__exit__(None, None, None)
 
-            for group in todo:
-                made = self._made(group)
-                folder, sums = made.__enter__()
+            try:
+                for group in todo:
+                    made = self._made(group)
+                    folder, sums = made.__enter__()
+                    sending.result()
+                    sending = groups_of.submit(send_group, made, group, folder, sums)
                 sending.result()
-                sending = groups_of.submit(send_group, made, group, folder, sums)
-            sending.result()
+            except BaseException:
+                stop.set()
+                raise
 
     def _report(self, files: int) -> None:
         if self.how.progress and not self.ranks.rank:
@@ -344,10 +353,11 @@ class _Job:
             return found
         share = self.ranks.share(len(self.groups))
         self._send([self.groups[i] for i in share], self.sent())
-        beat, quiet = None, time.monotonic()
-        while (intent := self._intent()) is not None:
-            if intent["beat"] != beat:
-                beat, quiet = intent["beat"], time.monotonic()
+        before, quiet = None, time.monotonic()
+        while (said := self._said()) is not None:
+            self._raise_error_of(said)
+            if said != before:
+                before, quiet = said, time.monotonic()
             if time.monotonic() - quiet > QUIET_S:
                 raise StorageError(
                     f"{self.folder}: rank 0 has not been heard of for {QUIET_S:.0f} s; start the"
@@ -364,12 +374,15 @@ class _Job:
         """Waits until rank 0 lives. Returns the manifest if the checkpoint is there already."""
         started, first = time.monotonic(), None
         while True:
-            intent = self._intent()
+            said = self._said()
             waited = time.monotonic() - started
-            if intent is not None:
-                first = first or intent
-                if (intent["id"], intent["beat"]) != (first["id"], first["beat"]):
+            if said is not None:
+                first = first or said
+                if said != first:
+                    self._raise_error_of(said)
                     return None
+                if waited > QUIET_S:  # by now it is not that of an earlier run
+                    self._raise_error_of(said)
             elif (manifest := self._published()) is not None and (
                 not self.destination.overwrite or waited > QUIET_S
             ):
@@ -381,18 +394,17 @@ class _Job:
                 )
             time.sleep(1.0)
 
-    def _intent(self) -> dict[str, Any] | None:
-        """Returns what rank 0 says; raises the error that it met."""
-        data = self._get(self.folder / INTENT)
-        if data is None:
-            return None
-        found: dict[str, Any] = json.loads(data)
-        if "error" in found:
-            name, text = found["error"]
+    def _said(self) -> dict[str, Any] | None:
+        """Returns the last beat of rank 0, None if there is none."""
+        data = self._get(self.folder / BEAT)
+        return json.loads(data) if data else None
+
+    def _raise_error_of(self, said: dict[str, Any]) -> None:
+        if "error" in said:
+            name, text = said["error"]
             kind = getattr(errors, name, StorageError)
             known = isinstance(kind, type) and issubclass(kind, errors.MckptError)
             raise (kind if known else StorageError)(f"rank 0: {text}")
-        return found
 
     def _published(self) -> dict[str, Any] | None:
         self.place.list()

@@ -25,8 +25,12 @@ T = TypeVar("T")
 _URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 # Without credentials, the libraries ask the machine's cloud for them, at these addresses.
-_UNKNOWN = re.compile(r"(?i)credential|169\.254|latest/api/token|metadata")
-PART = 8 << 20  # bytes of one part of an upload; S3 takes no more than 10,000 parts of a file
+_UNKNOWN = re.compile(
+    r"(?i)credential|169\.254|latest/api/token|metadata\.google|metadata/identity"
+)
+PART = (
+    5 << 20
+)  # bytes of one part of an upload: the smallest that S3 takes; in at most 10,000 parts
 PARTS = 8000
 UPLOADS = 4  # parts of one file that are sent at the same time
 WAITS = (1.0, 4.0)  # seconds before each further try; the libraries repeat a request themselves too
@@ -335,7 +339,8 @@ def _said(place: object, call: Callable[[], T]) -> T:
 def _kind(error: Exception) -> str:
     """Returns which kind of failure this is: absent, refused, changed, or ""."""
     name = type(error).__name__
-    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
+    missing = "404 Not Found" in str(error)  # the bucket
+    if missing or isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return "absent"
     if isinstance(error, PermissionError) or name in (
         "PermissionDeniedError",
