@@ -219,12 +219,18 @@ def test_inspect_and_plan_read_only_headers(hub, cli, sharded, tmp_path, monkeyp
 
 
 def test_a_streamed_model_is_not_stored_here(hub, cli, sharded, tmp_path, monkeypatch):
-    hub.add(MODEL, sharded)
+    oid = hub.add(MODEL, sharded)
+    files = [path.name for path in sharded.glob("*.safetensors")]
     monkeypatch.setattr(descriptors, "LONG", 1)  # as if the tensors were large
     hub.faults += [Fault("GET /cdn"), Fault("GET /cdn", 503, 1, {"Retry-After": "0"})]
+    # the address to which the Hub redirects is no longer valid
+    gone = {f"{hub.url}/{MODEL}/resolve/{oid}/{file}": f"{hub.cdn}/cdn/{oid}" for file in files}
+    monkeypatch.setattr(names, "_redirected", gone)
     options = ("--tp", "2", "--format", "torch")
     cli("hf-to-megatron", MODEL, "out", "--stream", *options)
-    assert not any(fault.times for fault in hub.faults)
+    assert not any(fault.times for fault in hub.faults) and not hub.leaks
+    # once for each file, and twice more for the faults
+    assert sum("-of-" in request for request in hub.asked) <= len(files) + 2
     assert not list((tmp_path / "hf-home").rglob("*.safetensors"))
     good("hf-to-megatron", sharded, "here", *options)
     streamed, here = tree(tmp_path / "out"), tree(tmp_path / "here")

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
+from urllib.parse import urlsplit
 
 from mckpt import __version__
 from mckpt.errors import MckptError, MissingExtra, SourceError, StorageError, UsageError
@@ -28,8 +29,13 @@ MAIN = "main"  # the branch of a name without a revision
 WAITS = (1, 2, 4)  # seconds before each further try, if the server does not ask for others
 LONGEST_WAIT = 300  # seconds
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which another try may succeed
+EXPIRED = (400, 401, 403, 404, 410)  # status codes of an address that is no longer valid
 # A URL's query may carry a signature that grants access.
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
+
+
+# URL of a file -> the address to which the Hub has redirected: signed, and valid for about an hour
+_redirected: dict[str, str] = {}
 
 
 class Name(NamedTuple):
@@ -107,8 +113,11 @@ def sizes(name: Name) -> dict[str, int]:
 def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
     """Returns `nbytes` bytes of a file on the Hub from the offset `start`, without the cache.
 
-    The result is shorter at the end of the file. Raises as `fetch`, and StorageError if the server
-    does not answer with the range.
+    The result is shorter at the end of the file. The Hub, which limits the rate of requests, is
+    asked once for each file: it redirects to another server, which is then asked for the other
+    ranges.
+
+    Raises as `fetch`, and StorageError if the server does not answer with the range.
     """
     hub = _library(f"reading {name} from the Hugging Face Hub", name)
     from huggingface_hub import utils
@@ -116,14 +125,24 @@ def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
     url = hub.hf_hub_url(name.repo, file, revision=name.revision)
 
     def read() -> bytes:
-        headers = utils.build_hf_headers(library_name="mckpt", library_version=__version__)
+        known = _redirected.get(url)
+        headers = utils.build_hf_headers(
+            token=False if known else None,  # the token is for the Hub alone
+            library_name="mckpt",
+            library_version=__version__,
+        )
         headers["Range"] = f"bytes={start}-{start + nbytes - 1}"
         headers["Accept-Encoding"] = "identity"
         out = bytearray()
         with utils.http_stream_backoff(
-            "GET", url, headers=headers, follow_redirects=True
+            "GET", known or url, headers=headers, follow_redirects=True
         ) as response:
+            if known and response.status_code in EXPIRED:
+                _redirected.pop(url, None)
+                return read()
             utils.hf_raise_for_status(response)
+            if urlsplit(str(response.url)).netloc != urlsplit(url).netloc:
+                _redirected[url] = str(response.url)
             if response.status_code != 206 and start:
                 raise StorageError(
                     f"{name}: {file}: the server answers a request for a part of the file with HTTP"
