@@ -524,3 +524,10 @@ def test_an_error_of_rank_0_reaches_the_others(server, bucket):
     found = ranks(bucket, RANKS, RANKS)
     assert [one.returncode for one in found] == [7, 7], found
     assert "rank 0: " in found[1].stderr and "refused access" in found[1].stderr
+
+
+def test_what_is_in_the_way_of_rank_0_ends_the_others(bucket, cli):
+    cli("hf-to-megatron", "s3:hf", "s3:m", "--iteration", 7)
+    found = ranks(bucket, RANKS, RANKS)
+    assert [one.returncode for one in found] == [6, 6], found
+    assert all("already contains" in one.stderr for one in found)

@@ -38,7 +38,7 @@ import numpy as np
 from mckpt import errors
 from mckpt.conversion.run import How, dropped, key_of, move, stamps, state_of
 from mckpt.errors import DestinationError, SourceError, StorageError
-from mckpt.execute.ranks import Ranks
+from mckpt.execute.ranks import LOOK_S, Ranks, refusal
 from mckpt.geometry.join import UNSCALED
 from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
@@ -372,10 +372,15 @@ class _Job:
 
     def _await_start(self) -> dict[str, Any] | None:
         """Waits until rank 0 lives. Returns the manifest if the checkpoint is there already."""
-        started, first = time.monotonic(), None
+        started, first, next_look = time.monotonic(), None, LOOK_S
+        refused: errors.MckptError | None = None
         while True:
             said = self._said()
             waited = time.monotonic() - started
+            if waited > next_look:
+                before, refused, next_look = refused, refusal(self._refuse), waited + LOOK_S
+                if before and refused:
+                    raise refused
             if said is not None:
                 first = first or said
                 if said != first:
@@ -393,6 +398,11 @@ class _Job:
                     f" {self.ranks.rank} gives up"
                 )
             time.sleep(1.0)
+
+    def _refuse(self) -> None:
+        """Raises the error with which rank 0 is refused before it has said anything."""
+        self.place.list()
+        self.destination.refuse_occupied(self.folder)
 
     def _said(self) -> dict[str, Any] | None:
         """Returns the last beat of rank 0, None if there is none."""

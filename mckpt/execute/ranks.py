@@ -232,7 +232,7 @@ class Session:
             if not self.folder.exists() and finished(waited > DEAD_S):
                 raise Gone(f"{self.staging}: no longer exists")
             if waited > next_look:
-                before, refused, next_look = refused, _refusal(refuse), waited + LOOK_S
+                before, refused, next_look = refused, refusal(refuse), waited + LOOK_S
                 if before and refused:
                     raise refused
             if waited > START_S:
@@ -379,7 +379,7 @@ class Session:
                 raise Gone(f"{self.staging}: no longer exists") from None
 
 
-def _refusal(refuse: Callable[[], None]) -> errors.MckptError | None:
+def refusal(refuse: Callable[[], None]) -> errors.MckptError | None:
     """Returns the error that `refuse` raises, None if it raises none."""
     try:
         refuse()
