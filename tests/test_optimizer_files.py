@@ -206,20 +206,22 @@ def test_groups_that_differ_in_more_than_decay_are_refused() -> None:
         group_of(weight, [*both, {"wd_mult": 1.0, "lr_mult": 2.0}], {})
 
 
+def change_args(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
+    """Adds args to those of every checkpoint that is read."""
+    plain = Common.__init__
+
+    def init(self: Common, fields: dict[str, Any], where: str) -> None:
+        plain(self, fields, where)
+        self.args = (self.args or {}) | more
+
+    monkeypatch.setattr(Common, "__init__", init)
+
+
 def test_optimizers_of_other_kinds_are_refused(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     args = ("reshard", saved, tmp_path / "out", "--target-tp", 1)
-    plain = Common.__init__
-
-    def said(more: dict[str, Any]) -> None:
-        def init(self: Common, fields: dict[str, Any], where: str) -> None:
-            plain(self, fields, where)
-            self.args = (self.args or {}) | more
-
-        monkeypatch.setattr(Common, "__init__", init)
-
-    said({"optimizer": "soap"})
+    change_args(monkeypatch, {"optimizer": "soap"})
     refused(2, "the optimizer soap;", "adam, sgd and muon", "--no-optimizer", args=args)
     good(*args, "--no-optimizer")
     good("reshard", tmp_path / "out", tmp_path / "torch", "--target-format", "torch")
@@ -232,13 +234,20 @@ def test_optimizers_of_other_kinds_are_refused(
 def test_low_bits_of_master_copies_are_refused(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    precise = {"use_precision_aware_optimizer": True}
     source = Checkpoint(saved).with_optimizer()
     assert source.args is not None
-    source.args["use_precision_aware_optimizer"] = True
+    source.args.update(precise)
     prove(source)
-    monkeypatch.setattr(masters, "apart", lambda source, name, half: f"{name}: 1 element differs")
+    good("repair", saved)
+    apart = "{}: 1 element differs".format
+    monkeypatch.setattr(masters, "apart", lambda source, name, half: apart(name))
     with pytest.raises(SourceError, match="--use-precision-aware-optimizer"):
         prove(source)
+    portable = saved.with_name(f"{saved.name}-portable")
+    assert "is portable already" in good("repair", portable).out
+    change_args(monkeypatch, precise)
+    refused(3, "low 16 bits", "--no-optimizer", args=("repair", portable))
     buffers = flat_optimizer.buffers
 
     def short(*given: Any) -> flat_optimizer.Extents:

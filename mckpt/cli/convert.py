@@ -160,6 +160,8 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
     weight's name. Without DST it writes to SRC-portable. A checkpoint that already loads at any
     sizes is left as it is.
     """
+    from mckpt.conversion.optimizer import prove
+
     source = open_source(src, options)
     if not source.is_megatron:
         raise UsageError(
@@ -168,6 +170,10 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
     portable = formats.get(formats.MEGATRON)
     found = source.optimizer
     if source.format == portable.name and (found is None or found.portable):
+        if found and (source.args or {}).get("use_precision_aware_optimizer"):
+            # Transformer Engine may have kept only the low bits of the master copies, which
+            # Megatron does not load from this form
+            prove(source.with_optimizer())
         state = f"its optimizer state ({found.form})" if found else "it has no optimizer state, and"
         text = f"{source.opened.root}: is portable already: {state} loads at any sizes"
         return Outcome("portable already", str(source.opened.root), text)

@@ -29,6 +29,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -340,7 +341,9 @@ class _Job:
             outputs, copies, grids = _part(self.plan, group)
             # so that `..` in the path of a carried file stays inside
             data = temporary / "made" / "data"
-            sums = move(self.plan, temporary / "made", outputs, copies, grids, self.how)
+            # the parts that are sent meanwhile take the rest
+            how = replace(self.how, max_memory=self.how.max_memory * 2 // 3)
+            sums = move(self.plan, temporary / "made", outputs, copies, grids, how)
             yield data, sums
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
