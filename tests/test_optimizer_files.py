@@ -22,7 +22,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.optimizer import prove
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
-from mckpt.formats.megatron import flat_optimizer
+from mckpt.formats.megatron import flat_optimizer, torch_optimizer
 from mckpt.formats.megatron import optimizer_links as links
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.flat_optimizer import places
@@ -33,6 +33,7 @@ from mckpt.geometry.box import range_boxes
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.registration import Registration
 from mckpt.trainer.optimizer_order import same_order
+from mckpt.values.dtypes import numpy_dtype
 from tests.door import good, refused
 from tests.judged_models import MOE, QWEN3
 from tests.tiny import FIXTURES
@@ -237,17 +238,20 @@ def test_low_bits_of_master_copies_are_refused(
     precise = {"use_precision_aware_optimizer": True}
     source = Checkpoint(saved).with_optimizer()
     assert source.args is not None
-    source.args.update(precise)
+    source.args.update(precise, bf16=False)
     prove(source)
     good("repair", saved)
     apart = "{}: 1 element differs".format
     monkeypatch.setattr(masters, "apart", lambda source, name, half: apart(name))
-    with pytest.raises(SourceError, match="--use-precision-aware-optimizer"):
+    with pytest.raises(SourceError, match="are not of one step"):
+        prove(source)
+    source.args["bf16"] = True
+    with pytest.raises(UsageError, match="--use-precision-aware-optimizer"):
         prove(source)
     portable = saved.with_name(f"{saved.name}-portable")
     assert "is portable already" in good("repair", portable).out
-    change_args(monkeypatch, precise)
-    refused(3, "low 16 bits", "--no-optimizer", args=("repair", portable))
+    change_args(monkeypatch, precise | {"bf16": True})
+    refused(2, "low 16 bits", "--no-optimizer", args=("repair", portable))
     buffers = flat_optimizer.buffers
 
     def short(*given: Any) -> flat_optimizer.Extents:
@@ -258,6 +262,53 @@ def test_low_bits_of_master_copies_are_refused(
         monkeypatch.setattr(flat_optimizer, "buffers", short)
         args = ("reshard", saved, tmp_path / "out", "--target-tp", 1)
         refused(2, "low 16 bits", "--no-optimizer", args=args)
+
+
+class Tensor:
+    """A tensor in memory, as a checkpoint gives it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array, self.shape, self.nbytes = array, array.shape, array.nbytes
+        self.dtype = str(array.dtype)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return Tensor(self.array[rows])
+
+    def numpy(self) -> np.ndarray:
+        return self.array
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_master_copies_in_fp16_are_near_their_weight_and_no_other(dtype: str) -> None:
+    random = np.random.default_rng(0)
+
+    def apart(copy: np.ndarray, weight: np.ndarray) -> str | None:
+        scale = 2**15 / np.abs(copy).max()  # as Transformer Engine stores it
+        stored = ((copy * scale).astype("f2") / scale).astype("f4")
+        held: Any = {"w": Tensor(weight), "w@master": Tensor(stored)}
+        return masters.apart(held, "w", half=True)
+
+    kind = numpy_dtype(dtype)
+    norms = [1 + random.uniform(-0.02, 0.02, 4096) for _ in range(2)]
+    matrix = random.normal(0, 0.02, (64, 64))
+    for exact in (*norms, matrix, matrix[:1, :1], np.zeros((3, 4)) + 1e-30):
+        assert apart(exact, exact.astype(kind)) is None
+    assert apart(norms[0], norms[1].astype(kind)) is not None
+    assert apart(matrix * 1.003, matrix.astype(kind)) is not None
+    other = random.normal(0, 0.02, (64, 64))
+    infinite = other.astype(kind)
+    infinite[0, 0] = np.inf
+    assert apart(matrix, infinite) is not None
+
+
+def test_ranks_without_experts_have_one_optimizer_in_old_releases(tmp_path: Path) -> None:
+    chain = links.links([[], []])
+    for listed, wanted in (([1], [None]), ([1, 2], [False, True])):
+        found = torch_optimizer._optimizers("x", listed, [], chain)
+        assert [one for one, _ in found] == listed
+        assert [link.experts for link in links.links([[]] * len(listed))] == wanted
+    with pytest.raises(SourceError, match="x: has 3 optimizers, and the first rank has 2; copy"):
+        list(torch_optimizer._optimizers("x", [1, 2, 3], [], chain))
 
 
 def test_the_trainer_refuses_another_order_of_parameters() -> None:

@@ -151,14 +151,15 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
         compare = partial(masters.apart, source, half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             apart = [text for text in pool.map(compare, held) if text]
+        args = source.args or {}
+        if apart and args.get("use_precision_aware_optimizer") and args.get("bf16") and not half:
+            raise UsageError.of(f"{source.path}: {LOW_BITS}:", apart)
         if apart:
             raise SourceError.of(
-                f"{source.path}: the optimizer's fp32 master copies of {len(apart):,} of"
+                f"{source.path}: the optimizer's master copies of {len(apart):,} of"
                 f" {len(held):,} weights, rounded, are not the weights:",
                 apart,
-                LOW_BITS
-                if (source.args or {}).get("use_precision_aware_optimizer")
-                else "Weights and optimizer are not of one step, or the optimizer's state is not"
+                "Weights and optimizer are not of one step, or the optimizer's state is not"
                 " where Megatron puts it. Give --no-optimizer to convert the weights alone",
             )
     without = [
@@ -177,6 +178,7 @@ def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
     return {
         "stored_as": optimizer.form,
         "states": optimizer.states,
-        **({"loss_scalers": optimizer.scalers} if optimizer.scalers else {}),
+        # that of a constant scale has no numbers
+        **({"loss_scalers": optimizer.scalers} if any(optimizer.scalers) else {}),
         **proof._asdict(),
     }

@@ -370,6 +370,14 @@ def check_optimizer(
     kind = metadata.get("distrib_optim_sharding_type")
     if "optimizer" not in common:
         raise no_optimizer(unit)
+    saved = common.get("args")
+    for name, is_default in (("optimizer", "adam"), ("fp16", False)):
+        stored, wanted = getattr(saved, name, is_default), getattr(args, name)
+        if stored != wanted:
+            raise SourceError(
+                f"{unit} was saved by a run with {name} {stored}, and this run has {wanted}: it"
+                " cannot be resumed, only trained from"
+            )
     by_layers = getattr(args, "use_layer_wise_distributed_optimizer", False)
     if args.use_distributed_optimizer != (kind is not None) and not by_layers:
         raise other_optimizer(unit, args.use_distributed_optimizer)

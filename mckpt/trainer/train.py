@@ -203,6 +203,9 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         clip_grad=options.clip_grad,
         optimizer=options.optimizer,
         use_distributed_optimizer=options.distributed_optimizer,
+        # the args of a run with Muon say it; its buffers are not those of Adam
+        use_layer_wise_distributed_optimizer=options.optimizer not in ("adam", "sgd")
+        and bool(getattr(args, "use_layer_wise_distributed_optimizer", False)),
         bf16=options.dtype == "bfloat16",
         fp16=options.dtype == "float16",
         accumulate_allreduce_grads_in_fp32=True,  # as `set_up` has it

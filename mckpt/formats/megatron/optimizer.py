@@ -27,6 +27,8 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
+from mckpt.storage import descriptors
+from mckpt.storage.files import unreadable
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
 MASTER = "master"
@@ -216,9 +218,14 @@ def _number(entry: Entry, path: str) -> float | None:
     """Reads the number of a tensor with one element; None if it has several."""
     if math.prod(entry.shape) != 1:
         return None
-    with open(path, "rb") as f:
-        f.seek(entry.at)
-        data = f.read(itemsize(entry.dtype))
+    try:
+        fd = descriptors.open_file(path)
+        try:
+            data = descriptors.pread(fd, itemsize(entry.dtype), entry.at)
+        finally:
+            descriptors.close(fd)
+    except OSError as e:
+        raise unreadable(path, e) from e
     return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
+from mckpt.errors import SourceError
 from mckpt.formats.base import Names, Problems, group, packed, shapes_of
 from mckpt.formats.megatron import optimizer_buckets
 from mckpt.formats.megatron.optimizer import (
@@ -174,9 +175,20 @@ def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
 
 
 def _optimizers(
-    listed: list[Any], parameters: list[list[Parameter]], chain: list[Link]
+    path: str, listed: list[Any], parameters: list[list[Parameter]], chain: list[Link]
 ) -> Iterator[tuple[Any, list[list[Parameter]]]]:
-    """Yields each of a rank's optimizers, and its parameters by virtual stage."""
+    """Yields each of a rank's optimizers, and its parameters by virtual stage.
+
+    chain: of the first rank. Old releases of megatron-core make an optimizer of experts only on
+    ranks that have some.
+    """
+    if len(listed) != len(chain):
+        if len(listed) > 2 or any(link.matrices is not None for link in chain):
+            raise SourceError(
+                f"{path}: has {len(listed)} optimizers, and the first rank has {len(chain)}; copy"
+                " it again, or give --no-optimizer to convert the weights alone"
+            )
+        chain = links([[]] * len(listed))
     for one, link in zip(listed, chain, strict=True):
         yield (
             one,
@@ -197,7 +209,7 @@ def _flat(
     """Yields the states in a distrib_optim.pt."""
     value = contents.value
     listed = value if isinstance(value, list) else [value]
-    for one, own in _optimizers(listed, parameters, chain):
+    for one, own in _optimizers(contents.path, listed, parameters, chain):
         if one is None:  # another rank's file has it
             continue
         if not isinstance(one, dict) or not one.get("buckets_coalesced"):
@@ -274,7 +286,7 @@ def _listed(
     """Yields the states in the `optimizer` of a model_optim_rng.pt."""
     value = contents.value.get("optimizer")
     listed = value if isinstance(value, list) else [value]
-    for one, chunks in _optimizers(listed, parameters, chain):
+    for one, chunks in _optimizers(contents.path, listed, parameters, chain):
         try:
             inner = one.get("optimizer", one)
             listed = inner["param_groups"]
