@@ -241,6 +241,7 @@ dims:
 
 
 @pytest.mark.judge
+@pytest.mark.slow  # docs/new-model.md, which is run each time, walks the same way once
 def test_from_an_unknown_architecture_to_a_verified_checkpoint(tmp_path: Path) -> None:
     """The drafts for two models that no family has pass `verify`, with what ADDED says."""
     made_models.make(ADDED, tmp_path)

@@ -120,58 +120,77 @@ class Run(NamedTuple):
 
 LATENT = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 RUNS = [
-    *(
-        Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, after)
-        for after in ({"tp": 4}, {"pp": 4}, {"tp": 1})
-    ),
+    Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}),
     Run("tied", "dp_reshardable", {"pp": 2}, {"tp": 2}),
-    Run("dense", "distrib_optim", {"tp": 2, "pp": 2}, {"pp": 2}),
-    Run("tied", "distrib_optim", {"pp": 2}, {"tp": 2}),
-    Run("dense", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}),
-    Run("dense", "not_distributed", {"tp": 2, "pp": 2}, {"tp": 4}),
-    Run("dense", "not_distributed_torch", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}),
-    Run("moe", "dp_reshardable", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}, {"tp": 4}),
+    Run("moe", "dp_reshardable", LATENT, {"tp": 4}),
     Run("moe", "dp_reshardable", {"ep": 2}, {"ep": 4}),
     Run("moe", "distrib_optim", {"ep": 2}, {"ep": 1}),
+    Run("dense", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}),
+    Run("dense", "not_distributed_torch", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}),
     Run("mla", "fully_reshardable", {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}),
+    Run("moe", "dp_reshardable", LATENT, {"tp": 4, "ep": 2, "etp": 2}, command="repair"),
+    Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, via="zarr"),
+    Run("moe", "distrib_optim", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, "torch"),
+    Run("dense", "muon", {"tp": 2, "pp": 2}, {"tp": 4}),
+    Run("moe", "muon_by_layers", {"ep": 2}, {"pp": 2}),
+    Run("tied", "fp16", {"pp": 2}, {"tp": 2}),
+    Run("tied", "fp16_torch", {"pp": 2}, {"pp": 2}),
+]
+# these take minutes, and are slow
+MORE = [
+    Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"pp": 4}),
+    Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 1}),
+    Run("dense", "distrib_optim", {"tp": 2, "pp": 2}, {"pp": 2}),
+    Run("tied", "distrib_optim", {"pp": 2}, {"tp": 2}),
+    Run("dense", "not_distributed", {"tp": 2, "pp": 2}, {"tp": 4}),
     Run("mla", "fully_reshardable", {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}, "torch"),
     Run("dense", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}, "torch"),
     Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, "torch"),
     Run("tied", "distrib_optim", {"pp": 2}, {"tp": 2, "pp": 2}, "torch"),
     Run("dense", "not_distributed_torch", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, "torch"),
-    Run("moe", "distrib_optim", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, "torch"),
     Run("moe", "not_distributed", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
     Run("moe", "bf16", {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
     Run("tied", "bf16_not_distributed", {"pp": 2}, {"pp": 2}, "torch"),
     Run("mla", "distrib_optim", LATENT, LATENT),
-    Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, via="zarr"),
     Run("tied", "not_distributed", {"pp": 2}, {"tp": 2}, via="zarr"),
-    Run(
-        *("moe", "dp_reshardable", {"tp": 2, "pp": 2, "ep": 2, "etp": 1}),
-        *({"tp": 4, "ep": 2, "etp": 2}, "torch_dist", "repair"),
-    ),
-    Run("dense", "muon", {"tp": 2, "pp": 2}, {"tp": 4}),
     Run("moe", "muon", {"ep": 2}, {"tp": 2}),
     Run("moe", "muon", {"ep": 2}, {"ep": 2}, "torch"),
     Run("dense", "muon_torch", {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2}),
-    Run("moe", "muon_by_layers", {"ep": 2}, {"pp": 2}),
     Run("dense", "muon_and_distributed", {"tp": 2}, {"pp": 2}),
     Run("dense", "muon_and_dp_reshardable", {"tp": 2}, {"tp": 2}),
     Run("dense", "muon_and_dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 2}),
-    Run("tied", "fp16", {"pp": 2}, {"tp": 2}),
     Run("moe", "fp16_dp_reshardable", {"ep": 2}, {"ep": 2}, "torch"),
-    Run("tied", "fp16_torch", {"pp": 2}, {"pp": 2}),
     Run("tied", "fp16_not_distributed", {"pp": 2}, {"pp": 2}, "torch"),
 ]
-# The files of `torch` are the same in all versions, so that one of them is enough for these.
-if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 19):
-    RUNS = [run for run in RUNS if run.target != "torch"]
-if not find_spec("emerging_optimizers"):  # which needs Python 3.12
-    RUNS = [run for run in RUNS if "muon" not in run.form]
+
+
+def known(runs: list[Run]) -> list[Run]:
+    """Returns the runs that the installed packages have."""
+    # The files of `torch` are the same in all versions, so that one of them is enough for these.
+    if tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 19):
+        runs = [run for run in runs if run.target != "torch"]
+    if not find_spec("emerging_optimizers"):  # which needs Python 3.12
+        runs = [run for run in runs if "muon" not in run.form]
+    return runs
+
+
+RUNS, MORE = known(RUNS), known(MORE)
+PARAMETERS = [
+    *(pytest.param(run, id=run.name) for run in RUNS),
+    *(pytest.param(run, id=run.name, marks=pytest.mark.slow) for run in MORE),
+]
 
 
 @pytest.fixture(scope="module")
-def results(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
+def chosen(request: pytest.FixtureRequest) -> list[Run]:
+    """The runs of the tests that are selected."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    names = {found.params["run"].name for found in parameters if found and "run" in found.params}
+    return [run for run in [*RUNS, *MORE] if run.name in names] or RUNS
+
+
+@pytest.fixture(scope="module")
+def results(work: Path, tiny_model: TinyModel, chosen: list[Run]) -> dict[str, dict[str, Any]]:
     """Saves at step 2, and goes on there for 10 steps at the layout of the save; then goes on from
     the resharded checkpoint at the other layout.
     """
@@ -188,14 +207,14 @@ def results(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
             }
             for name, args in MODELS.items()
         ]
-        for run in {run.saved: run for run in RUNS}.values():
+        for run in {run.saved: run for run in chosen}.values():
             first = JOB | {"checkpoint": str(work / run.model)} | run.before | FORMS[run.form]
             cases.append(
                 first | {"name": run.saved, "steps": SAVED_AT, "save": str(work / run.saved)}
             )
             cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before))
         first_results = judge(cases, 4, work / "saving")
-        for run in RUNS:
+        for run in chosen:
             sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
             sizes.setdefault("etp", sizes["tp"])
             options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
@@ -208,8 +227,8 @@ def results(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
                 good("reshard", source, other, "--target-format", run.via, "--keep-padding")
                 source = other
             good(run.command, source, work / run.name, *options)
-        after = [_resumed(work, run, run.name, run.name, run.after) for run in RUNS]
-        natively = {run.native: run for run in RUNS if run.native}
+        after = [_resumed(work, run, run.name, run.name, run.after) for run in chosen]
+        natively = {run.native: run for run in chosen if run.native}
         after += [_resumed(work, run, run.saved, name, run.after) for name, run in natively.items()]
         return first_results | judge(after, 4, work / "going-on")
 
@@ -226,7 +245,7 @@ def curve(results: dict[str, dict[str, Any]], name: str, key: str) -> list[float
     return [step[key] for step in results[name]["steps"]]
 
 
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize("run", PARAMETERS)
 def test_losses_go_on_as_without_a_reshard(results: dict[str, dict[str, Any]], run: Run) -> None:
     """Two layouts add in another order, so their losses differ by rounding, and those of a router
     by more. Where megatron-core can change the layout itself, nothing may differ. In fp16 the loss
@@ -253,21 +272,23 @@ def test_losses_go_on_as_without_a_reshard(results: dict[str, dict[str, Any]], r
 
 
 def test_another_optimizer_state_would_be_seen(
-    results: dict[str, dict[str, Any]], work: Path
+    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run]
 ) -> None:
     """Without the state the losses differ by far more than the tolerance, so the comparison above
     can fail.
     """
-    run = RUNS[0]
+    run = chosen[0]
     fresh = JOB | {"name": "fresh", "checkpoint": str(work / run.saved), "steps": STEPS}
     found = judge([fresh | run.before], 4, work / "fresh")
     apart = np.subtract(curve(found, "fresh", "loss"), curve(results, run.name, "loss"))
     assert np.abs(apart).max() > 1e-2
 
 
-def test_there_and_back_is_bitwise(results: dict[str, dict[str, Any]], work: Path) -> None:
-    more = (run for run in RUNS if run.target == "torch" or "muon" in run.form)
-    for run in (RUNS[0], RUNS[3], RUNS[9], *more):
+def test_there_and_back_is_bitwise(
+    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run]
+) -> None:
+    kinds = ("dp_reshardable", "muon")
+    for run in (r for r in chosen if r.target == "torch" or any(k in r.form for k in kinds)):
         back = work / f"{run.name}-back"
         sizes = [x for k, v in run.before.items() for x in (f"--target-{k}", v)]
         sizes += ["--target-format", run.target] if "muon" in run.form else []

@@ -25,7 +25,7 @@ from tests.tiny import TinyModel
 pytestmark = pytest.mark.judge
 
 
-@pytest.mark.parametrize("case", ["gpt2", "llama4"])
+@pytest.mark.parametrize("case", ["gpt2", pytest.param("llama4", marks=pytest.mark.slow)])
 def test_a_model_of_an_unusual_class_is_verified(case: str, tmp_path: Path) -> None:
     """GPT-2 has no linear layers of torch's class and other names of norms. The router of Llama 4
     gives weights of all experts, and its experts one axis less.

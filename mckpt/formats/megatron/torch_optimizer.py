@@ -114,7 +114,7 @@ def read(source: Source) -> Optimizer | None:
         return None
     problems = Problems(f"the optimizer's state of {source.where} does not match its weights:")
     problems.cure = CURE
-    groups = groups_of(plain, f"{source.where}/{places[0]}")
+    groups = groups_of(plain, f"{source.where}/{places[0]}/{MODEL}")
     chain = links(groups)
     index = _parameters(source)
     is_parameter = source.names.mapping.registration.is_parameter
