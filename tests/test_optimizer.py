@@ -112,6 +112,13 @@ class Run(NamedTuple):
         return f"{self._moved}-natively" if can else None
 
     @property
+    def has_curve(self) -> bool:
+        """Whether it is compared with the run that was never resharded. The routers of latent
+        models turn rounding into other experts, so these must have the same layout.
+        """
+        return self.model != "mla" or self.before == self.after
+
+    @property
     def options(self) -> dict[str, Any]:
         """The trainer's options that say which optimizer runs."""
         kept = ("distributed_optimizer", "dtype", "args", "optimizer")
@@ -212,7 +219,8 @@ def results(work: Path, tiny_model: TinyModel, chosen: list[Run]) -> dict[str, d
             cases.append(
                 first | {"name": run.saved, "steps": SAVED_AT, "save": str(work / run.saved)}
             )
-            cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before))
+            if any(other.has_curve for other in chosen if other.saved == run.saved):
+                cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before))
         first_results = judge(cases, 4, work / "saving")
         for run in chosen:
             sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
@@ -256,16 +264,18 @@ def test_losses_go_on_as_without_a_reshard(results: dict[str, dict[str, Any]], r
         scales = curve(results, run.name, "loss_scale")
         assert scales == curve(results, f"{run.saved}-on", "loss_scale")
         assert scales[:5] == [2**12, *[2**13] * 3, 2**14]
+    assert run.native or run.has_curve
     for key in ("loss", "grad_norm"):
-        expected = curve(results, f"{run.saved}-on", key)
         mine = curve(results, run.name, key)
         assert len(mine) == STEPS
         if run.native:
             assert mine == curve(results, run.native, key), key
+        if not run.has_curve:
+            continue
+        expected = curve(results, f"{run.saved}-on", key)
         if run.before == run.after:
             assert mine == expected, key
-        # its routers turn rounding into other experts
-        if run.model != "mla" and not scaled:
+        elif not scaled:
             # Muon makes all directions of a gradient equally long, also those of rounding
             rtol = 5e-2 if "muon" in run.form else 2e-5
             np.testing.assert_allclose(mine, expected, rtol=rtol, err_msg=key)
