@@ -304,6 +304,21 @@ def test_reshard_moves_the_stages_of_a_hybrid_pattern(
         assert model["_target_"].endswith("hybrid_provider.HybridModelProvider")
 
 
+def test_another_dialect_gets_the_run_config_of_its_own_provider(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, iteration=3).run()
+    (tmp_path / "a" / "iter_0000003" / TRAIN_STATE).write_bytes(b"counters")
+    source, found = tmp_path / "a", []
+    for name, dialect in (("b", "hybrid"), ("c", "gpt")):
+        mckpt.plan(source, tmp_path / name, dialect=dialect, format="torch_dist").run()
+        source = tmp_path / name
+        assert (source / "iter_0000003" / TRAIN_STATE).read_bytes() == b"counters"
+        found.append((source / "iter_0000003" / RUN_CONFIG).read_text())
+    assert "HybridModelProvider" in found[0] and "rope_scaling" not in found[0]
+    assert found[1] == (tmp_path / "a" / "iter_0000003" / RUN_CONFIG).read_text()
+
+
 def test_a_dialect_without_a_run_config_is_refused(
     tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,8 +18,8 @@ def bridge_files(decided: Decided) -> list[TargetFile]:
     train_state.pt; nothing for a target that Megatron-Bridge cannot read.
     """
     source, target, names = decided.source, decided.target, decided.names
-    own = source.opened.root / RUN_CONFIG if source.is_megatron else None
-    carried = own is not None and own.exists()
+    own = source.opened.root / RUN_CONFIG
+    carried = source.is_megatron and own.exists()
     if not (target.run_config or carried):
         return []
     rows, true = decided.padded_vocab_size, true_vocab(source)
@@ -35,12 +35,18 @@ def bridge_files(decided: Decided) -> list[TargetFile]:
     if has_state:  # the state of the embedding loads with the same number of rows only
         model |= {"vocab_size": rows, "should_pad_vocab": False}
     states = {"save_optim": has_state, "save_rng": False}
-    if own is None or not carried:
-        return [TargetFile.whole(RUN_CONFIG, run_config.new(model, states))]
-    changed = _changed(decided, file, model)
-    out = [TargetFile.whole(RUN_CONFIG, run_config.restated(own, changed, states))]
+    if carried and not decided.changes_dialect:
+        content = run_config.restated(own, _changed(decided, file, model), states)
+    else:  # the provider of another dialect has other fields
+        content = run_config.new(model, states)
+    out = [TargetFile.whole(RUN_CONFIG, content)]
     state = own.with_name(TRAIN_STATE)
-    if state.exists() and source.unit is not None and source.unit.name == decided.destination.unit:
+    if (
+        carried
+        and state.exists()
+        and source.unit is not None
+        and source.unit.name == decided.destination.unit
+    ):
         out.append(TargetFile.whole(TRAIN_STATE, read_file(state, 1 << 20)))
     return out
 
