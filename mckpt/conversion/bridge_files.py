@@ -78,7 +78,7 @@ def _mapping_file(decided: Decided) -> MappingFile:
 def _changed(decided: Decided, file: MappingFile, model: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries of `model` that a conversion changes in the source's run_config.yaml."""
     source, target = decided.source, decided.target
-    out = run_config.sizes(file, decided.names.parallel)
+    out = run_config.sizes(decided.names.parallel)
     out |= {key: model[key] for key in file.keys_with("stages") if key in model}
     if target.dtype is not None:
         out |= {k: model[k] for k in ("params_dtype", "pipeline_dtype", "bf16", "fp16")}

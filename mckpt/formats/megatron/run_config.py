@@ -72,21 +72,14 @@ def model_section(
         for step in outer:
             inner = inner.setdefault(step, {})
         inner[last] = value
-    section |= sizes(file, parallel)
+    section |= sizes(parallel)
     file.read(section, source=RUN_CONFIG)  # which refuses what no provider has
     return section
 
 
-def sizes(file: MappingFile, parallel: Parallel) -> dict[str, Any]:
-    """Returns the parallel sizes as entries of the section `model`.
-
-    A size for which a launch line has no flag is unset: other entries say it.
-    """
-    unset = Parallel().args()
-    return {
-        _SIZES.get(name, name): value if name in file.run_flags else unset[name]
-        for name, value in parallel.args().items()
-    }
+def sizes(parallel: Parallel) -> dict[str, Any]:
+    """Returns the parallel sizes as entries of the section `model`."""
+    return {_SIZES.get(name, name): value for name, value in parallel.args().items()}
 
 
 def new(model: Mapping[str, Any], states: Mapping[str, bool]) -> bytes:
