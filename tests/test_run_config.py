@@ -16,8 +16,9 @@ import mckpt
 from mckpt import mapping
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats.megatron import run_config
-from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE, run_config_dims
+from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
 from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import MappingFile
 from tests.tiny import TinyModel
 
 ROOT = Path(__file__).parent.parent / "fixtures"
@@ -78,14 +79,14 @@ def test_the_rotary_scaling_is_read(more: str, wanted: tuple[str, float], tmp_pa
     """Megatron-Bridge states it apart from `rope_scaling`, which is that of Llama 3 alone."""
     path = tmp_path / "run_config.yaml"
     path.write_text(PLAIN + more.strip("\n") + "\n")
-    dims = run_config_dims(path, {}, {})
+    dims = dims_of(path, "gpt", {}, {})
     assert (dims["rope_type"], dims["rope_factor"]) == wanted
 
 
 def test_the_rotary_scaling_of_llama_3_is_read(tmp_path: Path) -> None:
     path = tmp_path / "run_config.yaml"
     path.write_text(PLAIN.replace("rope_scaling: false", "rope_scaling: true"))
-    dims = run_config_dims(path, {}, {})
+    dims = dims_of(path, "gpt", {}, {})
     assert (dims["rope_type"], dims["rope_factor"]) == ("llama3", 8.0)
 
 
@@ -93,7 +94,7 @@ def test_the_run_config_of_gpt_oss_is_read() -> None:
     """Megatron-Bridge 0.6.2 wrote the file for a small GPT-OSS. It takes the numbers of yarn and
     of the clamp from no config.
     """
-    dims = run_config_dims(ROOT / "run_config" / "gpt-oss.yaml", {}, {})
+    dims = dims_of(ROOT / "run_config" / "gpt-oss.yaml", "gpt", {}, {})
     assert (dims["activation"], dims["gated"], dims["glu_clamp"]) == ("quick_gelu", True, 7.0)
     assert (dims["rope_type"], dims["rope_factor"], dims["rope_mscale"]) == ("yarn", 32.0, 1.0)
     assert (dims["attn_sinks"], dims["sliding_window"]) == (True, 17)
@@ -104,20 +105,98 @@ def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / RUN_CONFIG
     path.write_text(PLAIN.replace("torch.nn.functional.silu", "torch.tanh"))
     with pytest.raises(MappingError, match=r"activation_func._target_ is 'torch.tanh'"):
-        run_config_dims(path, {}, {})
+        dims_of(path, "gpt", {}, {})
 
 
 def test_a_shorter_sequence_than_the_models_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / RUN_CONFIG
     path.write_text(PLAIN)
-    assert run_config_dims(path, {"max_positions": 4096}, {})["max_positions"] == 4096
+    assert dims_of(path, "gpt", {"max_positions": 4096}, {})["max_positions"] == 4096
     with pytest.raises(MappingError, match="hidden_size is 64 by hidden_size, but 65"):
-        run_config_dims(path, {"hidden_size": 65}, {})
+        dims_of(path, "gpt", {"hidden_size": 65}, {})
 
 
-def gpt_models() -> list[str]:
-    """The published configs whose models the dialect gpt computes without a difference."""
-    dialect, out = mapping.load("megatron", "gpt"), []
+# what differs in the file of the same model with experts, which stand in a latent
+WITH_EXPERTS = {
+    "hybrid_layer_pattern": "MEM*EME-",
+    "num_layers": 8,
+    "num_moe_experts": 6,
+    "moe_ffn_hidden_size": 44,
+    "moe_latent_size": 36,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 92,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "more"), [("nemotron_h", {}), ("nemotron_h_latent", WITH_EXPERTS)]
+)
+def test_the_run_config_of_nemotron_h_is_read(
+    case: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Megatron-Bridge 0.6.2 wrote the file for fixtures/families/nemotron_h.json. It has 8 experts,
+    although the pattern has none.
+    """
+    dims = dims_of(edited(more, tmp_path), "hybrid", {}, {})
+    config = json.loads((ROOT / "families" / f"{case}.json").read_text())
+    assert not apart(mapping.load("hf", "nemotron_h").read(config), dims)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"multi_latent_attention": True}, "has no fields for multi-latent attention"),
+        ({"hybrid_layer_pattern": "M-|M-"}, "refuses virtual pipeline stages"),
+        ({"mtp_hybrid_override_pattern": "*E"}, "in hybrid_layer_pattern as well"),
+        ({"mtp_use_repeated_layer": True}, "mtp_use_repeated_layer is True"),
+        ({"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor is 2.0"),
+    ],
+)
+def test_a_hybrid_run_config_of_an_unknown_model_is_refused(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MappingError, match=message):
+        dims_of(edited(more, tmp_path), "hybrid", {}, {})
+
+
+def test_layers_of_multi_token_prediction_are_read_from_the_pattern(tmp_path: Path) -> None:
+    more = {"hybrid_layer_pattern": "MEM*EME-/*E/*E", "mtp_hybrid_override_pattern": "*E"}
+    path = edited({**WITH_EXPERTS, **more, "mtp_num_layers": 2}, tmp_path)
+    assert dims_of(path, "hybrid", {}, {})["mtp_layers"] == 2
+
+
+def edited(more: dict[str, Any], directory: Path) -> Path:
+    """Returns the path of the run_config.yaml of a Nemotron-H with other entries of `model`."""
+    path = directory / RUN_CONFIG
+    own = ROOT / "run_config" / "nemotron-h.yaml"
+    path.write_bytes(run_config.restated(own, more, {}))
+    return path
+
+
+def dims_of(path: Path, dialect: str, known: dict[str, Any], said: dict[str, Any]) -> Any:
+    return run_config.run_config_dims(path, file_of(dialect), known, said)
+
+
+def file_of(dialect: str) -> MappingFile:
+    file = run_config.mapping_file(mapping.load("megatron", dialect))
+    assert file is not None
+    return file
+
+
+def apart(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the dims that differ; mamba_min_step is transformers' alone."""
+    return {
+        n: (wanted[n], found[n])
+        for n in wanted
+        if n != "mamba_min_step" and not mapping.equal(wanted[n], found[n])
+    }
+
+
+def exact_models(name: str) -> list[str]:
+    """The published configs whose models the dialect computes without a difference, except in the
+    smallest time step of a Mamba-2.
+    """
+    dialect, out = mapping.load("megatron", name), []
     for path in sorted((ROOT / "configs").glob("*.json")):
         dims = published(path.stem)
         program = {
@@ -126,7 +205,7 @@ def gpt_models() -> list[str]:
             "pp": 1,
             "format": "torch_dist",
         }
-        if not dialect.inexact(dims, program):
+        if not dialect.inexact(dims, program).keys() - {"mamba_min_step"}:
             out.append(path.stem)
     return out
 
@@ -136,15 +215,23 @@ def published(name: str) -> dict[str, Any]:
     return mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
 
 
-@pytest.mark.parametrize("name", gpt_models())
-def test_a_written_run_config_has_the_dims(name: str, tmp_path: Path) -> None:
-    dims = published(name)
-    section = run_config.model_section(dims, {"dtype": "bfloat16"}, Parallel(tp=2))
+@pytest.mark.parametrize(
+    ("dialect", "name"), [(d, n) for d in ("gpt", "hybrid") for n in exact_models(d)]
+)
+def test_a_written_run_config_has_the_dims(dialect: str, name: str, tmp_path: Path) -> None:
+    dims, file = published(name), file_of(dialect)
+    given = {"dtype": "bfloat16", "experts": "grouped"}
+    if dialect == "hybrid" and (dims["mla"] or dims["rope_type"] == "yarn"):
+        with pytest.raises(MappingError, match=r"multi-latent|position_embedding_type is 'yarn'"):
+            run_config.model_section(file, dims, given, Parallel(tp=2))
+        return
+    section = run_config.model_section(file, dims, given, Parallel(tp=2))
     path = tmp_path / RUN_CONFIG
     path.write_bytes(run_config.new(section, {"save_optim": False, "save_rng": False}))
-    read = run_config_dims(path, {}, {})
-    apart = {n: (dims[n], read[n]) for n in dims if not mapping.equal(dims[n], read[n])}
-    assert not apart
+    assert not apart(dims, dims_of(path, dialect, {}, {}))
+    if dialect == "hybrid":
+        fields = yaml.safe_load((ROOT / "run_config" / "nemotron-h.yaml").read_text())["model"]
+        assert not section.keys() - fields.keys(), "HybridModelProvider has no such fields"
 
 
 def test_hf_to_megatron_writes_a_run_config(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -198,11 +285,58 @@ def test_reshard_carries_a_run_config_on(tiny_model: TinyModel, tmp_path: Path) 
     assert not list((tmp_path / "d").rglob(RUN_CONFIG))
 
 
+def test_reshard_moves_the_stages_of_a_hybrid_pattern(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    uneven = Parallel(pp=2, first_stage_layers=2)
+    hybrid: dict[str, Any] = {"format": "torch_dist", "dialect": "hybrid"}
+    mckpt.plan(
+        tiny_model("qwen3"), tmp_path / "a", parallel=uneven, run_config=True, **hybrid
+    ).run()
+    mckpt.plan(tmp_path / "a", tmp_path / "b", parallel=Parallel(pp=4), **hybrid).run()
+    models = [
+        yaml.safe_load((tmp_path / d / "release" / RUN_CONFIG).read_text())["model"] for d in "ab"
+    ]
+    for model, pattern in zip(models, ("*-|*-*-*-", "*-|*-|*-|*-"), strict=True):
+        assert model["hybrid_layer_pattern"] == pattern
+        assert model["pipeline_model_parallel_size"] == pattern.count("|") + 1
+        assert model["num_layers_in_first_pipeline_stage"] is None
+        assert model["_target_"].endswith("hybrid_provider.HybridModelProvider")
+
+
+def test_another_dialect_gets_the_run_config_of_its_own_provider(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, iteration=3).run()
+    (tmp_path / "a" / "iter_0000003" / TRAIN_STATE).write_bytes(b"counters")
+    source, found = tmp_path / "a", []
+    for name, dialect in (("b", "hybrid"), ("c", "gpt")):
+        mckpt.plan(source, tmp_path / name, dialect=dialect, format="torch_dist").run()
+        source = tmp_path / name
+        assert (source / "iter_0000003" / TRAIN_STATE).read_bytes() == b"counters"
+        found.append((source / "iter_0000003" / RUN_CONFIG).read_text())
+    assert "HybridModelProvider" in found[0] and "rope_scaling" not in found[0]
+    assert found[1] == (tmp_path / "a" / "iter_0000003" / RUN_CONFIG).read_text()
+
+
+def test_a_dialect_without_a_run_config_is_refused(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dialect in ("bert", "t5"):
+        assert run_config.mapping_file(mapping.load("megatron", dialect)) is None
+    monkeypatch.setattr(run_config, "mapping_file", lambda dialect: None)
+    with pytest.raises(UsageError, match="the dialect gpt there; give --dialect gpt or hybrid"):
+        mckpt.plan(tiny_model("qwen3"), tmp_path / "m", run_config=True)
+
+
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
         ({"format": "torch"}, "does not read the format torch; give --format torch_dist"),
-        ({"dialect": "hybrid"}, "cannot describe the dialect hybrid there; give --dialect gpt"),
+        (
+            {"dialect": "hybrid", "parallel": Parallel(pp=2, vpp=2)},
+            "refuses virtual pipeline stages",
+        ),
         ({"transformer_impl": "local"}, "the target is local; give --transformer-impl"),
     ],
 )

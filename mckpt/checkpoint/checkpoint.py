@@ -24,7 +24,7 @@ from mckpt.formats import carried, hf_hub, places
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.optimizer import Optimizer
-from mckpt.formats.megatron.run_config import RUN_CONFIG, run_config_dims
+from mckpt.formats.megatron.run_config import RUN_CONFIG, mapping_file, run_config_dims
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name, iteration_of
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
@@ -338,8 +338,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             except MappingError as e:
                 hint = self._family_hint(described_by)
                 raise (e.with_hint(hint) if hint else e) from None
-        if (bridge := root / RUN_CONFIG).exists():
-            return run_config_dims(bridge, known, said)
+        bridge = root / RUN_CONFIG
+        if bridge.exists() and (file := mapping_file(self.mapping)) is not None:
+            return run_config_dims(bridge, file, known, said)
         return description.completed(root, {**known, **said})
 
     def _described_dims(self, said: Mapping[str, Any]) -> Mapping[str, Any]:

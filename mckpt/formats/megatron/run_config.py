@@ -32,27 +32,34 @@ _CHECKPOINT = {
 }
 
 
-def run_config_dims(path: Path, known: Mapping[str, Any], said: Mapping[str, Any]) -> Dims:
+def run_config_dims(
+    path: Path, file: MappingFile, known: Mapping[str, Any], said: Mapping[str, Any]
+) -> Dims:
     """Returns the dims that a run_config.yaml says.
 
     known: dims from elsewhere; MappingError if the file denies one. said: dims that win over it.
     """
-    file = mapping_file()
     # the model does not depend on these, so a run may have chosen others
     free = {n: v for n, v in known.items() if n in file.dims and file.dims[n].free}
     return file.read(_model(path), known, str(path), {**free, **said})
 
 
-def mapping_file() -> MappingFile:
-    """Returns the mapping file that reads and writes the section `model`."""
-    return mapping.load("run_config", "bridge")
+def mapping_file(dialect: MappingFile) -> MappingFile | None:
+    """Returns the mapping file that reads and writes the section `model` of checkpoints of this
+    dialect; None if there is none.
+    """
+    files = (mapping.load("run_config", name) for name in mapping.names("run_config"))
+    return next((file for file in files if file.trainer == dialect.trainer), None)
 
 
-def model_section(dims: Dims, given: Mapping[str, Any], parallel: Parallel) -> dict[str, Any]:
+def model_section(
+    file: MappingFile, dims: Dims, given: Mapping[str, Any], parallel: Parallel
+) -> dict[str, Any]:
     """Returns the section `model` for these dims. `given` has values for the names under the
     mapping file's `given`.
+
+    Raises MappingError if no model provider of Megatron-Bridge has such a model.
     """
-    file = mapping_file()
     optional = {
         key for n, dim in file.dims.items() if mapping.hub().dims[n].optional for key in dim.keys
     }
@@ -65,7 +72,9 @@ def model_section(dims: Dims, given: Mapping[str, Any], parallel: Parallel) -> d
         for step in outer:
             inner = inner.setdefault(step, {})
         inner[last] = value
-    return {**section, **sizes(parallel)}
+    section |= sizes(parallel)
+    file.read(section, source=RUN_CONFIG)  # which refuses what no provider has
+    return section
 
 
 def sizes(parallel: Parallel) -> dict[str, Any]:
