@@ -25,7 +25,8 @@ from tests.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
 
-SAVED_AT, STEPS = 2, 10
+# steps, of the slow runs and of the others; the latter are enough to see another state
+SAVED_AT, STEPS, FEW_STEPS = 2, 10, 5
 JOB = {
     "kind": "train",
     "world": 4,
@@ -129,7 +130,6 @@ LATENT = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 RUNS = [
     Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}),
     Run("tied", "dp_reshardable", {"pp": 2}, {"tp": 2}),
-    Run("moe", "dp_reshardable", LATENT, {"tp": 4}),
     Run("moe", "dp_reshardable", {"ep": 2}, {"ep": 4}),
     Run("moe", "distrib_optim", {"ep": 2}, {"ep": 1}),
     Run("dense", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}),
@@ -138,13 +138,14 @@ RUNS = [
     Run("moe", "dp_reshardable", LATENT, {"tp": 4, "ep": 2, "etp": 2}, command="repair"),
     Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, via="zarr"),
     Run("moe", "distrib_optim", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, "torch"),
-    Run("dense", "muon", {"tp": 2, "pp": 2}, {"tp": 4}),
     Run("moe", "muon_by_layers", {"ep": 2}, {"pp": 2}),
     Run("tied", "fp16", {"pp": 2}, {"tp": 2}),
     Run("tied", "fp16_torch", {"pp": 2}, {"pp": 2}),
 ]
 # these take minutes, and are slow
 MORE = [
+    Run("moe", "dp_reshardable", LATENT, {"tp": 4}),
+    Run("dense", "muon", {"tp": 2, "pp": 2}, {"tp": 4}),
     Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"pp": 4}),
     Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 1}),
     Run("dense", "distrib_optim", {"tp": 2, "pp": 2}, {"pp": 2}),
@@ -197,9 +198,17 @@ def chosen(request: pytest.FixtureRequest) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def results(work: Path, tiny_model: TinyModel, chosen: list[Run]) -> dict[str, dict[str, Any]]:
-    """Saves at step 2, and goes on there for 10 steps at the layout of the save; then goes on from
-    the resharded checkpoint at the other layout.
+def steps(chosen: list[Run]) -> int:
+    """The steps that are trained after the save."""
+    return STEPS if any(run in MORE for run in chosen) else FEW_STEPS
+
+
+@pytest.fixture(scope="module")
+def results(
+    work: Path, tiny_model: TinyModel, chosen: list[Run], steps: int
+) -> dict[str, dict[str, Any]]:
+    """Saves at step 2, and goes on from there at the layout of the save; then goes on from the
+    resharded checkpoint at the other layout.
     """
     mckpt.plan(tiny_model("deepseek-v3", "float32"), work / "mla", format="torch_dist").run()
     with pytest.MonkeyPatch.context() as patch:
@@ -220,7 +229,7 @@ def results(work: Path, tiny_model: TinyModel, chosen: list[Run]) -> dict[str, d
                 first | {"name": run.saved, "steps": SAVED_AT, "save": str(work / run.saved)}
             )
             if any(other.has_curve for other in chosen if other.saved == run.saved):
-                cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before))
+                cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before, steps))
         first_results = judge(cases, 4, work / "saving")
         for run in chosen:
             sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
@@ -235,17 +244,19 @@ def results(work: Path, tiny_model: TinyModel, chosen: list[Run]) -> dict[str, d
                 good("reshard", source, other, "--target-format", run.via, "--keep-padding")
                 source = other
             good(run.command, source, work / run.name, *options)
-        after = [_resumed(work, run, run.name, run.name, run.after) for run in chosen]
+        after = [_resumed(work, run, run.name, run.name, run.after, steps) for run in chosen]
         natively = {run.native: run for run in chosen if run.native}
-        after += [_resumed(work, run, run.saved, name, run.after) for name, run in natively.items()]
+        after += [
+            _resumed(work, run, run.saved, name, run.after, steps) for name, run in natively.items()
+        ]
         return first_results | judge(after, 4, work / "going-on")
 
 
 def _resumed(
-    work: Path, run: Run, checkpoint: str, name: str, sizes: dict[str, int]
+    work: Path, run: Run, checkpoint: str, name: str, sizes: dict[str, int], steps: int
 ) -> dict[str, Any]:
     job = JOB | {"name": name, "checkpoint": str(work / checkpoint), "resume": True}
-    return job | {"steps": SAVED_AT + STEPS} | sizes | run.options
+    return job | {"steps": SAVED_AT + steps} | sizes | run.options
 
 
 def curve(results: dict[str, dict[str, Any]], name: str, key: str) -> list[float]:
@@ -254,7 +265,9 @@ def curve(results: dict[str, dict[str, Any]], name: str, key: str) -> list[float
 
 
 @pytest.mark.parametrize("run", PARAMETERS)
-def test_losses_go_on_as_without_a_reshard(results: dict[str, dict[str, Any]], run: Run) -> None:
+def test_losses_go_on_as_without_a_reshard(
+    results: dict[str, dict[str, Any]], run: Run, steps: int
+) -> None:
     """Two layouts add in another order, so their losses differ by rounding, and those of a router
     by more. Where megatron-core can change the layout itself, nothing may differ. In fp16 the loss
     is scaled as before.
@@ -267,7 +280,7 @@ def test_losses_go_on_as_without_a_reshard(results: dict[str, dict[str, Any]], r
     assert run.native or run.has_curve
     for key in ("loss", "grad_norm"):
         mine = curve(results, run.name, key)
-        assert len(mine) == STEPS
+        assert len(mine) == steps
         if run.native:
             assert mine == curve(results, run.native, key), key
         if not run.has_curve:
@@ -282,13 +295,13 @@ def test_losses_go_on_as_without_a_reshard(results: dict[str, dict[str, Any]], r
 
 
 def test_another_optimizer_state_would_be_seen(
-    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run]
+    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run], steps: int
 ) -> None:
     """Without the state the losses differ by far more than the tolerance, so the comparison above
     can fail.
     """
     run = chosen[0]
-    fresh = JOB | {"name": "fresh", "checkpoint": str(work / run.saved), "steps": STEPS}
+    fresh = JOB | {"name": "fresh", "checkpoint": str(work / run.saved), "steps": steps}
     found = judge([fresh | run.before], 4, work / "fresh")
     apart = np.subtract(curve(found, "fresh", "loss"), curve(results, run.name, "loss"))
     assert np.abs(apart).max() > 1e-2
