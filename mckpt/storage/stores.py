@@ -102,16 +102,20 @@ class Store(Protocol):
 def parse(path: str | Path) -> Url | None:
     """Returns the URL that a path means, None for a path of this machine.
 
-    Raises UsageError for a URL with a query or a password: they would be stored and printed.
+    Raises UsageError for a URL with a query, a user or a password: they would be printed.
     """
     found = _URL.fullmatch(str(path))
     if found is None:
         return None
     scheme, rest = found[1].lower(), found[2].strip("/")
-    if "?" in rest or "#" in rest or re.match(r"[^/]*:[^/]*@", rest):
-        shown = re.sub(r"^[^/]*@", "...@", rest.split("?")[0].split("#")[0])
+    first, query = rest.partition("/")[0], re.search(r"[?#]", rest)
+    container = scheme in ("abfs", "abfss") and ":" not in first  # container@account
+    password = ("@" in first and not container) or re.search(":.*@", rest, re.DOTALL)
+    if password or query:
+        shown = "" if query and "@" in rest else re.split("[?#]", rest)[0].rpartition("@")[2]
         raise UsageError(
-            f"{scheme}://{shown}: has a password, a query or a fragment, which mckpt would print"
+            f"{scheme}://{'...@' if '@' in rest else ''}{shown}: has a user, a password, a query or"
+            " a fragment, which mckpt would print"
             " and store. Give the plain URL, and the credentials as the store's own tools take"
             " them: environment variables or a profile"
         )
