@@ -128,8 +128,19 @@ class Holes:
         self.here = bytearray(-(-one.size // BLOCK))  # 1: the block is here
 
     def read(self, at: int, nbytes: int) -> Any:
-        """Returns bytes from the store."""
-        return self.of.store.read(self.name, at, nbytes, self.object.version)
+        """Returns bytes from the store, fewer at the end of the file.
+
+        Raises SourceError if the store sends another number of bytes than its listing promised.
+        """
+        data = self.of.store.read(self.name, at, nbytes, self.object.version)
+        wanted = max(0, min(nbytes, self.object.size - at))
+        if len(data) != wanted:
+            raise SourceError(
+                f"{self.of.url}/{self.name}: the store sent {len(data):,} bytes from byte {at:,} on"
+                f" instead of {wanted:,}; if the file was changed while it was read, run the"
+                " command again when nothing writes there"
+            )
+        return data
 
     def need(self, at: int, nbytes: int) -> None:
         """Downloads the blocks of a range that are not here."""
