@@ -276,6 +276,43 @@ def test_two_runs_that_start_at_once_do_not_mix(cli, server, bucket, monkeypatch
     assert not any("/iter_" in name for name in server.keys(bucket))
 
 
+def during_the_first_file(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> None:
+    """Lets `call` happen once, when a run is about to send its first file of weights."""
+    put, seen = stand_in.StandIn.put, []
+
+    def hooked(place: stand_in.StandIn, name: str, data: Any) -> Any:
+        if not seen and name.endswith(".pt"):
+            seen.append(name)
+            call()
+        return put(place, name, data)
+
+    monkeypatch.setattr(stand_in.StandIn, "put", hooked)
+
+
+def test_the_tracker_does_not_go_back(cli, server, bucket, monkeypatch, tmp_path):
+    (tmp_path / TRACKER).write_text("200")
+    during_the_first_file(monkeypatch, lambda: server.put(bucket, tmp_path, "m/"))
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    assert server.keys(bucket)[f"m/{TRACKER}"].read_text() == "200"
+
+
+def test_runs_of_other_checkpoints_are_let_alone(cli, server, bucket, tmp_path):
+    other = tmp_path / "run" / ".mckpt-other"
+    other.mkdir(parents=True)
+    (other / "intent.json").write_text('{"unit": "iter_0000009", "files": []}')
+    server.put(bucket, other.parent, "m/")
+    server.set(Fault("GET", "mckpt-other/intent.json", "404", 99))  # it ended since the listing
+    assert "interrupted" not in cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES).err
+    assert "m/.mckpt-other/intent.json" in server.keys(bucket)
+
+
+def test_checkpoints_of_one_model_share_its_large_files(cli, tmp_path):
+    shutil.copytree(SRC, tmp_path / "model")
+    (tmp_path / "model" / "LICENSE").write_bytes(b"words " * 70_000)
+    cli("hf-to-megatron", tmp_path / "model", "s3:m", "--iteration", "1")
+    cli("hf-to-megatron", tmp_path / "model", "s3:m", "--iteration", "2")
+
+
 # ------------------------------------------------------------------------------------------- faults
 
 
@@ -406,9 +443,19 @@ def test_the_marker_is_the_last_object(cli, server, bucket):
 
 
 def test_a_url_with_a_secret_is_refused_and_not_shown(cli):
-    for url in ("s3:hf?X-Amz-Signature=abc", "https://user:abc@host/path"):
+    for url in (
+        "s3:hf?X-Amz-Signature=abc",
+        "https://user:abc@host/path",
+        "s3://AKIAKEY:a/abc@bucket/key",
+        "s3://AKIAKEY:a/b@abc@bucket/key",
+        "https://abc@host/path",
+        "https://user:a?bc/abc@host/abc",
+        "abfss://user:abc@host/path",
+    ):
         said = cli("inspect", url, code=2).err
-        assert "abc" not in said and "credentials" in said
+        assert "abc" not in said and "AKIAKEY" not in said and "credentials" in said
+    for url in ("s3://bucket/a@b/c", "abfss://container@account/key"):
+        assert str(stores.parse(url)) == url
 
 
 def test_names_that_are_not_there(cli, server, bucket):
@@ -478,6 +525,16 @@ def test_other_schemes_go_through_fsspec(scheme, local, tmp_path):
     if scheme == "file":
         assert files(tmp_path / "m") == files(local)
     refused(2, "fsspec cannot open nonsense://", args=("inspect", "nonsense://x/y"))
+
+
+def test_an_answer_that_is_too_short_is_an_error(tmp_path):
+    shutil.copytree(SRC, tmp_path / "hf")
+    there = package.open(f"file://{tmp_path}/hf")
+    os.truncate(tmp_path / "hf" / "model.safetensors", 80 << 10)
+    with pytest.raises(SourceError, match=r"model\.safetensors: the store sent .* instead of"):
+        for name in there:
+            there[name].numpy()
+    stand_in.clean()
 
 
 RANKS = """

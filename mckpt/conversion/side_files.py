@@ -108,6 +108,7 @@ class SideFiles:
 
 
 def _same(source: Path | bytes, path: Path) -> bool:
+    stand_in.whole(path)
     return (
         path.read_bytes() == source
         if isinstance(source, bytes)

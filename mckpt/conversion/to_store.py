@@ -208,8 +208,9 @@ class _Job:
         self.place.list()
         found = set()
         for folder in self.destination.root.glob(f"{STAGING}*"):
-            stand_in.whole(folder / INTENT)
-            with suppress(OSError, TypeError, KeyError, ValueError):
+            # SourceError: that run has ended since the listing
+            with suppress(SourceError, OSError, TypeError, KeyError, ValueError):
+                stand_in.whole(folder / INTENT)
                 if json.loads((folder / INTENT).read_bytes())["unit"] == self.destination.unit:
                     found.add(folder.name)
         return found
@@ -274,6 +275,7 @@ class _Job:
         self._put(destination.path / MANIFEST, text.encode())
         if self.last is not None:
             self._put(self._file(self.last), self.kept)
+        self.place.list()  # another run may have moved the tracker meanwhile
         if destination.unit is not None and destination.tracker.moves_to(destination.unit):
             destination.tracker.move_to(destination.unit)
         self._end_beats()
