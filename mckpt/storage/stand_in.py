@@ -107,9 +107,9 @@ class StandIn:
         """Downloads files."""
         in_threads(lambda holes: holes.fill(), [self.files[n] for n in names if n in self.files])
 
-    def put(self, name: str, data: bytes | Path) -> None:
-        """Uploads an object. Its content is not kept here."""
-        self.store.write(name, data)
+    def put(self, name: str, data: bytes | Path) -> str:
+        """Uploads an object and returns its version. Its content is not kept here."""
+        return self.store.write(name, data)
 
     def remove(self, names: Collection[str]) -> None:
         """Removes objects."""
@@ -309,6 +309,13 @@ def temporary() -> Path:
         _held[folder] = fd
         if folder.exists():  # no other process took it for a left-over before it was locked
             return folder
+
+
+def discard(folder: Path) -> None:
+    """Removes a directory of `temporary`."""
+    if (fd := _held.pop(folder, None)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
 
 
 def clean() -> None:

@@ -92,8 +92,10 @@ class Store(Protocol):
         version: raise SourceError if the object has another one now.
         """
 
-    def write(self, name: str, data: bytes | Path) -> None:
-        """Creates or replaces an object; readers see it when it is complete."""
+    def write(self, name: str, data: bytes | Path) -> str:
+        """Creates or replaces an object; readers see it when it is complete. Returns its version,
+        "" if the store tells none.
+        """
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects; those that are not there are ignored."""
@@ -188,10 +190,10 @@ class _Obstore:
             lambda: self.lib.get(self.store, key, options=options).bytes() if nbytes else b"",
         )
 
-    def write(self, name: str, data: bytes | Path) -> None:
+    def write(self, name: str, data: bytes | Path) -> str:
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         part = max(PART, -(-size // PARTS))
-        _said(
+        put = _said(
             f"{self.url}/{name}",
             lambda: self.lib.put(
                 self.store,
@@ -202,6 +204,7 @@ class _Obstore:
                 max_concurrency=UPLOADS,
             ),
         )
+        return put["e_tag"] or ""
 
     def remove(self, names: Iterable[str]) -> None:
         keys = [self._key(name) for name in names]
@@ -278,17 +281,18 @@ class _Fsspec:
             lambda: self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b"",
         )
 
-    def write(self, name: str, data: bytes | Path) -> None:
+    def write(self, name: str, data: bytes | Path) -> str:
         path = self._path(name)
 
-        def put() -> None:
+        def put() -> str:
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             if isinstance(data, bytes):
                 self.fs.pipe_file(path, data)
             else:
                 self.fs.put_file(str(data), path)
+            return _described(self.fs.info(path)).version
 
-        _said(f"{self.url}/{name}", put)
+        return _said(f"{self.url}/{name}", put)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
