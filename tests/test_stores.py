@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -17,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import mckpt as package
 from mckpt.conversion import to_store
 from mckpt.errors import SourceError, UsageError
 from mckpt.storage import stand_in, stores
+from tests import test_towers
 from tests.door import ROOT, TRACKER, Said, command_line, good, mckpt, refused, tree
 from tests.s3_server import Fault, Server
 from tests.tiny import FIXTURES
@@ -55,6 +58,7 @@ def bucket(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
     for key, value in server.environment().items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(stores, "WAITS", (0, 0))
+    monkeypatch.setattr(to_store, "LIVE_S", 1.0)
     soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
     monkeypatch.setitem(stores.RETRIES, "backoff", {**soon, "base": 2})
     return name
@@ -264,16 +268,153 @@ def test_two_runs_that_start_at_once_do_not_mix(cli, server, bucket, monkeypatch
     """The other run writes its intent between two looks of this one."""
     put, seen = stand_in.StandIn.put, []
 
-    def races(place: stand_in.StandIn, name: str, data: Any) -> None:
-        put(place, name, data)
+    def races(place: stand_in.StandIn, name: str, data: Any) -> str:
+        version = put(place, name, data)
         if name.endswith("intent.json") and not seen:
             seen.append(name)
             put(place, f"{stand_in.Path(name).parent}x/intent.json", data)
+        return version
 
     monkeypatch.setattr(stand_in.StandIn, "put", races)
     said = cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, code=6).err
     assert "another mckpt is writing here" in said
     assert not any("/iter_" in name for name in server.keys(bucket))
+
+
+def during_the_first_file(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> None:
+    """Lets `call` happen once, when a run is about to send its first file of weights."""
+    put, seen = stand_in.StandIn.put, []
+
+    def hooked(place: stand_in.StandIn, name: str, data: Any) -> Any:
+        if not seen and name.endswith(".pt"):
+            seen.append(name)
+            call()
+        return put(place, name, data)
+
+    monkeypatch.setattr(stand_in.StandIn, "put", hooked)
+
+
+def test_the_tracker_does_not_go_back(cli, server, bucket, monkeypatch, tmp_path):
+    (tmp_path / TRACKER).write_text("200")
+    during_the_first_file(monkeypatch, lambda: server.put(bucket, tmp_path, "m/"))
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    assert server.keys(bucket)[f"m/{TRACKER}"].read_text() == "200"
+
+
+def changed(model: Path) -> Path:
+    """Makes a copy of SRC with other weights."""
+    shutil.copytree(SRC, model)
+    path = model / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    start = int.from_bytes(data[:8], "little") + 8
+    data[start::2] = bytes(one ^ 1 for one in data[start::2])
+    path.write_bytes(data)
+    return model
+
+
+def test_a_journal_does_not_vouch_for_files_that_were_replaced(
+    cli, server, bucket, fetched, local, monkeypatch, tmp_path
+):
+    small_groups(monkeypatch)
+    server.set(Fault("PUT", r"mp_rank_01", "403", 99))
+    cli("hf-to-megatron", SRC, "s3:m", *SIZES, code=7)
+    cli("hf-to-megatron", SRC, "s3:n", *SIZES, code=7)
+    server.set()
+    other = changed(tmp_path / "model")
+    cli("hf-to-megatron", other, "s3:m", *SIZES, "--overwrite")
+    before = files(fetched("m"))
+    assert "--overwrite" in cli("hf-to-megatron", SRC, "s3:m", *SIZES, code=6).err
+    assert files(fetched("m")) == before
+    name, path = next(one for one in server.keys(bucket).items() if one[0].endswith(".pt"))
+    there = server.keys(bucket)[name.replace("m/", "n/", 1)]
+    there.write_bytes(path.read_bytes())  # by another program: the journal stays
+    assert "was replaced" in cli("hf-to-megatron", SRC, "s3:n", *SIZES, code=6).err
+    for name in "mn":
+        cli("hf-to-megatron", SRC, f"s3:{name}", *SIZES, "--overwrite")
+        assert files(fetched(name)) == files(local)
+
+
+def test_a_second_run_is_refused_while_the_first_one_writes(
+    cli, bucket, fetched, local, monkeypatch, tmp_path
+):
+    small_groups(monkeypatch)
+    monkeypatch.setattr(to_store, "BEAT_S", 0.2)
+    before = "from mckpt.conversion import to_store as t; t.LIVE_S = 3.0"
+    url, other = f"s3://{bucket}/m", changed(tmp_path / "model")
+    line = command_line("hf-to-megatron", other, url, *SIZES, "--overwrite", before=before)
+    said = []
+    during_the_first_file(
+        monkeypatch, lambda: said.append(subprocess.run(line, capture_output=True, text=True))
+    )
+    cli("hf-to-megatron", SRC, "s3:m", *SIZES)
+    assert said[0].returncode == 6 and "another mckpt is writing here" in said[0].stderr
+    assert files(fetched("m")) == files(local)
+
+
+def test_a_run_that_was_taken_for_dead_sends_nothing_more(cli, server, bucket, monkeypatch):
+    def end() -> None:
+        for name, path in server.keys(bucket).items():
+            if "/.mckpt-" in name:
+                path.unlink()
+
+    during_the_first_file(monkeypatch, end)
+    small_groups(monkeypatch)
+    assert "taken this run for dead" in cli("hf-to-megatron", SRC, "s3:m", *SIZES, code=6).err
+    there = [name for name in server.keys(bucket) if name.startswith("m/")]
+    assert sum(name.endswith(".pt") for name in there) <= to_store.FILES
+    assert not any(name.endswith("mckpt.json") or "/.mckpt-" in name for name in there)
+
+
+def test_a_conversion_that_is_refused_keeps_the_old_checkpoint(cli, fetched, tmp_path):
+    cli("hf-to-megatron", SRC, "s3:m", *SIZES)
+    before = files(fetched("m"))
+    model = changed(tmp_path / "model")
+    arrays = load_file(model / "model.safetensors")
+    next(iter(arrays.values())).reshape(-1)[0] = 1e30
+    save_file(arrays, model / "model.safetensors")
+    cli("hf-to-megatron", model, "s3:m", *SIZES, "--dtype", "fp16", "--overwrite", code=2)
+    after = files(fetched("m"))
+    assert {name: after.get(name) for name in before} == before
+
+
+def test_checkpoints_with_other_carried_tensors_are_refused(cli, fetched, tmp_path):
+    model = test_towers.write(tmp_path / "model", "qwen3_vl")
+    cli("hf-to-megatron", model, "s3:m", "--iteration", "1")
+    cli("hf-to-megatron", model, "s3:m", "--iteration", "2")
+    arrays = load_file(model / "model.safetensors")
+    arrays["model.visual.position_ids"][2] += 1
+    save_file(arrays, model / "model.safetensors")
+    before = files(fetched("m"))
+    said = cli("hf-to-megatron", model, "s3:m", "--iteration", "3", code=6).err
+    assert "carried.safetensors: is not the source's" in said
+    after = {name: data for name, data in files(fetched("m")).items() if ".mckpt-" not in name}
+    assert after == before
+
+
+def test_runs_leave_no_temporary_directories(tmp_path, monkeypatch, bucket):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan = package.plan(SRC, f"s3://{bucket}/m")
+    held = len(list(tmp_path.iterdir()))
+    plan.run()
+    assert len(list(tmp_path.iterdir())) == held
+    stand_in.clean()
+
+
+def test_runs_of_other_checkpoints_are_let_alone(cli, server, bucket, tmp_path):
+    other = tmp_path / "run" / ".mckpt-other"
+    other.mkdir(parents=True)
+    (other / "intent.json").write_text('{"unit": "iter_0000009", "files": []}')
+    server.put(bucket, other.parent, "m/")
+    server.set(Fault("GET", "mckpt-other/intent.json", "404", 99))  # it ended since the listing
+    assert "interrupted" not in cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES).err
+    assert "m/.mckpt-other/intent.json" in server.keys(bucket)
+
+
+def test_checkpoints_of_one_model_share_its_large_files(cli, tmp_path):
+    shutil.copytree(SRC, tmp_path / "model")
+    (tmp_path / "model" / "LICENSE").write_bytes(b"words " * 70_000)
+    cli("hf-to-megatron", tmp_path / "model", "s3:m", "--iteration", "1")
+    cli("hf-to-megatron", tmp_path / "model", "s3:m", "--iteration", "2")
 
 
 # ------------------------------------------------------------------------------------------- faults
@@ -361,7 +502,7 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     knows.
     """
     server.set(Fault("PUT", r"mp_rank_01_000", "slow", 1, seconds=60))
-    before = "from mckpt.conversion import to_store as t; t.GROUP = 1; t.FILES = 1"
+    before = "from mckpt.conversion import to_store as t; t.GROUP = t.FILES = t.LIVE_S = 1"
     line = command_line(
         "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=before
     )
@@ -406,9 +547,19 @@ def test_the_marker_is_the_last_object(cli, server, bucket):
 
 
 def test_a_url_with_a_secret_is_refused_and_not_shown(cli):
-    for url in ("s3:hf?X-Amz-Signature=abc", "https://user:abc@host/path"):
+    for url in (
+        "s3:hf?X-Amz-Signature=abc",
+        "https://user:abc@host/path",
+        "s3://AKIAKEY:a/abc@bucket/key",
+        "s3://AKIAKEY:a/b@abc@bucket/key",
+        "https://abc@host/path",
+        "https://user:a?bc/abc@host/abc",
+        "abfss://user:abc@host/path",
+    ):
         said = cli("inspect", url, code=2).err
-        assert "abc" not in said and "credentials" in said
+        assert "abc" not in said and "AKIAKEY" not in said and "credentials" in said
+    for url in ("s3://bucket/a@b/c", "abfss://container@account/key"):
+        assert str(stores.parse(url)) == url
 
 
 def test_names_that_are_not_there(cli, server, bucket):
@@ -480,9 +631,19 @@ def test_other_schemes_go_through_fsspec(scheme, local, tmp_path):
     refused(2, "fsspec cannot open nonsense://", args=("inspect", "nonsense://x/y"))
 
 
+def test_an_answer_that_is_too_short_is_an_error(tmp_path):
+    shutil.copytree(SRC, tmp_path / "hf")
+    there = package.open(f"file://{tmp_path}/hf")
+    os.truncate(tmp_path / "hf" / "model.safetensors", 80 << 10)
+    with pytest.raises(SourceError, match=r"model\.safetensors: the store sent .* instead of"):
+        for name in there:
+            there[name].numpy()
+    stand_in.clean()
+
+
 RANKS = """
 from mckpt.conversion import to_store as t
-t.GROUP, t.BEAT_S, t.QUIET_S = 1, 0.2, 3.0
+t.GROUP, t.BEAT_S, t.QUIET_S, t.LIVE_S = 1, 0.2, 3.0, 1.0
 """
 DIES = RANKS + "import os; t._Job._send = lambda *a: os._exit(9)"
 
@@ -510,6 +671,23 @@ def test_ranks_share_a_run_through_the_store_alone(server, bucket, fetched, loca
     assert files(fetched("m")) == files(local)
     puts = [one for one in server.control()["log"] if one.startswith("PUT") and ".pt" in one]
     assert len(puts) == 4, "a file was sent by two ranks"
+    assert not [name for name in server.keys(bucket) if ".mckpt-" in name]
+
+
+def test_a_slow_rank_is_not_taken_for_dead(server, bucket, fetched, local):
+    server.set(Fault("PUT", r"mp_rank_01_001", "slow", 1, seconds=6))
+    found = ranks(bucket, RANKS, RANKS)
+    assert [one.returncode for one in found] == [0, 0], found
+    assert "rank 0 does its share" not in found[0].stderr
+    assert files(fetched("m")) == files(local)
+
+
+def test_a_checkpoint_of_an_earlier_source_ends_no_rank_well(server, bucket, cli, tmp_path):
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    time.sleep(0.01)
+    server.put(bucket, changed(tmp_path / "model"), "hf/")
+    found = ranks(bucket, RANKS, RANKS)
+    assert [one.returncode for one in found] == [6, 6], found
 
 
 def test_the_share_of_a_dead_rank_is_done_by_rank_0(bucket, fetched, local):

@@ -278,7 +278,8 @@ inexact_option = conversion_option(
 overwrite_option = conversion_option(
     "--overwrite",
     is_flag=True,
-    help="Replace an existing checkpoint once the new one is complete.",
+    help="Replace an existing checkpoint once the new one is complete; in an object store, when its"
+    " first files are sent.",
 )
 stream_option = conversion_option(
     "--stream",

@@ -72,14 +72,15 @@ class SideFiles:
         for name in {path.name for path in self.path.glob(FILES)} | self.carried.keys():
             there = self.path / name
             if not there.is_file() or there.stat().st_size != self.carried.get(name):
-                raise self._other_tensors(name)
+                raise self.other_tensors(name)
         if (self.path / MAPPING).is_file() and MAPPING not in self.files:
             raise DestinationError(
                 f"{self.path / MAPPING}: is the family file of other checkpoints here, and this one"
                 " has none. Write to another directory"
             )
 
-    def _other_tensors(self, name: str) -> DestinationError:
+    def other_tensors(self, name: str) -> DestinationError:
+        """Returns the error for a file of carried tensors that differs from that in DST/hf."""
         return DestinationError(
             f"{self.path / name}: is not the source's; all checkpoints"
             " of one save directory share its hf. Write to another directory"
@@ -93,7 +94,7 @@ class SideFiles:
         if self.path.exists():
             for name in self.carried:
                 if not filecmp.cmp(folder / name, self.path / name, shallow=False):
-                    raise self._other_tensors(name)
+                    raise self.other_tensors(name)
             return
         for name, source in self.files.items():
             path = folder / name
@@ -108,6 +109,7 @@ class SideFiles:
 
 
 def _same(source: Path | bytes, path: Path) -> bool:
+    stand_in.whole(path)
     return (
         path.read_bytes() == source
         if isinstance(source, bytes)

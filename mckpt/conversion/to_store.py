@@ -4,8 +4,8 @@ The files of the checkpoint are made on the local disk, some at a time (GROUP), 
 next ones are made. So the local disk needs room for two groups, and memory does not grow.
 
     DST/.mckpt-<plan>/intent.json    the names that this run writes
-    DST/.mckpt-<plan>/beat.json      with many ranks: changes while rank 0 lives
-    DST/.mckpt-<plan>/sent/<n>       file n is in its place: its bytes and its checksum
+    DST/.mckpt-<plan>/beat/<rank>    changes while the rank lives
+    DST/.mckpt-<plan>/sent/<n>       file n is in its place: its bytes, checksum and version
     DST/release/...                  the files of the checkpoint
     DST/release/mckpt.json           the manifest, when all other files are there
     DST/release/metadata.json        the file without which no loader accepts the checkpoint, last
@@ -19,6 +19,7 @@ Ranks share the groups, and know of each other through the journal alone.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import os
 import shutil
@@ -34,27 +35,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from mckpt import errors
-from mckpt.conversion.run import How, dropped, key_of, move, stamps, state_of
+from mckpt.conversion.groups import groups, part
+from mckpt.conversion.run import How, dropped, finished, key_of, move, stamps, state_of
 from mckpt.errors import DestinationError, SourceError, StorageError
 from mckpt.execute.ranks import LOOK_S, Ranks, refusal
-from mckpt.geometry.join import UNSCALED
 from mckpt.storage import stand_in
-from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import INTENT, MANIFEST, STAGING
-from mckpt.values.quantisation import CODES, Grid
+from mckpt.storage.stores import Object
 
 if TYPE_CHECKING:
     from mckpt.conversion.plan import Plan
 
 GROUP = 1 << 30  # bytes of files that are made before they are sent
 FILES = 2  # files that are sent at the same time, each in several parts
-BEAT_S = 5.0  # seconds between two changes of rank 0's beat
+BEAT_S = 5.0  # seconds between two changes of a rank's beat
+LIVE_S = 20.0  # seconds without a beat after which another run counts as dead
 QUIET_S = 90.0  # seconds without any change after which a rank counts as dead
 START_S = 600.0  # seconds that ranks wait for rank 0 to begin
-SENT, BEAT = "sent", "beat.json"
+SENT, BEAT = "sent", "beat"
 
 
 class _Sent(msgspec.Struct):
@@ -63,21 +63,30 @@ class _Sent(msgspec.Struct):
     path: str
     bytes: int
     checksum: str
+    version: str  # of the object; "" if the store tells none
+    run: str  # the id of the run that sent it
+
+
+class _Over(DestinationError):
+    """Rank 0 has published, or another run has taken this one for dead."""
 
 
 def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
     before = stamps(plan)
     job = _Job(plan, how, ranks, key_of(plan, how, before))
-    if ranks.rank:
-        return job.help()
+    try:
+        return job.help() if ranks.rank else _lead(job, before)
+    finally:
+        stand_in.discard(job.temporary)
+
+
+def _lead(job: _Job, before: list[int]) -> dict[str, Any]:
+    """Runs the plan as rank 0, and returns the manifest."""
+    plan = job.plan
     plan.side.check_unchanged()
-    said = dropped(plan, how)
-    plan.destination.refuse_occupied(job.folder)
-    if not how.resume:
-        job.forget()
-    if plan.destination.overwrite:
-        job.clear()
+    said = dropped(plan, job.how)
+    job.refuse_occupied()
     with job.announced():
         job.send_side()
         sums = job.send_all()
@@ -116,9 +125,12 @@ class _Job:
         # files by number; the one without which no loader accepts the checkpoint goes last
         last = [n for n, file in enumerate(plan.outputs) if file.path == destination.format.last]
         self.last = last[0] if last else None
-        self.groups = _groups(plan, self.last)
+        # carried tensors first, because they may be refused
+        carried = {n for n in self._all() if self._is_carried(n)}
+        self.groups = sorted(groups(plan, self.last, GROUP), key=carried.isdisjoint)
         self.id = uuid.uuid4().hex
         self.bytes_done = 0
+        self.ready = False  # the old checkpoint is removed, so that ranks may send
         self.beat, self.over = 0, threading.Event()
         self.beats = threading.Thread(target=self._beat, name="beats", daemon=True)
         self.temporary = stand_in.temporary()
@@ -129,10 +141,24 @@ class _Job:
         return self.place.name(os.path.normpath(path))
 
     def _file(self, number: int) -> Path:
-        return self.destination.path / self.plan.outputs[number].path
+        return Path(os.path.normpath(self.destination.path / self.plan.outputs[number].path))
 
-    def _put(self, path: Path, data: bytes | Path) -> None:
-        self.place.put(self._name(path), data)
+    def _is_carried(self, number: int) -> bool:
+        """Returns whether it is a file of carried tensors, which other checkpoints share."""
+        return self.destination.unit is not None and (
+            self._file(number).parent == self.plan.side.path
+        )
+
+    def _there(self, number: int) -> Object | None:
+        return self.place.objects.get(self._name(self._file(number)))
+
+    def _put(self, path: Path, data: bytes | Path) -> str:
+        return self.place.put(self._name(path), data)
+
+    def _put_ours(self, path: Path, data: bytes | Path) -> str:
+        """Puts an object and returns its version. Raises _Over if this run is over."""
+        self._refuse_if_over()
+        return self._put(path, data)
 
     def _get(self, path: Path) -> bytes | None:
         """Returns a small object, None if it is not there."""
@@ -142,7 +168,18 @@ class _Job:
             return None
 
     def sent(self) -> dict[int, _Sent]:
-        """Returns the journal: the files, by number, that are in their place."""
+        """Returns the files, by number, that are in their place as they were sent."""
+        return {n: one for n, one in self._journal().items() if self._is_still(n, one)}
+
+    def _is_still(self, number: int, one: _Sent) -> bool:
+        there = self._there(number)
+        if there is None or there.size != one.bytes:
+            return False
+        # answers quote an ETag, and the listings of some stores do not
+        same = bool(one.version) and one.version.strip('"') == there.version.strip('"')
+        return same or one.run == self.id
+
+    def _journal(self) -> dict[int, _Sent]:
         self.place.list()
         start = f"{self._name(self.folder / SENT)}/"
         names = [n for n in self.place.objects if n.startswith(start)]
@@ -151,11 +188,26 @@ class _Job:
         for name in names:
             with suppress(OSError, ValueError, msgspec.DecodeError):
                 number = int(name[len(start) :])
-                one = msgspec.json.decode((self.place.root / name).read_bytes(), type=_Sent)
-                there = self.place.objects.get(self._name(self._file(number)))
-                if there is not None and there.size == one.bytes:
-                    out[number] = one
+                if number in self._all():
+                    out[number] = msgspec.json.decode(
+                        (self.place.root / name).read_bytes(), type=_Sent
+                    )
         return out
+
+    def refuse_occupied(self) -> None:
+        """Raises DestinationError if files are in the way, such as those that replaced what an
+        interrupted run had sent.
+        """
+        self.place.list()
+        self.destination.refuse_occupied(self.folder)
+        if self.destination.overwrite:
+            return
+        for number, one in self._journal().items():
+            if one.version and self._there(number) and not self._is_still(number, one):
+                raise DestinationError(
+                    f"{self._file(number)}: was replaced since a run of this command sent it; give"
+                    " --overwrite to replace the checkpoint"
+                )
 
     # ---- rank 0
 
@@ -166,35 +218,57 @@ class _Job:
         files = [*(self._file(n) for n in self._all()), destination.path / MANIFEST]
         names = [os.path.relpath(file, destination.root) for file in files]
         intent = {"unit": destination.unit, "files": names}
-        known = self._runs()
+        self._end_dead_runs()
+        if not self.how.resume:
+            self.place.remove(self.place.below(self.folder / SENT))
+        earlier = self.folder.name in self._runs()
         self._put(self.folder / INTENT, json.dumps(intent).encode())
-        if others := self._runs() - known - {self.folder.name}:
-            self.place.remove([self._name(self.folder / INTENT)])
-            raise DestinationError(
-                f"{destination.path}: another mckpt is writing here ({others.pop()})"
-            )
+        if others := self._runs() - {self.folder.name}:
+            if not earlier:
+                self.place.remove([self._name(self.folder / INTENT)])
+            raise self._refused_for(others.pop())
+        self.ready = not destination.overwrite
+        self._put_beat()
         self.beats.start()
         try:
             yield
         except BaseException as error:
             self._end_beats()
-            if self.ranks.size > 1:
+            if not isinstance(error, _Over):
                 with suppress(StorageError):
                     self._put_beat(error=[type(error).__name__, str(error)])
             raise
 
+    def _end_dead_runs(self) -> None:
+        """Removes the journals of interrupted runs that wrote this checkpoint. Raises
+        DestinationError if one of them lives; this takes LIVE_S if one of them was killed.
+        """
+        first = {name: self._said(name) for name in self._runs()}
+        end = time.monotonic() + LIVE_S
+        while time.monotonic() < end and any("error" not in (s or {}) for s in first.values()):
+            time.sleep(min(1.0, LIVE_S / 4))
+            for name, said in first.items():
+                if self._said(name) != said:
+                    raise self._refused_for(name)
+        for name in first.keys() - {self.folder.name}:
+            self.place.remove(self.place.below(self.destination.root / name))
+
+    def _refused_for(self, name: str) -> DestinationError:
+        return DestinationError(f"{self.destination.path}: another mckpt is writing here ({name})")
+
     def _beat(self) -> None:
-        """Tells the other ranks that this one lives."""
-        while self.ranks.size > 1:
+        """Tells other ranks and runs that this rank lives."""
+        while not self.over.wait(BEAT_S):
             with suppress(StorageError):
+                said = self._said()
+                if said is None or said["id"] != self.id:
+                    return
                 self._put_beat()
-            if self.over.wait(BEAT_S):
-                return
 
     def _put_beat(self, **more: Any) -> None:
         self.beat += 1
-        said = {"id": self.id, "beat": self.beat, **more}
-        self._put(self.folder / BEAT, json.dumps(said).encode())
+        said = {"id": self.id, "beat": self.beat, "ready": self.ready, **more}
+        self._put(self.folder / BEAT / str(self.ranks.rank), json.dumps(said).encode())
 
     def _end_beats(self) -> None:
         self.over.set()
@@ -208,18 +282,18 @@ class _Job:
         self.place.list()
         found = set()
         for folder in self.destination.root.glob(f"{STAGING}*"):
-            stand_in.whole(folder / INTENT)
-            with suppress(OSError, TypeError, KeyError, ValueError):
+            # SourceError: that run has ended since the listing
+            with suppress(SourceError, OSError, TypeError, KeyError, ValueError):
+                stand_in.whole(folder / INTENT)
                 if json.loads((folder / INTENT).read_bytes())["unit"] == self.destination.unit:
                     found.add(folder.name)
         return found
 
-    def forget(self) -> None:
-        """Removes the journal of an earlier run."""
-        self.place.remove(self.place.below(self.folder / SENT))
-
     def clear(self) -> None:
-        """Removes the checkpoint that --overwrite replaces."""
+        """Removes the checkpoint that --overwrite replaces, unless that is done."""
+        if self.ready:
+            return
+        self._refuse_if_over()
         done = {self._name(self._file(n)) for n in self.sent()}
         own = self._name(self.destination.root / STAGING)
         old = [
@@ -231,6 +305,7 @@ class _Job:
         first = [name for name in old if name.rpartition("/")[2] in (MANIFEST, last)]
         self.place.remove(first)
         self.place.remove([name for name in old if name in self.place.objects])
+        self.ready = True
 
     def send_side(self) -> None:
         """Sends the files of DST/hf that are not there; they are the same for all checkpoints of a
@@ -248,32 +323,44 @@ class _Job:
         done = self.sent()
         share = self.ranks.share(len(self.groups))
         self._send([self.groups[i] for i in share], done)
-        quiet, known = time.monotonic(), -1
+        self.clear()  # its share may be empty
+        heard: dict[int, tuple[Object | None, float]] = {}  # rank -> its last beat, and when
         while True:
             done = self.sent() if self.ranks.size > 1 else done
-            missing = [g for g in self.groups if any(n not in done for n in g)]
+            missing = [i for i, g in enumerate(self.groups) if any(n not in done for n in g)]
             if not missing:
                 break
-            if len(done) != known:
-                quiet, known = time.monotonic(), len(done)
-            if time.monotonic() - quiet > QUIET_S:
-                self.how.tell("a rank has ended or is not heard of any more: rank 0 does its share")
-                self._send(missing, done)
-                quiet = time.monotonic()
-            time.sleep(1.0)
+            for rank in self._silent(heard):
+                its = self.ranks.share(len(self.groups), rank)
+                if late := [self.groups[i] for i in missing if i in its]:
+                    self.how.tell(
+                        f"rank {rank} has ended or is not heard of any more: rank 0 does its share"
+                    )
+                    self._send(late, done)
+            time.sleep(min(2.0, BEAT_S))
         if self.last is not None:
             with self._made([self.last]) as (folder, sums):
                 self.kept = (folder / self.plan.outputs[self.last].path).read_bytes()
-                done[self.last] = _Sent("", len(self.kept), sums[0])
+                done[self.last] = _Sent("", len(self.kept), sums[0], "", self.id)
         return done
+
+    def _silent(self, heard: dict[int, tuple[Object | None, float]]) -> list[int]:
+        """Returns the ranks whose beat, in the last listing, has not changed for QUIET_S."""
+        now = time.monotonic()
+        for rank in range(1, self.ranks.size):
+            said = self.place.objects.get(self._name(self.folder / BEAT / str(rank)))
+            if rank not in heard or said != heard[rank][0]:
+                heard[rank] = said, now
+        return [rank for rank, (_, when) in heard.items() if now - when > QUIET_S]
 
     def publish(self, manifest: dict[str, Any]) -> None:
         """Puts the manifest, the last file and the tracker, and removes the journal."""
         destination = self.destination
         text = errors.shown(json.dumps(manifest, indent=1)) + "\n"
-        self._put(destination.path / MANIFEST, text.encode())
+        self._put_ours(destination.path / MANIFEST, text.encode())
         if self.last is not None:
-            self._put(self._file(self.last), self.kept)
+            self._put_ours(self._file(self.last), self.kept)
+        self.place.list()  # another run may have moved the tracker meanwhile
         if destination.unit is not None and destination.tracker.moves_to(destination.unit):
             destination.tracker.move_to(destination.unit)
         self._end_beats()
@@ -296,9 +383,10 @@ class _Job:
                 return
             file = self.plan.outputs[number]
             made = folder / file.path
-            entry = _Sent(file.path, file.size, checksum)
-            self._put(self._file(number), made)
-            self._put(self.folder / SENT / str(number), msgspec.json.encode(entry))
+            there = self._there(number) if self._is_carried(number) else None
+            version = there.version if there else self._put_ours(self._file(number), made)
+            entry = _Sent(file.path, file.size, checksum, version, self.id)
+            self._put_ours(self.folder / SENT / str(number), msgspec.json.encode(entry))
             os.unlink(made)
             with lock:
                 done[number] = entry
@@ -321,12 +409,23 @@ class _Job:
                 for group in todo:
                     made = self._made(group)
                     folder, sums = made.__enter__()
+                    self._compare_carried(group, folder)
                     sending.result()
+                    self.clear()
                     sending = groups_of.submit(send_group, made, group, folder, sums)
                 sending.result()
             except BaseException:
                 stop.set()
                 raise
+
+    def _compare_carried(self, group: Sequence[int], folder: Path) -> None:
+        """Raises DestinationError if other checkpoints here have other carried tensors."""
+        for number in group:
+            if self._is_carried(number) and self._there(number):
+                there = self._file(number)
+                stand_in.whole(there)
+                if not filecmp.cmp(folder / self.plan.outputs[number].path, there, shallow=False):
+                    raise self.plan.side.other_tensors(there.name)
 
     def _report(self, files: int) -> None:
         if self.how.progress and not self.ranks.rank:
@@ -338,7 +437,7 @@ class _Job:
         """Makes the files of a group in a temporary directory; yields it and their checksums."""
         temporary = Path(tempfile.mkdtemp(dir=self.temporary))
         try:
-            outputs, copies, grids = _part(self.plan, group)
+            outputs, copies, grids = part(self.plan, group)
             # so that `..` in the path of a carried file stays inside
             data = temporary / "made" / "data"
             # the parts that are sent meanwhile take the rest
@@ -354,62 +453,82 @@ class _Job:
         """Sends the share of a rank other than 0, then waits until rank 0 has published."""
         if (found := self._await_start()) is not None:
             return found
-        share = self.ranks.share(len(self.groups))
-        self._send([self.groups[i] for i in share], self.sent())
-        before, quiet = None, time.monotonic()
-        while (said := self._said()) is not None:
-            self._raise_error_of(said)
-            if said != before:
-                before, quiet = said, time.monotonic()
-            if time.monotonic() - quiet > QUIET_S:
-                raise StorageError(
-                    f"{self.folder}: rank 0 has not been heard of for {QUIET_S:.0f} s; start the"
-                    " run again: it goes on"
-                )
-            time.sleep(1.0)
-        if (manifest := self._published()) is None:
-            raise DestinationError(
-                f"{self.folder}: is gone, and no checkpoint of this run is there"
+        self._put_beat()
+        self.beats.start()
+        try:
+            share = self.ranks.share(len(self.groups))
+            self._send([self.groups[i] for i in share], self.sent())
+            before, quiet = None, time.monotonic()
+            while True:
+                said = self._refuse_if_over()
+                if said != before:
+                    before, quiet = said, time.monotonic()
+                if time.monotonic() - quiet > QUIET_S:
+                    raise StorageError(
+                        f"{self.folder}: rank 0 has not been heard of for {QUIET_S:.0f} s; start"
+                        " the run again: it goes on"
+                    )
+                time.sleep(1.0)
+        except _Over:
+            self._end_beats()
+            self.place.remove([self._name(self.folder / BEAT / str(self.ranks.rank))])
+            if (manifest := self._published()) is None:
+                raise
+            return manifest
+        finally:
+            self._end_beats()
+
+    def _refuse_if_over(self) -> dict[str, Any]:
+        """Returns the last beat of rank 0. Raises _Over if the run is over, and on other ranks the
+        error of rank 0.
+        """
+        said = self._said()
+        if said is None or said["id"] != self.id:
+            raise _Over(
+                f"{self.folder}: is gone, and no checkpoint of this run is there; another mckpt has"
+                " taken this run for dead"
             )
-        return manifest
+        if self.ranks.rank:
+            self._raise_error_of(said)
+        return said
 
     def _await_start(self) -> dict[str, Any] | None:
         """Waits until rank 0 lives. Returns the manifest if the checkpoint is there already."""
-        started, first, next_look = time.monotonic(), None, LOOK_S
+        started, next_look = time.monotonic(), 0.0
+        changed, first, last = started, None, None
         refused: errors.MckptError | None = None
         while True:
             said = self._said()
-            waited = time.monotonic() - started
-            if waited > next_look:
-                before, refused, next_look = refused, refusal(self._refuse), waited + LOOK_S
+            now = time.monotonic()
+            waited = now - started
+            if waited >= next_look:
+                next_look = waited + LOOK_S
+                may_be_ours = not self.destination.overwrite or waited > QUIET_S
+                if said is None and may_be_ours and (manifest := self._published()) is not None:
+                    return manifest
+                before, refused = refused, refusal(self.refuse_occupied)
                 if before and refused:
                     raise refused
+            if said != last:
+                changed, last = now, said
             if said is not None:
                 first = first or said
-                if said != first:
+                if said != first or waited > QUIET_S:  # it is not that of an earlier run
                     self._raise_error_of(said)
+                if said != first and said["ready"]:
+                    self.id, self.ready = said["id"], True
                     return None
-                if waited > QUIET_S:  # by now it is not that of an earlier run
-                    self._raise_error_of(said)
-            elif (manifest := self._published()) is not None and (
-                not self.destination.overwrite or waited > QUIET_S
-            ):
-                return manifest
-            if waited > START_S:
+            if now - changed > START_S:
                 raise StorageError(
                     f"{self.folder}: rank 0 has not begun within {START_S:.0f} s; rank"
                     f" {self.ranks.rank} gives up"
                 )
             time.sleep(1.0)
 
-    def _refuse(self) -> None:
-        """Raises the error with which rank 0 is refused before it has said anything."""
-        self.place.list()
-        self.destination.refuse_occupied(self.folder)
-
-    def _said(self) -> dict[str, Any] | None:
-        """Returns the last beat of rank 0, None if there is none."""
-        data = self._get(self.folder / BEAT)
+    def _said(self, run: str = "") -> dict[str, Any] | None:
+        """Returns the last beat of rank 0 of a run (""; this one), None if there is none."""
+        folder = self.destination.root / run if run else self.folder
+        data = self._get(folder / BEAT / "0")
         return json.loads(data) if data else None
 
     def _raise_error_of(self, said: dict[str, Any]) -> None:
@@ -422,58 +541,4 @@ class _Job:
     def _published(self) -> dict[str, Any] | None:
         self.place.list()
         self.place.whole([self._name(self.destination.path / MANIFEST)])
-        manifest = self.destination.manifest()
-        return manifest if manifest.get("plan") == self.plan.digest else None
-
-
-def _groups(plan: Plan, last: int | None) -> list[list[int]]:
-    """Returns the files in groups of about GROUP bytes; `last` is in none of them.
-
-    A weight that is quantised and its scales are written together, so their files are in one group.
-    """
-    tied = _ties(plan)
-    out: list[list[int]] = []
-    held = 0
-    for number, file in enumerate(plan.outputs):
-        if number == last:
-            continue
-        if not out or (held + file.size > GROUP and number not in tied):
-            out.append([])
-            held = 0
-        out[-1].append(number)
-        held += file.size
-    return out
-
-
-def _ties(plan: Plan) -> set[int]:
-    """Returns the files that must be in the group of the file before them."""
-    weights, scales = _quantised(plan)
-    tied: set[int] = set()
-    for a, b in zip(weights["dst_file"].tolist(), scales, strict=True):
-        tied.update(range(min(a, b) + 1, max(a, b) + 1))
-    return tied
-
-
-def _quantised(plan: Plan) -> tuple[np.ndarray, list[int]]:
-    """Returns the copies into quantised weights, and the file of the scales of each."""
-    joined = plan.joined
-    codes = np.array([cast.target == CODES for cast in joined.casts], bool)
-    which = (joined.copies["grid"] != UNSCALED) & codes[joined.copies["cast"]]
-    copies = joined.copies[which]
-    file = Grid._fields.index("file")
-    return copies, joined.grids[copies["grid"], file].tolist() if len(copies) else []
-
-
-def _part(plan: Plan, group: Sequence[int]) -> tuple[list[TargetFile], np.ndarray, np.ndarray]:
-    """Returns the files of a group, numbered from 0, the copies into them, and the grids."""
-    joined = plan.joined
-    number = np.full(len(plan.outputs), -1, "i4")
-    number[list(group)] = np.arange(len(group), dtype="i4")
-    copies = joined.copies[number[joined.copies["dst_file"]] >= 0].copy()
-    grids = joined.grids.copy()
-    weights, _ = _quantised(plan)
-    for grid in set(weights["grid"][number[weights["dst_file"]] >= 0].tolist()):
-        at = Grid._fields.index("file")
-        grids[grid, at] = number[grids[grid, at]]
-    copies["dst_file"] = number[copies["dst_file"]]
-    return [plan.outputs[n] for n in group], copies, grids
+        return finished(self.plan)

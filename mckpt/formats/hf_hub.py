@@ -87,7 +87,7 @@ class _Weights(NamedTuple):
     def read(self, name: str, at: int, nbytes: int, version: str = "") -> bytes:
         return hub.read_range(self.name, name, at, nbytes)
 
-    def write(self, name: str, data: bytes | Path) -> None:
+    def write(self, name: str, data: bytes | Path) -> str:
         raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
 
     def remove(self, names: Iterable[str]) -> None:

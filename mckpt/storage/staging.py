@@ -65,8 +65,9 @@ def intended(root: Path, staging: Path | None) -> set[str]:
     """
     names: set[str] = set()
     for folder in root.glob(f"{STAGING}*") if staging is None else [staging]:
-        stand_in.whole(folder / INTENT)
-        with suppress(OSError, ValueError, TypeError, KeyError):
+        # SourceError: that run has ended since the store was listed
+        with suppress(SourceError, OSError, ValueError, TypeError, KeyError):
+            stand_in.whole(folder / INTENT)
             names.update(json.loads((folder / INTENT).read_bytes())["files"])
     return names
 

@@ -107,9 +107,9 @@ class StandIn:
         """Downloads files."""
         in_threads(lambda holes: holes.fill(), [self.files[n] for n in names if n in self.files])
 
-    def put(self, name: str, data: bytes | Path) -> None:
-        """Uploads an object. Its content is not kept here."""
-        self.store.write(name, data)
+    def put(self, name: str, data: bytes | Path) -> str:
+        """Uploads an object and returns its version. Its content is not kept here."""
+        return self.store.write(name, data)
 
     def remove(self, names: Collection[str]) -> None:
         """Removes objects."""
@@ -128,8 +128,19 @@ class Holes:
         self.here = bytearray(-(-one.size // BLOCK))  # 1: the block is here
 
     def read(self, at: int, nbytes: int) -> Any:
-        """Returns bytes from the store."""
-        return self.of.store.read(self.name, at, nbytes, self.object.version)
+        """Returns bytes from the store, fewer at the end of the file.
+
+        Raises SourceError if the store sends another number of bytes than its listing promised.
+        """
+        data = self.of.store.read(self.name, at, nbytes, self.object.version)
+        wanted = max(0, min(nbytes, self.object.size - at))
+        if len(data) != wanted:
+            raise SourceError(
+                f"{self.of.url}/{self.name}: the store sent {len(data):,} bytes from byte {at:,} on"
+                f" instead of {wanted:,}; if the file was changed while it was read, run the"
+                " command again when nothing writes there"
+            )
+        return data
 
     def need(self, at: int, nbytes: int) -> None:
         """Downloads the blocks of a range that are not here."""
@@ -298,6 +309,13 @@ def temporary() -> Path:
         _held[folder] = fd
         if folder.exists():  # no other process took it for a left-over before it was locked
             return folder
+
+
+def discard(folder: Path) -> None:
+    """Removes a directory of `temporary`."""
+    if (fd := _held.pop(folder, None)) is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(fd)
 
 
 def clean() -> None:

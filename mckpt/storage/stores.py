@@ -92,8 +92,10 @@ class Store(Protocol):
         version: raise SourceError if the object has another one now.
         """
 
-    def write(self, name: str, data: bytes | Path) -> None:
-        """Creates or replaces an object; readers see it when it is complete."""
+    def write(self, name: str, data: bytes | Path) -> str:
+        """Creates or replaces an object; readers see it when it is complete. Returns its version,
+        "" if the store tells none.
+        """
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects; those that are not there are ignored."""
@@ -102,16 +104,20 @@ class Store(Protocol):
 def parse(path: str | Path) -> Url | None:
     """Returns the URL that a path means, None for a path of this machine.
 
-    Raises UsageError for a URL with a query or a password: they would be stored and printed.
+    Raises UsageError for a URL with a query, a user or a password: they would be printed.
     """
     found = _URL.fullmatch(str(path))
     if found is None:
         return None
     scheme, rest = found[1].lower(), found[2].strip("/")
-    if "?" in rest or "#" in rest or re.match(r"[^/]*:[^/]*@", rest):
-        shown = re.sub(r"^[^/]*@", "...@", rest.split("?")[0].split("#")[0])
+    first, query = rest.partition("/")[0], re.search(r"[?#]", rest)
+    container = scheme in ("abfs", "abfss") and ":" not in first  # container@account
+    password = ("@" in first and not container) or re.search(":.*@", rest, re.DOTALL)
+    if password or query:
+        shown = "" if query and "@" in rest else re.split("[?#]", rest)[0].rpartition("@")[2]
         raise UsageError(
-            f"{scheme}://{shown}: has a password, a query or a fragment, which mckpt would print"
+            f"{scheme}://{'...@' if '@' in rest else ''}{shown}: has a user, a password, a query or"
+            " a fragment, which mckpt would print"
             " and store. Give the plain URL, and the credentials as the store's own tools take"
             " them: environment variables or a profile"
         )
@@ -184,10 +190,10 @@ class _Obstore:
             lambda: self.lib.get(self.store, key, options=options).bytes() if nbytes else b"",
         )
 
-    def write(self, name: str, data: bytes | Path) -> None:
+    def write(self, name: str, data: bytes | Path) -> str:
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         part = max(PART, -(-size // PARTS))
-        _said(
+        put = _said(
             f"{self.url}/{name}",
             lambda: self.lib.put(
                 self.store,
@@ -198,6 +204,7 @@ class _Obstore:
                 max_concurrency=UPLOADS,
             ),
         )
+        return put["e_tag"] or ""
 
     def remove(self, names: Iterable[str]) -> None:
         keys = [self._key(name) for name in names]
@@ -274,17 +281,18 @@ class _Fsspec:
             lambda: self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b"",
         )
 
-    def write(self, name: str, data: bytes | Path) -> None:
+    def write(self, name: str, data: bytes | Path) -> str:
         path = self._path(name)
 
-        def put() -> None:
+        def put() -> str:
             self.fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             if isinstance(data, bytes):
                 self.fs.pipe_file(path, data)
             else:
                 self.fs.put_file(str(data), path)
+            return _described(self.fs.info(path)).version
 
-        _said(f"{self.url}/{name}", put)
+        return _said(f"{self.url}/{name}", put)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:

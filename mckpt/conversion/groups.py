@@ -1,0 +1,68 @@
+"""Groups of the files of a plan, each of which can be made without the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mckpt.geometry.join import UNSCALED
+from mckpt.storage.files import TargetFile
+from mckpt.values.quantisation import CODES, Grid
+
+if TYPE_CHECKING:
+    from mckpt.conversion.plan import Plan
+
+
+def groups(plan: Plan, last: int | None, size: int) -> list[list[int]]:
+    """Returns the files in groups of about `size` bytes; `last` is in none of them.
+
+    A weight that is quantised and its scales are written together, so their files are in one group.
+    """
+    tied = _ties(plan)
+    out: list[list[int]] = []
+    held = 0
+    for number, file in enumerate(plan.outputs):
+        if number == last:
+            continue
+        if not out or (held + file.size > size and number not in tied):
+            out.append([])
+            held = 0
+        out[-1].append(number)
+        held += file.size
+    return out
+
+
+def _ties(plan: Plan) -> set[int]:
+    """Returns the files that must be in the group of the file before them."""
+    weights, scales = _quantised(plan)
+    tied: set[int] = set()
+    for a, b in zip(weights["dst_file"].tolist(), scales, strict=True):
+        tied.update(range(min(a, b) + 1, max(a, b) + 1))
+    return tied
+
+
+def _quantised(plan: Plan) -> tuple[np.ndarray, list[int]]:
+    """Returns the copies into quantised weights, and the file of the scales of each."""
+    joined = plan.joined
+    codes = np.array([cast.target == CODES for cast in joined.casts], bool)
+    which = (joined.copies["grid"] != UNSCALED) & codes[joined.copies["cast"]]
+    copies = joined.copies[which]
+    file = Grid._fields.index("file")
+    return copies, joined.grids[copies["grid"], file].tolist() if len(copies) else []
+
+
+def part(plan: Plan, group: Sequence[int]) -> tuple[list[TargetFile], np.ndarray, np.ndarray]:
+    """Returns the files of a group, numbered from 0, the copies into them, and the grids."""
+    joined = plan.joined
+    number = np.full(len(plan.outputs), -1, "i4")
+    number[list(group)] = np.arange(len(group), dtype="i4")
+    copies = joined.copies[number[joined.copies["dst_file"]] >= 0].copy()
+    grids = joined.grids.copy()
+    weights, _ = _quantised(plan)
+    for grid in set(weights["grid"][number[weights["dst_file"]] >= 0].tolist()):
+        at = Grid._fields.index("file")
+        grids[grid, at] = number[grids[grid, at]]
+    copies["dst_file"] = number[copies["dst_file"]]
+    return [plan.outputs[n] for n in group], copies, grids
