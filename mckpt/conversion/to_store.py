@@ -441,7 +441,7 @@ class _Job:
             # so that `..` in the path of a carried file stays inside
             data = temporary / "made" / "data"
             # the parts that are sent meanwhile take the rest
-            how = replace(self.how, max_memory=self.how.max_memory * 2 // 3)
+            how = replace(self.how, max_memory=self.how.max_memory // 2)
             sums = move(self.plan, temporary / "made", outputs, copies, grids, how)
             yield data, sums
         finally:
