@@ -346,7 +346,7 @@ def test_loss_scalers_are_numbers() -> None:
     assert scalers_of({"optimizer": {}}, {}, "x") == scalers_of(None, {}, "x") == []
     assert rescaled([known], 2) == rescaled([known, known], 2) == [known, known]
     assert rescaled([], 2) == []
-    with pytest.raises(UsageError, match="has scale, which is no number"):
+    with pytest.raises(UsageError, match="has scale, which is not a number"):
         scalers_of({"grad_scaler": {"scale": "large"}}, {}, "x")
 
 

@@ -564,7 +564,7 @@ def test_a_url_with_a_secret_is_refused_and_not_shown(cli):
 
 def test_names_that_are_not_there(cli, server, bucket):
     said = cli("inspect", "s3:nothing", code=3).err
-    assert f"s3://{bucket}/nothing: there are no objects below this name" in said
+    assert f"s3://{bucket}/nothing: the store has no objects under this name" in said
     server.set(Fault("GET", "list-type", "404", 99))
     assert f"s3://{bucket}/hf: is not there" in cli("inspect", "s3:hf", code=3).err
     with pytest.raises(UsageError, match="names no bucket"):

@@ -51,4 +51,4 @@ def push(
         f" {found.commit.url} (commit {found.commit.oid})"
     )
     for path in found.commit.removed:
-        echo(f"removed from the branch, because it is no part of this model: {path}")
+        echo(f"removed from the branch, because it does not belong to this model: {path}")

@@ -105,7 +105,8 @@ class TorchFile:
 
     stem: the name of the folder in the zip.
     storages: key -> bytes.
-    known: the bytes of those storages that are no tensor data.
+    known: the bytes of storages that are known already, such as those of small numbers; the others
+        are filled in later.
 
     `data` has the place of each storage, `size` is the size of the file.
     """

@@ -66,26 +66,42 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
             said = dropped(plan, how)
         sums = _move(plan, session, how)
-        stand_in.refresh(plan.source.path)
-        if stamps(plan) != before:
-            raise SourceError(
-                f"{plan.source.path}: was changed while it was read; run the command again when"
-                " nothing writes there"
-            )
-        files = {
-            file.path: {"bytes": file.size, "checksum": checksum}
-            for file, checksum in zip(plan.outputs, sums, strict=True)
-        }
-        manifest = {
-            **plan.facts,
-            "plan": plan.digest,
-            "read": state_of(before),
-            "dropped": said,
-            "files": files,
-        }
+        check_unchanged(plan, before)
+        manifest = manifest_of(plan, before, said, sums)
         (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         publish(destination, staging, plan.side)
     return manifest
+
+
+def check_unchanged(plan: Plan, before: list[int]) -> None:
+    """Raises SourceError if a source file is not as it was when the run began (`stamps`)."""
+    stand_in.refresh(plan.source.path)
+    if stamps(plan) != before:
+        raise SourceError(
+            f"{plan.source.path}: was changed while it was read; run the command again when"
+            " nothing writes there"
+        )
+
+
+def manifest_of(
+    plan: Plan, before: list[int], said: Sequence[str], sums: Sequence[str]
+) -> dict[str, Any]:
+    """Returns the content of mckpt.json after a run.
+
+    before: the stamps of the source files. said: the notes on what was dropped. sums: a checksum
+    for each file of the plan.
+    """
+    files = {
+        file.path: {"bytes": file.size, "checksum": checksum}
+        for file, checksum in zip(plan.outputs, sums, strict=True)
+    }
+    return {
+        **plan.facts,
+        "plan": plan.digest,
+        "read": state_of(before),
+        "dropped": said,
+        "files": files,
+    }
 
 
 def finished(plan: Plan) -> dict[str, Any] | None:

@@ -38,7 +38,16 @@ import msgspec
 
 from mckpt import errors
 from mckpt.conversion.groups import groups, part
-from mckpt.conversion.run import How, dropped, finished, key_of, move, stamps, state_of
+from mckpt.conversion.run import (
+    How,
+    check_unchanged,
+    dropped,
+    finished,
+    key_of,
+    manifest_of,
+    move,
+    stamps,
+)
 from mckpt.errors import DestinationError, SourceError, StorageError
 from mckpt.execute.ranks import LOOK_S, Ranks, refusal
 from mckpt.storage import stand_in
@@ -90,23 +99,9 @@ def _lead(job: _Job, before: list[int]) -> dict[str, Any]:
     with job.announced():
         job.send_side()
         sums = job.send_all()
-        stand_in.refresh(plan.source.path)
-        if stamps(plan) != before:
-            raise SourceError(
-                f"{plan.source.path}: was changed while it was read; run the command again when"
-                " nothing writes there"
-            )
-        files = {
-            file.path: {"bytes": file.size, "checksum": sums[number].checksum}
-            for number, file in enumerate(plan.outputs)
-        }
-        manifest = {
-            **plan.facts,
-            "plan": plan.digest,
-            "read": state_of(before),
-            "dropped": said,
-            "files": files,
-        }
+        check_unchanged(plan, before)
+        checksums = [sums[number].checksum for number in range(len(plan.outputs))]
+        manifest = manifest_of(plan, before, said, checksums)
         job.publish(manifest)
     return manifest
 

@@ -29,7 +29,7 @@ MAIN = "main"  # the branch of a name without a revision
 WAITS = (1, 2, 4)  # seconds before each further try, if the server does not ask for others
 LONGEST_WAIT = 300  # seconds
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which another try may succeed
-EXPIRED = (400, 401, 403, 404, 410)  # status codes of an address that is no longer valid
+EXPIRED = (400, 401, 403, 404, 410)  # HTTP status codes for a redirect address that has expired
 # A URL's query may carry a signature that grants access.
 _QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 

@@ -258,11 +258,11 @@ def push(path: Path) -> None:
 
 
 def refuse_empty(path: Path) -> None:
-    """Raises SourceError if a path stands for a URL below which there are no objects."""
+    """Raises SourceError if a path stands for a URL under which the store has no objects."""
     if (found := of(path)) is not None and not found.below(path):
         raise SourceError(
-            f"{path}: there are no objects below this name; give the directory of a checkpoint, as"
-            " the store's own tools list it"
+            f"{path}: the store has no objects under this name; give the directory of a"
+            " checkpoint, as the store's own tools list it"
         )
 
 

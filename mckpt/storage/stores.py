@@ -361,7 +361,7 @@ def _kind(error: Exception) -> str:
 
 def _may_pass(error: Exception) -> bool:
     """Returns whether the same call may succeed later: the network, a busy server, a body that
-    ended early. obstore has repeated the request already if it says so.
+    ended early. An error that obstore itself has retried is not tried again.
     """
     text = str(error)
     repeated = re.search(r"after [1-9]\d* retries", text)

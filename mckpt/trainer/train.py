@@ -203,7 +203,7 @@ def run_args(args: Namespace, options: Options) -> Namespace:
         clip_grad=options.clip_grad,
         optimizer=options.optimizer,
         use_distributed_optimizer=options.distributed_optimizer,
-        # the args of a run with Muon say it; its buffers are not those of Adam
+        # A checkpoint of Muon may have this arg. Adam must not use Muon's layout of the buffers.
         use_layer_wise_distributed_optimizer=options.optimizer not in ("adam", "sgd")
         and bool(getattr(args, "use_layer_wise_distributed_optimizer", False)),
         bf16=options.dtype == "bfloat16",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cached_property
@@ -40,7 +41,7 @@ def stacked_keys(b: Bound) -> list[Key]:
     return [(key, layer, 0) for key, layer in b.global_keys()]
 
 
-class Chunked:
+class Chunked(ABC):
     """The index of a directory, and the places of its chunks."""
 
     def __init__(self, root: Path, metadata: Metadata) -> None:
@@ -48,27 +49,27 @@ class Chunked:
         self.files = sorted({item[0] for item in metadata.items.values()})
         self.number = {name: i for i, name in enumerate(self.files)}
 
+    @abstractmethod
     def object(self, key: str) -> tuple[Any, Any]:
         """Returns the value of an object, and the places of its storages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
         """Returns the tensors of all chunks, the records and tensors of all objects, and those of
         the files `beside`.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def check_sizes(self) -> None:
         """Raises SourceError for files that do not have the size of what they hold, though it be
         something that nothing reads.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def place(
         self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
     ) -> tuple[int, int]:
         """Returns the number of a chunk's file, and the byte at which the chunk's data begins."""
-        raise NotImplementedError
 
     def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns the strides, in elements, of a chunk of these sizes; None if it is dense."""
@@ -183,6 +184,7 @@ class Chunked:
             view = None if steps[axes:] == row_major(region.shape) else steps[axes:]
             entries = []
             for index in itertools.product(*map(range, box.shape[:axes])):
+                # `index` has the leading axes only; those behind belong to the region
                 numbers = (o + i for o, i in zip(box.offset, index, strict=False))
                 named = dict(zip(b.rule.stacked(), numbers, strict=True))
                 start = at + size * sum(i * n for i, n in zip(index, steps, strict=False))

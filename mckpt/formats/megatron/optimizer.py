@@ -207,8 +207,8 @@ def scalers_of(plain: Any, data: Ranges, path: str) -> list[Scaler]:
             number = value if view is None else _number(entry_of(view, data, 0), path)
             if not isinstance(number, (bool, int, float)):
                 raise UsageError(
-                    f"{path}: the loss scaler of its optimizer has {name}, which is no number; give"
-                    " --no-optimizer to convert the weights alone"
+                    f"{path}: the loss scaler of its optimizer has {name}, which is not a number;"
+                    " give --no-optimizer to convert the weights alone"
                 )
             out[-1][name] = number
     return out

@@ -272,6 +272,8 @@ class TorchDcp:
 
 
 def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+    # Every Format has this member. A target of this format is refused before, because the table of
+    # formats lists it as one that is only read; this line would be a mistake of mckpt.
     raise NotImplementedError("the format is read only")
 
 
