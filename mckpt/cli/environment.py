@@ -40,7 +40,7 @@ def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.e
         if name.startswith(PREFIX) and name not in known and not _OTHERS.fullmatch(name):
             near = difflib.get_close_matches(name, known, 1)
             raise UsageError(
-                f"{name}: this environment variable is of no option"
+                f"{name}: no option has this environment variable"
                 + (f"; did you mean {near[0]}?" if near else "")
                 + " Each option has one with its own name: MCKPT_MAX_MEMORY for --max-memory"
             )
