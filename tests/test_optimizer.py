@@ -193,8 +193,8 @@ PARAMETERS = [
 def chosen(request: pytest.FixtureRequest) -> list[Run]:
     """The runs of the tests that are selected."""
     parameters = [getattr(item, "callspec", None) for item in request.session.items]
-    names = {found.params["run"].name for found in parameters if found and "run" in found.params}
-    return [run for run in [*RUNS, *MORE] if run.name in names] or RUNS
+    selected = [found.params.get("run") for found in parameters if found]
+    return [run for run in [*RUNS, *MORE] if run in selected] or RUNS
 
 
 @pytest.fixture(scope="module")
