@@ -17,6 +17,7 @@ from mckpt.formats.base import Format, Names
 from mckpt.formats.megatron import optimizer_links
 from mckpt.formats.megatron.optimizer import (
     FULLY_RESHARDABLE,
+    LAYER_WISE,
     LOW_BITS,
     MASTER,
     Scaler,
@@ -28,7 +29,7 @@ from mckpt.formats.megatron.optimizer import (
 
 # keys of the common state that are kept with an optimizer
 SCHEDULER = ("opt_param_scheduler", "lr_scheduler")
-KEPT = ("optimizer", "distrib_optim.pt", *SCHEDULER)
+KEPT = ("optimizer", "distrib_optim.pt", LAYER_WISE, *SCHEDULER)
 # random states are those of ranks, which other sizes do not have
 RANDOM = (
     *("rng_state", "rerun_state_machine", "rerun_state_machine_state"),
