@@ -173,13 +173,16 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
 
 def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
     """Returns the manifest's entry on the optimizer that is kept, after `prove`."""
-    optimizer = source.optimizer
+    optimizer, args = source.optimizer, source.args or {}
     assert optimizer is not None
     proof = prove(source, look)
+    # a constant scale (--loss-scale) is none that changes
+    unscaled = bool(args.get("fp16")) and not optimizer.scalers and not args.get("loss_scale")
     return {
         "stored_as": optimizer.form,
         "states": optimizer.states,
         # that of a constant scale has no numbers
         **({"loss_scalers": optimizer.scalers} if any(optimizer.scalers) else {}),
+        **({"no_loss_scaler": True} if unscaled else {}),
         **proof._asdict(),
     }
