@@ -20,6 +20,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import UsageError
 from tests.door import good, refused
 from tests.door import mckpt as run
+from tests.test_optimizer_files import change_args
 from tests.tiny import FIXTURES
 
 DCP, FSDP = "qwen3-torch_dcp", "qwen3-moe-ep2-fsdp_dtensor"
@@ -73,6 +74,16 @@ def test_reshard_and_repair_write_torch_dist(saved: Path, tmp_path: Path) -> Non
         difference = mckpt.diff(saved, written)
         assert not difference and difference.same == 4 * len(written)
     good("check", tmp_path / "tp2")
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_the_plan_says_that_a_run_in_fp16_saved_no_loss_scaler(
+    scale: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron does not save it in `fsdp_dtensor`. A constant scale needs none."""
+    change_args(monkeypatch, {"fp16": True, "loss_scale": scale})
+    said = good("reshard", unpacked(FSDP, tmp_path), tmp_path / "out", "--dry-run").out
+    assert ("goes on with --initial-loss-scale" in said) == (scale is None)
 
 
 def test_megatron_to_hf_writes_the_rounded_weights(saved: Path, tmp_path: Path) -> None:

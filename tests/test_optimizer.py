@@ -69,6 +69,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "muon_torch": MUON | {"format": "torch"},
     "muon_by_layers": BY_LAYERS
     | {"args": BY_LAYERS["args"] | {"use_layer_wise_param_layout": False}},
+    "muon_by_layers_torch": BY_LAYERS
+    | {"args": BY_LAYERS["args"] | {"use_layer_wise_param_layout": False}, "format": "torch"},
     "muon_and_distributed": BY_LAYERS,
     "muon_and_dp_reshardable": BY_LAYERS | {"optimizer_format": "dp_reshardable"},
 }
@@ -165,6 +167,9 @@ MORE = [
     Run("moe", "muon", {"ep": 2}, {"ep": 2}, "torch"),
     Run("dense", "muon_torch", {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2}),
     Run("dense", "muon_and_distributed", {"tp": 2}, {"pp": 2}),
+    Run("moe", "muon_by_layers_torch", {"ep": 2}, {"ep": 2}),
+    Run("tied", "muon_by_layers_torch", {"pp": 2}, {"tp": 2}),
+    Run("moe", "muon_by_layers_torch", {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}),
     Run("dense", "muon_and_dp_reshardable", {"tp": 2}, {"tp": 2}),
     Run("dense", "muon_and_dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 2}),
     Run("moe", "fp16_dp_reshardable", {"ep": 2}, {"ep": 2}, "torch"),

@@ -225,11 +225,6 @@ def test_optimizers_of_other_kinds_are_refused(
     change_args(monkeypatch, {"optimizer": "soap"})
     refused(2, "the optimizer soap;", "adam, sgd and muon", "--no-optimizer", args=args)
     good(*args, "--no-optimizer")
-    good("reshard", tmp_path / "out", tmp_path / "torch", "--target-format", "torch")
-    (unit,) = (tmp_path / "torch").rglob("mp_rank_00")
-    (unit / "layer_wise_optimizer_0.pt").touch()
-    args = ("reshard", tmp_path / "torch", tmp_path / "other", "--target-tp", 2)
-    refused(2, "distributed by layers, in a file for each", "--no-optimizer", args=args)
 
 
 def test_low_bits_of_master_copies_are_refused(

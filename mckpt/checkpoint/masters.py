@@ -72,20 +72,12 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
 
 
 def refuse_others(opened: Opened, names: Names) -> None:
-    """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not know.
-
-    Of an optimizer that is distributed by layers, each data-parallel rank has whole matrices, and
-    in `torch` a file of its own, which does not say which matrices these are.
+    """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not
+    know.
     """
     args = (opened.common.args if opened.common else None) or {}
     name = args.get("optimizer") or KNOWN[0]
     held = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
-    if LAYER_WISE in held:
-        raise UsageError(
-            f"{opened.root}: has the state of the optimizer {name}, distributed by layers, in a"
-            f" file for each data-parallel rank ({LAYER_WISE}), which mckpt does not read; save it"
-            " with --ckpt-format torch_dist, or give --no-optimizer to convert the weights alone"
-        )
     if held and name not in KNOWN:
         raise UsageError(
             f"{opened.root}: has the state of the optimizer {name}; mckpt converts the state of"

@@ -17,6 +17,7 @@ from mckpt.formats.base import Format, Names
 from mckpt.formats.megatron import optimizer_links
 from mckpt.formats.megatron.optimizer import (
     FULLY_RESHARDABLE,
+    LAYER_WISE,
     LOW_BITS,
     MASTER,
     Scaler,
@@ -28,7 +29,7 @@ from mckpt.formats.megatron.optimizer import (
 
 # keys of the common state that are kept with an optimizer
 SCHEDULER = ("opt_param_scheduler", "lr_scheduler")
-KEPT = ("optimizer", "distrib_optim.pt", *SCHEDULER)
+KEPT = ("optimizer", "distrib_optim.pt", LAYER_WISE, *SCHEDULER)
 # random states are those of ranks, which other sizes do not have
 RANDOM = (
     *("rng_state", "rerun_state_machine", "rerun_state_machine_state"),
@@ -172,13 +173,16 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
 
 def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
     """Returns the manifest's entry on the optimizer that is kept, after `prove`."""
-    optimizer = source.optimizer
+    optimizer, args = source.optimizer, source.args or {}
     assert optimizer is not None
     proof = prove(source, look)
+    # a constant scale (--loss-scale) is none that changes
+    unscaled = bool(args.get("fp16")) and not optimizer.scalers and not args.get("loss_scale")
     return {
         "stored_as": optimizer.form,
         "states": optimizer.states,
         # that of a constant scale has no numbers
         **({"loss_scalers": optimizer.scalers} if any(optimizer.scalers) else {}),
+        **({"no_loss_scaler": True} if unscaled else {}),
         **proof._asdict(),
     }

@@ -208,6 +208,11 @@ def _optimizer_lines(state: Mapping[str, Any]) -> Iterator[str]:
     )
     if found := state.get("loss_scalers"):
         yield "loss scaler: " + ", ".join(f"{k} {v:g}" for k, v in found[0].items()) + " are kept"
+    if state.get("no_loss_scaler"):
+        yield (
+            "loss scaler: the run trained in fp16, and its checkpoint has none, so training goes on"
+            " with --initial-loss-scale"
+        )
     if num := state["unproved"]:
         yield f"{counted(num, 'weight')} have no master copy that could prove their states' names"
     if without := state["without"]:

@@ -13,7 +13,7 @@ import contextlib
 import re
 import zipfile
 from argparse import Namespace
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,11 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import save_directory
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
+from mckpt.formats.megatron.optimizer import LAYER_WISE
 from mckpt.geometry.parallel import Parallel
 from mckpt.trainer import optimizer_order, rng
 from mckpt.trainer.build import rank_names
+from mckpt.trainer.names import other_name
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
@@ -34,37 +36,6 @@ COMMON_FILE = "common.pt"  # of torch_dist
 # From this megatron-core on, the content of COMMON_FILE is an object of the checkpoint.
 # Keys beside the model's weights, which a load of weights alone does not read.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
-
-# One tensor has two names: one in a Transformer Engine layer, where the norm is part of the linear
-# behind it and experts are grouped, and one in a local layer. The last pair are the names up to
-# megatron-core 0.16 and from 0.17 on. `torch` files contain all of these; in the keys of
-# `torch_dist` megatron-core renames some itself, and the norm before a MoE is left. Each side is a
-# regular expression and the replacement that gives the other name.
-TWO_NAMES = (
-    (
-        (r"self_attention\.linear_qkv\.layer_norm_(\w+)$", r"input_layernorm.\1"),
-        (r"input_layernorm\.(weight|bias)$", r"self_attention.linear_qkv.layer_norm_\1"),
-    ),
-    (
-        (r"mlp\.linear_fc1\.layer_norm_(\w+)$", r"pre_mlp_layernorm.\1"),
-        (r"pre_mlp_layernorm\.(weight|bias)$", r"mlp.linear_fc1.layer_norm_\1"),
-    ),
-    (
-        (r"experts\.(linear_fc[12])\.(weight|bias)(\d+)$", r"experts.local_experts.\3.\1.\2"),
-        (r"experts\.local_experts\.(\d+)\.(linear_fc[12])\.(weight|bias)$", r"experts.\2.\3\1"),
-    ),
-    (
-        (r"linear_(q|kv)_up_proj\.layer_norm_(\w+)$", r"\1_layernorm.\2"),
-        (
-            r"self_attention\.(q|kv)_layernorm\.(weight|bias)$",
-            r"self_attention.linear_\1_up_proj.layer_norm_\2",
-        ),
-    ),
-    (
-        (r"^(mtp\.layers\.\d+)\.transformer_layer\.", r"\1.mtp_model_layer."),
-        (r"^(mtp\.layers\.\d+)\.mtp_model_layer\.", r"\1.transformer_layer."),
-    ),
-)
 
 # These are whole on every rank in a Transformer Engine layer, and in a local one cut in rows over
 # the tensor-parallel ranks. In `torch_dist` both are stored alike.
@@ -275,25 +246,16 @@ def load_torch(
             raise no_optimizer(str(path.parent))
         if distributed != file.exists():
             raise other_optimizer(str(path.parent), distributed)
-        optimizer.load_state_dict(state.pop("optimizer"))
+        if (layers := layer_wise_file(path)).exists():
+            optimizer.load_state_dict_from_file(str(layers))
+            state.pop("optimizer")
+        else:
+            optimizer.load_state_dict(state.pop("optimizer"))
         if distributed:
             optimizer.load_parameter_state(str(file))
     else:
         state.pop("rng_state", None)
     return state | {"unread": [], "forgiven": forgiven}
-
-
-def other_name(name: str, there: Collection[str]) -> str:
-    """Returns the name of the tensor `name` in `there`, by one or several of TWO_NAMES; if none of
-    them is there, `name` itself.
-    """
-    names = [name]
-    for sides in TWO_NAMES:
-        others = [
-            re.sub(pattern, replacement, one) for one in names for pattern, replacement in sides
-        ]
-        names += [other for other in others if other not in names]
-    return next((one for one in names if one in there), name)
 
 
 def other_cut(
@@ -437,6 +399,15 @@ def rank_directory(args: Namespace) -> str:
         pp=ps.get_pipeline_model_parallel_rank(),
         ep=ps.get_expert_model_parallel_rank(),
     )
+
+
+def layer_wise_file(path: Path) -> Path:
+    """Returns the file beside a rank's `path` with the state of an optimizer that is distributed by
+    layers.
+    """
+    from megatron.core import parallel_state as ps
+
+    return path.with_name(LAYER_WISE.replace("*", str(ps.get_data_parallel_rank())))
 
 
 def read_rank_file(path: Path) -> dict[str, Any]:

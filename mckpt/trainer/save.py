@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from mckpt import formats
+from mckpt.errors import UsageError
 from mckpt.formats.megatron.save_directory import RELEASE, TRACKER, unit_name
 from mckpt.trainer import rng
 from mckpt.trainer.load import (
     MODEL_FILE,
     OPTIMIZER_FILE,
+    layer_wise_file,
     model_keys,
     rank_directory,
     sharded_state,
@@ -112,8 +114,17 @@ def save_torch(
         if optimizer is not None:
             state["optimizer"] = optimizer.state_dict()
         torch.save(state, path)
+    if optimizer is not None and getattr(args, "use_layer_wise_distributed_optimizer", False):
+        if not hasattr(optimizer, "save_state_dict_to_file"):
+            raise UsageError(
+                "megatron-core cannot save this optimizer, which is distributed by layers, in the"
+                " format torch; save it as torch_dist, or train with the arg"
+                " use_layer_wise_param_layout false"
+            )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        optimizer.save_state_dict_to_file(str(layer_wise_file(path)))
     # Every data-parallel rank takes part, because the state is gathered over them.
-    if optimizer is not None and distributed:
+    elif optimizer is not None and distributed:
         optimizer.save_parameter_state(str(path.with_name(OPTIMIZER_FILE)))
 
 

@@ -99,6 +99,7 @@ def refuse_target(fixed_sizes: bool, by_layers: bool, megatron: list[int]) -> No
     if fixed_sizes and by_layers:
         raise UsageError(
             "the source has the state of Muon, distributed by layers, of which the format torch has"
-            " a file for each data-parallel rank; give --target-format torch_dist to keep it, or"
+            " a file for each data-parallel rank (layer_wise_optimizer_*.pt); mckpt reads these and"
+            " does not write them, so give --target-format torch_dist to keep the state, or"
             " --no-optimizer to convert the weights alone"
         )

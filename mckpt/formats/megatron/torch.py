@@ -33,7 +33,7 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
-from mckpt.formats.megatron import torch_optimizer
+from mckpt.formats.megatron import layer_wise, torch_optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
 from mckpt.formats.megatron.optimizer import LAYER_WISE, Optimizer
 from mckpt.formats.megatron.optimizer_buckets import bucket_size
@@ -281,6 +281,8 @@ class Torch:
             str(self.root),
             bucket_size(self.common.args or {}),
         )
+        if dealt := layer_wise.files(self.root, self.directories):
+            return layer_wise.read(source, dealt, self.common.args or {})
         return torch_optimizer.read(source)
 
     def _grid(self, names: Names, problems: Problems) -> list[tuple[int, int]]:

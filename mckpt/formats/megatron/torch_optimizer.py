@@ -92,7 +92,7 @@ class _Group(NamedTuple):
     masters: list[Any] | None
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
     """The buffer of one state of one parameter."""
 
     state: str
@@ -116,20 +116,8 @@ def read(source: Source) -> Optimizer | None:
     problems.cure = CURE
     groups = groups_of(plain, f"{source.where}/{places[0]}/{MODEL}")
     chain = links(groups)
-    index = _parameters(source)
-    is_parameter = source.names.mapping.registration.is_parameter
-    found: list[_Found] = []
-    for directory in places:
-        models = [
-            [key for key, entry in model.items() if entry is not None]
-            for model in source.models(directory)
-        ]
-        known = index.get(directory, {})
-        if unknown := [key for v, m in enumerate(models) for key in m if (v, key) not in known]:
-            problems.missing(f"{directory}: {', '.join(unknown)}: other names than those expected")
-            continue
-        own = [[known[v, key] for key in model] for v, model in enumerate(models)]
-        parameters = [[p for p in chunk if is_parameter(p.bound.rule.key)] for chunk in own]
+    found: list[Found] = []
+    for directory, parameters in registered(source, problems):
         contents = source.open(directory, FILE if flat else MODEL)
         if contents is None:
             problems.missing(f"{directory}: has no {FILE}")
@@ -141,11 +129,30 @@ def read(source: Source) -> Optimizer | None:
         )
     problems.check()
     scalers = [] if first is None else scalers_of(plain, first.data, first.path)
-    stored, bound = _stored(found, problems)
+    stored, bound = stored_of(found, problems)
     problems.check()
     layout = Layout(source.files, stored, shapes_of(bound, source.names.scope()))
     form = FORM if flat else NOT_DISTRIBUTED
     return Optimizer(form, layout, groups, frozenset(KEYS), scalers)
+
+
+def registered(source: Source, problems: Problems) -> Iterator[tuple[str, list[list[Parameter]]]]:
+    """Yields each directory and the parameters of its rank by virtual stage, in the order of their
+    registration. A rank with keys of no rule becomes one of `problems`.
+    """
+    index = _parameters(source)
+    is_parameter = source.names.mapping.registration.is_parameter
+    for directory in directories(source.names.parallel, source.grid):
+        models = [
+            [key for key, entry in model.items() if entry is not None]
+            for model in source.models(directory)
+        ]
+        known = index.get(directory, {})
+        if unknown := [key for v, m in enumerate(models) for key in m if (v, key) not in known]:
+            problems.missing(f"{directory}: {', '.join(unknown)}: other names than those expected")
+            continue
+        own = [[known[v, key] for key in model] for v, model in enumerate(models)]
+        yield directory, [[p for p in chunk if is_parameter(p.bound.rule.key)] for chunk in own]
 
 
 def _has_states(plain: Any) -> bool:
@@ -205,7 +212,7 @@ def _flat(
     chain: list[Link],
     source: Source,
     problems: Problems,
-) -> Iterator[_Found]:
+) -> Iterator[Found]:
     """Yields the states in a distrib_optim.pt."""
     value = contents.value
     listed = value if isinstance(value, list) else [value]
@@ -237,7 +244,7 @@ def _buffer(
     what: str,
     source: Source,
     problems: Problems,
-) -> Iterator[_Found]:
+) -> Iterator[Found]:
     """Yields the states of one flat buffer. parameters: in the order of their registration."""
     for name, record in buffer.items():
         view = safe_pickle.as_tensor(record)
@@ -255,7 +262,7 @@ def _buffer(
         size = itemsize(whole.dtype)
         for p, start in zip(reversed(parameters), starts, strict=True):
             entry = Entry(whole.dtype, p.entry.shape, whole.file, whole.at + start * size)
-            yield _Found(MASTER if name in MASTER_KEYS else name, p, entry)
+            yield Found(MASTER if name in MASTER_KEYS else name, p, entry)
 
 
 def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int] | None:
@@ -282,7 +289,7 @@ def _listed(
     parameters: list[list[Parameter]],
     chain: list[Link],
     problems: Problems,
-) -> Iterator[_Found]:
+) -> Iterator[Found]:
     """Yields the states in the `optimizer` of a model_optim_rng.pt."""
     value = contents.value.get("optimizer")
     listed = value if isinstance(value, list) else [value]
@@ -307,14 +314,14 @@ def _listed(
 
 def _grouped(
     contents: Contents, groups: list[_Group], parameters: list[Parameter], problems: Problems
-) -> Iterator[_Found]:
+) -> Iterator[Found]:
     """Yields the states of groups, each of which has some of the parameters in their order.
 
     Megatron does not decay biases and parameters with one axis, so they have a group of their own.
     """
     for p in parameters:
         plain = len(p.entry.shape) == 1 or p.key.endswith(".bias")
-        fits = [one for one in groups if one.states and _shape(one.states[0]) == p.entry.shape]
+        fits = [one for one in groups if one.states and shape_of(one.states[0]) == p.entry.shape]
         if not fits:
             problems.missing(
                 f"{contents.path}: no group of its optimizer has a state of {list(p.entry.shape)}"
@@ -328,23 +335,28 @@ def _grouped(
                 problems.missing(f"{contents.path}: its optimizer has no master copy of {p.key}")
                 return
             states[MASTER] = masters.pop(0)
-        for name, record in states.items():
-            view = safe_pickle.as_tensor(record)
-            if view is not None and view.shape == p.entry.shape:
-                yield _Found(name, p, entry_of(view, contents.data, contents.file))
+        yield from found_in(contents, p, states)
     if rest := sum(max(len(one.states), len(one.masters or [])) for one in groups):
         problems.missing(f"{contents.path}: its optimizer has {rest} more states than parameters")
 
 
-def _shape(states: dict[str, Any]) -> tuple[int, ...] | None:
+def found_in(contents: Contents, p: Parameter, states: dict[str, Any]) -> Iterator[Found]:
+    """Yields the states of one parameter that have its shape."""
+    for name, record in states.items():
+        view = safe_pickle.as_tensor(record)
+        if view is not None and view.shape == p.entry.shape:
+            yield Found(name, p, entry_of(view, contents.data, contents.file))
+
+
+def shape_of(states: dict[str, Any]) -> tuple[int, ...] | None:
     """Returns the shape of a parameter by its states; `step` may be a number or a tensor."""
     views = [safe_pickle.as_tensor(value) for name, value in states.items() if name != "step"]
     return next((view.shape for view in views if view is not None), None)
 
 
-def _stored(found: list[_Found], problems: Problems) -> tuple[list[Stored], list[Bound]]:
+def stored_of(found: list[Found], problems: Problems) -> tuple[list[Stored], list[Bound]]:
     """Returns the states as stored tensors, and the rules that name them."""
-    kinds: dict[tuple[str, int, int, bool], list[_Found]] = {}
+    kinds: dict[tuple[str, int, int, bool], list[Found]] = {}
     seen: set[tuple[str, int, tuple[Piece, ...], int, int]] = set()
     for one in found:
         p = one.parameter
