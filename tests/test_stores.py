@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt as package
-from mckpt.conversion import to_store
+from mckpt.conversion import sending, store_journal, to_store
 from mckpt.errors import SourceError, UsageError
 from mckpt.storage import stand_in, stores
 from tests import test_towers
@@ -58,7 +58,7 @@ def bucket(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
     for key, value in server.environment().items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(stores, "WAITS", (0, 0))
-    monkeypatch.setattr(to_store, "LIVE_S", 1.0)
+    monkeypatch.setattr(store_journal, "LIVE_S", 1.0)
     soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
     monkeypatch.setitem(stores.RETRIES, "backoff", {**soon, "base": 2})
     return name
@@ -338,8 +338,8 @@ def test_a_second_run_is_refused_while_the_first_one_writes(
     cli, bucket, fetched, local, monkeypatch, tmp_path
 ):
     small_groups(monkeypatch)
-    monkeypatch.setattr(to_store, "BEAT_S", 0.2)
-    before = "from mckpt.conversion import to_store as t; t.LIVE_S = 3.0"
+    monkeypatch.setattr(store_journal, "BEAT_S", 0.2)
+    before = "from mckpt.conversion import store_journal as j; j.LIVE_S = 3.0"
     url, other = f"s3://{bucket}/m", changed(tmp_path / "model")
     line = command_line("hf-to-megatron", other, url, *SIZES, "--overwrite", before=before)
     said = []
@@ -361,7 +361,7 @@ def test_a_run_that_was_taken_for_dead_sends_nothing_more(cli, server, bucket, m
     small_groups(monkeypatch)
     assert "taken this run for dead" in cli("hf-to-megatron", SRC, "s3:m", *SIZES, code=6).err
     there = [name for name in server.keys(bucket) if name.startswith("m/")]
-    assert sum(name.endswith(".pt") for name in there) <= to_store.FILES
+    assert sum(name.endswith(".pt") for name in there) <= sending.FILES
     assert not any(name.endswith("mckpt.json") or "/.mckpt-" in name for name in there)
 
 
@@ -502,7 +502,10 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     knows.
     """
     server.set(Fault("PUT", r"mp_rank_01_000", "slow", 1, seconds=60))
-    before = "from mckpt.conversion import to_store as t; t.GROUP = t.FILES = t.LIVE_S = 1"
+    before = (
+        "from mckpt.conversion import sending, store_journal, to_store;"
+        "to_store.GROUP = sending.FILES = store_journal.LIVE_S = 1"
+    )
     line = command_line(
         "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=before
     )
@@ -642,8 +645,8 @@ def test_an_answer_that_is_too_short_is_an_error(tmp_path):
 
 
 RANKS = """
-from mckpt.conversion import to_store as t
-t.GROUP, t.BEAT_S, t.QUIET_S, t.LIVE_S = 1, 0.2, 3.0, 1.0
+from mckpt.conversion import store_journal as j, to_store as t
+t.GROUP, j.BEAT_S, t.QUIET_S, j.LIVE_S = 1, 0.2, 3.0, 1.0
 """
 DIES = RANKS + "import os; t._Job._send = lambda *a: os._exit(9)"
 

@@ -186,7 +186,7 @@ def _store_of(address: str) -> Any:
     except ImportError:
         return None
     plain = address.startswith("http://")
-    client = {"allow_http": plain, "timeout": "120s", "connect_timeout": "10s"}
+    client: Any = {"allow_http": plain, "timeout": "120s", "connect_timeout": "10s"}
     return HTTPStore.from_url(address, client_options=client, retry_config={"max_retries": 0})
 
 
