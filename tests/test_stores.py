@@ -707,6 +707,24 @@ def test_an_error_of_rank_0_reaches_the_others(server, bucket):
     assert "rank 0: " in found[1].stderr and "refused access" in found[1].stderr
 
 
+def test_another_run_that_lives_ends_all_ranks_within_seconds(bucket, monkeypatch, tmp_path):
+    """The other run writes the same checkpoint of another source."""
+    monkeypatch.setattr(store_journal, "BEAT_S", 0.2)
+    found: list[subprocess.CompletedProcess[str]] = []
+    begun = []
+
+    def start() -> None:
+        begun.append(time.monotonic())
+        found.extend(ranks(bucket, RANKS, RANKS))
+        begun.append(time.monotonic())
+
+    during_the_first_file(monkeypatch, start)
+    good("hf-to-megatron", changed(tmp_path / "model"), f"s3://{bucket}/m", *SIZES)
+    assert [one.returncode for one in found] == [6, 6], found
+    assert all("another mckpt is writing here" in one.stderr for one in found)
+    assert begun[1] - begun[0] < to_store.START_S / 4
+
+
 def test_what_is_in_the_way_of_rank_0_ends_the_others(bucket, cli):
     cli("hf-to-megatron", "s3:hf", "s3:m", "--iteration", 7)
     found = ranks(bucket, RANKS, RANKS)

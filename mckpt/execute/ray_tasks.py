@@ -95,6 +95,8 @@ class RayCluster:
                     yield running.pop(ref)
                 tick()
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MckptError):  # such as a library of stores that lacks
+                raise error.cause.with_hint("on a node of the Ray cluster") from error
             if lacking := re.search(r"No module named '\S+'", str(error)):
                 raise MissingExtra(
                     f"a node of the Ray cluster cannot run mckpt: {lacking[0]}; install mckpt"
