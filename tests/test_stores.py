@@ -651,12 +651,15 @@ t.GROUP, j.BEAT_S, t.QUIET_S, j.LIVE_S = 1, 0.2, 3.0, 1.0
 DIES = RANKS + "import os; t._Job._send = lambda *a: os._exit(9)"
 
 
-def ranks(bucket: str, *before: str) -> list[subprocess.CompletedProcess[str]]:
+def ranks(
+    bucket: str, *before: str, options: tuple[str, ...] = ()
+) -> list[subprocess.CompletedProcess[str]]:
     """Runs one conversion with a process for each text of Python, and returns how they ended."""
     started = []
     for rank, text in enumerate(before):
         line = command_line(
-            "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=text
+            *("hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, *options),
+            before=text,
         )
         own = {"RANK": str(rank), "WORLD_SIZE": str(len(before)), "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -715,13 +718,13 @@ def test_another_run_that_lives_ends_all_ranks_within_seconds(bucket, monkeypatc
 
     def start() -> None:
         begun.append(time.monotonic())
-        found.extend(ranks(bucket, RANKS, RANKS))
+        found.extend(ranks(bucket, RANKS, RANKS, options=("--overwrite",)))
         begun.append(time.monotonic())
 
     during_the_first_file(monkeypatch, start)
     good("hf-to-megatron", changed(tmp_path / "model"), f"s3://{bucket}/m", *SIZES)
     assert [one.returncode for one in found] == [6, 6], found
-    assert all("another mckpt is writing here" in one.stderr for one in found)
+    assert all("another mckpt is writing here" in one.stderr for one in found), found
     assert begun[1] - begun[0] < to_store.START_S / 4
 
 
