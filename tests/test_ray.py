@@ -249,12 +249,12 @@ def test_a_killed_node_changes_nothing(
     if store:
         nodes.server.put("b", source, "hf/")
         src, dst = "s3://b/hf", "s3://b/two"
-    nodes.begin(pace=0.2)
+    nodes.begin(pace=0.5 if store else 0.2)
     process = nodes.start("hf-to-megatron", src, dst, *SIZES)
-    nodes.await_moves(12, process)
-    used = {raylet for raylet, _ in nodes.moved()}
-    assert used == set(nodes.raylets()), "not every node works"
-    victim = min(used)
+    while {raylet for raylet, _ in nodes.moved()} != set(nodes.raylets()):
+        assert process.poll() is None, "not every node works"
+        time.sleep(0.02)
+    victim = min(nodes.raylets())
     workers = subprocess.run(["pgrep", "-P", str(victim)], capture_output=True, text=True).stdout
     nodes.cluster.remove_node(nodes.raylets()[victim], allow_graceful=False)
     for pid in map(int, workers.split()):  # they would live for some more seconds
