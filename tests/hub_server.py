@@ -60,6 +60,7 @@ class Hub:
     def commit(self, repo: str, tree: Tree, branch: str = "main") -> str:
         """Makes `tree` the content of a branch; returns the id of the commit."""
         facts = repr((repo, branch, len(self.commits), sorted(tree)))
+        self.large |= {sha256(d): d for path, d in tree.items() if is_large(path, len(d))}
         oid = hashlib.sha1(facts.encode()).hexdigest()
         self.commits[oid] = tree
         self.branches.setdefault(repo, {})[branch] = oid
@@ -121,6 +122,11 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None:
         pass
 
+    def setup(self) -> None:
+        super().setup()
+        # else the end of each range may wait for an acknowledgement
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
     def handle_any(self) -> None:
         hub, path = self.hub, urlsplit(self.path).path
         request = f"{self.command} {path}"
@@ -178,7 +184,7 @@ class Handler(BaseHTTPRequestHandler):
         headers: dict[str, str] | None = None,
         length: int | None = None,
     ) -> None:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, (bytes, memoryview)) else json.dumps(body).encode()
         self.send_response(status)
         for key, value in (headers or {}).items():
             self.send_header(key, value)
@@ -214,9 +220,11 @@ class Handler(BaseHTTPRequestHandler):
         out = []
         for path, data in self.hub.commits[oid].items():
             entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data)}
-            entry["oid"] = git_oid(data)
             if is_large(path, len(data)):
+                entry["oid"] = git_oid(sha256(data).encode())
                 entry["lfs"] = {"oid": sha256(data), "size": len(data), "pointerSize": 130}
+            else:
+                entry["oid"] = git_oid(data)
             out.append(entry)
         self.answer(body=out)
 
@@ -229,7 +237,6 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(404, headers={**headers, "X-Error-Code": "EntryNotFound"})
         if not is_large(path, len(data)):
             return self.ranged(data, {**headers, "ETag": f'"{git_oid(data)}"'})
-        self.hub.large[sha256(data)] = data
         return self.answer(
             302,
             headers={
@@ -247,13 +254,13 @@ class Handler(BaseHTTPRequestHandler):
 
     def ranged(self, data: bytes, headers: dict[str, str]) -> Any:
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        status, whole = 200, len(data)
+        status, whole, part = 200, len(data), memoryview(data)
         if asked:
             start, end = int(asked[1]), min(int(asked[2] or whole - 1), whole - 1)
-            status, data = 206, data[start : end + 1]
+            status, part = 206, part[start : end + 1]
             headers["Content-Range"] = f"bytes {start}-{end}/{whole}"
         # outside of the lock, so that others are answered meanwhile
-        return lambda: self.answer(status, data, headers, length=len(data))
+        return lambda: self.answer(status, part, headers, length=len(part))
 
     # ------------------------------------------------------------------------------------- writing
 

@@ -200,8 +200,9 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
         threaded = (
             "checking.scanning",
             "checkpoint.comparison",
-            "conversion.to_store",
             "conversion.optimizer",
+            "conversion.sending",
+            "conversion.store_journal",
             "execute.engine",
             "execute.files",
             "execute.ranks",

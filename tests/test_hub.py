@@ -218,7 +218,10 @@ def test_inspect_and_plan_read_only_headers(hub, cli, sharded, tmp_path, monkeyp
     assert not any("/cdn/" in request for request in hub.asked)
 
 
-def test_a_streamed_model_is_not_stored_here(hub, cli, sharded, tmp_path, monkeypatch):
+@pytest.mark.parametrize("without", ["", "obstore.store"])
+def test_a_streamed_model_is_not_stored_here(hub, cli, sharded, tmp_path, monkeypatch, without):
+    if without:
+        monkeypatch.setitem(sys.modules, without, None)
     oid = hub.add(MODEL, sharded)
     files = [path.name for path in sharded.glob("*.safetensors")]
     monkeypatch.setattr(descriptors, "LONG", 1)  # as if the tensors were large

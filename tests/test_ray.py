@@ -20,6 +20,7 @@ from unittest import mock
 import pytest
 
 from tests import door
+from tests.s3_server import Server
 from tests.tiny import TinyModel
 
 ray = pytest.importorskip("ray")
@@ -47,14 +48,15 @@ if "RAY_RAYLET_PID" in os.environ:
 class Nodes:
     """A Ray cluster of processes on this machine, which Ray gives half a minute each to start."""
 
-    def __init__(self, place: Path, nodes: int) -> None:
+    def __init__(self, place: Path, nodes: int, server: Server) -> None:
         from ray.cluster_utils import Cluster
 
         place.mkdir()
+        self.server = server
         (place / "sitecustomize.py").write_text(CUSTOM)
         self.place, self.log = place, place / "log"
         path = os.pathsep.join([str(place), str(door.ROOT)])
-        self.environ = {**os.environ, "PYTHONPATH": path}
+        self.environ = {**os.environ, **self.server.environment(), "PYTHONPATH": path}
         with mock.patch.dict(os.environ, self.environ):
             self.cluster = Cluster()
             # the head has no CPU, as with KubeRay, so that no task runs beside the driver
@@ -68,8 +70,9 @@ class Nodes:
         (self.place / "pace").write_text(str(pace))
 
     def start(self, *arguments: Any) -> subprocess.Popen[str]:
-        """Starts mckpt with --engine ray."""
-        line = door.command_line(*arguments, "--engine", "ray")
+        """Starts mckpt with --engine ray; in a store each file is sent alone."""
+        before = "from mckpt.conversion import to_store; to_store.GROUP = 1"
+        line = door.command_line(*arguments, "--engine", "ray", before=before)
         pipe = subprocess.PIPE
         return subprocess.Popen(line, env=self.environ, stdout=pipe, stderr=pipe, text=True)
 
@@ -101,11 +104,15 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def cluster(work: Path) -> Iterator[Nodes]:
-    made = Nodes(work / "nodes", nodes=2)
+    server = Server(work / "s3")
     try:
-        yield made
+        made = Nodes(work / "nodes", nodes=2, server=server)
+        try:
+            yield made
+        finally:
+            made.cluster.shutdown()
     finally:
-        made.cluster.shutdown()
+        server.stop()
 
 
 @pytest.fixture
@@ -197,21 +204,57 @@ def test_the_files_of_every_format_can_be_sent(form: str, source: Path, tmp_path
         assert list(ours.fixed(crc_of)) == list(theirs.fixed(crc_of)), ours.path
 
 
+SIZES = ("--tp", 2, "--ep", 2, "--format", "torch")
+
+
+def files(path: Path) -> dict[str, Any]:
+    """Returns the files of a checkpoint; of the manifest, all but the state of the source."""
+    found: dict[str, Any] = {name: data for name, data in door.tree(path).items() if data}
+    for name in found:
+        if name.endswith("mckpt.json"):
+            found[name] = {**json.loads(found[name]), "read": 0}
+    return found
+
+
+def test_nodes_share_a_run_through_a_store(nodes: Nodes, source: Path, tmp_path: Path) -> None:
+    door.good("hf-to-megatron", source, tmp_path / "one", *SIZES)
+    one, server = files(tmp_path / "one"), nodes.server
+    server.put("b", source, "hf/")
+    nodes.run("hf-to-megatron", "s3://b/hf", "s3://b/both", *SIZES)
+    assert files(server.fetch("b", "both/", tmp_path / "both")) == one
+    assert nodes.moved(), "nothing was copied by the cluster"
+    nodes.begin(pace=0)
+    nodes.run("hf-to-megatron", "s3://b/hf", tmp_path / "down", *SIZES)
+    assert files(tmp_path / "down") == one and nodes.moved()
+    nodes.begin(pace=0)
+    over = (*SIZES, "--overwrite", "--no-resume", "--checksum", "sha256")
+    nodes.run("hf-to-megatron", source, "s3://b/both", *over)
+    door.good("hf-to-megatron", source, tmp_path / "again", *over)
+    assert files(server.fetch("b", "both/", tmp_path / "both")) == files(tmp_path / "again")
+    assert nodes.moved()
+
+
 def test_other_ways_to_share_the_work_are_refused(source: Path, tmp_path: Path) -> None:
     arguments = ("hf-to-megatron", source, tmp_path / "out", "--engine", "ray", "--workers", 2)
     door.refused(2, "--workers 2", "--engine ray", args=arguments)
 
 
+@pytest.mark.parametrize("store", [False, True], ids=["directory", "store"])
 def test_a_killed_node_changes_nothing(
-    nodes: Nodes, source: Path, one: Path, tmp_path: Path
+    nodes: Nodes, source: Path, tmp_path: Path, store: bool
 ) -> None:
-    """The last test of the file, because the node stays away."""
-    nodes.begin(pace=0.2)
-    process = nodes.start("hf-to-megatron", source, tmp_path / "two", "--tp", 2)
-    nodes.await_moves(12, process)
-    used = {raylet for raylet, _ in nodes.moved()}
-    assert used == set(nodes.raylets()), "not every node works"
-    victim = min(used)
+    """The last test of the file, because a new node takes the place of the killed one."""
+    door.good("hf-to-megatron", source, tmp_path / "one", *SIZES)
+    src, dst = str(source), str(tmp_path / "two")
+    if store:
+        nodes.server.put("b", source, "hf/")
+        src, dst = "s3://b/hf", "s3://b/two"
+    nodes.begin(pace=0.5 if store else 0.2)
+    process = nodes.start("hf-to-megatron", src, dst, *SIZES)
+    while {raylet for raylet, _ in nodes.moved()} != set(nodes.raylets()):
+        assert process.poll() is None, "not every node works"
+        time.sleep(0.02)
+    victim = min(nodes.raylets())
     workers = subprocess.run(["pgrep", "-P", str(victim)], capture_output=True, text=True).stdout
     nodes.cluster.remove_node(nodes.raylets()[victim], allow_graceful=False)
     for pid in map(int, workers.split()):  # they would live for some more seconds
@@ -220,8 +263,12 @@ def test_a_killed_node_changes_nothing(
     before = len(nodes.moved())
     _, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
-    assert door.tree(tmp_path / "two") == door.tree(one)
+    two = nodes.server.fetch("b", "two/", tmp_path / "two") if store else tmp_path / "two"
+    assert files(two) == files(tmp_path / "one")
     later = nodes.moved()[before:]
     assert later and victim not in {raylet for raylet, _ in later}
-    slabs = {slab for _, slab in nodes.moved()}
-    assert slabs == set(range(len(slabs))), "a slab is lost"
+    if not store:  # there, each group numbers its slabs anew
+        slabs = {slab for _, slab in nodes.moved()}
+        assert slabs == set(range(len(slabs))), "a slab is lost"
+    with mock.patch.dict(os.environ, nodes.environ):
+        nodes.cluster.add_node(num_cpus=1, include_dashboard=False)

@@ -21,7 +21,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt as package
-from mckpt.conversion import to_store
+from mckpt.conversion import sending, store_journal, to_store
 from mckpt.errors import SourceError, UsageError
 from mckpt.storage import stand_in, stores
 from tests import test_towers
@@ -58,7 +58,7 @@ def bucket(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> s
     for key, value in server.environment().items():
         monkeypatch.setenv(key, value)
     monkeypatch.setattr(stores, "WAITS", (0, 0))
-    monkeypatch.setattr(to_store, "LIVE_S", 1.0)
+    monkeypatch.setattr(store_journal, "LIVE_S", 1.0)
     soon = {"init_backoff": timedelta(milliseconds=1), "max_backoff": timedelta(milliseconds=2)}
     monkeypatch.setitem(stores.RETRIES, "backoff", {**soon, "base": 2})
     return name
@@ -338,8 +338,8 @@ def test_a_second_run_is_refused_while_the_first_one_writes(
     cli, bucket, fetched, local, monkeypatch, tmp_path
 ):
     small_groups(monkeypatch)
-    monkeypatch.setattr(to_store, "BEAT_S", 0.2)
-    before = "from mckpt.conversion import to_store as t; t.LIVE_S = 3.0"
+    monkeypatch.setattr(store_journal, "BEAT_S", 0.2)
+    before = "from mckpt.conversion import store_journal as j; j.LIVE_S = 3.0"
     url, other = f"s3://{bucket}/m", changed(tmp_path / "model")
     line = command_line("hf-to-megatron", other, url, *SIZES, "--overwrite", before=before)
     said = []
@@ -361,7 +361,7 @@ def test_a_run_that_was_taken_for_dead_sends_nothing_more(cli, server, bucket, m
     small_groups(monkeypatch)
     assert "taken this run for dead" in cli("hf-to-megatron", SRC, "s3:m", *SIZES, code=6).err
     there = [name for name in server.keys(bucket) if name.startswith("m/")]
-    assert sum(name.endswith(".pt") for name in there) <= to_store.FILES
+    assert sum(name.endswith(".pt") for name in there) <= sending.FILES
     assert not any(name.endswith("mckpt.json") or "/.mckpt-" in name for name in there)
 
 
@@ -502,7 +502,10 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     knows.
     """
     server.set(Fault("PUT", r"mp_rank_01_000", "slow", 1, seconds=60))
-    before = "from mckpt.conversion import to_store as t; t.GROUP = t.FILES = t.LIVE_S = 1"
+    before = (
+        "from mckpt.conversion import sending, store_journal, to_store;"
+        "to_store.GROUP = sending.FILES = store_journal.LIVE_S = 1"
+    )
     line = command_line(
         "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=before
     )
@@ -642,18 +645,21 @@ def test_an_answer_that_is_too_short_is_an_error(tmp_path):
 
 
 RANKS = """
-from mckpt.conversion import to_store as t
-t.GROUP, t.BEAT_S, t.QUIET_S, t.LIVE_S = 1, 0.2, 3.0, 1.0
+from mckpt.conversion import store_journal as j, to_store as t
+t.GROUP, j.BEAT_S, t.QUIET_S, j.LIVE_S = 1, 0.2, 3.0, 1.0
 """
 DIES = RANKS + "import os; t._Job._send = lambda *a: os._exit(9)"
 
 
-def ranks(bucket: str, *before: str) -> list[subprocess.CompletedProcess[str]]:
+def ranks(
+    bucket: str, *before: str, options: tuple[str, ...] = ()
+) -> list[subprocess.CompletedProcess[str]]:
     """Runs one conversion with a process for each text of Python, and returns how they ended."""
     started = []
     for rank, text in enumerate(before):
         line = command_line(
-            "hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, before=text
+            *("hf-to-megatron", f"s3://{bucket}/hf", f"s3://{bucket}/m", *SIZES, *options),
+            before=text,
         )
         own = {"RANK": str(rank), "WORLD_SIZE": str(len(before)), "PYTHONPATH": str(ROOT)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -702,6 +708,24 @@ def test_an_error_of_rank_0_reaches_the_others(server, bucket):
     found = ranks(bucket, RANKS, RANKS)
     assert [one.returncode for one in found] == [7, 7], found
     assert "rank 0: " in found[1].stderr and "refused access" in found[1].stderr
+
+
+def test_another_run_that_lives_ends_all_ranks_within_seconds(bucket, monkeypatch, tmp_path):
+    """The other run writes the same checkpoint of another source."""
+    monkeypatch.setattr(store_journal, "BEAT_S", 0.2)
+    found: list[subprocess.CompletedProcess[str]] = []
+    begun = []
+
+    def start() -> None:
+        begun.append(time.monotonic())
+        found.extend(ranks(bucket, RANKS, RANKS, options=("--overwrite",)))
+        begun.append(time.monotonic())
+
+    during_the_first_file(monkeypatch, start)
+    good("hf-to-megatron", changed(tmp_path / "model"), f"s3://{bucket}/m", *SIZES)
+    assert [one.returncode for one in found] == [6, 6], found
+    assert all("another mckpt is writing here" in one.stderr for one in found), found
+    assert begun[1] - begun[0] < to_store.START_S / 4
 
 
 def test_what_is_in_the_way_of_rank_0_ends_the_others(bucket, cli):

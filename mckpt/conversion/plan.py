@@ -174,9 +174,6 @@ class Plan:
         """
         from mckpt.conversion.run import How, cluster_of
 
-        if engine == "ray":
-            for path in (self.source.path, self.destination.root):
-                stand_in.refuse(path, "--engine ray")
         if stand_in.of(self.destination.root) is None:
             from mckpt.conversion.run import run
         else:

@@ -18,6 +18,7 @@ from mckpt.errors import SourceError, StorageError, UsageError
 from mckpt.execute.engine import Cluster, Overflow, execute
 from mckpt.execute.ranks import Ranks, Session
 from mckpt.execute.ray_tasks import RayCluster
+from mckpt.geometry.join import Joined
 from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST
@@ -128,12 +129,21 @@ def _move(plan: Plan, session: Session, how: How) -> list[str]:
     """Copies this rank's share of the bytes; returns the checksum of each file."""
     joined = plan.joined
     return move(
-        plan, session.staging, plan.outputs, joined.copies, joined.grids, how, session, how.progress
+        joined,
+        plan.source.layout.files,
+        session.staging,
+        plan.outputs,
+        joined.copies,
+        joined.grids,
+        how,
+        session,
+        how.progress,
     )
 
 
 def move(
-    plan: Plan,
+    joined: Joined,
+    sources: Sequence[str],
     staging: Path,
     outputs: Sequence[TargetFile],
     copies: np.ndarray,
@@ -149,8 +159,8 @@ def move(
     try:
         return execute(
             copies,
-            plan.joined.casts,
-            plan.source.layout.files,
+            joined.casts,
+            sources,
             outputs,
             staging / "data",
             max_memory=how.max_memory,
@@ -163,7 +173,7 @@ def move(
             progress=progress,
         )
     except Overflow as e:
-        raise UsageError(f"{plan.joined.name(e.tensor)}: {e.where}") from e
+        raise UsageError(f"{joined.name(e.tensor)}: {e.where}") from e
 
 
 def dropped(plan: Plan, how: How) -> list[str]:

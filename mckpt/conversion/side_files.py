@@ -72,19 +72,12 @@ class SideFiles:
         for name in {path.name for path in self.path.glob(FILES)} | self.carried.keys():
             there = self.path / name
             if not there.is_file() or there.stat().st_size != self.carried.get(name):
-                raise self.other_tensors(name)
+                raise other_tensors(there)
         if (self.path / MAPPING).is_file() and MAPPING not in self.files:
             raise DestinationError(
                 f"{self.path / MAPPING}: is the family file of other checkpoints here, and this one"
                 " has none. Write to another directory"
             )
-
-    def other_tensors(self, name: str) -> DestinationError:
-        """Returns the error for a file of carried tensors that differs from that in DST/hf."""
-        return DestinationError(
-            f"{self.path / name}: is not the source's; all checkpoints"
-            " of one save directory share its hf. Write to another directory"
-        )
 
     def publish(self, staging: Path) -> None:
         """Moves the files to DST/hf. If it exists already, only compares the carried tensors."""
@@ -94,7 +87,7 @@ class SideFiles:
         if self.path.exists():
             for name in self.carried:
                 if not filecmp.cmp(folder / name, self.path / name, shallow=False):
-                    raise self.other_tensors(name)
+                    raise other_tensors(self.path / name)
             return
         for name, source in self.files.items():
             path = folder / name
@@ -106,6 +99,14 @@ class SideFiles:
             sync(path)
         self.check_unchanged()  # a file may have changed during the copy
         os.rename(folder, self.path)
+
+
+def other_tensors(path: Path) -> DestinationError:
+    """Returns the error for a file of carried tensors in DST/hf that differs from the source's."""
+    return DestinationError(
+        f"{path}: is not the source's; all checkpoints of one save directory share its hf. Write to"
+        " another directory"
+    )
 
 
 def _same(source: Path | bytes, path: Path) -> bool:

@@ -35,7 +35,7 @@ from isal import isal_zlib
 from mckpt.execute.checksums import RANGE, Range, RangeSums, merged
 from mckpt.execute.clusters import Copy
 from mckpt.execute.files import OpenFiles, lay_out, read_at, sync_directories, write_at
-from mckpt.execute.journal import Journal
+from mckpt.execute.journal import Journal, generation
 from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks, Session, awaited
 from mckpt.execute.threads import Crew
@@ -53,8 +53,26 @@ KNEE = 8
 KNEE_FLAT = 16  # the same if nothing is staged: 1.6 s; with 8 threads 1.9 s, with 32 2.2 s
 REQUESTS = 16  # requests to an object store at the same time, each of max_memory / 16 bytes
 
-Step = Literal["copy", "end"]
+Step = Literal["copy", "end", "send"]
 Tick = Callable[[], None]
+
+
+class Task(Protocol):
+    """Work of which any process can do a part, if it can be pickled for that process."""
+
+    @property
+    def threads(self) -> int:
+        """The threads of each process."""
+
+    @property
+    def place(self) -> Path:
+        """The directory or URL in which the processes find each other's work."""
+
+    def mark(self) -> str:
+        """Returns what this process finds at `place`; other processes must find the same there."""
+
+    def do(self, step: Step, items: range, tick: Tick) -> None:
+        """Does a part of one step."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +86,7 @@ class Job:
     work: Work
     casts: Sequence[Cast]
     grids: np.ndarray | None
-    sources: Sequence[str]
+    sources: Sequence[Path]
     outputs: Sequence[TargetFile]
     staging: Path
     journal: Path
@@ -84,6 +102,14 @@ class Job:
             cores = knee = REQUESTS
         return max(1, min(cores, knee, self.max_memory // PIECE))
 
+    @property
+    def place(self) -> Path:
+        return self.staging.parent
+
+    def mark(self) -> str:
+        """Returns the generation of the journal."""
+        return generation(self.journal)
+
     def do(self, step: Step, items: range, tick: Tick) -> None:
         """Does a part of one step: copies these units, or ends these files."""
         run = _Run(self)
@@ -94,15 +120,15 @@ class Job:
 
 
 class Cluster(Protocol):
-    """Machines that do the steps of a job in place of this process."""
+    """Machines that do the steps of a task in place of this process."""
 
     @property
     def cores(self) -> int:
         """The number of cores that each process gets there."""
 
-    def do(self, job: Job, step: Step, count: int, tick: Tick) -> Iterator[range]:
-        """Does a step for `count` units or files. Yields the ranges as they are done, and calls
-        `tick` meanwhile.
+    def do(self, job: Task, step: Step, count: int, tick: Tick) -> Iterator[range]:
+        """Does a step for `count` units, files or groups. Yields the ranges as they are done, and
+        calls `tick` meanwhile.
         """
 
 
@@ -153,7 +179,7 @@ def execute(
         work=Work.of(copies, casts, grids),
         casts=casts,
         grids=grids,
-        sources=sources,
+        sources=[Path(source) for source in sources],
         outputs=outputs,
         staging=staging,
         journal=done,
@@ -227,7 +253,7 @@ class _Run:
         self.job, self.work = job, job.work
         self.journal = Journal(job.journal, job.work, job.outputs)
         self.mover = Mover(
-            OpenFiles(job.sources, os.O_RDONLY),
+            OpenFiles([str(source) for source in job.sources], os.O_RDONLY),
             # Not for reading: an NFS client would read whole pages in and write them back, over
             # bytes that another node has written there since.
             OpenFiles([str(job.staging / o.path) for o in job.outputs], os.O_WRONLY),

@@ -2,8 +2,8 @@
 range of files.
 
 Ray places the tasks, runs those of a lost node on another one, and ends them when the driver ends.
-A task that runs again skips the units that the journal has. All nodes must see the source and the
-destination at the same paths.
+A task that runs again skips what the journal has. All nodes must see a source and a destination
+that are directories at the same paths. A URL is opened on each node.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from mckpt import __version__, errors
 from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
-from mckpt.execute.engine import Job, Step, Tick
-from mckpt.execute.journal import generation
+from mckpt.execute.engine import Step, Task, Tick
 from mckpt.execute.mover import Overflow
 from mckpt.execute.ranks import DEAD_S, Ranks, patience
 from mckpt.execute.threads import TICK
+from mckpt.storage import stand_in
+from mckpt.storage.stand_in import StandIn
 
 # Tasks of a step for each process that the cluster has room for: nodes differ in speed, and the
 # last tasks of a step leave nodes idle.
@@ -61,22 +63,27 @@ class RayCluster:
         """The cores of the smallest node, so that a task fits on every node."""
         return min(self._cpus, default=CORES_UNKNOWN)
 
-    def do(self, job: Job, step: Step, count: int, tick: Tick) -> Iterator[range]:
-        """Does a step for `count` units or files; see engine.Cluster.
+    def do(self, job: Task, step: Step, count: int, tick: Tick) -> Iterator[range]:
+        """Does a step for `count` units, files or groups; see engine.Cluster.
 
         Raises the first error of a task, and cancels the others.
         """
         import ray
 
-        places = sum(num // job.threads for num in self._cpus)
+        cpus = min(job.threads, self.cores)
+        places = sum(num // cpus for num in self._cpus)
         parts = Ranks(size=min(count, PARTS * max(1, places)))
         # SPREAD: each node has its own way to the filesystem
-        task = ray.remote(num_cpus=min(job.threads, self.cores), scheduling_strategy="SPREAD")(_do)
+        task = ray.remote(num_cpus=cpus, scheduling_strategy="SPREAD")(_do)
         running: dict[Any, range] = {}
         try:
             # once for all tasks; Ray sends it to each node once
-            shared = ray.put(job)
-            marks = __version__, generation(job.journal)
+            ray.util.register_serializer(type(Path()), serializer=_place_of, deserializer=_path_at)
+            try:
+                shared = ray.put(job)
+            finally:
+                ray.util.deregister_serializer(type(Path()))
+            marks = __version__, job.mark()
             for part in range(parts.size):
                 items = parts.share(count, part)
                 running[task.remote(shared, step, items, *marks)] = items
@@ -88,6 +95,8 @@ class RayCluster:
                     yield running.pop(ref)
                 tick()
         except ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MckptError):  # such as a library of stores that lacks
+                raise error.cause.with_hint("on a node of the Ray cluster") from error
             if lacking := re.search(r"No module named '\S+'", str(error)):
                 raise MissingExtra(
                     f"a node of the Ray cluster cannot run mckpt: {lacking[0]}; install mckpt"
@@ -130,7 +139,20 @@ def _connect() -> None:
             signal.signal(signal.SIGTERM, before)
 
 
-def _do(job: Job, step: Step, items: range, version: str, mark: str) -> tuple[Any, ...] | None:
+def _place_of(path: Path) -> tuple[StandIn | None, str]:
+    """Returns a path so that another machine finds it: a path that stands for a URL by its
+    stand-in, which that machine makes anew.
+    """
+    place = stand_in.of(path)
+    return (None, str(path)) if place is None else (place, place.name(path))
+
+
+def _path_at(place: tuple[StandIn | None, str]) -> Path:
+    """Returns the path on this machine of what `_place_of` returned on another one."""
+    return Path(place[1]) if place[0] is None else place[0].root / place[1]
+
+
+def _do(job: Task, step: Step, items: range, version: str, mark: str) -> tuple[Any, ...] | None:
     """Does a part of a step on a node; returns the class and the arguments of its error."""
     import socket
 
@@ -146,27 +168,28 @@ def _do(job: Job, step: Step, items: range, version: str, mark: str) -> tuple[An
     except Overflow as error:
         return "Overflow", error.tensor, error.where
     except MckptError as error:
-        return type(error).__name__, f"{error}\n{where}"
+        kind = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
+        return kind.__name__, f"{error}\n{where}"
     except OSError as error:
         what = f"{error.filename or 'input/output'}: {error.strerror or error}"
         return StorageError.__name__, f"{what}\n{where}"
     return None
 
 
-def _find(job: Job, mark: str) -> None:
-    """Waits until this node sees the staging directory whose journal has this generation.
+def _find(job: Task, mark: str) -> None:
+    """Waits until this node finds the place of the task, with this mark.
 
     A network filesystem may need a while to show it. Raises UsageError after DEAD_S.
     """
     started = time.monotonic()
     for _ in patience():
-        if generation(job.journal) == mark:
+        if job.mark() == mark:
             return
         if time.monotonic() - started > DEAD_S:
             break
     raise UsageError(
-        f"{job.staging.parent} is not there, or is another directory than where the command runs;"
-        " mount source and destination at the same paths on all nodes"
+        f"{job.place} is not there, or is another one than where the command runs; mount source and"
+        " destination at the same paths on all nodes; for a URL, give all nodes the same endpoint"
     )
 
 

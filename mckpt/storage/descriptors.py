@@ -37,7 +37,7 @@ def is_remote(fd: int) -> bool:
     return fd in _remote
 
 
-def any_remote(paths: Iterable[str]) -> bool:
+def any_remote(paths: Iterable[str | Path]) -> bool:
     """Returns whether some of these files are not here whole."""
     return any(stand_in.holes(path) is not None for path in paths)
 

@@ -4,6 +4,7 @@ commits. Its token, its endpoint and its cache are those that huggingface_hub fi
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import sys
@@ -110,12 +111,13 @@ def sizes(name: Name) -> dict[str, int]:
     return _retried(name, listed)
 
 
-def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
-    """Returns `nbytes` bytes of a file on the Hub from the offset `start`, without the cache.
+def read_range(name: Name, file: str, start: int, nbytes: int) -> Any:
+    """Returns a buffer of `nbytes` bytes of a file on the Hub from the offset `start`, without the
+    cache.
 
     The result is shorter at the end of the file. The Hub, which limits the rate of requests, is
     asked once for each file: it redirects to another server, which is then asked for the other
-    ranges.
+    ranges. When that address has expired, the Hub is asked again.
 
     Raises as `fetch`, and StorageError if the server does not answer with the range.
     """
@@ -124,8 +126,10 @@ def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
 
     url = hub.hf_hub_url(name.repo, file, revision=name.revision)
 
-    def read() -> bytes:
+    def read() -> Any:
         known = _redirected.get(url)
+        if known and (data := _read_address(known, start, nbytes)) is not None:
+            return data
         headers = utils.build_hf_headers(
             token=False if known else None,  # the token is for the Hub alone
             library_name="mckpt",
@@ -155,6 +159,35 @@ def read_range(name: Name, file: str, start: int, nbytes: int) -> bytes:
         return bytes(out[:nbytes])
 
     return _retried(name, read)
+
+
+def _read_address(address: str, start: int, nbytes: int) -> Any:
+    """Returns a range from an address to which the Hub has redirected. With obstore a conversion
+    takes a quarter of the processor time that it takes with huggingface_hub.
+
+    Returns None if obstore is not installed or fails for any reason: huggingface_hub then reads the
+    range, with its retries and its errors.
+    """
+    if (store := _store_of(address)) is None:
+        return None
+    import obstore
+
+    try:
+        return obstore.get(store, "", options={"range": (start, start + nbytes)}).bytes()
+    except Exception:
+        return None
+
+
+@functools.lru_cache(maxsize=1024)  # files
+def _store_of(address: str) -> Any:
+    """Returns obstore's store of one address, None if obstore is not installed."""
+    try:
+        from obstore.store import HTTPStore
+    except ImportError:
+        return None
+    plain = address.startswith("http://")
+    client: Any = {"allow_http": plain, "timeout": "120s", "connect_timeout": "10s"}
+    return HTTPStore.from_url(address, client_options=client, retry_config={"max_retries": 0})
 
 
 class Commit(NamedTuple):

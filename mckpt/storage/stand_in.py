@@ -39,6 +39,7 @@ BLOCK = 64 << 10  # bytes; headers are downloaded and kept in blocks of this siz
 TEMPORARY = "mckpt-store-"  # begins the names of temporary directories
 
 _all: dict[str, StandIn] = {}  # by the path of its root, with a slash at the end
+_copies: dict[str, StandIn] = {}  # by the root of the same stand-in in another process
 _held: dict[Path, int] = {}  # temporary directories of this process, each with its lock
 
 
@@ -50,6 +51,12 @@ class StandIn:
         self.objects: dict[str, Object] = {}
         self.files: dict[str, Holes] = {}  # files that have holes, by name
         self.lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets another process make a directory of its own that stands for the same URL. A pickled
+        store has no credentials; that process finds its own.
+        """
+        return _again, (str(self.root), self.url, self.store, self.objects)
 
     def name(self, path: str | Path) -> str:
         """Returns the name of the object that a path stands for."""
@@ -182,13 +189,29 @@ def load(
 
     keep: which objects to show.
     """
+    made = _made(str(url), store, name, keep)
+    made.list()
+    return made.root
+
+
+def _made(url: str, store: Store, name: str, keep: Callable[[str], bool]) -> StandIn:
     root = temporary() / name
     root.mkdir()
-    made = StandIn(root, str(url), store, keep)
-    _all[f"{root}/"] = made
-    show_as(str(root), str(url))
-    made.list()
-    return root
+    made = _all[f"{root}/"] = StandIn(root, url, store, keep)
+    show_as(str(root), url)
+    return made
+
+
+def _again(root: str, url: str, store: Store, objects: dict[str, Object]) -> StandIn:
+    """Returns the stand-in of another process, which is made once in this one. The store is not
+    listed: reading an object that has changed since is an error.
+    """
+    if (made := _copies.get(root)) is None:
+        made = _copies[root] = _made(url, store, Path(root).name, lambda name: True)
+        for name, one in objects.items():
+            made._make(name, one)
+        made.objects = objects
+    return made
 
 
 def of(path: str | Path) -> StandIn | None:
@@ -321,6 +344,7 @@ def discard(folder: Path) -> None:
 def clean() -> None:
     """Removes all temporary directories of this process, and so all stand-ins."""
     _all.clear()
+    _copies.clear()
     for folder, fd in _held.items():
         shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)

@@ -163,6 +163,9 @@ class _Obstore:
             url, lambda: make(**where, **given, client_options=client, retry_config=RETRIES)
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_store, (self.url,)  # with the credentials of the process that unpickles it
+
     def _key(self, name: str) -> str:
         return f"{self.prefix}/{name}" if self.prefix else name
 
@@ -258,6 +261,9 @@ class _Fsspec:
             raise UsageError(
                 f"{url}: fsspec cannot open {url.scheme}:// here: {without_queries(str(error))}"
             ) from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open_store, (self.url,)
 
     def _path(self, name: str) -> str:
         return f"{self.root.rstrip('/')}/{name}"

@@ -1,0 +1,211 @@
+"""Makes the files of a plan on the local disk, a group at a time, and sends them to a store."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mckpt.conversion.groups import part
+from mckpt.conversion.run import How, move
+from mckpt.conversion.side_files import other_tensors
+from mckpt.conversion.store_journal import Sent, StoreJournal
+from mckpt.errors import SourceError
+from mckpt.execute.engine import KNEE, Step, Tick
+from mckpt.geometry.join import Joined
+from mckpt.storage import stand_in
+from mckpt.storage.files import TargetFile
+
+if TYPE_CHECKING:
+    from mckpt.conversion.plan import Plan
+
+FILES = 2  # files that are sent at the same time, each in several parts
+
+
+@dataclass(frozen=True, eq=False)
+class Sender:
+    """Makes and sends groups of the files of a plan. It can be pickled, for a process on another
+    machine that does a part (engine.Task).
+
+    groups: the numbers of the files of each group.
+    carried: the files of carried tensors, which other checkpoints share.
+    stamps: the mtimes of the source files, in ns, when the run began.
+    """
+
+    journal: StoreJournal
+    outputs: Sequence[TargetFile]
+    joined: Joined
+    sources: Sequence[Path]
+    stamps: Sequence[int]
+    groups: Sequence[Sequence[int]]
+    carried: frozenset[int]
+    how: How
+
+    @classmethod
+    def of(
+        cls,
+        plan: Plan,
+        journal: StoreJournal,
+        how: How,
+        stamps: Sequence[int],
+        groups: Sequence[Sequence[int]],
+        carried: frozenset[int],
+    ) -> Sender:
+        sources = [Path(file) for file in plan.source.layout.files]
+        # the process that sends makes the files itself, and its caller reports
+        how = replace(how, cluster=None, progress=None, tell=_ignore)
+        return cls(
+            journal,
+            plan.outputs,
+            plan.joined,
+            sources,
+            stamps[: len(sources)],
+            groups,
+            carried,
+            how,
+        )
+
+    # ---- as a task of another machine
+
+    @property
+    def threads(self) -> int:
+        """The cores that a process which sends keeps busy."""
+        return self.how.threads or KNEE
+
+    def mark(self) -> str:
+        """Returns the id of the run that the journal in the store belongs to, "" if none does."""
+        return (self.journal.said() or {}).get("id", "")
+
+    @property
+    def place(self) -> Path:
+        return self.journal.folder
+
+    def do(self, step: Step, items: range, tick: Tick) -> None:
+        """Makes and sends these groups, but for the files that the journal has."""
+        self._refuse_other_source()
+        self.send([self.groups[i] for i in items], self.journal.sent())
+
+    def _refuse_other_source(self) -> None:
+        for file, stamp in zip(self.sources, self.stamps, strict=True):
+            if not file.exists() or file.stat().st_mtime_ns != stamp:
+                raise SourceError(
+                    f"{file}: is not the file that the command reads; mount the source at the same"
+                    " path on all nodes, or give its URL"
+                )
+
+    # ---- in every process
+
+    def send(
+        self,
+        groups: Sequence[Sequence[int]],
+        done: dict[int, Sent],
+        report: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Makes and sends the files of these groups that are not in `done`, and adds them; the next
+        group is made while one is sent.
+
+        report: called with the number of each file that is in its place.
+        """
+        todo = [left for g in groups if (left := [n for n in g if n not in done])]
+        lock, stop, sending = threading.Lock(), threading.Event(), Future[None]()
+        sending.set_result(None)
+
+        def send(number: int, folder: Path, checksum: str) -> None:
+            if stop.is_set():
+                return
+            file = self.outputs[number]
+            made = folder / file.path
+            there = self.journal.there(number) if number in self.carried else None
+            to = self.journal.files[number]
+            version = there.version if there else self.journal.put_ours(to, made)
+            entry = Sent(file.path, file.size, checksum, version, self.journal.id)
+            self.journal.add(number, entry)
+            os.unlink(made)
+            with lock:
+                done[number] = entry
+                report(number)
+
+        with (
+            temporary() as folders,
+            ThreadPoolExecutor(FILES) as files,
+            ThreadPoolExecutor(1) as groups_of,
+        ):
+
+            def send_group(made: Any, group: Sequence[int], folder: Path, sums: list[str]) -> None:
+                try:
+                    for future in [
+                        files.submit(send, number, folder, checksum)
+                        for number, checksum in zip(group, sums, strict=True)
+                    ]:
+                        future.result()
+                finally:
+                    made.__exit__(None, None, None)
+
+            try:
+                for group in todo:
+                    made = self.made(group, folders)
+                    folder, sums = made.__enter__()
+                    self._compare_carried(group, folder)
+                    sending.result()
+                    self.journal.clear()
+                    sending = groups_of.submit(send_group, made, group, folder, sums)
+                sending.result()
+            except BaseException:
+                stop.set()
+                raise
+
+    def _compare_carried(self, group: Sequence[int], folder: Path) -> None:
+        """Raises DestinationError if other checkpoints here have other carried tensors."""
+        for number in group:
+            if number in self.carried and self.journal.there(number):
+                there = self.journal.files[number]
+                stand_in.whole(there)
+                if not filecmp.cmp(folder / self.outputs[number].path, there, shallow=False):
+                    raise other_tensors(there)
+
+    @contextmanager
+    def made(self, group: Sequence[int], folders: Path) -> Iterator[tuple[Path, list[str]]]:
+        """Makes the files of a group in a new directory of `folders`; yields it and their
+        checksums.
+        """
+        folder = Path(tempfile.mkdtemp(dir=folders))
+        try:
+            outputs, copies, grids = part(self.outputs, self.joined, group)
+            # so that `..` in the path of a carried file stays inside
+            data = folder / "made" / "data"
+            # the parts that are sent meanwhile take the rest
+            how = replace(self.how, max_memory=self.how.max_memory // 2)
+            sums = move(
+                self.joined,
+                list(map(str, self.sources)),
+                folder / "made",
+                outputs,
+                copies,
+                grids,
+                how,
+            )
+            yield data, sums
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def temporary() -> Iterator[Path]:
+    """Yields a temporary directory of this process."""
+    folder = stand_in.temporary()
+    try:
+        yield folder
+    finally:
+        stand_in.discard(folder)
+
+
+def _ignore(text: str) -> None:
+    pass

@@ -1,0 +1,333 @@
+"""The journal of a run whose destination is an object store: what the run is about to write, who
+lives, and which files are in their place.
+
+    DST/.mckpt-<plan>/intent.json    the names that this run writes
+    DST/.mckpt-<plan>/beat/<rank>    changes while the rank lives
+    DST/.mckpt-<plan>/sent/<n>       file n is in its place: its bytes, checksum and version
+
+The processes of a run know of each other through these objects alone. A killed run leaves its
+journal, and the same command sends only the files that it does not name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mckpt import errors
+from mckpt.conversion.destination import Destination
+from mckpt.errors import DestinationError, SourceError, StorageError
+from mckpt.storage import stand_in
+from mckpt.storage.staging import INTENT, MANIFEST, STAGING
+from mckpt.storage.stores import Object
+
+BEAT_S = 5.0  # seconds between two changes of a rank's beat
+LIVE_S = 20.0  # seconds without a beat after which another run counts as dead
+SENT, BEAT = "sent", "beat"
+
+
+class Sent(msgspec.Struct):
+    """An entry of the journal."""
+
+    path: str
+    bytes: int
+    checksum: str
+    version: str  # of the object; "" if the store tells none
+    run: str  # the id of the run that sent it
+
+
+class Over(DestinationError):
+    """Rank 0 has published, or another run has taken this one for dead."""
+
+
+class StoreJournal:
+    """The journal of one run, as one of its ranks sees it. It can be pickled, for a process on
+    another machine that helps this rank.
+
+    files: the path of each file of the plan, by number.
+    ready: whether the old checkpoint is removed, so that files may be sent.
+    """
+
+    def __init__(
+        self, destination: Destination, folder: Path, files: Sequence[Path], rank: int
+    ) -> None:
+        self.destination, self.folder, self.files, self.rank = destination, folder, files, rank
+        destination.uses(folder)
+        found = stand_in.of(destination.root)
+        assert found is not None
+        self.place = found
+        self.id = uuid.uuid4().hex
+        self.ready = False
+        self._number = 0  # of this rank's last beat
+        self._beats: _Beats | None = None
+        self._others: dict[str, dict[str, Any] | None] = {}  # other run -> its last beat
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_beats": None}
+
+    # ---- objects
+
+    def name(self, path: Path) -> str:
+        """Returns the name of the object of a path."""
+        return self.place.name(os.path.normpath(path))
+
+    def there(self, number: int) -> Object | None:
+        """Returns the object of a file of the plan, None if the last listing has none."""
+        return self.place.objects.get(self.name(self.files[number]))
+
+    def put(self, path: Path, data: bytes | Path) -> str:
+        """Puts an object and returns its version."""
+        return self.place.put(self.name(path), data)
+
+    def put_ours(self, path: Path, data: bytes | Path) -> str:
+        """Puts an object and returns its version. Raises Over if this run is over."""
+        self.refuse_if_over()
+        return self.put(path, data)
+
+    def _get(self, path: Path) -> bytes | None:
+        """Returns a small object, None if it is not there."""
+        try:
+            return bytes(self.place.store.read(self.name(path), 0, 1 << 20))
+        except SourceError:
+            return None
+
+    # ---- files that are sent
+
+    def sent(self) -> dict[int, Sent]:
+        """Returns the files, by number, that are in their place as they were sent."""
+        return {n: one for n, one in self._entries().items() if self._is_still(n, one)}
+
+    def add(self, number: int, entry: Sent) -> None:
+        """Writes down that a file is in its place."""
+        self.put_ours(self.folder / SENT / str(number), msgspec.json.encode(entry))
+
+    def forget(self) -> None:
+        """Forgets what earlier runs of this command sent."""
+        self.place.remove(self.place.below(self.folder / SENT))
+
+    def _is_still(self, number: int, one: Sent) -> bool:
+        there = self.there(number)
+        if there is None or there.size != one.bytes:
+            return False
+        # answers quote an ETag, and the listings of some stores do not
+        same = bool(one.version) and one.version.strip('"') == there.version.strip('"')
+        return same or one.run == self.id
+
+    def _entries(self) -> dict[int, Sent]:
+        self.place.list()
+        start = f"{self.name(self.folder / SENT)}/"
+        names = [n for n in self.place.objects if n.startswith(start)]
+        self.place.whole(names)
+        out = {}
+        for name in names:
+            with suppress(OSError, ValueError, msgspec.DecodeError):
+                number = int(name[len(start) :])
+                if number in range(len(self.files)):
+                    out[number] = msgspec.json.decode(
+                        (self.place.root / name).read_bytes(), type=Sent
+                    )
+        return out
+
+    # ---- what is in the way
+
+    def refuse_occupied(self) -> None:
+        """Raises DestinationError if files are in the way, such as those that replaced what an
+        interrupted run had sent.
+        """
+        self.place.list()
+        self.destination.refuse_occupied(self.folder)
+        if self.destination.overwrite:
+            return
+        for number, one in self._entries().items():
+            if one.version and self.there(number) and not self._is_still(number, one):
+                raise DestinationError(
+                    f"{self.files[number]}: was replaced since a run of this command sent it; give"
+                    " --overwrite to replace the checkpoint"
+                )
+
+    def clear(self) -> None:
+        """Removes the checkpoint that --overwrite replaces, unless that is done."""
+        if self.ready:
+            return
+        self.refuse_if_over()
+        done = {self.name(self.files[n]) for n in self.sent()}
+        own = self.name(self.destination.root / STAGING)
+        old = [
+            name
+            for name in self.place.below(self.destination.path)
+            if name not in done and not name.startswith(own)
+        ]
+        last = self.destination.format.last
+        first = [name for name in old if name.rpartition("/")[2] in (MANIFEST, last)]
+        self.place.remove(first)
+        self.place.remove([name for name in old if name in self.place.objects])
+        self.ready = True
+
+    # ---- runs
+
+    @contextmanager
+    def announced(self, resume: bool) -> Iterator[None]:
+        """Writes down, as rank 0, what this run is about to put in place, and that it lives.
+
+        resume: whether files that an earlier run of this command sent count as sent. Raises
+        DestinationError if another run writes this checkpoint.
+        """
+        destination = self.destination
+        files = [*self.files, destination.path / MANIFEST]
+        names = [os.path.relpath(file, destination.root) for file in files]
+        intent = {"unit": destination.unit, "files": names}
+        self._end_dead_runs()
+        if not resume:
+            self.forget()
+        earlier = self.folder.name in self._runs()
+        self.put(self.folder / INTENT, json.dumps(intent).encode())
+        if others := self._runs() - {self.folder.name}:
+            if not earlier:
+                self.place.remove([self.name(self.folder / INTENT)])
+            raise self._refused_for(others.pop())
+        self.ready = not destination.overwrite
+        self.live()
+        try:
+            yield
+        except BaseException as error:
+            self.end_beats()
+            with suppress(StorageError):
+                if self._is_ours(self.said()):
+                    self._put_beat(error=[type(error).__name__, str(error)])
+            raise
+
+    def remove(self) -> None:
+        """Removes the journal of this run, which is published."""
+        self.end_beats()
+        self.place.list()
+        self.place.remove(self.place.below(self.folder))
+
+    def refuse_living(self) -> None:
+        """Raises DestinationError if another run of this checkpoint has reported since the last
+        call.
+        """
+        before = self._others
+        self._others = {name: self.said(name) for name in self._runs() - {self.folder.name}}
+        for name, said in self._others.items():
+            if name in before and said != before[name]:
+                raise self._refused_for(name)
+
+    def _end_dead_runs(self) -> None:
+        """Removes the journals of interrupted runs that wrote this checkpoint. Raises
+        DestinationError if one of them lives; this takes LIVE_S if one of them was killed.
+        """
+        first = {name: self.said(name) for name in self._runs()}
+        end = time.monotonic() + LIVE_S
+        while time.monotonic() < end and any("error" not in (s or {}) for s in first.values()):
+            time.sleep(min(1.0, LIVE_S / 4))
+            for name, said in first.items():
+                if self.said(name) != said:
+                    raise self._refused_for(name)
+        for name in first.keys() - {self.folder.name}:
+            self.place.remove(self.place.below(self.destination.root / name))
+
+    def _refused_for(self, name: str) -> DestinationError:
+        return DestinationError(f"{self.destination.path}: another mckpt is writing here ({name})")
+
+    def _runs(self) -> set[str]:
+        """Returns the names of the staging directories of all runs that write this checkpoint."""
+        self.place.list()
+        found = set()
+        for folder in self.destination.root.glob(f"{STAGING}*"):
+            # SourceError: that run has ended since the listing
+            with suppress(SourceError, OSError, TypeError, KeyError, ValueError):
+                stand_in.whole(folder / INTENT)
+                if json.loads((folder / INTENT).read_bytes())["unit"] == self.destination.unit:
+                    found.add(folder.name)
+        return found
+
+    # ---- beats
+
+    def live(self) -> None:
+        """Tells other ranks and runs from now on that this rank lives."""
+        self._put_beat()
+        self._beats = _Beats(self._beat)
+
+    def end_beats(self) -> None:
+        """Ends what `live` began."""
+        if self._beats is not None:
+            self._beats.end()
+
+    def forget_beat(self) -> None:
+        """Removes the beat of this rank."""
+        self.place.remove([self.name(self.folder / BEAT / str(self.rank))])
+
+    def beat_of(self, rank: int) -> Object | None:
+        """Returns the beat of a rank in the last listing."""
+        return self.place.objects.get(self.name(self.folder / BEAT / str(rank)))
+
+    def said(self, run: str = "") -> dict[str, Any] | None:
+        """Returns the last beat of rank 0 of a run (""; this one), None if there is none."""
+        folder = self.destination.root / run if run else self.folder
+        data = self._get(folder / BEAT / "0")
+        return json.loads(data) if data else None
+
+    def refuse_if_over(self) -> dict[str, Any]:
+        """Returns the last beat of rank 0. Raises Over if the run is over, and on other ranks the
+        error of rank 0.
+        """
+        said = self.said()
+        if said is None or not self._is_ours(said):
+            raise Over(
+                f"{self.folder}: is gone, and no checkpoint of this run is there; another mckpt has"
+                " taken this run for dead"
+            )
+        if self.rank:
+            raise_error_of(said)
+        return said
+
+    def _is_ours(self, said: dict[str, Any] | None) -> bool:
+        return said is not None and said["id"] == self.id
+
+    def _put_beat(self, **more: Any) -> None:
+        self._number += 1
+        said = {"id": self.id, "beat": self._number, "ready": self.ready, **more}
+        self.put(self.folder / BEAT / str(self.rank), json.dumps(said).encode())
+
+    def _beat(self) -> bool:
+        """Changes the beat of this rank; returns whether the run is not over."""
+        with suppress(StorageError):
+            if not self._is_ours(self.said()):
+                return False
+            self._put_beat()
+        return True
+
+
+class _Beats:
+    """A thread that calls `beat` every BEAT_S until it returns False, or until `end`."""
+
+    def __init__(self, beat: Callable[[], bool]) -> None:
+        self.beat, self.over = beat, threading.Event()
+        self.thread = threading.Thread(target=self._run, name="beats", daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.over.wait(BEAT_S) and self.beat():
+            pass
+
+    def end(self) -> None:
+        self.over.set()
+        self.thread.join()
+
+
+def raise_error_of(said: dict[str, Any]) -> None:
+    """Raises the error that a beat of rank 0 reports, if any."""
+    if "error" in said:
+        name, text = said["error"]
+        kind = getattr(errors, name, StorageError)
+        known = isinstance(kind, type) and issubclass(kind, errors.MckptError)
+        raise (kind if known else StorageError)(f"rank 0: {text}")
