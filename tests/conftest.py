@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import pytest
 from tests import tiny
 from tests.door import good, hf
 from tests.tiny import TinyModel
+
+# The models are tiny, and two processes share the cores: threads of torch only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # hypothesis gives an example 200 ms by default, which a busy machine exceeds
 hypothesis.settings.register_profile("without a deadline", deadline=None)
