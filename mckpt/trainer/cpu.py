@@ -8,6 +8,7 @@ within `as_cuda()`. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build)
 from __future__ import annotations
 
 import contextlib
+import queue
 from collections.abc import Callable
 from typing import Any
 
@@ -176,6 +177,7 @@ def install() -> None:
         dist.all_gather = _all_gather(dist.all_gather)
         dist.reduce_scatter = _reduce_scatter(dist.reduce_scatter)
 
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.fusions import fused_softmax
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer import utils
@@ -191,3 +193,6 @@ def install() -> None:
     # all_to_all_single requires split sizes as numbers; 0.16.1 converts them from a tensor only if
     # that is on a GPU.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+    # The saver keeps this queue in a process of its own, where each rank spends 4 s on importing
+    # torch again. A save that is not asynchronous needs it in this process alone.
+    filesystem_async._results_queue = filesystem_async._results_queue or queue.Queue()
