@@ -8,12 +8,16 @@ within `as_cuda()`. Checked with megatron-core 0.16.1 and torch 2.13 (CPU build)
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
+import os
 import queue
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 
 
@@ -134,6 +138,32 @@ def _reduce_scatter(even: Callable[..., Any]) -> Callable[..., Any]:
     return scatter
 
 
+class _Gloo(dist.ProcessGroupGloo):
+    """A gloo group that shares its device with the other groups of this process.
+
+    The thread of a device looks for work 100 times a second. megatron-core makes dozens of groups,
+    and with a device for each, half of the processor time of all ranks goes into that.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: datetime.timedelta = dist.default_pg_timeout,
+    ) -> None:
+        gloo: Any = dist.ProcessGroupGloo  # torch's stubs have only a part of it
+        options = gloo._Options()
+        options._timeout, options._devices = timeout, [_device(os.getpid())]
+        super().__init__(store, rank, size, options)
+
+
+@functools.cache
+def _device(process: int) -> Any:
+    """Returns the gloo device of a process: a fork needs its own."""
+    return dist.ProcessGroupGloo.create_default_device()
+
+
 def install() -> None:
     """Patches torch.cuda and megatron-core in this process. May be called again."""
     from megatron.core.extensions import transformer_engine
@@ -171,6 +201,9 @@ def install() -> None:
     # LanguageModule moves a tied embedding to the GPU before it all-reduces it.
     tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *args, **kwargs: self
+
+    c10d: Any = distributed_c10d
+    c10d.ProcessGroupGloo = _Gloo
 
     # gloo has no uneven collectives, and the tokens of experts at etp > 1 are uneven.
     if dist.all_gather.__module__ != __name__:
