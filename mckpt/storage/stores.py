@@ -28,9 +28,8 @@ OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure",
 _UNKNOWN = re.compile(
     r"(?i)credential|169\.254|latest/api/token|metadata\.google|metadata/identity"
 )
-PART = (
-    5 << 20
-)  # bytes of one part of an upload: the smallest that S3 takes; in at most 10,000 parts
+# bytes of one part of an upload: the smallest that S3 takes, which takes at most 10,000 parts
+PART = 5 << 20
 PARTS = 8000
 UPLOADS = 4  # parts of one file that are sent at the same time
 WAITS = (1.0, 4.0)  # seconds before each further try; the libraries repeat a request themselves too
