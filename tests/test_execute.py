@@ -511,7 +511,7 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"mark": "other"}, "is not there, or is another directory"),
+        ({"mark": "other"}, "is not there, or is another one"),
         ({"version": "0.0"}, "the command is that of 0.0"),
     ],
 )

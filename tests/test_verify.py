@@ -161,7 +161,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def verdicts(directory: Path) -> dict[str, mckpt.Verdict]:
     paths = [directory / "clean", *(directory / f"fault{index}" for index in range(len(FAULTS)))]
-    found = verify_all(directory / "hf", paths, Options(device="cpu", keep=directory / "work"))
+    options = Options(device="cpu", length=256, keep=directory / "work")
+    found = verify_all(directory / "hf", paths, options)
     return dict(zip(["clean", *(name for name, _, _ in FAULTS)], found, strict=True))
 
 
