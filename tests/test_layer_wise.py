@@ -16,6 +16,7 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.errors import SourceError
 from mckpt.formats.megatron import layer_wise
 from mckpt.geometry.parallel import Parallel
 from tests.door import good, refused
@@ -141,3 +142,11 @@ def test_ranks_that_wrote_over_each_other_are_refused(
     refused(2, *words, args=args[:3])
     change_args(monkeypatch, {"context_parallel_size": 2})
     refused(2, "context_parallel_size 2", "over each other", args=args)
+
+
+def test_files_with_other_numbers_of_groups_are_refused() -> None:
+    def file(name: str, groups: int) -> Any:
+        return SimpleNamespace(path=name, value=[{"optimizer": {"param_groups": [{}] * groups}}])
+
+    with pytest.raises(SourceError, match=r"^b: its optimizers have \[1\] groups.* a have \[2\]"):
+        layer_wise._combined([file("a", 2), file("b", 1)])

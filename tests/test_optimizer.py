@@ -116,8 +116,8 @@ class Run(NamedTuple):
 
     @property
     def has_curve(self) -> bool:
-        """Whether it is compared with the run that was never resharded. The routers of latent
-        models turn rounding into other experts, so these must have the same layout.
+        """Whether the test compares it with the run that was never resharded. At another layout,
+        rounding makes the routers of the latent models choose other experts, so those are left out.
         """
         return self.model != "mla" or self.before == self.after
 

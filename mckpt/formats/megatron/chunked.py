@@ -184,7 +184,8 @@ class Chunked(ABC):
             view = None if steps[axes:] == row_major(region.shape) else steps[axes:]
             entries = []
             for index in itertools.product(*map(range, box.shape[:axes])):
-                # `index` has the leading axes only; those behind belong to the region
+                # `index` has the leading axes only, so both zips stop there: the axes behind it
+                # belong to the region
                 numbers = (o + i for o, i in zip(box.offset, index, strict=False))
                 named = dict(zip(b.rule.stacked(), numbers, strict=True))
                 start = at + size * sum(i * n for i, n in zip(index, steps, strict=False))

@@ -174,14 +174,21 @@ def _open(source: Source, directory: str, number: int) -> Contents:
 
 def _combined(files: list[Contents]) -> list[Any]:
     """Returns the optimizers of all files as one: each group as a rank has it that has parameters
-    of it, because no other counts its steps.
+    of it, because no other counts its steps. Raises SourceError if their numbers differ.
     """
+    counts = [[len(one["optimizer"]["param_groups"]) for one in file.value] for file in files]
+    for file, count in zip(files, counts, strict=True):
+        if count != counts[0]:
+            raise SourceError(
+                f"{file.path}: its optimizers have {count} groups of parameters, and those of"
+                f" {files[0].path} have {counts[0]}. {CURE}"
+            )
     out = []
-    for chained in zip(*(one.value for one in files), strict=False):
+    for chained in zip(*(one.value for one in files), strict=True):
         inner = [one["optimizer"] for one in chained]
         groups = [
             next((group for group in same if group["params"]), same[0])
-            for same in zip(*(one["param_groups"] for one in inner), strict=False)
+            for same in zip(*(one["param_groups"] for one in inner), strict=True)
         ]
         states = (value for one in inner for value in one["state"].values())
         out.append({"optimizer": {"param_groups": groups, "state": dict(enumerate(states))}})
