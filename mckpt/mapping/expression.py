@@ -49,30 +49,6 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sqrt": math.sqrt,
     "is_list": lambda v: isinstance(v, (list, tuple)),
 }
-_LEAVES: tuple[type, ...] = (
-    ast.Expression,
-    ast.Constant,
-    ast.Name,
-    ast.Load,
-    ast.Store,
-    ast.And,
-    ast.Or,
-    *_BINARY,
-    *_COMPARE,
-    *_UNARY,
-)
-_BRANCHES: tuple[type, ...] = (
-    ast.BoolOp,
-    ast.IfExp,
-    ast.Compare,
-    ast.BinOp,
-    ast.UnaryOp,
-    ast.Call,
-    ast.Subscript,
-    ast.Attribute,
-    ast.List,
-)
-_NODES = (*_LEAVES, *_BRANCHES, ast.ListComp, ast.comprehension)
 
 
 def _is_short(value: Any, times: Any) -> bool:
@@ -120,96 +96,87 @@ def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
     Cached, because the same text occurs in many places of a mapping. Raises ExpressionError if
     `text` is not an expression.
     """
+    names: set[str] = set()
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
-        raise ExpressionError(f"{text!r} is no expression: {e}") from None
-    nodes = list(ast.walk(tree))
-    loops = [g for n in nodes if isinstance(n, ast.ListComp) for g in n.generators]
-    bound = {g.target.id for g in loops if isinstance(g.target, ast.Name)}
-    names = set()
-    for node in nodes:
-        if not isinstance(node, _NODES):
-            raise ExpressionError(f"{text!r}: {type(node).__name__} is not allowed in a mapping")
-        if isinstance(node, ast.Constant) and not (
-            node.value is None or isinstance(node.value, (bool, int, float, str))
-        ):
-            raise ExpressionError(f"{text!r}: {node.value!r} is not allowed in a mapping")
-        if isinstance(node, ast.Call) and not (
-            isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and not node.keywords
-        ):
-            raise ExpressionError(f"{text!r}: only {', '.join(_FUNCTIONS)} can be called")
-        if isinstance(node, ast.ListComp) and not (
-            len(node.generators) == 1 and isinstance(node.generators[0].target, ast.Name)
-        ):
-            raise ExpressionError(f"{text!r}: a list is made by one `for` and one name")
-        if isinstance(node, ast.Attribute) and not isinstance(
-            node.value, (ast.Name, ast.Attribute)
-        ):
-            raise ExpressionError(f"{text!r}: only names have attributes")
-        if isinstance(node, ast.Name) and node.id not in _FUNCTIONS and node.id not in bound:
-            names.add(node.id)
-    try:
-        return _compiled(tree), frozenset(names)
+        value = _compiled(ast.parse(text.strip(), mode="eval").body, names)
     except RecursionError:
         raise ExpressionError(f"{text!r} is nested too deeply") from None
+    except ExpressionError as e:
+        raise ExpressionError(f"{text!r}: {e}") from None
+    except (SyntaxError, ValueError, MemoryError) as e:
+        raise ExpressionError(f"{text!r} is no expression: {e}") from None
+    return value, frozenset(names)
 
 
-def _compiled(node: ast.AST) -> _Value:
-    """Returns a node of the tree as a function of the scope. The tree is walked once, because a
-    `when` has a value for each layer.
+def _compiled(node: ast.AST, names: set[str]) -> _Value:
+    """Returns a node of the tree as a function of the scope, and adds its free names to `names`.
+
+    The tree is walked once, because a `when` has a value for each layer. Raises ExpressionError for
+    a node that the language does not have.
     """
+
+    def part(child: ast.AST) -> _Value:
+        return _compiled(child, names)
+
     match node:
-        case ast.Constant(value=constant):
-            return lambda scope: constant
         case ast.Name(id=name):
+            names.add(name)
             return functools.partial(_named, name)
-        case ast.Attribute(attr=attribute):
-            of = _compiled(node.value)
+        case ast.Constant(value=None | bool() | int() | float() | str() as constant):
+            return lambda scope: constant
+        case ast.Constant(value=constant):
+            raise ExpressionError(f"{constant!r} is not allowed in a mapping")
+        case ast.Attribute(value=ast.Name() | ast.Attribute() as owned, attr=attribute):
+            of = part(owned)
             return lambda scope: (
                 owner.get(attribute) if isinstance(owner := of(scope), dict) else None
             )
+        case ast.Attribute():
+            raise ExpressionError("only names have attributes")
         case ast.BoolOp():
-            return functools.partial(
-                _either, list(map(_compiled, node.values)), isinstance(node.op, ast.And)
-            )
-        case ast.UnaryOp():
-            unary, operand = _UNARY[type(node.op)], _compiled(node.operand)
-            return lambda scope: unary(operand(scope))
-        case ast.BinOp():
-            binary, left, right = (
-                _BINARY[type(node.op)],
-                _compiled(node.left),
-                _compiled(node.right),
-            )
-            return lambda scope: binary(left(scope), right(scope))
-        case ast.IfExp():
-            test, then, otherwise = map(_compiled, (node.test, node.body, node.orelse))
-            return lambda scope: then(scope) if test(scope) else otherwise(scope)
+            parts = list(map(part, node.values))
+            return functools.partial(_either, parts, isinstance(node.op, ast.And))
         case ast.Compare():
             compared = [
-                (_COMPARE[type(op)], _compiled(other))
+                (_operator(_COMPARE, op), part(other))
                 for op, other in zip(node.ops, node.comparators, strict=True)
             ]
-            return functools.partial(_compare, _compiled(node.left), compared)
+            return functools.partial(_compare, part(node.left), compared)
+        case ast.UnaryOp():
+            unary, operand = _operator(_UNARY, node.op), part(node.operand)
+            return lambda scope: unary(operand(scope))
+        case ast.BinOp():
+            binary, left, right = _operator(_BINARY, node.op), part(node.left), part(node.right)
+            return lambda scope: binary(left(scope), right(scope))
+        case ast.IfExp():
+            test, then, otherwise = map(part, (node.test, node.body, node.orelse))
+            return lambda scope: then(scope) if test(scope) else otherwise(scope)
+        case ast.Call(func=ast.Name(id=name), keywords=[]) if name in _FUNCTIONS:
+            function, arguments = _FUNCTIONS[name], list(map(part, node.args))
+            return lambda scope: function(*(argument(scope) for argument in arguments))
+        case ast.Call():
+            raise ExpressionError(f"only {', '.join(_FUNCTIONS)} can be called")
         case ast.Subscript():
-            whole, index = _compiled(node.value), _compiled(node.slice)
+            whole, index = part(node.value), part(node.slice)
             return lambda scope: whole(scope)[index(scope)]
         case ast.List():
-            elements = list(map(_compiled, node.elts))
+            elements = list(map(part, node.elts))
             return lambda scope: [element(scope) for element in elements]
-        case ast.Call(func=ast.Name(id=name)):
-            function, arguments = _FUNCTIONS[name], list(map(_compiled, node.args))
-            return lambda scope: function(*(argument(scope) for argument in arguments))
         case ast.ListComp(generators=[ast.comprehension(target=ast.Name(id=name)) as each]):
-            return functools.partial(
-                _listed,
-                name,
-                _compiled(each.iter),
-                list(map(_compiled, each.ifs)),
-                _compiled(node.elt),
-            )
-    raise ExpressionError(f"{ast.dump(node)} is not allowed in a mapping")
+            inner: set[str] = set()  # of what is computed for each element
+            tests = [_compiled(test, inner) for test in each.ifs]
+            element = _compiled(node.elt, inner)
+            names |= inner - {name}
+            return functools.partial(_listed, name, part(each.iter), tests, element)
+        case ast.ListComp():
+            raise ExpressionError("a list is made by one `for` and one name")
+    raise ExpressionError(f"{type(node).__name__} is not allowed in a mapping")
+
+
+def _operator(known: Mapping[type, Callable[..., Any]], node: ast.AST) -> Callable[..., Any]:
+    if (found := known.get(type(node))) is None:
+        raise ExpressionError(f"{type(node).__name__} is not allowed in a mapping")
+    return found
 
 
 def _named(name: str, scope: Mapping[str, Any]) -> Any:

@@ -138,6 +138,7 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
     return _checked(path, root, digest)
 
 
+@functools.cache
 def family_with(architecture: str) -> str:
     """Returns the name of the family of an architecture of transformers.
 
@@ -429,10 +430,11 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     dims, chosen = {*hub().dims}, {*file.choices, "pp"}
     read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
     ruled = dims | chosen | {*file.derive} | ({"form"} if file.forms else set())
-    entries: list[tuple[str, Expression | None, set[str]]] = [
-        (file.path.name + ": requires", file.requires, dims),
-        (file.path.name + ": stage_sizes", file.stage_sizes, {"config"}),
-        (file.path.name + ": numbering: count", file.numbering, dims),
+    top = file.path.name
+    entries: list[tuple[str, str, Expression | None, set[str]]] = [  # file and line, key
+        (top, "requires", file.requires, dims),
+        (top, "stage_sizes", file.stage_sizes, {"config"}),
+        (top, "numbering: count", file.numbering, dims),
     ]
     for section, held, known in (
         ("derive", file.derive, ruled),
@@ -443,17 +445,18 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         ("inexact", {k: w.when for k, w in file.warned.items()}, written | {"megatron"}),
     ):
         for key, expression in held.items():
-            entries.append((f"{root[section].lines[key]}: {section}: {key}", expression, known))
+            entries.append((root[section].lines[key], f"{section}: {key}", expression, known))
     for name, dim in file.dims.items():
-        entries += [(f"{dim.where}: {name}", e, read) for e in (dim.default, dim.read, dim.when)]
-        entries += [(f"{dim.where}: {name}", e, written) for e in (dim.write, dim.write_when)]
+        entries += [(dim.where, name, e, read) for e in (dim.default, dim.read, dim.when)]
+        entries += [(dim.where, name, e, written) for e in (dim.write, dim.write_when)]
+    of_layer, counting = ruled | {"layer"}, dims | {"layer"}
     for rule in (*file.rules, *file.objects):
-        entries.append((f"{rule.where}: {rule.key}", rule.when, ruled | {"layer"}))
-        entries.append((f"{rule.where}: {rule.key}", rule.number, dims | {"layer"}))
-        entries.append((f"{rule.where}: {rule.key}", rule.heads, dims))
-    for where, used, known in entries:
+        entries.append((rule.where, rule.key, rule.when, of_layer))
+        entries.append((rule.where, rule.key, rule.number, counting))
+        entries.append((rule.where, rule.key, rule.heads, dims))
+    for where, key, used, known in entries:
         for name in sorted(used.names - known if used else ()):
-            yield f"{where}: {name!r} is not known here; {_where_known(name, file)}"
+            yield f"{where}: {key}: {name!r} is not known here; {_where_known(name, file)}"
     if file.megatron and (lacks := [name for name in _GIVEN if name not in file.given]):
         yield f"{file.path.name}: a dialect must declare {', '.join(lacks)} under `given`"
 
