@@ -22,6 +22,7 @@ from mckpt.execute.ranks import Ranks
 
 LOG_SHOWN = 3000  # characters of a log in an error
 PR_SET_PDEATHSIG = 1  # from Linux's prctl.h
+LOOPBACK = "127.0.0.1"
 GRACE_S = 20  # seconds that a process has to end before it is killed
 
 ENVIRONMENT = {
@@ -93,7 +94,7 @@ def launch(
     """
     path = directory / f"{module.rpartition('.')[2]}.job.json"
     path.write_text(json.dumps(job))
-    command = [sys.executable, *_torchrun(num_ranks), "-m", module, str(path)]
+    command = [sys.executable, *_launcher(device, num_ranks), "-m", module, str(path)]
     environ = _environment(device, num_ranks)
     log = path.with_suffix(".log")
     with log.open("wb") as stream:
@@ -113,17 +114,14 @@ def launch(
         raise failure(directory, module, code, log)
 
 
-def _torchrun(num_ranks: int) -> list[str]:
-    """Returns the arguments of Python that run torchrun; an empty list if there is one rank."""
+def _launcher(device: str, num_ranks: int) -> list[str]:
+    """Returns the arguments of Python that start several ranks: forks on CPU, torchrun on GPUs."""
     if num_ranks == 1:
         return []
-    options = {
-        "--nproc-per-node": num_ranks,
-        "--master-addr": "127.0.0.1",
-        "--master-port": free_port(),
-    }
-    words = [str(word) for option in options.items() for word in option]
-    return ["-m", "torch.distributed.run", *words]
+    if device == "cpu":
+        return ["-m", "mckpt.trainer.forked"]
+    place = [f"--master-addr={LOOPBACK}", f"--master-port={free_port()}"]
+    return ["-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", *place]
 
 
 def _environment(device: str, num_ranks: int) -> dict[str, str]:
@@ -131,18 +129,18 @@ def _environment(device: str, num_ranks: int) -> dict[str, str]:
     package = str(Path(__file__).parent.parent)
     paths = filter(None, [package, os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths)}
+    environ |= {
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(free_port() if num_ranks > 1 else 0),
+        "WORLD_SIZE": str(num_ranks),
+    }
+    if num_ranks == 1:
+        environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     if device == "cpu":
-        num_cores = len(os.sched_getaffinity(0))
-        environ["OMP_NUM_THREADS"] = str(max(1, num_cores // num_ranks))
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    if num_ranks == 1:  # torchrun, which sets these variables, is not used for one rank
-        environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }
+        # threads of torch: each waits for the others in a loop, so that too many are slow
+        num_cores = len(os.sched_getaffinity(0))
+        environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
     return environ
 
 
@@ -169,8 +167,8 @@ def ended_by_signals() -> Iterator[None]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a process. If it is torchrun, it passes the signal on to its ranks, which run in
-    sessions of their own.
+    """Ends a process. Its ranks end with it: torchrun passes the signal on to them, and the kernel
+    kills forks.
     """
     if process.poll() is None:
         process.terminate()

@@ -22,9 +22,18 @@ hypothesis.settings.register_profile("without a deadline", deadline=None)
 hypothesis.settings.load_profile("without a deadline")
 
 
+# The files that take a minute or more. They come first, so that both processes end at the same
+# time. The tests of the first one mostly wait.
+LONG = [
+    f"test_{name}.py"
+    for name in ("ranks", "optimizer", "verify", "family_models", "megatron", "verify_runs", "docs")
+]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts tests/test_ranks.py first: its tests wait, so the other process has the cores then."""
-    items.sort(key=lambda item: item.path.name != "test_ranks.py")
+    """Puts the files of LONG first."""
+    first = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: first.get(item.path.name, len(first)))
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt import launching
-from mckpt.trainer import build, cpu, forward, load, save, train
+from mckpt.trainer import build, cpu, forked, forward, load, save, train
 
 TIMEOUT_S = 60  # limit of one collective, after which a rank stops waiting for one that failed
 
@@ -476,34 +476,5 @@ KINDS = {
 }
 
 
-def fork_ranks() -> None:
-    """Starts every rank as a fork of this process, which has imported everything that they need:
-    the imports take 8 s of CPU, which four ranks then share.
-    """
-    import megatron.core.dist_checkpointing
-    import megatron.core.distributed
-    import megatron.core.models.gpt.gpt_layer_specs
-    import megatron.core.optimizer  # noqa: F401
-
-    # A collection searches all that is not frozen: 0.4 s after each case, for the imports alone.
-    gc.freeze()
-    ranks = []
-    for rank in range(int(os.environ["WORLD_SIZE"])):
-        if pid := os.fork():
-            ranks.append(pid)
-            continue
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        try:
-            main()
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(0)  # the results are in files
-    for pid in ranks:
-        os.waitpid(pid, 0)
-
-
 if __name__ == "__main__":
-    main() if "RANK" in os.environ else fork_ranks()
+    main() if "RANK" in os.environ else forked.fork_ranks(main)

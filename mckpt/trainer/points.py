@@ -150,6 +150,9 @@ def reporting(path: str) -> Iterator[dict[str, Any]]:
             "class": type(e).__name__ if ours else None,
             "message": str(e) if ours else traceback.format_exc(),
         }
-        file = f"error.rank{os.environ.get('RANK', '0')}.json"
-        (Path(path).parent / file).write_text(json.dumps(said))
+        file = Path(path).parent / f"error.rank{os.environ.get('RANK', '0')}.json"
+        # complete or not at all: this process is killed when another rank has failed
+        draft = file.with_suffix(".part")
+        draft.write_text(json.dumps(said))
+        draft.rename(file)
         raise SystemExit(1) from None
