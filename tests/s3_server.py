@@ -287,11 +287,11 @@ class Handler(BaseHTTPRequestHandler):
 class Server:
     """The server in a process of its own, and what a test tells it."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, module: str = "tests.s3_server") -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.root = root
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.s3_server", str(root)],
+            [sys.executable, "-m", module, str(root)],
             stdout=subprocess.PIPE,
             text=True,
             cwd=Path(__file__).parent.parent,
@@ -355,9 +355,9 @@ class _Threads(ThreadingHTTPServer):
     request_queue_size = 128
 
 
-def main() -> None:
-    Handler.state = State(Path(sys.argv[1]))
-    server = _Threads(("127.0.0.1", 0), Handler)
+def main(handler: type[Handler] = Handler) -> None:
+    handler.state = State(Path(sys.argv[1]))
+    server = _Threads(("127.0.0.1", 0), handler)
     print(server.server_port, flush=True)
     server.serve_forever()
 
