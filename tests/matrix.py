@@ -5,7 +5,8 @@
 
 Each judge adds its results to the file that JUDGED names, so that file must not exist before. The
 second command keeps the worst result of each kind in docs/judged.json, and writes both tables from
-it. Without a file it only writes the tables again.
+it. Results of a judge that has none in the file, such as Megatron-Bridge, which is slow, stay.
+Without a file it only writes the tables again.
 """
 
 from __future__ import annotations
@@ -204,6 +205,12 @@ def write(results: list[Row]) -> None:
     README.write_text(with_families(README.read_text(), results))
 
 
+def joined(new: list[Row], old: list[Row]) -> list[Row]:
+    """Returns new results, and the old ones of judges that have no new ones."""
+    again = {result["judge"] for result in new}
+    return new + [result for result in old if result["judge"] not in again]
+
+
 if __name__ == "__main__":
     LINES = [line for path in sys.argv[1:] for line in Path(path).read_text().splitlines()]
-    write(worst_of([json.loads(line) for line in LINES]) if LINES else read())
+    write(joined(worst_of([json.loads(line) for line in LINES]), read()))
