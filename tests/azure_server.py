@@ -1,5 +1,7 @@
-"""What of Azure's blob service differs from the S3 server: listings, parts, and many removals in
-one request.
+"""A small server that speaks the protocol of Azure's blob service, made from the S3 server.
+
+Three things differ from S3: how blobs are listed, how they are uploaded in parts, and how one
+request removes many of them.
 
     python -m tests.azure_server DIRECTORY      prints its port
 """

@@ -33,16 +33,19 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "a broken requires": (
         'extends: llama\nrequires: "mla and ("\n',
-        r"my\.yaml: 'mla and \(' is no expression",
+        r"my\.yaml: 'mla and \(' is not an expression",
     ),
     "a broken derive": (
         "extends: llama\nderive:\n  a: 1 +\n",
-        r"my\.yaml:3: '1 \+' is no expression",
+        r"my\.yaml:3: '1 \+' is not an expression",
     ),
-    "a broken also": ("extends: llama\nalso:\n  b: c =\n", r"my\.yaml:3: 'c =' is no expression"),
+    "a broken also": (
+        "extends: llama\nalso:\n  b: c =\n",
+        r"my\.yaml:3: 'c =' is not an expression",
+    ),
     "a broken inexact": (
         "extends: llama\ninexact:\n  x: {when: num_layers !=, why: w}\n",
-        r"my\.yaml:3: 'num_layers !=' is no expression",
+        r"my\.yaml:3: 'num_layers !=' is not an expression",
     ),
     "inexact without why": (
         "extends: llama\ninexact:\n  x: {when: 'True'}\n",
@@ -53,7 +56,7 @@ BROKEN: dict[str, tuple[str, str]] = {
             "extends: llama\nblocks:\n  foo.:\n    instead: {when: 1 +, key: bar.}\n    tensors:"
             " {a.weight: /embed.weight}\n"
         ),
-        r"my\.yaml:3: '1 \+' is no expression",
+        r"my\.yaml:3: '1 \+' is not an expression",
     ),
     "half an instead": (
         (
@@ -106,11 +109,11 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "a bad expression": (
         "tensors:\n  a: {of: embed.weight, when: not tied and}\n",
-        r"my\.yaml:2: 'not tied and' is no expression",
+        r"my\.yaml:2: 'not tied and' is not an expression",
     ),
     "a bad expression of a dim": (
         "dims:\n  head_dim: {key: d, default: hidden_size //}\n",
-        r"my\.yaml:2: 'hidden_size //' is no expression",
+        r"my\.yaml:2: 'hidden_size //' is not an expression",
     ),
     "a call": (
         "tensors:\n  a: {of: embed.weight, when: open('x')}\n",

@@ -71,7 +71,7 @@ class LogicalTensor:
             )
         offset, shape, dropped = list(self._box.offset), list(self._box.shape), list(self._dropped)
         # fewer indices than axes leave the others whole
-        for axis, i in zip(axes, index, strict=False):
+        for axis, i in zip(axes[: len(index)], index, strict=True):
             if isinstance(i, slice):
                 start, stop, step = i.indices(shape[axis])
                 if step != 1:

@@ -64,7 +64,8 @@ def new(model: Path) -> None:
     """Draft a family file for a model that no family describes.
 
     MODEL is its Hugging Face directory; only config.json and the headers of the weights are read.
-    The draft is printed. Its lines marked TODO need a person.
+    The draft is printed. In its lines marked TODO a person must complete what names and shapes do
+    not show.
     """
     from mckpt import mapping
     from mckpt.checkpoint import inspection

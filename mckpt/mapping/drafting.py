@@ -1,9 +1,8 @@
 """Drafts a family file for a model that no family describes, from its config and its tensors.
 
 The draft extends the family that has most of the names. It removes the names that the model does
-not have, and recognises tensors by their names in any family, or by their shapes. A line marked
-TODO is for the user, not unfinished work here: names and shapes do not show in which order a fused
-tensor is cut.
+not have, and recognises tensors by their names in any family, or by their shapes. It leaves lines
+for the user to complete (MARK).
 """
 
 from __future__ import annotations
@@ -24,6 +23,9 @@ from mckpt.mapping.nodes import Node
 from mckpt.mapping.reading import inherited, load, names
 from mckpt.mapping.rule_reading import expand
 
+# Marks a line of the draft that its user completes: names and shapes do not show all that a family
+# says, such as the order in which a fused tensor is cut.
+MARK = "TODO"
 _TEXT = "text_config"  # the key of config.json with the text model of a larger one
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 # logical tensors that models store fused, in their usual order
@@ -70,8 +72,8 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
     if isinstance(config.get(_TEXT), Mapping):
         wrapper, shapes = _unwrapped(known, shapes)
         config = config[_TEXT]
-    # TODO is for the user to fill in: without model_type transformers cannot load an export
-    kind = ["also:", f"  model_type: \"'{config.get('model_type', 'TODO')}'\""]
+    # without model_type transformers cannot load an export
+    kind = ["also:", f"  model_type: \"'{config.get('model_type', MARK)}'\""]
     base = max(
         known,
         key=lambda k: (
@@ -84,7 +86,7 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
     lines = [
         f"# A draft for {named[0]}, from {where}.",
         f"# The nearest family is {base.family.name}: it has {found} of the {stored} names.",
-        "# Lines with TODO need a person who reads the forward pass of the model in transformers.",
+        f"# Complete the lines with {MARK} from the forward pass of the model in transformers.",
         f"architectures: [{named[0]}]",
         f"extends: {base.family.name}",
         "canonical: false",
@@ -109,7 +111,7 @@ class _Wrapper(NamedTuple):
     def lines(self) -> Iterator[str]:
         """Yields the lines of the draft that describe these parts."""
         yield f"config: {_TEXT}"
-        yield "# TODO the keys of the tokens of images, and the key that ties the embeddings:"
+        yield f"# {MARK} the keys of the tokens of images, and the key that ties the embeddings:"
         yield "# placeholders: [/image_token_id]"
         yield '# dims: {tied: {key: /tie_word_embeddings, default: "False"}}'
         yield "forms:"
@@ -226,7 +228,7 @@ def _computed_lines(
             taken.append(f"{name} {dims[name]}")
     if taken:
         yield from _comment(
-            f"TODO config.json has no key for these dims, so they are those of {family.name}:"
+            f"{MARK} config.json has no key for these dims, so they are those of {family.name}:"
             f" {', '.join(taken)}. Where the model differs, write the right value under `dims`,"
             " such as `gated: {const: false}`; `mckpt mappings show logical` explains each dim."
         )
@@ -265,12 +267,12 @@ def _config_lines(
     family: MappingFile, known: list[_Names], config: Mapping[str, Any], problems: list[str]
 ) -> Iterator[str]:
     for problem in problems:
-        yield f"# TODO {problem.removeprefix('config.json: ')}"
+        yield f"# {MARK} {problem.removeprefix('config.json: ')}"
     if problems:
         yield "# dims:  # for each, the key of config.json, or {const: VALUE}"
     unknown = {key: family.lookup(config, key) for key in family.unknown(config)}
     if unknown:
-        yield f"# TODO {family.name} does not know these keys of config.json. A key that changes"
+        yield f"# {MARK} {family.name} does not know these keys of config.json. A key that changes"
         yield "# the result belongs under `dims` or `expect`; `inert` is for the others:"
         for key, value in list(unknown.items())[:_MOST]:
             elsewhere = list(_read_elsewhere(key, family.dialect, known))
@@ -286,7 +288,7 @@ def _config_lines(
     unread = {k: v for k in sorted(family.inert & config.keys()) if (v := config[k])}
     for key, value in unread.items():
         if elsewhere := list(_read_elsewhere(key, family.dialect, known)):
-            yield f"# TODO For {family.name} {key} changes nothing, and other families read it:"
+            yield f"# {MARK} For {family.name} {key} changes nothing, and other families read it:"
             yield f"#   {key}: {str(value)[:80]}"
             yield from (f"#     {line}" for line in elsewhere)
 
@@ -325,14 +327,14 @@ def _tensor_lines(
         if rule is None and unknown > _MOST:
             continue
         if note:
-            lines.setdefault(prefix, []).append(f"# TODO {note}")
+            lines.setdefault(prefix, []).append(f"# {MARK} {note}")
         lines.setdefault(prefix, []).append(rule or f"# {name.removeprefix(prefix)}: ")
     if unknown > _MOST:
-        lines.setdefault("", []).append(f"# TODO and {unknown - _MOST} more unknown names")
+        lines.setdefault("", []).append(f"# {MARK} and {unknown - _MOST} more unknown names")
     out = []
     if unknown:
         out += _comment(
-            "TODO Give each unknown name below a logical tensor (`mckpt mappings show logical`"
+            f"{MARK} Give each unknown name below a logical tensor (`mckpt mappings show logical`"
             " lists all). If none stands for it, Megatron has no such part, and the model cannot"
             " be converted."
         )

@@ -104,7 +104,7 @@ def _parsed(text: str) -> tuple[_Value, frozenset[str]]:
     except ExpressionError as e:
         raise ExpressionError(f"{text!r}: {e}") from None
     except (SyntaxError, ValueError, MemoryError) as e:
-        raise ExpressionError(f"{text!r} is no expression: {e}") from None
+        raise ExpressionError(f"{text!r} is not an expression: {e}") from None
     return value, frozenset(names)
 
 

@@ -184,11 +184,9 @@ class Chunked(ABC):
             view = None if steps[axes:] == row_major(region.shape) else steps[axes:]
             entries = []
             for index in itertools.product(*map(range, box.shape[:axes])):
-                # `index` has the leading axes only, so both zips stop there: the axes behind it
-                # belong to the region
-                numbers = (o + i for o, i in zip(box.offset, index, strict=False))
+                numbers = (o + i for o, i in zip(box.offset[:axes], index, strict=True))
                 named = dict(zip(b.rule.stacked(), numbers, strict=True))
-                start = at + size * sum(i * n for i, n in zip(index, steps, strict=False))
+                start = at + size * sum(i * n for i, n in zip(index, steps[:axes], strict=True))
                 entry = Entry(dtype, region.shape, file, start, view)
                 entries.append((named.get("layer", layer), named.get("expert", expert), entry))
             at += math.prod(box.shape) * size
