@@ -79,6 +79,42 @@ def test_wrong_usage_exits_with_2(src, tmp_path):
     assert good("--version").out.startswith("mckpt ")
 
 
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("convert a b", "'convert': hf-to-megatron, megatron-to-hf and reshard convert"),
+        ("hf2mcore a b", "the commands are hf-to-megatron, megatron-to-hf"),
+        ("reshrad a b", "did you mean reshard?"),
+        ("hf-to-megatron a b --target-tp 2", "'--target-tp': mckpt hf-to-megatron calls it --tp"),
+        ("reshard a b --format torch", "mckpt reshard calls it --target-format"),
+        ("megatron-to-hf a b --tp 2", "reads a checkpoint at the sizes that it has"),
+        (
+            "diff a b --tensor-model-parallel-size=2",
+            "'--tensor-model-parallel-size': mckpt diff reads a checkpoint at the sizes",
+        ),
+        ("reshard a b --source-tp 2", "reads a checkpoint at the sizes that it has"),
+        ("plan a b --num-layers-per-virtual-pipeline-stage 2", "--vpp N is the number of virtual"),
+        ("hf-to-megatron --load a --save b", "are arguments without a name"),
+        ("hf-to-megatron a b --tp two", "'two' is not a whole number of at least 1"),
+        ("verify a b --length 1", "'1' is not a whole number of at least 2"),
+    ],
+)
+def test_a_near_miss_of_a_command_or_an_option_gets_a_hint(line, hint):
+    refused(2, hint, args=tuple(line.split()))
+
+
+def test_names_of_other_programs_are_taken_for_our_options_and_stay_out_of_the_help(src, tmp_path):
+    sizes = "--tensor-model-parallel-size 2 --pipeline_model_parallel_size=2"
+    assert "tp 2, pp 2)" in good("plan", src, tmp_path / "a", *sizes.split()).out
+    good("hf-to-megatron", src, tmp_path / "a", *sizes.split())
+    for size in ("--target-tensor-model-parallel-size", "--tensor-parallel-size", "--target-tp"):
+        for command in (("reshard", "--dry-run"), ("plan",)):
+            said = good(*command, tmp_path / "a", tmp_path / "b", size, 4)
+            assert "(gpt, tp 4, pp 2)" in said.out, (command, size)
+    for command in ("hf-to-megatron", "reshard", "verify", "train"):
+        assert "-parallel-size" not in good(command, "--help").out
+
+
 def test_a_conversion_in_the_wrong_direction_names_the_right_command(src, torch_dir, tmp_path):
     dst = tmp_path / "d"
     refused(2, "mckpt reshard", args=("hf-to-megatron", torch_dir, dst), untouched=tmp_path)

@@ -45,6 +45,11 @@ def test_the_steps_run_in_order(job: Any, src: Path, monkeypatch: pytest.MonkeyP
     assert lines[4] == f"mckpt diff {src} hf --set mtp_layers=0"
 
 
+def test_a_step_takes_the_names_of_options_that_megatron_has(job: Any, src: Path) -> None:
+    path = job({"command": "plan", "src": str(src), "dst": "a", "tensor_model_parallel_size": 2})
+    assert "tp 2" in good("run", path).out
+
+
 def test_a_step_that_fails_ends_the_job(job: Any, src: Path) -> None:
     fine = {"command": "inspect", "path": str(src)}
     path = job(fine, {"command": "inspect", "path": "nowhere"}, fine)
@@ -150,6 +155,9 @@ def test_a_variable_of_no_option_is_refused(src: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("MCKPT_TAGRET_TP", "2")
     refused(2, "MCKPT_TAGRET_TP", "did you mean MCKPT_TARGET_TP?", args=("inspect", src))
     refused(2, "MCKPT_TAGRET_TP", args=("diff", src, src))
+    monkeypatch.delenv("MCKPT_TAGRET_TP")
+    monkeypatch.setenv("MCKPT_TENSOR_MODEL_PARALLEL_SIZE", "2")
+    refused(2, "did you mean MCKPT_TP?", args=("inspect", src))
 
 
 def test_a_wrong_value_names_the_variable_or_option(

@@ -187,7 +187,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
 @command()
 @source_argument
 @destination_argument
-@layout_options(otherwise="1 from Hugging Face, else the source's")
+@layout_options("target-", otherwise="1 from Hugging Face, else the source's")
 @conversion_option(
     "--to",
     "target_format",
@@ -246,7 +246,7 @@ def _given_sizes() -> list[str]:
     """
     context = click.get_current_context()
     return [
-        parameter.opts[0]
+        parameter.opts[-1]
         for parameter in context.command.params
         if parameter.name in SIZES
         and context.get_parameter_source(parameter.name)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 import click
 from click.core import ParameterSource
 
+from mckpt.cli.options import own_name
 from mckpt.errors import UsageError
 
 PREFIX = "MCKPT_"
@@ -38,7 +39,9 @@ def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.e
     known = {name for option in _options(command) for name in variables(option)}
     for name in sorted(environment):
         if name.startswith(PREFIX) and name not in known and not _OTHERS.fullmatch(name):
-            near = difflib.get_close_matches(name, known, 1)
+            ours = own_name(name.removeprefix(PREFIX).lower().replace("_", "-"))
+            meant = PREFIX + ours.replace("-", "_").upper()
+            near = difflib.get_close_matches(meant, known, 1)
             raise UsageError(
                 f"{name}: no option has this environment variable"
                 + (f"; did you mean {near[0]}?" if near else "")

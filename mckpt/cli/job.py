@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import click
 
 from mckpt.cli.echo import echo
-from mckpt.cli.options import FILE, command, json_option
+from mckpt.cli.options import FILE, command, json_option, own_name
 from mckpt.errors import MckptError, UsageError, counted
 
 # commands in which the processes of a launcher share the work
@@ -148,7 +148,7 @@ def _step(found: click.Command, name: str, fields: Mapping[str, Any], where: str
             options |= {flag.lstrip("-"): (p, flag, False) for flag in p.secondary_opts}
     given, flags = {}, []
     for key, value in fields.items():
-        spelled = key.replace("_", "-")
+        spelled = own_name(key.replace("_", "-"))
         if key in arguments:
             given[key] = _text(value, f"{where}: {key}")
         elif spelled in options:

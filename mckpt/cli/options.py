@@ -26,8 +26,20 @@ Options = Mapping[str, Any]  # the values of a command's options, by parameter n
 PATH = click.Path(path_type=Path)
 DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
-POSITIVE = click.IntRange(1)
-NOT_NEGATIVE = click.IntRange(0)
+
+
+class WholeNumber(click.IntRange):
+    """A whole number of at least `min`, whose errors say so in words."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is not a whole number of at least {self.min}", param, ctx)
+
+
+POSITIVE = WholeNumber(1)
+NOT_NEGATIVE = WholeNumber(0)
 MEGATRON_FORMATS = click.Choice(formats.names(megatron=True, written=True))
 DTYPES = click.Choice(["bf16", "fp16", "fp32"])
 
@@ -45,6 +57,56 @@ SIZES = (
     "layout",
 )
 
+# Names that Megatron and other converters have for our options. Every command takes them as well,
+# and its help shows ours.
+SYNONYMS = {
+    "tensor-model-parallel-size": "tp",
+    "tensor-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "pipeline-parallel-size": "pp",
+    "virtual-pipeline-model-parallel-size": "vpp",
+    "num-virtual-stages-per-pipeline-rank": "vpp",
+    "expert-model-parallel-size": "ep",
+    "expert-parallel-size": "ep",
+    "expert-tensor-parallel-size": "etp",
+    "context-parallel-size": "cp",
+}
+# Options that no command has, and what a user who gives one may want.
+_MEANT = {
+    "num-layers-per-virtual-pipeline-stage": "--vpp N is the number of virtual stages of each"
+    " pipeline rank: the layers of the model, divided by pp and by the layers of one virtual stage",
+    "bf16": "--dtype bf16 casts",
+    "fp16": "--dtype fp16 casts",
+    "torch-dtype": "--dtype bf16, fp16 or fp32 casts",
+    "force": "--overwrite replaces an existing checkpoint",
+    "ckpt-format": "--format (reshard: --target-format) chooses the format",
+    "hf-model": "--like DIR names the model that describes a checkpoint; what is read and written"
+    " are arguments without a name",
+    **dict.fromkeys(
+        (
+            "load",
+            "save",
+            "load-dir",
+            "save-dir",
+            "input-path",
+            "output-path",
+            "hf-path",
+            "src",
+            "dst",
+        ),
+        "what is read and written are arguments without a name",
+    ),
+}
+
+
+def own_name(name: str) -> str:
+    """Returns our name of an option, without the dashes in front, for a name of `SYNONYMS`; also
+    behind `target-`. Other names are returned unchanged.
+    """
+    prefix = "target-" if name.startswith("target-") else ""
+    found = SYNONYMS.get(name.removeprefix(prefix).replace("_", "-"))
+    return prefix + found if found else name
+
 
 # --------------------------------------------------------------------------------- sections of help
 
@@ -58,7 +120,32 @@ class _Option(click.Option):
 
 
 class _Command(click.Command):
-    """A command whose help lists the options by section; those without one come last."""
+    """A command whose help lists the options by section; those without one come last. An unknown
+    option that is known elsewhere is an error with a hint.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        flags = [word.partition("=")[0] for word in args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-")
+            if hint := self._hint(name):
+                given = next(f for f in flags if own_name(f.lstrip("-")) == name)
+                text = f"No such option '{given}': {hint}."
+                raise click.NoSuchOption(given, text, ctx=ctx) from None
+            raise
+
+    def _hint(self, name: str) -> str:
+        """Returns what a user may want who gave the unknown option `name`; "" if nobody knows."""
+        ours = {flag.lstrip("-") for p in self.params for flag in p.opts}
+        short = name.removeprefix("target-").removeprefix("source-")
+        for other in (short, f"target-{short}"):
+            if other in ours and not name.startswith("source-"):
+                return f"mckpt {self.name} calls it --{other}"
+        if short in SYNONYMS.values():
+            return f"mckpt {self.name} reads a checkpoint at the sizes that it has"
+        return _MEANT.get(name.replace("_", "-"), "")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import gc
 import json
 import os
@@ -22,6 +23,7 @@ from mckpt.cli.environment import name_variables, refuse_unknown, set_by
 from mckpt.cli.inspect import inspect
 from mckpt.cli.job import run_job
 from mckpt.cli.mappings import mappings
+from mckpt.cli.options import own_name
 from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
@@ -32,7 +34,43 @@ INTERRUPTED = 130
 INTERNAL_ERROR = 70
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+# Commands that mckpt does not have, and the one that does it.
+_MEANT = {
+    "convert": "hf-to-megatron, megatron-to-hf and reshard convert",
+    "import": "hf-to-megatron converts to Megatron",
+    "export": "megatron-to-hf converts to Hugging Face",
+    "compare": "diff compares tensors, and verify compares logits",
+    "validate": "check reads one checkpoint whole, and verify compares two",
+    "upload": "push uploads",
+    "info": "inspect prints the content of a checkpoint",
+    "help": "mckpt --help lists the commands",
+}
+
+
+class _Program(click.Group):
+    """The group of all commands, whose error for an unknown one says which there are."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = click.utils.make_str(args[0])
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        known = list(self.commands)
+        near = difflib.get_close_matches(name, [*_MEANT, *known], 1, 0.7)
+        listed = f"the commands are {', '.join(known)}"
+        hint = _MEANT.get(near[0], f"did you mean {near[0]}?") if near else listed
+        raise click.UsageError(f"No such command {name!r}: {hint}", ctx)
+
+
+@click.group(
+    cls=_Program,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 120,
+        "token_normalize_func": own_name,
+    },
+)
 @click.version_option(__version__, message="mckpt %(version)s")
 def cli() -> None:
     """Convert LLM checkpoints between Hugging Face and Megatron, reshard and verify them.

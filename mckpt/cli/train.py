@@ -11,6 +11,7 @@ from mckpt import formats
 from mckpt.cli.options import (
     NOT_NEGATIVE,
     POSITIVE,
+    WholeNumber,
     command,
     in_section,
     json_option,
@@ -69,7 +70,7 @@ saving_option = in_section("Saving")
 )
 @data_option(
     "--seq-length",
-    type=click.IntRange(2),
+    type=WholeNumber(2),
     metavar="N",
     help="Tokens in a sequence. Without it, the checkpoint's.",
 )

@@ -15,6 +15,7 @@ from mckpt.cli.options import (
     FILE,
     PATH,
     POSITIVE,
+    WholeNumber,
     command,
     family_options,
     in_section,
@@ -53,7 +54,7 @@ comparison_option = in_section("Comparison")
 )
 @comparison_option(
     "--length",
-    type=click.IntRange(2),
+    type=WholeNumber(2),
     default=512,
     show_default=True,
     metavar="N",
@@ -61,7 +62,7 @@ comparison_option = in_section("Comparison")
 )
 @comparison_option(
     "--steps",
-    type=click.IntRange(2),
+    type=WholeNumber(2),
     default=4,
     show_default=True,
     metavar="N",
