@@ -98,6 +98,10 @@ class StorageError(MckptError):
     exit_code = 7
 
 
+class Unprinted(StorageError):
+    """Stdout refused the result that a command prints."""
+
+
 class PickleError(MckptError):
     """A pickle is hostile or unreadable; nothing in it was imported or called."""
 
@@ -108,3 +112,9 @@ class MissingExtra(MckptError):
     """An optional dependency is not installed."""
 
     exit_code = 9
+
+
+class Unreported(MckptError):
+    """The output is published, and stdout refused the report of it."""
+
+    exit_code = 10

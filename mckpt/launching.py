@@ -106,8 +106,7 @@ def launch(
             start_new_session=True,
         )
         try:
-            with ended_by_signals():
-                code = process.wait()
+            code = process.wait()
         finally:
             end(process)
     if code:
@@ -142,28 +141,6 @@ def _environment(device: str, num_ranks: int) -> dict[str, str]:
         num_cores = len(os.sched_getaffinity(0))
         environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_ranks)))
     return environ
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Makes SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, while the block runs.
-
-    By default these signals end this process alone, and its children go on running. Only the main
-    thread can set signal handlers; in another thread this function does nothing.
-    """
-    before: dict[int, Any] = {}
-
-    def raises(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    with suppress(ValueError):  # not the main thread
-        for which in (signal.SIGTERM, signal.SIGHUP):
-            before[which] = signal.signal(which, raises)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -220,12 +197,11 @@ def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator
         for rank in range(1, num)
     ]
     try:
-        with ended_by_signals():
-            for process in others:
-                process.start()
-            yield Ranks(0, num, run, local, ended=lambda rank: not others[rank - 1].is_alive())
-            for process in others:
-                process.join(1)
+        for process in others:
+            process.start()
+        yield Ranks(0, num, run, local, ended=lambda rank: not others[rank - 1].is_alive())
+        for process in others:
+            process.join(1)
     finally:
         for process in others:
             if process.is_alive():

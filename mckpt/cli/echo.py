@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
-from mckpt.errors import shown
+from mckpt.errors import Unprinted, Unreported, shown
 from mckpt.storage import stores
 
 
 def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Prints a text on stdout, or with `err` on stderr."""
-    click.echo(shown(text), err=err, nl=nl)
+    """Prints a text on stdout, or with `err` on stderr.
+
+    Raises Unprinted if stdout refuses it.
+    """
+    try:
+        click.echo(shown(text), err=err, nl=nl)
+    except OSError as error:
+        raise Unprinted(f"stdout: cannot be written: {error.strerror or error}") from error
+
+
+@contextmanager
+def reporting(path: str) -> Iterator[None]:
+    """For the report of what is published at `path`: raises Unreported if stdout refuses it."""
+    try:
+        yield
+    except Unprinted as error:
+        raise Unreported(f"{path}: is complete and in place; {error}") from error
 
 
 def named(path: Path) -> str:

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,10 +18,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mckpt.cli import progress
-from mckpt.cli.echo import echo
+from mckpt.cli import progress, signals
+from mckpt.cli.echo import echo, reporting
 from mckpt.cli.options import POSITIVE, in_section, together
-from mckpt.errors import MckptError, SourceError, UsageError, counted
+from mckpt.errors import (
+    MckptError,
+    SourceError,
+    Unprinted,
+    Unreported,
+    UsageError,
+    counted,
+)
 from mckpt.formats import places
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
@@ -58,10 +64,11 @@ class Outcome:
 
     def show(self, as_json: bool) -> None:
         """Prints it as the result of a command."""
-        if as_json and self.facts:
-            echo(json.dumps(self.facts))
-        elif self.text:
-            echo(self.text)
+        with reporting(self.path):
+            if as_json and self.facts:
+                echo(json.dumps(self.facts))
+            elif self.text:
+                echo(self.text)
 
 
 Convert = Callable[..., "Outcome | None"]  # (src, dst, options) -> outcome; None: another rank
@@ -264,7 +271,7 @@ class _Run:
         self.convert, self.src, self.place, self.options = convert, src, place, options
         self.keep, self.as_json = keep, options["as_json"]
         self.outcomes: dict[int, Outcome] = {}
-        self.converting = self.stopped = False
+        self.converting = False
         if keep is not None and not place.pattern:
             raise UsageError("--keep removes output below DST; give DST")
 
@@ -294,7 +301,7 @@ class _Run:
         rest = min(REST_S, pause)
         handled: dict[int, tuple[Look, int]] = {}  # the files that were converted, and the tries
         self.tell(f"watching {self.src}")
-        while not self.stopped:
+        while not signals.caught():
             there, _ = _complete(self.src)
             wanted = chosen(text, there)
             pending = {}
@@ -333,7 +340,8 @@ class _Run:
         if self.as_json:
             echo(json.dumps({"event": "iteration"} | self._row(iteration)), err=True)
         else:
-            echo(f"iteration {iteration}: {outcome.text}", err=outcome.exit_code != 0)
+            with suppress(Unprinted):  # `end` reports it
+                echo(f"iteration {iteration}: {outcome.text}", err=outcome.exit_code != 0)
         if self.keep is not None and not outcome.exit_code and not self.options["dry_run"]:
             for number, path in list(self.place.outputs().items())[: -self.keep]:
                 self.tell(remove(path) or f"iteration {number}: {path} was removed (--keep)")
@@ -357,9 +365,18 @@ class _Run:
         """Prints the summary; returns the exit code of the worst iteration."""
         rows = [self._row(n) for n in sorted(self.outcomes)]
         code = max((row["exit_code"] for row in rows), default=0)
+        try:
+            with reporting(self.place.pattern or str(self.src)):
+                self._print(rows, code)
+        except Unreported:
+            if not code:
+                raise
+        return int(code)
+
+    def _print(self, rows: list[dict[str, Any]], code: int) -> None:
         if self.as_json:
             echo(json.dumps({"iterations": rows, "exit_code": code}))
-            return int(code)
+            return
         states: dict[str, int] = {}
         for row in rows:
             states[row["state"]] = states.get(row["state"], 0) + 1
@@ -369,28 +386,19 @@ class _Run:
             )
         parts = ", ".join(f"{number} {state}" for state, number in states.items())
         echo(f"{counted(len(rows), 'iteration')}: {parts or 'nothing to do'}")
-        return int(code)
 
 
 @contextmanager
 def _stoppable(job: _Run) -> Iterator[None]:
-    """Lets SIGTERM do what Ctrl-C does: a command that waits ends well, and a conversion is
-    interrupted, which the next run of the command continues.
+    """Lets a signal end a command that waits well; a conversion is interrupted, which the next run
+    of the command continues.
     """
-
-    def stop(number: int, frame: object) -> None:
-        job.stopped = True  # Python swallows an exception that is raised while an object is freed
-        raise KeyboardInterrupt
-
-    old = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     except KeyboardInterrupt:
         if job.converting:
             raise
         job.tell("stopped by a signal; the same command goes on")
-    finally:
-        signal.signal(signal.SIGTERM, old)
 
 
 # ---------------------------------------------------------------------------- complete, and at rest

@@ -16,7 +16,7 @@ import click
 
 from mckpt.cli.echo import echo
 from mckpt.cli.options import FILE, command, json_option, own_name
-from mckpt.errors import MckptError, UsageError, counted
+from mckpt.errors import MckptError, Unreported, UsageError, counted
 
 # commands in which the processes of a launcher share the work
 SHARED = ("hf-to-megatron", "megatron-to-hf", "reshard", "repair")
@@ -68,11 +68,14 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
         return 0
     _refuse_ranks(steps, file)
     start = time.perf_counter()
+    unreported: Unreported | None = None
     for number, step in enumerate(steps, 1):
         where = f"step {number} of {len(steps)}"
         _tell(as_json, f"{where}: {step}", event="step", step=number)
         try:
             code = program.main([step.command, *step.arguments], "mckpt", standalone_mode=False)
+        except Unreported as error:  # the output that the next step needs is there
+            unreported, code = error, 0
         except MckptError as error:
             raise error.with_hint(f"{file}: {where} ({step.command}) failed") from None
         if code:
@@ -80,7 +83,9 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
             _tell(as_json, text, event="job", exit_code=code)
             return int(code)
     text = f"{file}: {counted(len(steps), 'step')} done in {time.perf_counter() - start:.2f} s"
-    _tell(as_json, text, event="job", exit_code=0)
+    _tell(as_json, text, event="job", exit_code=unreported.exit_code if unreported else 0)
+    if unreported:
+        raise unreported
     return 0
 
 

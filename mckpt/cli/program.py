@@ -6,6 +6,7 @@ import difflib
 import gc
 import json
 import os
+import signal
 import sys
 import traceback
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 import click
 
 from mckpt import __version__
+from mckpt.cli import signals
 from mckpt.cli.check import check
 from mckpt.cli.compat import compat
 from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
@@ -27,11 +29,11 @@ from mckpt.cli.options import own_name
 from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
-from mckpt.errors import MckptError, StorageError, UsageError
+from mckpt.errors import MckptError, StorageError, Unprinted, UsageError
 from mckpt.storage import stand_in
 
-INTERRUPTED = 130
 INTERNAL_ERROR = 70
+SIGNALLED = 128  # the exit code of an interrupted command, less the number of the signal
 
 
 # Commands that mckpt does not have, and the one that does it.
@@ -108,11 +110,15 @@ def main() -> None:
     # of the time.
     gc.set_threshold(10_000_000)
     try:
-        code = cli(prog_name="mckpt", standalone_mode=False)
-    except (click.exceptions.Abort, KeyboardInterrupt):
-        code = _interrupted()
+        with signals.raising():
+            code = cli(prog_name="mckpt", standalone_mode=False)
+    except (click.exceptions.Abort, KeyboardInterrupt) as error:
+        code = _interrupted(error)
     except click.ClickException as error:
         code = _wrong_usage(error)
+    except Unprinted as error:
+        broken = isinstance(error.__cause__, BrokenPipeError)  # such as head, which has read enough
+        code = _broken_pipe() if broken else _fail("StorageError", str(error), error.exit_code)
     except MckptError as error:
         more = {"problems": error.problems} if error.problems else {}
         code = _fail(type(error).__name__, str(error), error.exit_code, **more)
@@ -120,8 +126,6 @@ def main() -> None:
         # Shell completion exits with 0. click also turns a broken pipe into an exit with 1, which
         # is the code of `diff` for a difference.
         code = _broken_pipe() if error.code else 0
-    except BrokenPipeError:
-        code = _broken_pipe()
     except OSError as error:
         what = f"{error.filename or 'input/output'}: {error.strerror or error}"
         code = _fail("StorageError", what, StorageError.exit_code)
@@ -137,6 +141,7 @@ def process() -> None:
 
     Freeing the 10**6 objects of a plan one by one would take a tenth of the time of the run.
     """
+    signals.open_streams()
     try:
         main()
     except SystemExit as error:
@@ -144,12 +149,18 @@ def process() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(error.code if isinstance(error.code, int) else 0)
+    except KeyboardInterrupt:  # Ctrl-C once more
+        os._exit(SIGNALLED + signal.SIGINT)
 
 
-def _interrupted() -> int:
+def _interrupted(error: BaseException) -> int:
+    """Reports a signal; click makes its Abort of the exception that the signal raised."""
+    cause = error.__cause__ or error
+    number = cause.number if isinstance(cause, signals.Interrupted) else signal.SIGINT
     resumable = not {"verify", "train"} & set(sys.argv[1:2])
     cure = "; the same command goes on where it stopped" if resumable else ""
-    return _fail("Interrupted", f"interrupted{cure}", INTERRUPTED)
+    name = signal.Signals(number).name
+    return _fail("Interrupted", f"interrupted by {name}{cure}", SIGNALLED + number)
 
 
 def _wrong_usage(error: click.ClickException) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import echo, reporting
 from mckpt.cli.options import PATH, command, json_option
 from mckpt.errors import counted
 
@@ -41,14 +41,15 @@ def push(
     from mckpt import api
 
     found = api.push(directory, name, revision=revision, private=private, message=message)
-    if as_json:
-        echo(json.dumps(found.json()))
-        return
-    size = sum(found.files.values())
-    said = "uploaded to" if found.commit.new else "is already, unchanged, at"
-    echo(
-        f"{directory}: {counted(len(found.files), 'file')}, {size:,} bytes, {said}"
-        f" {found.commit.url} (commit {found.commit.oid})"
-    )
-    for path in found.commit.removed:
-        echo(f"removed from the branch, because it does not belong to this model: {path}")
+    with reporting(found.commit.url):
+        if as_json:
+            echo(json.dumps(found.json()))
+            return
+        size = sum(found.files.values())
+        said = "uploaded to" if found.commit.new else "is already, unchanged, at"
+        echo(
+            f"{directory}: {counted(len(found.files), 'file')}, {size:,} bytes, {said}"
+            f" {found.commit.url} (commit {found.commit.oid})"
+        )
+        for path in found.commit.removed:
+            echo(f"removed from the branch, because it does not belong to this model: {path}")

@@ -101,6 +101,10 @@ def verify(
     start = time.perf_counter()
     with progress.waiting("transformers and Megatron-Core are running"):
         found = levels.verify(hf, megatron, **options)
+    if report is not None:
+        page.write(found, report)
+    if card is not None:
+        cards.write(found, hf, megatron, options["iteration"], card)
     if as_json:
         echo(json.dumps(found.json()))
     else:
@@ -108,8 +112,4 @@ def verify(
             echo(line)
         seconds = time.perf_counter() - start
         echo(f"{found.verdict.upper()}: {named(hf)} and {named(megatron)}, {seconds:.0f} s")
-    if report is not None:
-        page.write(found, report)
-    if card is not None:
-        cards.write(found, hf, megatron, options["iteration"], card)
     return found.exit_code

@@ -394,8 +394,9 @@ def _error_of(rank: int, name: str, message: str) -> Exception:
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, errors.MckptError):
         return kind(f"rank {rank}: {message}")
-    if name == "KeyboardInterrupt":
-        return StorageError(f"rank {rank} was interrupted; start the run again: it goes on")
+    if name in ("KeyboardInterrupt", "Interrupted"):
+        how = message or "interrupted"
+        return StorageError(f"rank {rank} was {how}; start the run again: it goes on")
     return RuntimeError(f"rank {rank}: {message}")
 
 

@@ -1,0 +1,85 @@
+"""The signals that end a command as Ctrl-C does, and standard streams that are closed or full."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+# Ctrl-C; Kubernetes, Slurm and systemd; a terminal that was closed
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_caught: list[int] = []
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal asked the command to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
+        self.number = number
+
+
+@contextmanager
+def raising() -> Iterator[None]:
+    """Makes the signals of ENDING raise Interrupted while the block runs.
+
+    By default SIGTERM and SIGHUP end this process alone, and its children go on running. A signal
+    that is ignored stays ignored: nohup ignores SIGHUP, and a shell SIGINT in the background. Only
+    the main thread can set signal handlers; in another thread this function does nothing.
+    """
+    before: dict[int, Any] = {}
+
+    def stop(number: int, frame: object) -> None:
+        _caught.append(number)
+        raise Interrupted(number)
+
+    _caught.clear()
+    with suppress(ValueError):  # not the main thread
+        for number in ENDING:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def caught() -> bool:
+    """Whether a signal has come. Python swallows an exception that is raised while an object is
+    freed, so a loop without end asks.
+    """
+    return bool(_caught)
+
+
+def open_streams() -> None:
+    """Opens /dev/null in the place of each standard stream that is closed, because the next file
+    would get its number, and lets stderr ignore errors: progress and notes that nobody can read end
+    no conversion.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            os.dup2(null, number)  # Python itself may have opened the file of its script there
+            if null != number:
+                os.close(null)
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+    raw = os.fdopen(2, "wb", closefd=False)
+    sys.stderr = _Forgiving(raw, sys.stderr.encoding, "backslashreplace", write_through=True)
+
+
+class _Forgiving(io.TextIOWrapper):
+    """A text stream whose errors are ignored."""
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            super().flush()
