@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
 
+from mckpt.mapping import expression
 from mckpt.mapping.expression import Expression, ExpressionError
 
 SCOPE = {
@@ -59,6 +61,12 @@ SCOPE = {
         ("[1] * 3", [1, 1, 1]),
         ("'torch.' + 'float32'", "torch.float32"),
         ("none != None", False),
+        ("power(b, 2)", 6.25),
+        ("sum(xs)", 2),
+        ("concat([xs, [a], []])", [1, 0, 1, 3]),
+        ("starts([2, 1, 2])", [0, 2, 3]),
+        ("starts([])", []),
+        ("a % 2 == yes % 2", True),
         ("[[j for j in range(i)] for i in range(3)]", [[], [0], [0, 1]]),
         ("True", True),
         (True, True),
@@ -108,6 +116,7 @@ a ^ 1
 ~a
 +a
 a @ b
+a ** 2
 await a
 yield
 xs[0:1]
@@ -142,7 +151,11 @@ missing
 a[0]
 xs[9]
 1 / 0
-10 ** 10 ** 10
+power(10, 400)
+power(-1, 0.5)
+'%d' % a
+b % 2
+sum([xs, xs], [])
 a % 0
 none + 1
 len(a)
@@ -168,6 +181,54 @@ def test_an_expression_without_a_value_is_an_error(text: str) -> None:
     """
     with pytest.raises(ExpressionError):
         Expression(text)(SCOPE)
+
+
+# each of them would fill the memory, or take hours
+def _nested(around: str, inside: str, depth: int) -> str:
+    for _ in range(depth):
+        inside = around.replace("HERE", inside)
+    return inside
+
+
+BOMBS = {
+    "nested lists": "[[b for b in range(1000000)] for a in range(1000000)]",
+    "nested loops": "any([all([b >= 0 for b in range(1000000)]) == 5 for a in range(1000000)])",
+    "dear items": f"[{' + '.join(['a'] * 90)} for a in range(1000000)]",
+    "replace": "replace('a' * 1000000, 'a', 'b' * 1000000)",
+    "join": "join('a' * 1000000, 'b' * 1000000)",
+    "concat": "concat([[1] * 1000000] * 1000000)",
+    "repeated by a text": "[0] * 1000000 * ('x' * 1000000)",
+    "format": "'%3000000000d' % 1",
+    "sums of texts": " + ".join(["'a' * 1000000"] * 200),
+    "squares": _nested("[a * a for a in [HERE]][0]", "3", 40),
+    "doubled texts": _nested("[a + a for a in [HERE]][0]", "'ab'", 34),
+    "doubled lists": _nested("[a + a for a in [HERE]][0]", "[1]", 34),
+    "shared lists": _nested("[[a, a] for a in [HERE]]", "[1]", 25),
+    "compared lists": "[[[[1] * 1000] * 1000] * 1000] == [[[[1] * 1000] * 1000] * 1000]",
+    "searched texts": "any(['ab' * 100000 in 'a' * 1000000 for i in range(100000)])",
+    "split texts": "[split('a,' * 100000, ',') for i in range(1000)]",
+    "least of lists": "min([[0] * 100000] * 1000)",
+    "a long number": "0x" + "f" * 9000,
+    "a long expression": "+".join(["1"] * 20000),
+    "deep": "-" * 5000 + "1",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_no_expression_fills_the_memory_or_takes_long(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tenth of the steps, so that the test is quick and the memory is a tenth of the limit
+    as well.
+    """
+    monkeypatch.setattr(expression, "MAX_STEPS", expression.MAX_STEPS // 10)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ExpressionError):
+            Expression(BOMBS[name])({})
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
 
 
 def test_attributes_read_only_dicts() -> None:

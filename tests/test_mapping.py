@@ -117,7 +117,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "a call": (
         "tensors:\n  a: {of: embed.weight, when: open('x')}\n",
-        r"my\.yaml:2: .*only all, any, .*, is_list can be called",
+        r"my\.yaml:2: .*only all, any, .*, range can be called",
     ),
     "a call of an attribute": (
         "tensors:\n  a: {of: embed.weight, when: config.pop('x')}\n",
@@ -159,6 +159,19 @@ BROKEN: dict[str, tuple[str, str]] = {
         "tensors: !!python/object/apply:os.system ['true']\n",
         r"my\.yaml: not valid YAML: .*could not determine a constructor",
     ),
+    "a tag that does not fit": ("notes: [!!float abc]\n", r"my\.yaml: not valid YAML: .*abc"),
+    "a number of 6,000 digits": (
+        f"notes: [{'9' * 6000}]\n",
+        r"my\.yaml: not valid YAML: a number of 6,000 digits",
+    ),
+    "aliases of aliases": (
+        "notes: &a0 [x, x]\n"
+        + "".join(f"inert{i}: &a{i} [{'*a' + str(i - 1)}, *a{i - 1}]\n" for i in range(1, 40)),
+        r"my\.yaml: not valid YAML: its aliases stand for more than 1,048,576 values",
+    ),
+    "an alias of itself": ("notes: &a [*a]\n", r"my\.yaml: not valid YAML: its aliases"),
+    "deep lists": ("notes: " + "[" * 9000, r"my\.yaml: not valid YAML: .*nesting"),
+    "too long": ("# " + "x" * (1 << 20), r"my\.yaml: has 1,048,578 bytes"),
     "braces of other lengths": (
         (
             "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      '{q,k,v}.weight':"
@@ -211,6 +224,12 @@ def test_the_error_of_a_broken_file_names_the_line(what: str, tmp_path: Path) ->
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(MappingError, match=message):
         mapping.load("hf", str(path))
+
+
+def test_a_date_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("extends: llama\nnotes: [2001-02-03, 2001-99-99]\n")
+    assert mapping.load("hf", str(path)).notes == ("2001-02-03", "2001-99-99")
 
 
 def test_braces_expand_to_one_rule_for_each_word() -> None:

@@ -1,4 +1,6 @@
-"""YAML with the file and line of each key, and the merge of files that extend each other."""
+"""YAML that anybody may have written, with the file and line of each key, and the merge of files
+that extend each other.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,12 @@ from mckpt.errors import MappingError
 
 if TYPE_CHECKING:
     import yaml
+
+
+# Of a file that is read; ten times the longest one in mappings/. It also limits the nodes of a tree
+# in which each alias is replaced by its anchor: a text without aliases cannot have more.
+MAX_BYTES = 1 << 20
+MAX_DIGITS = 100  # of a whole number; Python prints no number of more than 4,300
 
 
 class Node(dict):
@@ -39,38 +47,87 @@ def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
 
 
 @functools.cache
-def _loader() -> type[yaml.SafeLoader]:
+def _loaders() -> tuple[type[yaml.SafeLoader], type[yaml.SafeLoader]]:
     import yaml  # 30 ms, and inspecting reads no mapping
 
     # libyaml, where it is there, parses six times as fast
     fast: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-    class Loader(fast):
-        pass
+    class Plain(fast):
+        """Reads the values that JSON has; a date is a text."""
 
-    Loader.add_constructor("tag:yaml.org,2002:map", _construct)
-    return Loader
+        yaml_implicit_resolvers = {
+            first: [(tag, form) for tag, form in forms if not tag.endswith(":timestamp")]
+            for first, forms in fast.yaml_implicit_resolvers.items()
+        }
+
+    def construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MAX_DIGITS:
+            raise ValueError(f"a number of {len(node.value):,} digits")
+        return int(loader.construct_yaml_int(node))
+
+    class Lined(Plain):
+        """Gives each key its line."""
+
+    Plain.add_constructor("tag:yaml.org,2002:int", construct_int)
+    Lined.add_constructor("tag:yaml.org,2002:map", _construct)
+    return Plain, Lined
 
 
 def parse(path: Path) -> tuple[Node, str]:
     """Returns the file's root node and its digest."""
-    import yaml
-
     try:
+        if (size := path.stat().st_size) > MAX_BYTES:
+            raise MappingError(f"{path}: has {size:,} bytes, and a mapping at most {MAX_BYTES:,}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
         raise MappingError(f"{path}: cannot be read: {e}") from None
     try:
-        stream = io.StringIO(text)
-        stream.name = path.name  # for messages
-        node = _loader()(stream).get_single_data()
-    except (yaml.YAMLError, RecursionError) as e:
+        node = load(text, path.name)
+    except ValueError as e:
         raise MappingError(f"{path}: not valid YAML: {e}") from None
     if not isinstance(node, Node):
         raise MappingError(
             f"{path}: a mapping file holds keys and values, not {type(node).__name__}"
         )
     return node, digest_of(text)
+
+
+def load(text: str, name: str = "") -> Any:
+    """Returns the value of a YAML text. Raises ValueError for a text that is not YAML, and for one
+    that stands for more than its length: aliases of aliases, and numbers of thousands of digits.
+
+    name: the name of its file, which the lines of keys begin with. Without it, objects are plain
+    dicts, not `Node`.
+    """
+    stream = io.StringIO(text)
+    stream.name = name or "line"  # for messages
+    plain, lined = _loaders()
+    try:
+        loader = (lined if name else plain)(stream)
+        root = loader.get_single_node()
+        if root is None:
+            return None
+        if "&" in text:  # else it has no anchors
+            _refuse_aliases(root)
+        return loader.construct_document(root)
+    except MappingError:
+        raise
+    except Exception as e:  # a tag and a text that do not fit end in any of a dozen errors
+        raise ValueError(" ".join(str(e).split()) or type(e).__name__) from None
+
+
+def _refuse_aliases(root: yaml.Node) -> None:
+    """Raises ValueError if a tree is too large once each alias is replaced by its anchor."""
+    left, seen = [root], 0
+    while left:
+        found = left.pop().value
+        if isinstance(found, list):  # of nodes, or of pairs of nodes
+            for child in found:
+                left += child if isinstance(child, tuple) else (child,)
+        seen += 1
+        if seen + len(left) > MAX_BYTES:
+            raise ValueError(f"its aliases stand for more than {MAX_BYTES:,} values")
 
 
 def digest_of(text: str) -> str:

@@ -15,6 +15,7 @@ from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
 from mckpt.mapping.forms import read_forms
 from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
+from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule_reading import COUNT, Parse, first_key, read_rules
 
@@ -470,12 +471,10 @@ def _where_known(name: str, file: MappingFile) -> str:
 
 def parse_setting(text: str) -> tuple[str, Any]:
     """Parses `name=value` of --set into (dim, value)."""
-    import yaml
-
     name, equals, value = text.partition("=")
     if not equals or name not in hub().dims:
         raise UsageError(f"--set {text!r}: give DIM=VALUE with one of {', '.join(hub().dims)}")
     try:
-        return name, hub().check(name, yaml.safe_load(value))
-    except (ValueError, yaml.YAMLError) as e:
+        return name, hub().check(name, load_yaml(value))
+    except ValueError as e:
         raise UsageError(f"--set {text!r}: {e}") from None
