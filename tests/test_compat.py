@@ -64,6 +64,22 @@ LINES = [
         " --tokenizer MODEL",
     ),
     (
+        "python -m megatron.bridge.convert --source hf --target megatron --model-type llama"
+        " --input-path A --output-path B --tensor-model-parallel-size 4"
+        " --pipeline-model-parallel-size 2",
+        "mckpt hf-to-megatron A B --tp 4 --pp 2 --run-config",
+    ),
+    (
+        "python -m megatron.bridge.convert --source megatron --target megatron --input-path A"
+        " --output-path B --source-tp 4 --source-pp 2 --target-tp 8 --target-pp 1",
+        "mckpt reshard A B --tp 8 --pp 1",
+    ),
+    (
+        "python -m megatron.bridge.convert --source-format megatron --target-format=huggingface"
+        " --source-path A --target-path B --tensor-model-parallel-size 4",
+        "mckpt megatron-to-hf A B",
+    ),
+    (
         "PYTHONPATH=/root/Megatron-LM torchrun --nproc-per-node 8"
         f" tools/convert_hf_to_torch_dist.py {SLIME_QWEN3_4B} --tensor-model-parallel-size 1"
         " --pipeline-model-parallel-size 8 --expert-tensor-parallel-size 1"
@@ -104,7 +120,7 @@ LINES = [
         "mckpt megatron-to-hf A OUT --like MODEL --tokenizer MODEL --max-shard-size 5GB",
     ),
 ]
-STARTS = (".py", ".sh", "verl.model_merger", "swift", "megatron")
+STARTS = (".py", ".sh", "verl.model_merger", "megatron.bridge.convert", "swift", "megatron")
 
 
 @pytest.mark.parametrize(("theirs", "ours"), LINES)
@@ -120,6 +136,7 @@ def test_a_command_line_is_translated_and_nothing_is_dropped(theirs: str, ours: 
         # these select the case
         known = {"--model-type", "--loader", "--saver", "--checkpoint-type"}
         known |= {"--backend", "--to_mcore", "--to_hf"}
+        known |= {"--source", "--target", "--source-format", "--target-format"}
         if word.startswith("--") and f"# {name}" not in said.err and name not in known:
             assert _becomes(name, translated), f"{word} is neither translated nor named"
         if word.startswith("--") and value and name not in known:
@@ -144,6 +161,16 @@ def _becomes(name: str, translated: list[str]) -> bool:
     ("theirs", "words"),
     [
         ("python llama.cpp/convert.py --outfile x", ["starts no program that is known"]),
+        ("python -m other --target megatron --tp 2", ["starts no program that is known"]),
+        (
+            "python -m megatron.bridge.convert --source hf --target nemo --input-path A",
+            ["--source hf, --target nemo: cannot be translated; known are"],
+        ),
+        (
+            "python -m megatron.bridge.convert --source hf --target megatron --input-path A"
+            " --output-path B --dtype bf16",
+            ["--dtype: is unknown"],
+        ),
         (
             "python convert.py --model-type GPT --loader core --saver core --load-dir A"
             " --target-tensor-paralel-size 2 --no-checking",

@@ -149,7 +149,9 @@ def _program(line: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str
     tools = read()
     for place, word in enumerate(line):
         parts = PurePath(word).parts
-        for tool in tools:
+        # in `--target megatron` the word is a value, not a program
+        value = place and line[place - 1].startswith("--") and not PurePath(word).suffix
+        for tool in tools if not value else ():
             for program in tool["programs"]:
                 expected = PurePath(program).parts
                 length = min(len(parts), len(expected))
@@ -166,9 +168,10 @@ def _cases_facts(tool: Mapping[str, Any], words: list[str]) -> Iterator[tuple[st
     if words and not words[0].startswith("-"):
         yield "word", words[0]
     deciding = {name for case in tool["cases"] for name in case.get("when", {})} - {"word"}
+    first = {name: one.names[0] for one in _options(tool) for name in one.names}
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
-        if name in deciding:
+        if (name := first.get(name, name)) in deciding:
             yield name, value if equals else "".join(words[place + 1 : place + 2])
 
 
