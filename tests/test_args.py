@@ -50,7 +50,7 @@ def padding(path: Path) -> np.ndarray:
 def test_the_vocabulary_is_padded_for_the_target(ones: Path, tmp_path: Path, form: str) -> None:
     """As Megatron's own vocab_utils.py pads it: 193 rows, to a multiple of 128 times tp."""
     more = mckpt.plan(ones, tmp_path / "more", format=form, parallel=Parallel(tp=4))
-    assert "256 rows of the vocabulary become 512: 193, padded as Megatron pads" in more.summary()
+    assert "of 193 tokens has 512 rows in the target, as Megatron pads it at tp 4" in more.summary()
     assert more.run()["dropped"] == []
     assert padding(tmp_path / "more").tolist() == [1] * (256 - 193) + [0] * 256
     assert args_of(tmp_path / "more")["padded_vocab_size"] == 512
@@ -58,15 +58,15 @@ def test_the_vocabulary_is_padded_for_the_target(ones: Path, tmp_path: Path, for
     assert less.run()["dropped"] == []  # rows that are zero
     assert padding(tmp_path / "less").tolist() == [1] * 63
     same = mckpt.plan(ones, tmp_path / "same", format=form, parallel=Parallel(tp=2))
-    assert "rows of the vocabulary" not in same.summary()
+    assert "rows in the target" not in same.summary()
 
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_rows_that_are_dropped_are_reported(ones: Path, tmp_path: Path, form: str) -> None:
     less = mckpt.plan(ones, tmp_path / "less", format=form, divisible_by=4)
     assert less.json()["notes"] == [
-        "256 rows of the vocabulary become 196: 193, padded as Megatron pads them at tp 1;"
-        " --keep-padding keeps 256"
+        "the vocabulary of 193 tokens has 196 rows in the target, as Megatron pads it at tp 1, and"
+        " 256 in the source; --keep-padding keeps those"
     ]
     assert less.run()["dropped"] == [
         "output_layer.weight: 60 rows beyond the vocabulary are not zero (largest 1), and are"
@@ -103,7 +103,7 @@ def test_padding_of_an_unknown_vocabulary_is_kept(ones: Path, tmp_path: Path) ->
         "rows of the vocabulary" not in mckpt.plan(ones, tmp_path / "a", format="torch").summary()
     )
     plan = mckpt.plan(ones, tmp_path / "a", known=mckpt.Known(vocab_size=193), format="torch")
-    assert "256 rows of the vocabulary become 193" not in plan.summary()
+    assert "rows in the target" not in plan.summary()
 
 
 def test_a_hugging_face_directory_has_no_padding_rows(ones: Path, tmp_path: Path) -> None:

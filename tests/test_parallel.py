@@ -391,4 +391,8 @@ def test_with_replaces_only_given_sizes() -> None:
 
 def test_sizes_print_as_text() -> None:
     assert str(Parallel()) == "tp 1, pp 1"
-    assert str(Parallel(tp=2, pp=2, etp=1, layout="Et|tL")) == "tp 2, pp 2, layout Et|tL"
+    assert str(Parallel(tp=2, ep=4, etp=2)) == "tp 2, pp 1, ep 4"
+    assert str(Parallel(tp=2, pp=2, etp=1, layout="Et|tL")) == "tp 2, pp 2, etp 1, layout Et|tL"
+    ends = Parallel(pp=4, first_stage_layers=1, last_stage_layers=2)
+    assert str(ends) == "tp 1, pp 4, 1 layer in the first stage, 2 layers in the last stage"
+    assert str(Parallel(pp=2, vpp=2, account_for_loss=True)).endswith("the loss counts as a layer")

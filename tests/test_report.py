@@ -234,6 +234,20 @@ def test_the_page_has_the_facts_of_the_verdict() -> None:
     assert failed.page.count("<code>k</code>") == 60 and failed.page == Page(failing()).page
 
 
+@pytest.mark.parametrize(
+    ("below", "said"),
+    [
+        (20.4, "the logits differ by 1/20.4 of the tolerance"),
+        (0.25, "the logits differ by 4 times the tolerance"),
+        (math.inf, "the logits differ by nothing"),
+        (0.0, "the logits differ by inf times the tolerance"),
+    ],
+)
+def test_the_margins_are_plain_on_both_sides_of_the_tolerance(below: float, said: str) -> None:
+    lines = Verdict("fail", [], {"logits": {"float32": FP32 | {"below": below}}}).lines()
+    assert any(said in line and "13,000 times the tolerance" in line for line in lines), lines
+
+
 @pytest.mark.parametrize("num_layers", [1, 8, 94])
 def test_each_point_has_one_mark(num_layers: int) -> None:
     found = facts(num_layers, sizes={"tp": 1, "pp": 1, "vpp": 1, "ep": 1, "etp": 1, "cp": 1})

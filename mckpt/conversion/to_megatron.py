@@ -220,8 +220,8 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> _Vo
             divisor = rows // tp  # so that Megatron arrives at this number
         return _Vocabulary(whole, rows, divisor, [])
     note = (
-        f"{rows:,} rows of the vocabulary become {wanted:,}: {true:,}, padded as Megatron pads"
-        f" them at tp {tp}; --keep-padding keeps {rows:,}"
+        f"the vocabulary of {true:,} tokens has {wanted:,} rows in the target, as Megatron pads it"
+        f" at tp {tp}, and {rows:,} in the source; --keep-padding keeps those"
     )
     moved = source.with_dims({**source.dims, "vocab_size": min(rows, wanted)})
     return _Vocabulary(moved, wanted, divisor, [note])

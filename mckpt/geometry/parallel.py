@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from mckpt.errors import UsageError, counted
@@ -352,12 +352,15 @@ class Parallel:
         return replace(base, **given)
 
     def __str__(self) -> str:
-        shown = [
-            f"{f.name} {getattr(self, f.name)}"
-            for f in fields(self)
-            if f.name in ("tp", "pp") or getattr(self, f.name) not in (1, None, False)
-            if f.name != "stage_sizes"
-        ]
+        shown = [f"tp {self.tp}", f"pp {self.pp}"]
+        shown += [f"{name} {n}" for name in ("vpp", "ep") if (n := getattr(self, name)) > 1]
+        shown += [f"etp {self.etp}"] * (self.expert_tp != self.tp)
+        for end, layers in (("first", self.first_stage_layers), ("last", self.last_stage_layers)):
+            if layers is not None:
+                shown.append(f"{counted(layers, 'layer')} in the {end} stage")
+        for part in ("embedding", "loss"):
+            shown += [f"the {part} counts as a layer"] * getattr(self, f"account_for_{part}")
+        shown += [f"layout {self.layout}"] * (self.layout is not None)
         if self.stage_sizes is not None and len(set(self.stage_sizes)) > 1:
             shown.append(f"stages of {', '.join(map(str, self.stage_sizes))} layers")
         return ", ".join(shown)

@@ -110,10 +110,17 @@ def _logits_lines(dtype: str, measured: dict[str, Any]) -> list[str]:
         out.append(f"the noise in {dtype} is too large to decide anything")
     if "probe_above" in measured:
         out.append(
-            f"margins: {measured['below']:.3g} times below the tolerance; a seeded fault is"
-            f" {measured['probe_above']:.3g} times above it"
+            f"margins: the logits differ by {_beside(measured['below'])}; a seeded fault moves them"
+            f" by {measured['probe_above']:,.3g} times the tolerance"
         )
     return out
+
+
+def _beside(below: float) -> str:
+    """Returns where a difference lies; `below` is the tolerance divided by it."""
+    if below >= 1:
+        return "nothing" if below == math.inf else f"1/{below:,.3g} of the tolerance"
+    return f"{1 / below if below else math.inf:,.3g} times the tolerance"
 
 
 # ------------------------------------------------------------------------------------------ judging
@@ -261,8 +268,8 @@ def _weak_margins(dtype: str, logits: dict[str, Any]) -> list[str]:
         ]
     if (below := logits.get("below", math.inf)) < CLEAN:
         return [
-            f"the logits stay only {below:.2g} times below the tolerance; those of a clean"
-            f" conversion stay at least {CLEAN:g} times below it"
+            f"the logits differ by {_beside(below)}; those of a clean conversion differ by at most"
+            f" 1/{CLEAN:g} of it"
         ]
     if (above := logits.get("probe_above", math.inf)) < FAULT:
         return [
