@@ -1,7 +1,8 @@
 """A small S3 server on loopback, in a process of its own: objects are files of a directory.
 
 It knows GET with ranges and If-Match, HEAD, PUT, multipart uploads, ListObjectsV2, DELETE and
-DeleteObjects. It looks at no signature. It counts requests, and fails when a test says so.
+DeleteObjects. It looks at no signature. It counts requests, and fails when a test says so. Buckets
+whose name begins with `no-such-` do not exist.
 
     python -m tests.s3_server DIRECTORY      prints its port
 
@@ -85,6 +86,9 @@ class Handler(BaseHTTPRequestHandler):
             self.state.log.append(f"{self.command} {self.path}")
             self.state.users.add(user[1] if user else "")
         self.cut = False
+        if self.key.startswith("no-such-"):
+            self.body(discard=True)
+            return self.error(404, "NoSuchBucket")
         if fault := self.state.fault(self.command, self.path):
             if fault.what == "slow":
                 time.sleep(fault.seconds)

@@ -451,9 +451,15 @@ def test_a_fault_that_passes_is_survived(cli, server, fetched, local, monkeypatc
     [
         (Fault("GET", r"model.safetensors", "403", 99), ("refused access", "credentials")),
         (Fault("PUT", r"mp_rank_01", "403", 99), ("refused access", "credentials")),
-        (Fault("PUT", r"mp_rank_01", "500", 99), ("no answer", "goes on where it stopped")),
-        (Fault("PUT", r"mckpt.json|metadata.json", "503", 99), ("no answer",)),
-        (Fault("PUT", r"mp_rank_01", "503", 99), ("no answer", "goes on where it stopped")),
+        (
+            Fault("PUT", r"mp_rank_01", "500", 99),
+            ("answered with an error", "goes on where it stopped"),
+        ),
+        (Fault("PUT", r"mckpt.json|metadata.json", "503", 99), ("answered with an error",)),
+        (
+            Fault("PUT", r"mp_rank_01", "503", 99),
+            ("answered with an error", "goes on where it stopped"),
+        ),
         (Fault("GET", r"model.safetensors", "cut", 99), ("model.safetensors",)),
         (Fault("PUT", r"mckpt.json", "500", 99), ("mckpt.json",)),
         (Fault("PUT", r"latest_checkpointed", "500", 99), (TRACKER,)),
@@ -568,10 +574,35 @@ def test_a_url_with_a_secret_is_refused_and_not_shown(cli):
 def test_names_that_are_not_there(cli, server, bucket):
     said = cli("inspect", "s3:nothing", code=3).err
     assert f"s3://{bucket}/nothing: the store has no objects under this name" in said
-    server.set(Fault("GET", "list-type", "404", 99))
-    assert f"s3://{bucket}/hf: is not there" in cli("inspect", "s3:hf", code=3).err
+    server.set(Fault("GET", r"model\.safetensors", "404", 99))
+    said = cli("inspect", "s3:hf", code=3).err
+    assert f"s3://{bucket}/hf/model.safetensors: is not there" in said and "<" not in said
     with pytest.raises(UsageError, match="names no bucket"):
         package.open("s3://")
+
+
+def test_a_missing_bucket_is_named(bucket, tmp_path):
+    for code, args in (
+        (3, ("inspect", "s3://no-such-one/hf")),
+        (3, ("hf-to-megatron", "s3://no-such-one/hf", tmp_path / "m")),
+        (3, ("reshard", "s3://no-such-one", tmp_path / "m", "--iterations", "all")),
+        (6, ("hf-to-megatron", SRC, "s3://no-such-one/m")),
+        (6, ("plan", SRC, "s3://no-such-one/m")),
+    ):
+        said = refused(code, "the bucket s3://no-such-one does not exist", args=args)
+        assert "<" not in said and "http" not in said, said
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_the_store_answers_is_shown_without_markup(cli, server):
+    server.set(Fault("GET", "list-type", "403", 99))
+    said = cli("inspect", "s3:hf", code=7).err
+    assert (
+        "refused access" in said and "403 Forbidden: Fault: Fault for" in said and "<" not in said
+    )
+    server.set(Fault("GET", "list-type", "400", 99))
+    said = cli("inspect", "s3:hf", code=7).err
+    assert "answered with an error (tries: 3)" in said and "<" not in said
 
 
 def test_an_unreachable_store_is_named(cli, monkeypatch):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mckpt.errors import DestinationError, SourceError
 from mckpt.formats import hf_hub
 from mckpt.formats.megatron.save_directory import is_unit_name
 from mckpt.storage import hub, stand_in, stores
@@ -30,11 +31,17 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
 
 
 def target(path: str | Path) -> Path:
-    """Returns the absolute directory of a place to write to; for a URL its stand-in."""
+    """Returns the absolute directory of a place to write to; for a URL its stand-in.
+
+    Raises DestinationError if the bucket of the URL does not exist.
+    """
     url = stores.parse(path)
     if url is None:
         return Path(os.path.abspath(path))
-    return stand_in.load(url, stores.open_store(url), url.name)
+    try:
+        return stand_in.load(url, stores.open_store(url), url.name)
+    except SourceError as error:
+        raise DestinationError(str(error)) from None
 
 
 def _stand_in(url: stores.Url) -> Path:

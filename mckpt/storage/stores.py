@@ -28,6 +28,10 @@ OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure",
 _UNKNOWN = re.compile(
     r"(?i)credential|169\.254|latest/api/token|metadata\.google|metadata/identity"
 )
+# A listing that is not found lacks its bucket: a name without objects is an empty listing.
+_NO_BUCKET = re.compile(
+    r"NoSuchBucket|ContainerNotFound|bucket does not exist|list request:.* 404 Not Found"
+)
 # bytes of one part of an upload: the smallest that S3 takes, which takes at most 10,000 parts
 PART = 5 << 20
 PARTS = 8000
@@ -79,8 +83,8 @@ class Object(NamedTuple):
 class Store(Protocol):
     """The objects below a URL. Names are relative to it.
 
-    Methods raise SourceError for an object that is not there or has changed, StorageError if the
-    store refuses or cannot be reached.
+    Methods raise SourceError for an object or a bucket that is not there, or an object that has
+    changed; StorageError if the store refuses or cannot be reached.
     """
 
     def list(self) -> dict[str, Object]: ...
@@ -347,15 +351,16 @@ def _said(place: object, call: Callable[[], T]) -> T:
 
 
 def _kind(error: Exception) -> str:
-    """Returns which kind of failure this is: absent, refused, changed, or ""."""
-    name = type(error).__name__
-    missing = "404 Not Found" in str(error)  # the bucket
-    if missing or isinstance(error, FileNotFoundError) or name == "NotFoundError":
+    """Returns which kind of failure this is: bucket, absent, refused, changed, or ""."""
+    name, text = type(error).__name__, str(error)
+    if _NO_BUCKET.search(text):
+        return "bucket"
+    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
         return "absent"
-    if isinstance(error, PermissionError) or name in (
-        "PermissionDeniedError",
-        "UnauthenticatedError",
-        "NoCredentialsError",
+    if (
+        isinstance(error, PermissionError)
+        or name in ("PermissionDeniedError", "UnauthenticatedError", "NoCredentialsError")
+        or re.search("status code: (401|403) ", text)
     ):
         return "refused"
     return "changed" if name == "PreconditionError" else ""
@@ -380,6 +385,12 @@ def _may_pass(error: Exception) -> bool:
 def _raise(place: str, error: Exception, tries: int) -> NoReturn:
     why = _first_line(error)
     kind = _kind(error)
+    if kind == "bucket":
+        bucket = "/".join(place.split("/")[:3])
+        raise SourceError(
+            f"{place}: the bucket {bucket} does not exist; correct its name, or create it with the"
+            " store's own tools: mckpt creates none"
+        ) from None
     if kind == "absent":
         raise SourceError(f"{place}: is not there: {why}") from None
     if kind == "changed":
@@ -399,14 +410,19 @@ def _raise(place: str, error: Exception, tries: int) -> NoReturn:
         ) from None
     if not isinstance(error, OSError) and type(error).__module__.startswith("builtins"):
         raise error
+    what = "answered with an error" if "status code: " in str(error) else "gave no answer"
     raise StorageError(
-        f"{place}: the store gave no answer, {tries} tries: {why}. The same command goes on where"
-        " it stopped"
+        f"{place}: the store {what} (tries: {tries}): {why}. The same command goes on where it"
+        " stopped"
     ) from None
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the message of a library without what follows it, and without queries of URLs."""
-    text = str(error).strip().split("\n")[0] or type(error).__name__
-    text = re.sub(r"\s+Debug source:.*", "", text)
+    """Returns the message of a library without what follows it, and without queries of URLs. Of an
+    answer in XML or HTML it has the code and the message.
+    """
+    text = re.sub(r"\s+Debug source:.*", "", str(error).strip(), flags=re.DOTALL)
+    text, *markup = re.split(r"\s*(?=<[?!]?[A-Za-z])", text, maxsplit=1)
+    parts = re.findall("<(?:Code|Message)>([^<]*)<", "".join(markup))
+    text = " ".join([text, ": ".join(parts)]).strip().split("\n")[0] or type(error).__name__
     return without_queries(text).rstrip(". ")[:300]
