@@ -41,7 +41,7 @@ DATA, INDEX = "flat.bin", "flat.json"
 class Flat:
     """An opened checkpoint. It has no pickled common state, because its args are plain values."""
 
-    block = None
+    block, notes = None, ()
 
     def __init__(self, root: Path) -> None:
         self.format = FORMAT

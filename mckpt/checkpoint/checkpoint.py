@@ -20,7 +20,7 @@ from mckpt.errors import (
     UsageError,
     shown,
 )
-from mckpt.formats import carried, hf_hub, places
+from mckpt.formats import carried, foreign, hf_hub, places
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.optimizer import Optimizer
@@ -51,7 +51,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             raise SourceError(f"{self.path}: does not exist{hf_hub.hint(self.path)}")
         stand_in.refuse_empty(self.path)
         if not self.path.is_dir():
-            raise SourceError(f"{self.path}: is a file; give the directory of a checkpoint")
+            other = foreign.program_of(self.path)
+            raise SourceError(
+                other or f"{self.path}: is a file; give the directory of a checkpoint"
+            )
         self.unit: Unit | None = None  # set only for a Megatron save directory
         self._dims: Dims | None = None  # set by `with_dims`
         self._borrows = False  # set by `borrowing`
@@ -67,6 +70,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 )
             refuse_half_sent(self.path)
             return found.open(self.path)
+        if other := foreign.program_of(self.path):
+            raise SourceError(other)
         self.unit = find(self.path, self.known.iteration)
         refuse_half_sent(self.unit.path)
         places.ready(self.path, self.unit.path)
@@ -233,7 +238,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns a sentence for each fact that does not come from the user, config.json or args,
         or that contradicts them.
         """
-        out = []
+        out = list(self.opened.notes)
         unasked = not (self.known.mapping or self.known.family)
         if unasked and self.named.mapping:
             out.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mckpt.containers.entries import Entry, Kind, Span
-from mckpt.errors import CoverError, SourceError, UsageError
+from mckpt.errors import MAX_LISTED, CoverError, SourceError, UsageError
+from mckpt.formats import foreign
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.geometry.box import Layout, Piece, Stored, restride
@@ -84,6 +86,8 @@ class Opened(Protocol):
     @property
     def common(self) -> Common | None:
         """Returns Megatron's args and other plain values; None for a Hugging Face directory."""
+
+    notes: Sequence[str]  # sentences on how its names are read
 
     @property
     def quantised(self) -> bool:
@@ -172,6 +176,9 @@ def best_choices(
     return min(found, key=lambda row: row[:2])[2]
 
 
+_NUMBER = re.compile(r"\d+(?![^\[]*\])")  # outside of a shape
+
+
 class Problems(list[str]):
     """All problems that were found in a source, raised as one error."""
 
@@ -179,20 +186,39 @@ class Problems(list[str]):
         super().__init__()
         self.what, self.damaged = what, False
         self.cure = ""  # replaces the advice to copy the checkpoint again
+        self.num_unknown = 0  # of the problems: they come first
 
     def missing(self, text: str) -> None:
         """Adds a problem of a source that is incomplete or contradicts its config."""
         self.damaged = True
         self.append(text)
 
+    def unknown(self, found: Iterable[tuple[str, str]], file: str) -> None:
+        """Adds stored tensors that no rule of a mapping file names, in front of all others. Those
+        whose texts differ only in numbers outside of brackets become one problem.
+
+        found: their keys, and the keys as they are shown, with place and shape.
+        """
+        alike: dict[str, list[str]] = {}
+        keys, texts = zip(*found, strict=True) if (found := list(found)) else ((), ())
+        for text in texts:
+            alike.setdefault(_NUMBER.sub("{}", text), []).append(text)
+        for first, *more in alike.values():
+            also = f", and {len(more):,} more of this name with other numbers" if more else ""
+            self.insert(self.num_unknown, f"{first} is in no rule of {file}{also}")
+            self.num_unknown += 1
+        self.cure = self.cure or foreign.advice(keys)
+
     def check(self) -> None:
         if self:
+            half = min(self.num_unknown, MAX_LISTED // 2)  # what is missing should be seen too
+            listed = [*self[:half], *self[self.num_unknown :], *self[half : self.num_unknown]]
             again = (
                 "If the checkpoint should be complete, copy it again together with its own"
                 " config.json or args."
             )
             cure = self.cure or (again if self.damaged else "")
-            raise (SourceError if self.damaged else CoverError).of(self.what, self, cure)
+            raise (SourceError if self.damaged else CoverError).of(self.what, listed, cure)
 
 
 def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:

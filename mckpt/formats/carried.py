@@ -28,6 +28,7 @@ from mckpt.storage.staging import MANIFEST
 
 STEM = "carried"  # starts the names of the files
 FILES = f"{STEM}*.safetensors"
+ADAPTER = "adapter_model.safetensors"  # of PEFT
 BESIDE = "../hf/"  # DST/hf, from the directory of a checkpoint in DST
 # dtypes that the elements of quantised weights have, in any form
 ELEMENTS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int32")
@@ -36,7 +37,7 @@ _PREFIX = "carried."  # of the logical names
 
 def is_weights(path: Path) -> bool:
     """Returns whether a .safetensors file can be the weights of a whole model."""
-    return not path.match(FILES)
+    return not path.match(FILES) and path.name != ADAPTER
 
 
 def key_of(s: Stored) -> str:
@@ -139,7 +140,7 @@ def beside(folder: Path, family: MappingFile) -> Layout | None:
         entries, wrong = safetensors.read(files), list[str]()
         keys = list(entries.names)
     elif any((folder / name).exists() for name in (*INDEX.values(), *SINGLE.values())):
-        files, entries, wrong = weight_files(folder)
+        files, entries, wrong, _ = weight_files(folder)
         forms = family.forms.values()
         form = min(forms, key=lambda form: len(form.unmatched(entries.names)))
         keys = [key for key in entries.names if form.carries(key)]

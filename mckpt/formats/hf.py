@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
@@ -63,7 +62,12 @@ class HuggingFace:
     def __init__(self, path: str | Path) -> None:
         self.format = FORMAT
         self.root = Path(path)
-        self.files, self.entries, self.problems = weight_files(self.root)
+        self.files, self.entries, self.problems, wrappers = weight_files(self.root)
+        self.notes = [
+            f"the names of the tensors are read without {part}, which they have in the files, and"
+            " are written without it"
+            for part in wrappers
+        ]
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -239,20 +243,17 @@ class HuggingFace:
                 match = mapping.key_pattern(form.rename(pattern))
                 found.update({key: why for key in left if match.fullmatch(key)})
         ignored |= left_out
-        unknown: dict[tuple[str, str], list[str]] = {}  # (key without its numbers, shape) -> keys
+        unknown: list[tuple[str, str]] = []
         for key in [k for k in left if k not in ignored]:
             weight = quantised.weight_of(key)
             if weight in ignored:
                 ignored[key] = ignored[weight]
             elif weight == key or weight in left:
-                alike = re.sub(r"\d+", "{}", key), str(list(entries[key].shape))
-                unknown.setdefault(alike, []).append(key)
+                unknown.append((key, f"{key} {list(entries[key].shape)}"))
             else:
                 what = f"holds {entries[weight].dtype}" if weight in entries else "is not there"
                 problems.missing(f"{key} in {self._file(key)} has scales, and {weight} {what}")
-        for (_, size), (first, *more) in unknown.items():
-            also = f", and {len(more)} more of this name with other numbers" if more else ""
-            problems.append(f"{first} {size} is in no rule of {family.path.name}{also}")
+        problems.unknown(unknown, family.path.name)
         if problems and self.quantisation.refused:
             problems.damaged = True  # in front, as all others may follow from it
             problems.insert(

@@ -9,11 +9,12 @@ import re
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mckpt.containers import safe_pickle, safetensors, torch_file
 from mckpt.containers.entries import Entries, Entry, entry_of
 from mckpt.errors import SourceError
+from mckpt.formats import foreign
 from mckpt.storage import descriptors
 from mckpt.storage.files import read_file, unreadable
 
@@ -21,10 +22,27 @@ INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.
 SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 
 
-def weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
-    """Returns the weight files, the tensors in their headers, and the problems of how they fit
-    together.
+class Found(NamedTuple):
+    """The weight files of a directory."""
+
+    files: list[str]
+    entries: Entries  # the tensors in their headers
+    problems: list[str]  # of how the files fit together
+    wrappers: list[str]  # what was taken off the names of all tensors
+
+
+def weight_files(root: Path) -> Found:
+    """Returns the weight files of a directory, and their tensors by the names that the model has
+    without wrappers.
     """
+    files, entries, problems = _weight_files(root)
+    names, wrappers = foreign.unwrapped(entries.names)
+    if wrappers:
+        entries = Entries(names, entries.kinds, entries.columns)
+    return Found(files, entries, problems, wrappers)
+
+
+def _weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
     kind = next(
         (k for k in INDEX if (root / INDEX[k]).exists() or (root / SINGLE[k]).exists()),
         None,

@@ -84,7 +84,7 @@ class Torch:
     The pickles of all ranks are read when their tensors are asked for, those of rank 0 at once.
     """
 
-    quantised = False
+    quantised, notes = False, ()
 
     def __init__(self, path: Path) -> None:
         self.format = FORMAT
@@ -240,12 +240,8 @@ class Torch:
                         replica=shard.replica,
                         padding=b.rule.tp == "vocab",
                     )
-        problems.extend(
-            f"{d}: {k} is in no rule of {dialect.path.name}"
-            for d, models in left.items()
-            for m in models
-            for k in m
-        )
+        unknown = ((k, f"{d}: {k}") for d, models in left.items() for m in models for k in m)
+        problems.unknown(unknown, dialect.path.name)
         problems.check()
         return Layout(
             self.files,

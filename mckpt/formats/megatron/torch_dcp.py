@@ -61,7 +61,7 @@ class Slot(NamedTuple):
 class TorchDcp:
     """An opened checkpoint whose keys are those of modules, under a prefix."""
 
-    quantised = False
+    quantised, notes = False, ()
     prefix = MODEL
 
     def __init__(self, path: Path, format: Format | None = None) -> None:
@@ -139,11 +139,8 @@ class TorchDcp:
         every = (*self.metadata.tensors, *self.metadata.objects)
         ignored = {k: "not weights" for k in every if not k.startswith(MODEL)}
         ignored |= {k: dialect.ignore["_extra_state"] for k in every if k.endswith("_extra_state")}
-        problems.extend(
-            f"{k} is in no rule of {dialect.path.name}"
-            for k in every
-            if k not in known and k not in ignored
-        )
+        left = ((k, k) for k in every if k not in known and k not in ignored)
+        problems.unknown(left, dialect.path.name)
         problems.check()
         shapes = shapes_of(names.bound(), names.scope())
         return Layout(self.directory.paths, stored, shapes, ignored)

@@ -23,7 +23,7 @@ from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
-from mckpt.formats import carried
+from mckpt.formats import carried, foreign
 from mckpt.formats.base import (
     Format,
     Names,
@@ -67,7 +67,10 @@ def backend(path: Path) -> str:
     Raises SourceError if there is none, or it does not name a format.
     """
     if not (path / MARKER).exists():
-        raise SourceError(f"{path}: has no {MARKER}: its save never finished")
+        if has_keys(path, foreign.TORCHTITAN_KEY):
+            raise SourceError(f"{path}: is {foreign.TORCHTITAN}.")
+        other = "" if has_keys(path, "decoder.") else ", or another program than Megatron wrote it"
+        raise SourceError(f"{path}: has no {MARKER}: its save never finished{other}")
     try:
         return str(json.loads(read_file(path / MARKER, 1 << 20))["sharded_backend"])
     except (ValueError, KeyError, TypeError):
@@ -92,7 +95,7 @@ class TorchDist:
     The index of the directory is read, and of the chunks only what tells where their data begins.
     """
 
-    quantised = False
+    quantised, notes = False, ()
 
     def __init__(self, directory: Chunked, format: Format) -> None:
         self.format, self.root = format, directory.root
@@ -192,11 +195,9 @@ class TorchDist:
         ignored = {
             k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)
         }
-        problems.extend(
-            f"{k} {list(t[1])} is in no rule of {dialect.path.name}"
-            for k, t in self.metadata.tensors.items()
-            if not ignored[k] and k not in known
-        )
+        tensors = self.metadata.tensors.items()
+        left = [(k, f"{k} {list(t[1])}") for k, t in tensors if not ignored[k] and k not in known]
+        problems.unknown(left, dialect.path.name)
         problems.extend(
             f"{k}: an object that {dialect.path.name} does not know"
             for k in self.metadata.objects

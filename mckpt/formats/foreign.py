@@ -1,0 +1,145 @@
+"""What other programs put around a model: wrappers that add to the names of its tensors, adapters,
+and directories of their own.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+# Parts of names that stand wherever a module was wrapped, and the wrapper
+_INSIDE = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+}
+# Starts of all names of a model, and the wrapper
+_AROUND = {
+    "module.": "DistributedDataParallel or DeepSpeed",
+    "pretrained_model.": "TRL's model with a value head",
+    "base_model.model.": "PEFT",
+}
+VALUE_HEAD = "v_head."  # starts the names of TRL's value head, which is beside `pretrained_model.`
+_LORA = re.compile(r"\.(?:lora_\w+|base_layer|modules_to_save)\.")
+
+# Names that no mapping has, and what to do with a checkpoint that has them
+_NAMES = (
+    (
+        r"\.(to_wrap|adapter)\.",
+        "Tensors named `adapter` are those of a LoRA in Megatron, and `to_wrap` are the weights to"
+        " which it is added. mckpt converts whole weights: merge the adapter into them first, with"
+        " examples/peft/merge_lora.py of Megatron-Bridge or llm.peft.merge_lora of NeMo.",
+    ),
+    (
+        _LORA.pattern,
+        "These are names of a PEFT adapter and of the weights below it. mckpt converts whole"
+        " weights: save the model that `merge_and_unload()` of PEFT returns, and convert it.",
+    ),
+    (
+        r"^module\.",
+        "NeMo 2 begins the names of a Megatron model with `module.`. Export the model with"
+        " llm.export_ckpt(path=DIR, target='hf', output_path=OUT) of NeMo.",
+    ),
+    (
+        r"^tok_embeddings\.|\.attention\.w[qkvo]\.",
+        "These are the names of torchtitan and of Meta's own files, not those of transformers:"
+        " torchtitan's scripts/checkpoint_conversion/convert_to_hf.py writes a directory that mckpt"
+        " reads.",
+    ),
+)
+TORCHTITAN_KEY = "tok_embeddings."  # starts a key of its .metadata
+TORCHTITAN = (
+    "a checkpoint of torchtitan, in the container of torch.distributed.checkpoint. Convert it with"
+    " torchtitan's scripts/checkpoint_conversion/convert_to_hf.py, or let the training save its"
+    " last step with last_save_in_hf"
+)
+_DEEPSPEED = (
+    "a checkpoint of DeepSpeed. Run `python zero_to_fp32.py . OUT --safe_serialization`, which"
+    " DeepSpeed puts beside it, and copy config.json and the tokenizer to OUT"
+)
+_VERL = (
+    "a checkpoint of verl. Run `python -m verl.model_merger merge --backend fsdp --local_dir"
+    " DIR/actor --target_dir OUT` (--backend megatron for a run with Megatron)"
+)
+_NEMO = (
+    "a checkpoint of NeMo 2. Export it with llm.export_ckpt(path=DIR, target='hf',"
+    " output_path=OUT) of NeMo"
+)
+_NEMO_1 = (
+    "a checkpoint of NeMo 1. Export it with the convert_*_nemo_to_hf.py of its model, in"
+    " scripts/checkpoint_converters of NeMo"
+)
+# Patterns of names that a directory has, all of them, and what it is then
+_DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("weights", "context"), _NEMO),
+    (("*.nemo",), _NEMO_1),
+    (("model_weights", "model_config.yaml"), _NEMO_1),
+    (
+        ("adapter_config.json",),
+        "a PEFT adapter without the model that it belongs to, which its adapter_config.json names."
+        " Merge both with AutoPeftModelForCausalLM.from_pretrained(DIR).merge_and_unload() of PEFT,"
+        " and save the result",
+    ),
+    (("zero_pp_rank_*",), _DEEPSPEED),
+    (("mp_rank_*_model_states.pt",), _DEEPSPEED),
+    (("global_step[0-9]*", "latest"), _DEEPSPEED),
+    (("model_world_size_*_rank_*.pt",), _VERL),
+    (("dist_ckpt", "huggingface"), _VERL),
+    (("global_step_[0-9]*",), _VERL),
+    (("actor",), _VERL),
+    (("step-[0-9]*",), TORCHTITAN),
+)
+
+
+def unwrapped(names: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the names of a model's tensors without those of wrappers, and what was taken off.
+
+    The names stay as they are if an adapter is among them, or if two would become the same.
+    """
+    out, found = names, dict[str, str]()
+    text = "\n".join(names)
+    if any(f"{part}." in text for part in _INSIDE):
+        split = [key.split(".") for key in names]
+        held = {part for parts in split for part in parts} & _INSIDE.keys()
+        out = [".".join(part for part in parts if part not in held) for parts in split]
+        found = {f"{part}.": program for part, program in _INSIDE.items() if part in held}
+    while start := next((start for start in _AROUND if _is_around(start, out)), None):
+        out = [key.removeprefix(start) for key in out]
+        found[start] = _AROUND[start]
+    if not found or _LORA.search(text) or len(set(out)) < len(out):
+        return names, []
+    return out, [f"{part} ({program})" for part, program in found.items()]
+
+
+def _is_around(start: str, names: list[str]) -> bool:
+    inside = (start, VALUE_HEAD) if start == "pretrained_model." else (start,)
+    return all(key.startswith(inside) for key in names) and any(
+        key.startswith(start) for key in names
+    )
+
+
+def advice(names: Iterable[str]) -> str:
+    """Returns what to do with a checkpoint that has names that no mapping has; "" if that is not
+    known.
+    """
+    text = "\n".join(names)
+    return next((said for pattern, said in _NAMES if re.search(pattern, text, re.MULTILINE)), "")
+
+
+def program_of(path: Path) -> str | None:
+    """Returns a sentence on a file or directory of another program that mckpt does not read, with
+    what to do; None if it is not known.
+    """
+    names = os.listdir(path) if path.is_dir() else [path.name]
+    found = next(
+        (
+            said
+            for patterns, said in _DIRECTORIES
+            if all(fnmatch.filter(names, pattern) for pattern in patterns)
+        ),
+        None,
+    )
+    return found and f"{path}: is {found}."
