@@ -7,6 +7,7 @@ user corrected, so that later commands need no flag of the first one.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint, Known
 from mckpt.errors import MappingError
 from tests import tiny
-from tests.door import edit_json, good, hf, mckpt, refused, tree
+from tests.door import edit_json, good, hf, mckpt, refused, shard, tree
 from tests.tiny import TinyModel
 
 MINE = """
@@ -404,3 +405,47 @@ def test_a_family_file_in_a_directory_without_a_manifest_is_used(
         Checkpoint(tmp_path / "d", Known(settings={"activation": "gelu_tanh"})).dims["activation"]
         == "gelu_tanh"
     )
+
+
+@pytest.fixture(scope="module")
+def two_heads(tmp_path_factory: pytest.TempPathFactory, tiny_model: TinyModel) -> Path:
+    """A model whose config.json says that the embedding is the output layer, with a file that has
+    both, of other values.
+    """
+    root = tmp_path_factory.mktemp("two-heads") / "hf"
+    shutil.copytree(tiny_model("qwen3"), root)
+    edit_json(root / "config.json", lambda config: config.update(tie_word_embeddings=True))
+    return root
+
+
+@pytest.mark.parametrize("command", ["plan", "hf-to-megatron --dry-run", "hf-to-megatron"])
+def test_a_second_output_layer_is_refused_before_anything_is_written(
+    two_heads: Path, tmp_path: Path, command: str
+) -> None:
+    name, *options = command.split()
+    said = mckpt(name, two_heads, tmp_path / "d", *options)
+    assert said.code == 3 and "lm_head.weight" in said.err and "--set tied=false" in said.err
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_second_output_layer_is_kept_if_the_user_says_so(two_heads: Path, tmp_path: Path) -> None:
+    """transformers 5 computes with it too."""
+    good("hf-to-megatron", two_heads, tmp_path / "d", "--set", "tied=false", "--tp", 2)
+    good("megatron-to-hf", tmp_path / "d", tmp_path / "back")
+    config = json.loads((two_heads / "config.json").read_text())
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert written == {**config, "tie_word_embeddings": False}
+    good("diff", two_heads, tmp_path / "back", "--set", "tied=false")
+    before, after = (shard(p / "model.safetensors") for p in (two_heads, tmp_path / "back"))
+    assert before[0].keys() == after[0].keys() and "lm_head.weight" in after[0]
+
+
+def test_an_equal_output_layer_is_not_another_one(tiny_model: TinyModel, tmp_path: Path) -> None:
+    arrays = tiny.tensors(config := {**tiny.config("qwen3"), "tie_word_embeddings": True})
+    arrays["lm_head.weight"] = arrays["model.embed_tokens.weight"]
+    (tmp_path / "hf").mkdir()
+    tiny.write_weights(tmp_path / "hf", arrays)
+    tiny.write_json(tmp_path / "hf" / "config.json", {**config, "torch_dtype": "bfloat16"})
+    good("plan", tmp_path / "hf", tmp_path / "d")
+    words = ("tie_word_embeddings is True", "the tensors agree with it")
+    refused(4, *words, args=("plan", tmp_path / "hf", tmp_path / "e", "--set", "tied=false"))

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
     from mckpt.conversion.plan import Plan
     from mckpt.conversion.target import Target
+    from mckpt.execute.ranks import Ranks
 
 
 @command()
@@ -262,20 +263,53 @@ def _convert(source: Checkpoint, dst: Path, target: Target, options: Options) ->
 
     Returns None under a launcher if this is not rank 0.
     """
+    from mckpt.execute.ranks import Ranks
+
+    ranks = Ranks.of_environment()
+    settings = _settings(options, ranks)
     if not options["dry_run"]:
-        return _write(source, dst, target, options)
+        return _write(source, dst, target, options, settings, ranks)
     _print_plan(source, dst, target, options)
     return Outcome("planned", str(dst))
 
 
-def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
-    """Prints the plan; raises DestinationError afterwards if `dst` is occupied by anything but the
-    output of this plan.
+def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
+    """Returns the arguments of `Plan.run`. Raises UsageError for options that exclude each other
+    in a process that is one of `ranks`.
     """
-    planned = _plan(source, dst, target, options, helps=True)
-    echo(json.dumps(planned.json()) if options["as_json"] else planned.summary())
+    from mckpt.values.sizes import parse_size
+
+    workers = options["workers"]
+    if options["engine"] == "ray":
+        from mckpt.execute import ray_tasks
+
+        ray_tasks.require()
+        if workers > 1 or ranks.size > 1:
+            other = f"--workers {workers}" if workers > 1 else f"the {ranks.size} processes here"
+            raise UsageError(
+                f"--engine ray and {other} both share the work; use one of them: with Ray, one"
+                " process runs the command"
+            )
+    if ranks.size > 1 and workers > 1:
+        raise UsageError(
+            f"--workers {workers} is for one machine without a launcher; here {ranks.size}"
+            " processes were started, start more of those"
+        )
+    names = ("threads", "checksum", "allow_overflow", "resume", "engine")
+    return {
+        "max_memory": parse_size(options["max_memory"], "--max-memory"),
+        "check_replicas": options.get("check_replicas", False),
+        **{name: options[name] for name in names},
+    }
+
+
+def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
+    """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
+    planned, as_json = _plan(source, dst, target, options, helps=True), options["as_json"]
+    echo(json.dumps(planned.json()) if as_json else planned.summary())
     if options["overwrite"] or planned.finished() is None:
-        planned.destination.check()
+        for note in planned.check(options.get("check_replicas", False)):
+            progress.tell(note, as_json)
 
 
 def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps: bool) -> Plan:
@@ -292,35 +326,19 @@ def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps
     )
 
 
-def _write(source: Checkpoint, dst: Path, target: Target, options: Options) -> Outcome | None:
-    """Plans and writes the target. Under a launcher only rank 0 prints, and the others get None."""
-    from mckpt.execute import ray_tasks
-    from mckpt.execute.ranks import Ranks
-    from mckpt.values.sizes import parse_size
+def _write(
+    source: Checkpoint,
+    dst: Path,
+    target: Target,
+    options: Options,
+    settings: dict[str, Any],
+    ranks: Ranks,
+) -> Outcome | None:
+    """Plans and writes the target. Under a launcher only rank 0 prints, and the others get None.
 
+    settings: the arguments of `Plan.run`.
+    """
     workers, as_json = options["workers"], options["as_json"]
-    ranks = Ranks.of_environment()
-    if options["engine"] == "ray":
-        ray_tasks.require()
-        if workers > 1 or ranks.size > 1:
-            other = f"--workers {workers}" if workers > 1 else f"the {ranks.size} processes here"
-            raise UsageError(
-                f"--engine ray and {other} both share the work; use one of them: with Ray, one"
-                " process runs the command"
-            )
-    if ranks.size > 1 and workers > 1:
-        raise UsageError(
-            f"--workers {workers} is for one machine without a launcher; here {ranks.size}"
-            " processes were started, start more of those"
-        )
-    settings = {
-        "max_memory": parse_size(options["max_memory"], "--max-memory"),
-        "check_replicas": options.get("check_replicas", False),
-        **{
-            name: options[name]
-            for name in ("threads", "checksum", "allow_overflow", "resume", "engine")
-        },
-    }
     try:
         planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
         remote = [p for p in (source.path, planned.destination.root) if stand_in.of(p) is not None]

@@ -134,7 +134,7 @@ class Plan:
                 f"carried unchanged: {counted(held['tensors'], 'tensor')}, {held['bytes']:,} bytes"
             )
         if state := p["optimizer"]:
-            lines += _optimizer_lines(state)
+            lines += _optimizer_lines(state, not self.destination.helps)
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
@@ -147,6 +147,18 @@ class Plan:
         from mckpt.conversion.run import finished
 
         return finished(self)
+
+    def check(self, check_replicas: bool = False) -> list[str]:
+        """Raises the error that `run` would raise before it moves a byte; returns sentences on the
+        values that it would drop.
+
+        Reads the padding of the vocabulary, and the tensors that have copies.
+        """
+        from mckpt.conversion.run import dropped
+
+        self.destination.check()
+        self.side.check_unchanged()
+        return dropped(self, check_replicas)
 
     def run(
         self,
@@ -193,11 +205,17 @@ class Plan:
         return run(self, how, ranks or Ranks())
 
 
-def _optimizer_lines(state: Mapping[str, Any]) -> Iterator[str]:
-    """Yields sentences on the optimizer that is kept; `state` is its entry in the manifest."""
-    proved = (
-        f"; of {counted(state['proved'], 'weight')} the master copy, when rounded, is the weight"
-        + (" within the precision of fp16" if state.get("half") else " bit for bit")
+def _optimizer_lines(state: Mapping[str, Any], compared: bool) -> Iterator[str]:
+    """Yields sentences on the optimizer that is kept; `state` is its entry in the manifest.
+
+    compared: whether the master copies are compared with the weights already.
+    """
+    proved = f"; of {counted(state['proved'], 'weight')} the master copy, when rounded, " + (
+        "will be compared with the weight"
+        if not compared
+        else "is the weight within the precision of fp16"
+        if state.get("half")
+        else "is the weight bit for bit"
     )
     yield (
         f"optimizer ({state['stored_as']}): {', '.join(state['states'])} are kept"

@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from mckpt.conversion.plan import Plan
 
 
+OWN_HEAD = (
+    "config.json says that the embedding is also the output layer (tied). transformers 5 ignores"
+    " that where the output layer of the file differs, and uses both; transformers 4 ignores the"
+    " output layer of the file. For the first give --set tied=false; for the second remove that"
+    " tensor."
+)
+
+
 @dataclass(frozen=True)
 class How:
     """The settings of one run of a plan. `Plan.run` explains them."""
@@ -61,11 +69,11 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
         return _help(plan, session, how)
     plan.side.check_unchanged()
     if ranks.size == 1:  # before any file is created
-        said = dropped(plan, how)
+        said = dropped(plan, how.check_replicas)
     with destination.staging(key, how.resume, ranks.name) as staging, session:
         session.open()
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
-            said = dropped(plan, how)
+            said = dropped(plan, how.check_replicas)
         sums = _move(plan, session, how)
         check_unchanged(plan, before)
         manifest = manifest_of(plan, before, said, sums)
@@ -176,19 +184,21 @@ def move(
         raise UsageError(f"{joined.name(e.tensor)}: {e.where}") from e
 
 
-def dropped(plan: Plan, how: How) -> list[str]:
+def dropped(plan: Plan, check_replicas: bool) -> list[str]:
     """Returns sentences on the values that the conversion drops. Raises SourceError if copies of
-    one tensor differ.
+    one tensor differ; those of a Megatron source are compared only if `check_replicas`.
     """
-    reader = plan.source.reader
-    look = how.check_replicas or not plan.source.is_megatron
-    if look and (apart := reader.check_replicas()):
+    source = plan.source
+    look = check_replicas or not source.is_megatron
+    if look and (apart := source.reader.check_replicas()):
+        tied = not source.is_megatron and source.dims["tied"]
         raise SourceError.of(
-            f"{plan.source.path}: holds different copies of one tensor, and mckpt cannot tell which"
+            f"{source.path}: holds different copies of one tensor, and mckpt cannot tell which"
             " one is right:",
             apart,
+            OWN_HEAD * tied,
         )
-    return reader.padding()
+    return source.reader.padding()
 
 
 def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:

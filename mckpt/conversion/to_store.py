@@ -89,7 +89,7 @@ class _Job:
         """Runs the plan as rank 0, and returns the manifest."""
         plan, journal = self.plan, self.journal
         plan.side.check_unchanged()
-        said = dropped(plan, self.how)
+        said = dropped(plan, self.how.check_replicas)
         journal.refuse_occupied()
         with journal.announced(self.how.resume):
             self._send_side()

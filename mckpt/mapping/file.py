@@ -423,7 +423,7 @@ class MappingFile(NamedTuple):
 
     def stored(self, dims: Mapping[str, Any]) -> list[tuple[Any, ...]]:
         """Returns the facts about these dims that the tensors of a model show: each rule's key, its
-        layers, its experts and its members' shapes.
+        layers, its experts and its members' names and shapes.
         """
         scope = self.scope(dims)
         return [
@@ -431,7 +431,7 @@ class MappingFile(NamedTuple):
                 b.rule.key,
                 b.layers.tolist(),
                 len(b.experts),
-                [hub().shape(name, scope) for name in b.rule.of],
+                [(name, hub().shape(name, scope)) for name in b.rule.of],
             )
             for b in self.bind(scope)
         ]
