@@ -108,11 +108,12 @@ def test_an_unknown_name_of_allow_inexact_is_refused(src, torch_dir, tmp_path):
 
 def test_tokenizer_files_are_copied_byte_for_byte(torch_dir, tmp_path):
     given = tmp_path / "tokenizer"
-    (given / "sub" / "deep").mkdir(parents=True)
+    (given / "additional_chat_templates").mkdir(parents=True)
     files = {
         "tokenizer.json": b'{"mine": 1}\r\n',
         "chat_template.jinja": "{{ 'ä' }}".encode(),
-        "sub/deep/merges.txt": b"\xff\x00\n",
+        "merges.txt": b"\xff\x00\n",
+        "additional_chat_templates/tool.jinja": b"{}",
         "tokenizer.model": b"\0\1",
     }
     for name, data in files.items():

@@ -134,11 +134,12 @@ def test_overwrite_never_removes_foreign_files_of_a_unit(tmp_path, src):
 
 def test_overwrite_replaces_an_output_with_its_side_files(tmp_path, src, trained):
     tokenizer = tmp_path / "tokenizer"
-    (tokenizer / "nested").mkdir(parents=True)
-    (tokenizer / "nested" / "odd.bpe").write_bytes(b"\0\1")
+    tokenizer.mkdir()
+    (tokenizer / "odd.bpe").write_bytes(b"\0\1")
     good("megatron-to-hf", trained, tmp_path / "dst", "--tokenizer", tokenizer)
+    assert "odd.bpe" in tree(tmp_path / "dst")
     good("megatron-to-hf", trained, tmp_path / "dst", "--overwrite")
-    assert "nested/odd.bpe" not in tree(tmp_path / "dst")
+    assert "odd.bpe" not in tree(tmp_path / "dst")
 
 
 def test_overwrite_of_a_link_removes_only_the_link(tmp_path, src):

@@ -360,6 +360,9 @@ def _write(
         return None
     if not as_json and "many" not in options:
         echo(planned.summary(), err=True)
+    else:
+        for remark in planned.remarks:
+            progress.tell(remark, as_json)
     if note := planned.destination.tracker_note():
         progress.tell(note, as_json)
     start = time.perf_counter()

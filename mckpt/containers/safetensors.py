@@ -21,14 +21,12 @@ from typing import Annotated, Any, Literal
 from mckpt.containers.entries import Columns, Entries, Kind
 from mckpt.errors import SourceError
 from mckpt.storage import descriptors
-from mckpt.storage.files import unreadable
+from mckpt.storage.files import LFS_POINTER, pointer, unreadable
 from mckpt.values import dtypes
 
 # the entry with which most headers begin; it does not describe a tensor
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
-# the beginning of the file that a clone without git-lfs holds in place of a large file
-LFS_POINTER = b"version https://git-lfs"
 TOO_LARGE = 1 << 62  # bytes; more than any file has
 
 
@@ -106,13 +104,6 @@ def _without_holes(
             )
             raise SourceError(f"{path}: {key} {starts}: a hole or an overlap")
         before = end
-
-
-def pointer(path: str) -> SourceError:
-    """Returns the error of a file that begins with LFS_POINTER."""
-    return SourceError(
-        f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there"
-    )
 
 
 def _read_header(path: str) -> tuple[dict[str, Any], int, int]:

@@ -39,6 +39,7 @@ class Plan:
     side: SideFiles
     copied: list[Path]  # the source files that are copied whole
     facts: dict[str, Any]  # the content of the manifest
+    remarks: list[str]  # sentences for the user on files that the output does not have
 
     @cached_property
     def digest(self) -> str:
@@ -98,7 +99,7 @@ class Plan:
             "optimizer": self.facts.get("optimizer"),
             "left_behind": self.facts.get("left_behind", self.source.left_behind()),
             "inexact": self.facts["inexact"],
-            "notes": self.facts["notes"],
+            "notes": [*self.facts["notes"], *self.remarks],
             "plan": self.digest,
         }
 

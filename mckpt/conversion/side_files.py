@@ -13,7 +13,7 @@ from mckpt.formats.carried import FILES
 from mckpt.formats.hf_config import CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.storage import stand_in
-from mckpt.storage.files import TargetFile, stamp
+from mckpt.storage.files import TargetFile, mode_of, stamp
 from mckpt.storage.staging import sync
 
 
@@ -95,6 +95,7 @@ class SideFiles:
             if isinstance(source, bytes):
                 path.write_bytes(source)
             else:
+                path.touch(mode_of(source))
                 shutil.copyfile(source, path)
             sync(path)
         self.check_unchanged()  # a file may have changed during the copy

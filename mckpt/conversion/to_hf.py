@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,11 @@ from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf import unquantised
 from mckpt.formats.hf_config import (
     CONFIG,
+    GENERATION,
     QUANTISED,
+    TOKENIZER,
+    is_side_file,
+    left_out,
     quantised_by,
     read_config,
     side_files,
@@ -40,7 +45,7 @@ from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
-from mckpt.storage.files import TargetFile, read_file
+from mckpt.storage.files import TargetFile, mode_of, read_file
 
 
 def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
@@ -87,7 +92,10 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     roots = [Path(root) for root in (tokenizer, source.described_by) if root is not None]
     copies = _side_copies(roots, {file.path for file in outputs})
     outputs += [TargetFile.copy(name, path) for name, path in copies.items()]
-    outputs.append(TargetFile.whole(CONFIG, text))
+    config = TargetFile.whole(CONFIG, text)
+    if (described := source.described_by) is not None:
+        config = config._replace(mode=mode_of(described / CONFIG))
+    outputs.append(config)
     joined = join(source.layout, layout)
     facts = facts_of(
         source,
@@ -103,7 +111,8 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         **named_by_user(source, kept is not None),
     )
     side, copied = SideFiles(destination.root, {}), list(copies.values())
-    return Plan(source, destination, target, joined, layout, outputs, side, copied, facts)
+    remarks = [*left_out(roots), *_lacking(copies, source)]
+    return Plan(source, destination, target, joined, layout, outputs, side, copied, facts, remarks)
 
 
 def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]:
@@ -173,10 +182,23 @@ def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
     for root in roots:
         if not root.is_dir():
             raise UsageError(f"{root}: is not a directory; --tokenizer needs one")
-        for name in side_files(root):
+        for name in side_files(root).kept:
             if name not in there:
                 out.setdefault(name, root / name)
     return out
+
+
+def _lacking(names: Iterable[str], source: Checkpoint) -> list[str]:
+    """Returns a sentence on what a loader may miss among the files of an export, none if nothing is
+    missing.
+    """
+    lacks = [] if any(is_side_file(name, TOKENIZER) for name in names) else ["tokenizer"]
+    if source.dims["causal"] and GENERATION not in names:
+        lacks.append(GENERATION)
+    return [
+        f"the export has no {' and no '.join(lacks)}: --tokenizer HF_DIR copies what that directory"
+        " has of it"
+    ] * bool(lacks)
 
 
 def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:

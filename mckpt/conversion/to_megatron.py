@@ -42,7 +42,7 @@ from mckpt.conversion.target import Target
 from mckpt.errors import UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Wanted
-from mckpt.formats.hf_config import CONFIG, QUANTISED, read_config, side_files
+from mckpt.formats.hf_config import CONFIG, QUANTISED, left_out, read_config, side_files
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
@@ -134,7 +134,9 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         **_form(source),
         **named_by_user(source, MAPPING in side.files),
     )
-    return Plan(moved, destination, target, joined, layout, outputs, side, [], facts)
+    root = _side_root(source)
+    remarks = left_out([] if root is None else [root])
+    return Plan(moved, destination, target, joined, layout, outputs, side, [], facts, remarks)
 
 
 def _form(source: Checkpoint) -> dict[str, str | None]:
@@ -329,16 +331,22 @@ def _lost(
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
 
 
+def _side_root(source: Checkpoint) -> Path | None:
+    """Returns the directory whose Hugging Face files go to DST/hf; None if there is none."""
+    root = source.side_directory if source.is_megatron else source.path
+    if root is None and source.carried:  # its tensors need the config.json that describes them
+        root = source.described_by
+    return root
+
+
 def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     """Returns the Hugging Face files for DST/hf: config.json with the user's corrections, and the
     user's family file.
     """
-    root = source.side_directory if source.is_megatron else source.path
-    if root is None and source.carried:  # its tensors need the config.json that describes them
-        root = source.described_by
+    root = _side_root(source)
     if root is None:
         return {}
-    side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *side_files(root)]}
+    side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *side_files(root).kept]}
     if source.overruled:
         config = source.mapping.restate(read_config(root), source.dims, source.overruled)
         side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()

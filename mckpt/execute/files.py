@@ -185,8 +185,8 @@ def lay_out(outputs: Sequence[TargetFile], staging: Path, journal: Path) -> None
             folder.mkdir(parents=True, exist_ok=True)
         for path, output, old in zip(paths, outputs, found, strict=True):
             if old is None or old.st_size != output.size:
-                with open(path, "wb") as file:
-                    file.truncate(output.size)
+                path.touch(output.mode)
+                os.truncate(path, output.size)
     except OSError as error:
         refused("lay out", error.filename or staging, error)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
+from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.storage.files import read_file
+from mckpt.storage.staging import MANIFEST
 
 CONFIG = "config.json"
 QUANTISED = "quantization_config"  # the key of config.json
@@ -24,6 +27,23 @@ WEIGHTS = (
     ".msgpack",
     ".onnx",
     ".index.json",
+)
+ADAPTER = "adapter_config.json"  # describes an adapter, such as a LoRA, in the same directory
+GENERATION = "generation_config.json"
+TOKENIZER = (
+    *("tokenizer.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json"),
+    *("*vocab*.json", "vocab.txt", "*.bpe", "bpe.codes"),
+)
+# The files that a Hugging Face model directory has beside config.json and weights, as patterns
+# that match letters of either case. No other file is copied or uploaded (docs/side-files.md).
+SIDE_FILES = (
+    *TOKENIZER,
+    *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.json", "*.jinja", "additional_chat_templates/*.jinja"),
+    *(GENERATION, "*processor_config.json", "configuration.json"),
+    *("*.py", "*.md", "LICENSE*", "NOTICE*"),
+    *("modules.json", "config_sentence_transformers.json", "sentence_*_config.json"),
+    *("[0-9]_*/config.json", MAPPING),
 )
 
 
@@ -49,22 +69,66 @@ def parse_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def side_files(root: Path) -> list[str]:
-    """Returns every file that is neither weights, nor config.json, nor hidden, relative to the
-    directory.
+class Beside(NamedTuple):
+    """The files beside weights in a directory, as names relative to it."""
+
+    kept: list[str]  # a model directory has such files
+    # files of other names, and links to what is not part of the directory
+    left_out: list[str]
+
+
+def side_files(root: Path) -> Beside:
+    """Returns the files of a directory that are neither weights, nor config.json, nor mckpt.json,
+    nor hidden. A link to a directory is not followed.
     """
-    out = []
+    out = Beside([], [])
     for folder, inner, names in os.walk(root):
+        here = Path(folder).relative_to(root)
         inner[:] = sorted(d for d in inner if not d.startswith("."))
-        for name in sorted(names):
-            relative = str((Path(folder) / name).relative_to(root))
-            if (
-                not name.startswith(".")
-                and not name.endswith(WEIGHTS)
-                and relative not in (CONFIG, "mckpt.json")
-            ):
-                out.append(relative)
+        links = [d for d in inner if os.path.islink(os.path.join(folder, d))]
+        for name in sorted([*names, *links]):
+            relative = (here / name).as_posix()
+            if name.startswith(".") or name.endswith(WEIGHTS) or relative in (CONFIG, MANIFEST):
+                continue
+            kept = name not in links and is_side_file(relative) and belongs(root / relative, root)
+            out[not kept].append(relative)
     return out
+
+
+def is_side_file(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
+    """Returns whether the name of a file, relative to its directory, matches a pattern."""
+    return any(
+        pattern.count("/") == name.count("/") and fnmatch.fnmatchcase(name.lower(), pattern.lower())
+        for pattern in patterns
+    )
+
+
+def belongs(path: Path, root: Path) -> bool:
+    """Returns whether the content of a file is part of the directory `root`: the file is no link,
+    or a link to a file of the directory or of a cache of huggingface_hub.
+
+    A link to nothing belongs to the directory, which is damaged.
+    """
+    target = Path(os.path.realpath(path))
+    cached = target.parent.name == "blobs" and target.parent.parent.name.startswith("models--")
+    return (
+        not path.is_symlink()
+        or cached
+        or target.is_relative_to(os.path.realpath(root))
+        or not target.exists()
+    )
+
+
+def left_out(roots: Iterable[Path]) -> list[str]:
+    """Returns a sentence on the files of these directories that are not copied, none without such
+    files.
+    """
+    names = [name for root in roots for name in side_files(root).left_out]
+    more = f" and {len(names) - 3:,} more" * (len(names) > 3)
+    return [
+        f"left out, because a model directory has no such files, or because they are links that"
+        f" leave the directory (docs/side-files.md): {', '.join(names[:3])}{more}"
+    ] * bool(names)
 
 
 def quantised_by(config: Mapping[str, Any]) -> Any:

@@ -16,7 +16,7 @@ from mckpt.containers.entries import Entries, Entry, entry_of
 from mckpt.errors import SourceError
 from mckpt.formats import foreign
 from mckpt.storage import descriptors
-from mckpt.storage.files import read_file, unreadable
+from mckpt.storage.files import LFS_POINTER, pointer, read_file, unreadable
 
 INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
 SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
@@ -166,8 +166,8 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     except OSError as e:
         raise unreadable(path, e) from e
     try:
-        if descriptors.pread(fd, len(safetensors.LFS_POINTER), 0) == safetensors.LFS_POINTER:
-            raise safetensors.pointer(path)
+        if descriptors.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
+            raise pointer(path)
         value, data = torch_file.read(fd, path)
     finally:
         descriptors.close(fd)

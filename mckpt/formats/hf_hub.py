@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mckpt.errors import UsageError
+from mckpt.formats.hf_config import ADAPTER, CONFIG, SIDE_FILES
 from mckpt.formats.hf_files import INDEX, SINGLE, index_files
 from mckpt.storage import hub, stand_in
+from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
 
-# Config, tokenizer, indices, code, licence: everything but weights, at the top of a repository.
-SMALL = (
-    *("*.json", "*.jsonl", "*.yaml", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py"),
-    *("*.md", "LICENSE*", "NOTICE*"),
-)
+# Everything but weights, at the top of a repository.
+SMALL = (CONFIG, MANIFEST, ADAPTER, *INDEX.values(), *SIDE_FILES)
 
 
 def local(path: str | Path, *, weights: bool = True) -> Path:

@@ -13,6 +13,8 @@ from mckpt.errors import SourceError, StorageError
 from mckpt.storage import descriptors, stand_in
 
 BLOCK = 1 << 20  # bytes of a copied file in memory at once
+# the beginning of the file that a clone without git-lfs holds in place of a large file
+LFS_POINTER = b"version https://git-lfs"
 
 
 def unreadable(path: str | Path, error: OSError) -> StorageError:
@@ -20,10 +22,18 @@ def unreadable(path: str | Path, error: OSError) -> StorageError:
     return StorageError(f"{path}: cannot be read: {error.strerror or error}")
 
 
+def pointer(path: str | Path) -> SourceError:
+    """Returns the error of a file that begins with LFS_POINTER."""
+    return SourceError(
+        f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there"
+    )
+
+
 def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
     """Returns the bytes of a small file.
 
-    Raises StorageError if it cannot be read, SourceError if it has more than `limit` bytes.
+    Raises StorageError if it cannot be read, SourceError if it has more than `limit` bytes or is a
+    pointer of git-lfs.
     """
     stand_in.whole(path)
     try:
@@ -33,9 +43,12 @@ def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
                 f"{path}: {size:,} bytes, and a file of this kind has at most {limit:,}"
             )
         with open(path, "rb") as f:
-            return f.read()
+            data = f.read()
     except OSError as e:
         raise unreadable(path, e) from e
+    if data.startswith(LFS_POINTER):
+        raise pointer(path)
+    return data
 
 
 class Made(Protocol):
@@ -59,6 +72,7 @@ class TargetFile(NamedTuple):
     path: str  # in the staging directory
     size: int  # bytes
     fixed: Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]
+    mode: int = 0o666  # permissions, of which the umask takes some away
 
     @classmethod
     def whole(cls, path: str, data: bytes) -> TargetFile:
@@ -108,19 +122,26 @@ class TargetFile(NamedTuple):
                     " the command again"
                 )
 
-        return cls(path, size, blocks)
+        return cls(path, size, blocks, mode_of(source))
+
+
+def mode_of(source: Path) -> int:
+    """Returns the permissions of a copy of a file: nobody else can read it who cannot read the
+    file.
+    """
+    return os.stat(source).st_mode & 0o666 | 0o600
 
 
 def stamp(path: Path) -> tuple[int, int]:
     """Returns the size in bytes and the mtime in ns of a file that is to be copied whole.
 
-    Raises SourceError if it cannot be read or is not a regular file.
+    Raises SourceError if it cannot be read, is not a regular file, or is a pointer of git-lfs.
     """
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait
             raise SourceError(f"{path}: is not a regular file and cannot be copied; remove it")
         with open(path, "rb") as f:
-            found = os.fstat(f.fileno())
+            found, start = os.fstat(f.fileno()), f.read(len(LFS_POINTER))
     except OSError as e:
         if path.is_symlink() and not path.exists():
             raise SourceError(
@@ -128,4 +149,6 @@ def stamp(path: Path) -> tuple[int, int]:
                 " or remove the link"
             ) from None
         raise SourceError(f"{unreadable(path, e)}; make it readable or remove it") from e
+    if start == LFS_POINTER:
+        raise pointer(path)
     return found.st_size, found.st_mtime_ns

@@ -1,0 +1,82 @@
+"""The files that mckpt copies beside weights: which ones, from where, and whether undamaged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mckpt.storage.files import LFS_POINTER
+from tests.door import good, refused, tree
+
+STRANGERS = ("notes.txt", "id_rsa", "train.log", "runs/events", "sub/tokenizer.json")
+
+
+@pytest.fixture
+def model(src: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model's directory."""
+    return Path(shutil.copytree(src, tmp_path / "model"))
+
+
+def test_only_files_of_a_model_directory_are_copied(model: Path, tmp_path: Path) -> None:
+    """Links are copied if they stay in the directory, or lead into the Hub's cache."""
+    (tmp_path / "passwd").write_text("secret")
+    blobs = tmp_path / "models--org--name/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "1234").write_text("{{ messages }}")
+    for name in STRANGERS:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("mine")
+    (model / "tokenizer.model").symlink_to(tmp_path / "passwd")
+    (model / "additional_chat_templates").symlink_to(blobs)
+    (model / "vocab.txt").symlink_to("tokenizer.json")
+    (model / "chat_template.jinja").symlink_to(blobs / "1234")
+    (model / "License.txt").write_text("ours")
+    for name in ("model.gguf", ".env"):  # left out in silence
+        (model / name).write_text("x")
+    said = good("hf-to-megatron", model, tmp_path / "ckpt").err
+    kept = {
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("special_tokens_map.json", "vocab.txt", "chat_template.jinja", "License.txt"),
+    }
+    assert tree(tmp_path / "ckpt/hf").keys() == kept
+    assert (tmp_path / "ckpt/hf/chat_template.jinja").read_text() == "{{ messages }}"
+    assert "links that leave the directory" in said
+    assert ": additional_chat_templates, id_rsa, notes.txt and 4 more" in said, said
+    args = ("plan", tmp_path / "ckpt", tmp_path / "out", "--tokenizer", model)
+    assert "id_rsa, notes.txt and 4 more" in good(*args).out
+    before = good(*args, "--json").json["plan"]
+    (model / "other.log").write_text("")
+    assert good(*args, "--json").json["plan"] == before  # a stranger does not change the output
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "README.md"])
+def test_a_pointer_of_git_lfs_is_never_copied(model: Path, tmp_path: Path, name: str) -> None:
+    (model / name).write_bytes(LFS_POINTER + b"/spec/v1\noid sha256:00\nsize 9085657\n")
+    words = (f"{name}: is a pointer of git-lfs", "git lfs pull")
+    refused(3, *words, args=("hf-to-megatron", model, tmp_path / "ckpt"), untouched=tmp_path)
+
+
+def test_a_private_file_stays_private(model: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        (model / name).chmod(0o600)
+    (model / "tokenizer_config.json").chmod(0o444)
+    good("hf-to-megatron", model, tmp_path / "ckpt")
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
+    for folder in (tmp_path / "ckpt/hf", tmp_path / "out"):
+        modes = {name: (folder / name).stat().st_mode & 0o777 for name in os.listdir(folder)}
+        assert modes["tokenizer.json"] == modes["config.json"] == 0o600, folder
+        assert modes["tokenizer_config.json"] == 0o644, folder
+
+
+def test_an_export_says_what_it_lacks(model: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.move(model / name, tmp_path / name)
+    good("hf-to-megatron", model, tmp_path / "ckpt")
+    line = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
+    said = good(*line).err
+    assert "the export has no tokenizer and no generation_config.json: --tokenizer HF_DIR" in said
+    said = good(*line, "--tokenizer", tmp_path, "--overwrite").err
+    assert "the export has no" not in said and (tmp_path / "out/tokenizer.json").exists()
