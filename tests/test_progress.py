@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from mckpt.cli import progress
+from mckpt.verification import levels
+from mckpt.verification.verdict import Verdict
 from tests import door
 from tests.tiny import TinyModel
 
@@ -52,6 +55,55 @@ def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.M
         line(500, 1000, 1, 2)
     assert "/?" not in shown.getvalue()
     assert "500/1,000 bytes" in shown.getvalue() or "0.5/1.0 kB" in shown.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("width", "bar", "more"),
+    [(120, True, True), (100, True, True), (90, False, True), (60, False, False)],
+)
+def test_a_narrow_terminal_keeps_the_numbers(
+    monkeypatch: pytest.MonkeyPatch, width: int, bar: bool, more: bool
+) -> None:
+    import rich.console
+
+    shown = io.StringIO()
+    real = rich.console.Console
+    monkeypatch.setattr(
+        rich.console, "Console", lambda **how: real(file=shown, force_terminal=True, width=width)
+    )
+    monkeypatch.setattr(progress, "resident", lambda: 12_345 << 20)
+    with progress.Line("comparing") as line:
+        line(12_300_000_000, 123_400_000_000, 1234, 1234)
+        shown.truncate(0)
+        line.bar.refresh()
+        last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    assert "12.3/123.4 GB" in last and "-:--:--" in last and "\u2026" not in last, last
+    assert ("\u2501" in last) is bar and ("1,234 of 1,234 files" in last) is more, last
+
+
+def test_each_phase_is_a_line_on_stderr_when_it_starts(
+    src: Path, torch_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr(levels.launching, "require", lambda *names: None)
+    monkeypatch.setattr(levels.launching, "launch", lambda module, *more: ran.append(module))
+    monkeypatch.setattr(levels.verdict, "judge", lambda *given: Verdict("pass", [], {}))
+    said = door.good("verify", src, torch_dir, "--device", "cpu", "--tp", 4)
+    wanted = [
+        "writing the weights for tp 4",
+        "comparing all stored values, at the same time",
+        "transformers computes the logits of 4 sequences on cpu",
+        "Megatron-Core computes them with tp 4",
+        "judging the logits",
+    ]
+    lines = said.err.splitlines()
+    assert len(lines) == len(wanted) and len(ran) == 2
+    for line, words in zip(lines, wanted, strict=True):
+        assert re.match(r" *\d+\.\d s  ", line) and words in line
+    said = door.good("verify", src, torch_dir, "--level", "bytes", "--json")
+    event = json.loads(said.err)
+    assert event.pop("seconds") >= 0
+    assert event == {"event": "phase", "message": "comparing all stored values"}
 
 
 def test_json_puts_the_result_on_stdout_and_events_on_stderr(

@@ -16,6 +16,9 @@ EVENT_S = 1.0  # seconds between two events
 # Seconds over which the rate is measured: enough for a steady rate, few enough to show a disk that
 # stalls.
 WINDOW_S = 10.0
+# Widths of a terminal, in characters, at which the line of progress has room for the numbers and a
+# bar of some characters, and for the numbers and the memory and files beside them.
+BAR_WIDTH, MORE_WIDTH = 100, 85
 
 
 def tell(text: str, as_json: bool) -> None:
@@ -39,18 +42,27 @@ def showing(what: str, as_json: bool) -> Iterator[Callable[..., None] | None]:
 
 
 @contextmanager
-def waiting(what: str) -> Iterator[None]:
-    """Shows a spinner and the seconds that have passed if stderr is a terminal."""
-    if not sys.stderr.isatty():
-        yield
+def phases(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a callback that prints each phase of a command on stderr when it starts, with the
+    seconds that have passed. A terminal also shows a spinner and the time.
+    """
+    start = time.monotonic()
+
+    def tell(text: str) -> None:
+        seconds = time.monotonic() - start
+        event = {"event": "phase", "message": text, "seconds": round(seconds, 2)}
+        echo(json.dumps(event) if as_json else f"{seconds:5.1f} s  {text}", err=True)
+
+    if as_json or not sys.stderr.isatty():
+        yield tell
         return
     from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn(what), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        bar.add_task(what, total=None)
-        yield
+        bar.add_task("", total=None)
+        yield tell
 
 
 class Meter:
@@ -103,21 +115,28 @@ class Events:
 
 
 class Line:
-    """Draws one line on a terminal, with rich."""
+    """Draws one line on a terminal, with rich. A narrow terminal has no bar, and no files and
+    memory either before it would lose a number of the others.
+    """
 
     def __init__(self, what: str) -> None:
         from rich import progress
         from rich.console import Console
 
-        self.bar = progress.Progress(
+        numbers = (
             what,
-            progress.BarColumn(),
             progress.DownloadColumn(),
             progress.TransferSpeedColumn(),
             progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.fields[more]}"),
-            console=Console(stderr=True),
         )
+        more = progress.TextColumn("{task.fields[more]}")
+        # the columns that need this width of the terminal, in characters
+        self.columns = {
+            BAR_WIDTH: (what, progress.BarColumn(None), *numbers[1:], more),
+            MORE_WIDTH: (*numbers, more),
+            0: numbers,
+        }
+        self.bar = progress.Progress(console=Console(stderr=True))
         # invisible until the first call tells the total
         self.task = self.bar.add_task(what, total=None, more="", visible=False)
 
@@ -132,6 +151,8 @@ class Line:
         more = f"{resident() >> 20} MiB memory"
         if num_files:
             more += f", {files:,} of {num_files:,} files"
+        width = self.bar.console.width
+        self.bar.columns = next(some for least, some in self.columns.items() if width >= least)
         self.bar.update(self.task, completed=done, total=total, more=more, visible=True)
 
 

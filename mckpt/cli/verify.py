@@ -99,8 +99,8 @@ def verify(
             page.refuse(file)  # before the models run, which takes minutes
     options["settings"] = parse_settings(options)
     start = time.perf_counter()
-    with progress.waiting("transformers and Megatron-Core are running"):
-        found = levels.verify(hf, megatron, **options)
+    with progress.phases(as_json) as tell:
+        found = levels.verify(hf, megatron, tell=tell, **options)
     if report is not None:
         page.write(found, report)
     if card is not None:

@@ -18,7 +18,7 @@ import math
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -77,6 +77,7 @@ class Options:
     steps: int = 4  # training steps of the level `train`
     timeout_s: float = 1800  # limit of one collective
     keep: str | Path | None = None  # directory for the arrays of both sides; None: they are removed
+    tell: Callable[[str], None] = lambda text: None  # called with each phase when it starts
 
 
 def verify(hf: str | Path, megatron: str | Path, **options: Any) -> Verdict:
@@ -99,6 +100,7 @@ def verify_all(
         left = left.named_as(Checkpoint(checkpoints[0], Known(iteration=options.iteration)))
         options = replace(options, mapping=left.known.mapping)
     if options.level == "bytes":
+        options.tell("comparing all stored values")
         return [_bytes(left, Checkpoint(path, _known(left, options))) for path in checkpoints]
     if left.is_megatron:
         raise UsageError(
@@ -130,6 +132,7 @@ def verify_all(
                 "checkpoints that are verified together must be of one dtype, with the same casts"
                 " in mckpt.json, and run at the same sizes"
             )
+        options.tell("comparing all stored values, at the same time as the following")
         with _comparing(subjects) as values:
             return _run(subjects, values, work, options)
     finally:
@@ -181,10 +184,13 @@ def _run(
     ]
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
     held |= {"instead": list(instead.items())}
+    if left.quantised:
+        options.tell("writing a dequantised copy for transformers")
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
     # without the layers of multi-token prediction, which neither model runs
     held["parts"] = left.dims["layer_parts"][: left.dims["num_layers"]]
+    options.tell(f"transformers computes the logits of {len(sequences)} sequences on {device}")
     launching.launch(
         "mckpt.trainer.reference",
         {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held},
@@ -205,6 +211,7 @@ def _run(
             for s in subjects
         ]
         job = {"out": str(work), "timeout_s": options.timeout_s, "checkpoints": jobs}
+        options.tell(f"Megatron-Core computes them with {say_sizes(sizes)}")
         launching.launch("mckpt.trainer.worker", job, work, device, launching.world(sizes))
 
     try:
@@ -218,6 +225,7 @@ def _run(
             raise
         found = [verdict.does_not_load(only, e)]  # and the args say why
     else:
+        options.tell("judging the logits and the stored values")
         found = [
             verdict.judge(subject.pair, one.result(), work, device, num_ranks)
             for subject, one in zip(subjects, values, strict=True)
@@ -319,6 +327,7 @@ class _Subject:
         self.resharded |= not listed.written or bool(listed.until)
         if self.resharded:
             self.run_path = work / f"{name}.resharded"
+            options.tell(f"writing the weights for {wanted} into a temporary directory")
             reshard(right, self.run_path, wanted)
 
     def _cast_notes(self) -> list[str]:
@@ -456,6 +465,7 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
         if subject.given_args:
             job["args"] = subject.given_args
         num_ranks = launching.world(sizes)
+        options.tell(f"Megatron-Core trains {options.steps} steps with {say_sizes(sizes)}")
         launching.launch(
             "mckpt.trainer.train", job, work, launching.device(options.device, num_ranks), num_ranks
         )
