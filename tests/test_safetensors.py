@@ -12,6 +12,7 @@ import mckpt
 from mckpt.checkpoint.inspection import inspect
 from mckpt.containers import safetensors
 from mckpt.containers.entries import Entry
+from mckpt.errors import SourceError
 
 
 def write(path: Path, nbytes: int, **tensors: Any) -> int:
@@ -132,3 +133,11 @@ def test_a_key_in_two_files_is_one_tensor(tmp_path: Path) -> None:
         "x is in a.safetensors and in b.safetensors",
         "z: model.safetensors.index.json places it in b.safetensors, which does not contain it",
     ]
+
+
+@pytest.mark.parametrize("name", ["\ud800", "a\udfffb"])
+def test_half_of_a_surrogate_pair_is_refused(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "a.safetensors", 4, **{name: ("F32", [], 0, 4)})
+    with pytest.raises(SourceError, match="the header is not JSON") as caught:
+        safetensors.read([str(tmp_path / "a.safetensors")])
+    str(caught.value).encode()

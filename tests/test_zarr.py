@@ -5,6 +5,7 @@ the format `torch` that the same ranks saved of the same state (tests/zarr_sampl
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import tarfile
@@ -256,7 +257,14 @@ def changed(**fields: Any) -> Callable[[Path], None]:
         (changed(dtype="<c8"), ("dtype '<c8' is not one of bfloat16",)),
         (changed(shape=[2, 16, 8]), (f"{PROJ}/0.0.1 is outside of the array",)),
         (changed(shape=[16, 16]), ("shape [16, 16] and chunks [1, 16, 8]",)),
-        (lambda unit: (unit / PROJ / ".zarray").write_text("{"), ("is no description",)),
+        (changed(shape=[2, 16, 2**40]), (f"{PROJ}/0.0.2 and 274,877,906,939 more",)),
+        (changed(shape=[2, 16, 2**63]), ("shape [2, 16, 9223372036854775808] and chunks",)),
+        (changed(shape=[2, 16, 16.0]), ("shape [2, 16, 16.0] and chunks",)),
+        (changed(shape=[2, 16, math.inf]), ("shape [2, 16, inf] and chunks",)),
+        (changed(chunks=16), ("is no description",)),
+        (lambda unit: (unit / PROJ / ".zarray").write_text("{"), ("not valid JSON",)),
+        (lambda unit: (unit / PROJ / ".zarray").write_text("[" * 9000), ("not valid JSON",)),
+        (lambda unit: (unit / "metadata.json").write_text("[" * 9000), ("no checkpoint",)),
         (lambda unit: shutil.rmtree(unit / PROJ), (f"{PROJ} is missing",)),
         (lambda unit: (unit / "metadata.json").unlink(), ("its save never finished",)),
     ],
@@ -265,9 +273,15 @@ def test_damage_is_named(
     damage: Callable[[Path], None], words: tuple[str, ...], llama: Path, tmp_path: Path
 ) -> None:
     damage(llama / UNIT)
+    assert "internal error" not in command("check", llama).err
     refused(3, *words, args=("reshard", llama, tmp_path / "out", "--target-tp", 1))
     assert not (tmp_path / "out").exists()
-    assert command("check", llama).code == 3
+
+
+def test_check_names_a_chunk_of_another_size_once(llama: Path) -> None:
+    truncated(llama / UNIT)
+    said = command("check", llama)
+    assert said.code == 3 and said.out.count(f"{PROJ}/1.0.1 has 254 bytes") == 1, said
 
 
 # ------------------------------------------------------------------------- the old release as judge

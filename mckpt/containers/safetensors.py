@@ -194,6 +194,7 @@ def _header(path: str, raw: bytearray) -> dict[str, Any]:
 
     try:
         found = json.loads(raw, object_pairs_hook=unique)
+        json.dumps(found, ensure_ascii=False).encode()  # which half of a surrogate pair fails
     except (ValueError, RecursionError) as e:
         raise SourceError(f"{path}: the header is not JSON: {e}") from None
     if not isinstance(found, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
 from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.storage.files import read_file
+from mckpt.storage.files import read_json
 from mckpt.storage.staging import MANIFEST
 
 CONFIG = "config.json"
@@ -60,10 +59,7 @@ def read_config(root: Path) -> dict[str, Any]:
 
 def parse_config(path: Path) -> dict[str, Any]:
     """Returns the config.json at any path."""
-    try:
-        config = json.loads(read_file(path, 1 << 24))
-    except (ValueError, RecursionError) as e:
-        raise SourceError(f"{path}: not valid JSON: {e}") from None
+    config = read_json(path, 1 << 24)
     if not isinstance(config, dict):
         raise SourceError(f"{path}: holds {type(config).__name__}, not an object")
     return config

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from mckpt.errors import SourceError, StorageError
 from mckpt.storage import descriptors, stand_in
@@ -49,6 +50,20 @@ def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
     if data.startswith(LFS_POINTER):
         raise pointer(path)
     return data
+
+
+def read_json(path: str | Path, limit: int) -> Any:
+    """Returns the content of a small JSON file.
+
+    Raises StorageError if it cannot be read, SourceError if it is too large or not JSON, or has
+    half of a surrogate pair, which no text can be printed with.
+    """
+    try:
+        found = json.loads(read_file(path, limit))
+        json.dumps(found, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as e:
+        raise SourceError(f"{path}: not valid JSON: {e}") from None
+    return found
 
 
 class Made(Protocol):

@@ -11,11 +11,19 @@ is read and written without torch. The classes are those that torch 2.1 to 2.13 
 0.6 to main pickle (MCoreMetadata and MCoreSavePlan are dataclasses with more fields).
 """
 
-from mckpt.containers.dcp_metadata.reading import MAX_BYTES, Index, Metadata, read_metadata
+from mckpt.containers.dcp_metadata.reading import (
+    MAX_BYTES,
+    Chunk,
+    Index,
+    Metadata,
+    possible,
+    read_metadata,
+)
 from mckpt.containers.dcp_metadata.writing import Chunks, Items, Rows, Words, emit_metadata
 
 __all__ = [
     "MAX_BYTES",
+    "Chunk",
     "Chunks",
     "Index",
     "Items",
@@ -23,5 +31,6 @@ __all__ = [
     "Rows",
     "Words",
     "emit_metadata",
+    "possible",
     "read_metadata",
 ]

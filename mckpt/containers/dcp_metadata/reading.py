@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle
-from mckpt.containers.safe_pickle import Global
+from mckpt.containers.safe_pickle import Global, Record
 from mckpt.errors import PickleError, SourceError
 from mckpt.lazy import distinct
 from mckpt.lazy import numpy as np
@@ -141,7 +141,7 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     for key, value in described.items():
         if type(key) is not str:
             problems.append(f"key {safe_pickle.short(key)} is not a string")
-        elif type(value).__name__ == "Global" and type(value).name == "BytesStorageMetadata":
+        elif isinstance(value, Record) and type(value).name == "BytesStorageMetadata":
             objects.append(key)
         else:
             try:
@@ -279,16 +279,18 @@ def _is_file_name(file: str) -> bool:
     return file not in ("", ".", "..") and not set("/\\\0") & set(file) and len(file) < 256
 
 
+def possible(shape: tuple[Any, ...]) -> bool:
+    """Returns whether a tensor can have this shape: offsets in bytes then fit 64 bits."""
+    sizes = len(shape) <= 64 and all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    return sizes and math.prod(shape) < 1 << 60
+
+
 def _tiling(dtype: str, shape: Index, chunks: list[Chunk]) -> list[str]:
     """Returns the problem, if there is one, of chunks that do not cover each element once."""
     if dtype not in dtypes.TABLE:
         return [f"dtype {dtype[:80]} is not one that mckpt knows"]
     rank = len(shape)
-    if (
-        rank > 64
-        or not all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
-        or math.prod(shape) >= 1 << 60
-    ):
+    if not possible(shape):
         return [f"its shape, of rank {rank}, has sizes that no tensor has"]
     ranks = (set(map(len, map(itemgetter(i), chunks))) for i in range(2))
     if set().union(*ranks) - {rank}:

@@ -13,7 +13,6 @@ ffn].
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -50,7 +49,7 @@ from mckpt.formats.megatron.zarr_directory import has_arrays
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
-from mckpt.storage.files import read_file
+from mckpt.storage.files import read_json
 
 CHOICES = {"keys": ("global",)}  # of the dialects
 
@@ -72,8 +71,8 @@ def backend(path: Path) -> str:
         other = "" if has_keys(path, "decoder.") else ", or another program than Megatron wrote it"
         raise SourceError(f"{path}: has no {MARKER}: its save never finished{other}")
     try:
-        return str(json.loads(read_file(path / MARKER, 1 << 20))["sharded_backend"])
-    except (ValueError, KeyError, TypeError):
+        return str(read_json(path / MARKER, 1 << 20)["sharded_backend"])
+    except (KeyError, TypeError, IndexError):
         raise SourceError(f"{path / MARKER}: names no sharded_backend") from None
 
 

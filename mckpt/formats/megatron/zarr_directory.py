@@ -11,22 +11,23 @@ of a chunk is its elements in C order.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
+import operator
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt.containers import torch_spans
-from mckpt.containers.dcp_metadata import Metadata
+from mckpt.containers.dcp_metadata import Chunk, Metadata, possible
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import SourceError
 from mckpt.formats.megatron.chunked import Chunked, Files
 from mckpt.geometry.box import row_major
-from mckpt.storage.files import read_file, unreadable
+from mckpt.lazy import numpy as np
+from mckpt.storage.files import read_json, unreadable
 from mckpt.values.dtypes import itemsize
 
 ARRAY = ".zarray"
@@ -55,6 +56,19 @@ class Array(NamedTuple):
         """Returns the number of chunks along each axis."""
         return tuple(-(-n // size) for n, size in zip(self.shape, self.chunk, strict=True))
 
+    def index_of(self, name: str) -> tuple[int, ...] | None:
+        """Returns the index of the chunk in a file of this name; None for another file."""
+        parts = name.split(".") if self.grid else []
+        index = tuple(int(part) for part in parts if part.isdigit())
+        inside = len(index) == len(self.grid) and all(map(operator.lt, index, self.grid))
+        return index if inside and chunk_name(index) == name else None
+
+    def box(self, index: tuple[int, ...]) -> Chunk:
+        """Returns the offsets of a chunk, and the sizes of its part inside the array."""
+        offsets = tuple(map(operator.mul, index, self.chunk))
+        left = map(operator.sub, self.shape, offsets)
+        return offsets, tuple(map(min, self.chunk, left))
+
     def text(self) -> bytes:
         """Returns the .zarray as Megatron-Core writes it."""
         fields = {
@@ -82,14 +96,14 @@ def read_array(path: Path) -> Array:
 
     Raises SourceError if it is damaged, or if its chunks are not plain bytes.
     """
+    found = read_json(path, 1 << 20)
     try:
-        found = json.loads(read_file(path, 1 << 20))
-        shape, chunk = (tuple(map(int, found[name])) for name in ("shape", "chunks"))
+        shape, chunk = (tuple(found[name]) for name in ("shape", "chunks"))
         held = {name: found[name] for name in PLAIN}
         code, separator = found["dtype"], found.get("dimension_separator", ".")
-    except (ValueError, KeyError, TypeError) as e:
+    except (KeyError, TypeError) as e:
         raise SourceError(f"{path}: is no description of a zarr array: {e!r}; copy it again") from e
-    if len(shape) != len(chunk) or min((*shape, *chunk), default=1) < 1:
+    if len(shape) != len(chunk) or not all(map(possible, (shape, chunk))) or 0 in (*shape, *chunk):
         raise SourceError(f"{path}: has shape {list(shape)} and chunks {list(chunk)}")
     held["dimension_separator"] = separator
     other = [f"{k} {v}" for k, v in held.items() if v != {**PLAIN, "dimension_separator": "."}[k]]
@@ -151,30 +165,32 @@ class ZarrDirectory(Chunked):
     @staticmethod
     def _chunks(
         key: str, array: Array, names: dict[str, int], problems: list[str]
-    ) -> list[tuple[tuple[tuple[int, ...], tuple[int, ...]], str]]:
+    ) -> list[tuple[Chunk, str]]:
         """Returns the offsets and sizes of each chunk of an array, and the name of its file.
 
         What is missing, or lies outside of the array, becomes one of `problems`.
         """
-        out = []
-        for index in itertools.product(*map(range, array.grid)):
-            offsets = tuple(i * size for i, size in zip(index, array.chunk, strict=True))
-            sizes = tuple(
-                min(size, n - o)
-                for size, n, o in zip(array.chunk, array.shape, offsets, strict=True)
+        found = ((array.index_of(name), name) for name in names if name[:1].isdigit())
+        held = sorted((index, name) for index, name in found if index is not None)
+        # A damaged shape may want 2**59 chunks, so they are counted and not listed.
+        total = math.prod(array.grid)
+        if absent := total - len(held):
+            expected = (np.unravel_index(number, array.grid) for number in range(total))
+            first = next(
+                tuple(map(int, index))
+                for index, (other, _) in zip(expected, [*held, (None, "")], strict=False)
+                if index != other
             )
-            out.append(((offsets, sizes), chunk_name(index)))
-        known = {name for _, name in out}
-        if absent := [name for name in sorted(known) if name not in names]:
-            more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-            problems.append(f"{key}/{absent[0]}{more}, of {len(known)} chunks")
+            more = f" and {absent - 1:,} more" if absent > 1 else ""
+            problems.append(f"{key}/{chunk_name(first)}{more}, of {total:,} chunks")
+        known = {name for _, name in held}
         other = [n for n in sorted(names) if n.replace(".", "").isdigit() and n not in known]
         if other:
             problems.append(
                 f"{key}/{other[0]} is outside of the array, which is {list(array.shape)} in chunks"
                 f" of {list(array.chunk)}"
             )
-        return out
+        return [(array.box(index), name) for index, name in held]
 
     def object(self, key: str) -> tuple[Any, Any]:
         """Returns the value of an object in a list, as `torch_dist` stores it, and the places of
@@ -191,15 +207,25 @@ class ZarrDirectory(Chunked):
             if offsets is None:
                 items.append(Item(path, key))
             else:
-                yield Span(f"{key} at {list(offsets)}", path, 0, nbytes, self.arrays[key].dtype)
+                wrong = self._wrong_size(file, nbytes)
+                problems += wrong
+                if not wrong:
+                    yield Span(f"{key} at {list(offsets)}", path, 0, nbytes, self.arrays[key].dtype)
         yield from torch_spans.spans(items, problems)
+
+    def _wrong_size(self, file: str, nbytes: int) -> list[str]:
+        """Returns the problem of a chunk's file that has another size."""
+        size = self.sizes[file]
+        return [] if size == nbytes else [f"{file} has {size:,} bytes, and should have {nbytes:,}"]
 
     def check_sizes(self) -> None:
         """Raises SourceError for chunks whose file has another size."""
-        wrong = []
-        for (_, offsets), (file, _, nbytes) in self.metadata.items.items():
-            if offsets is not None and self.sizes[file] != nbytes:
-                wrong.append(f"{file} has {self.sizes[file]:,} bytes, and should have {nbytes:,}")
+        wrong = [
+            text
+            for (_, offsets), (file, _, nbytes) in self.metadata.items.items()
+            if offsets is not None
+            for text in self._wrong_size(file, nbytes)
+        ]
         if wrong:
             raise SourceError.of(
                 f"{self.root}: chunks are truncated, or not of this checkpoint; copy them again:",
