@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import shutil
 import tarfile
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError
 from mckpt.formats.megatron import layer_wise
 from mckpt.geometry.parallel import Parallel
-from tests.door import good, refused
+from tests.door import Pt, good, refused
 from tests.test_optimizer_files import change_args
 from tests.tiny import FIXTURES
 
@@ -118,6 +119,21 @@ def exchanged(unit: Path) -> None:
     shutil.copy(other, unit / FILE)
 
 
+def edited(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    """Returns what changes the value of a file."""
+
+    def damage(unit: Path) -> None:
+        file = Pt(unit / FILE)
+        change(file.value)
+        file.save()
+
+    return damage
+
+
+def first_state(value: Any) -> Any:
+    return next(iter(value[0]["optimizer"]["state"].values()))
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -125,6 +141,18 @@ def exchanged(unit: Path) -> None:
         (stranger, ("layer_wise_optimizer_7.pt belongs to none of 2 data-parallel ranks",)),
         (exchanged, (FILE, "group", "of optimizer")),
         (lambda unit: (unit / FILE).write_bytes(b""), (FILE,)),
+        (edited(lambda v: v[0].pop("fp32_from_fp16_params")), (FILE, "is not the state")),
+        (edited(lambda v: v[0]["fp32_from_fp16_params"].pop()), (FILE, "is not the state")),
+        (edited(lambda v: v[0]["optimizer"].update(state=[])), (FILE, "is not the state")),
+        (edited(lambda v: v[0]["optimizer"]["state"].update({0: 1})), (FILE, "is not the state")),
+        (
+            edited(lambda v: v[0]["optimizer"]["param_groups"][0].update(params=[[]])),
+            (FILE, "is not the state"),
+        ),
+        (
+            edited(lambda v: first_state(v).update({"}": first_state(v)["momentum_buffer"]})),
+            ("in the optimizer is named '}', which is not a word",),
+        ),
     ],
 )
 def test_damage_is_named(damage: Any, words: tuple[str, ...], saved: Path, tmp_path: Path) -> None:

@@ -159,17 +159,29 @@ def _open(source: Source, directory: str, number: int) -> Contents:
     if contents is None:
         raise SourceError(f"{source.where}/{directory}: {_name(number)} is missing")
     listed = contents.value if isinstance(contents.value, list) else [contents.value]
-    for one in listed:
-        try:
-            assert len(one["fp32_from_fp16_params"]) == len(one["optimizer"]["param_groups"])
-            assert isinstance(one["optimizer"]["state"], dict)
-            assert all(isinstance(g["params"], list) for g in one["optimizer"]["param_groups"])
-        except (AssertionError, KeyError, TypeError):
-            raise SourceError(
-                f"{contents.path}: is not the state of an optimizer that is distributed by layers:"
-                f" it lacks groups of parameters, states or master copies. {CURE}"
-            ) from None
+    if not all(map(_is_optimizer, listed)):
+        raise SourceError(
+            f"{contents.path}: is not the state of an optimizer that is distributed by layers:"
+            f" it lacks groups of parameters, states or master copies. {CURE}"
+        )
     return contents._replace(value=listed)
+
+
+def _is_optimizer(one: Any) -> bool:
+    """Returns whether a value of a file has what `_combined` and `_found` read of an optimizer."""
+    match one:
+        case {
+            "fp32_from_fp16_params": list(masters),
+            "optimizer": {"state": dict(states), "param_groups": list(groups)},
+        }:
+            lists = [group.get("params") if isinstance(group, dict) else None for group in groups]
+            return (
+                len(masters) == len(groups)
+                and all(isinstance(one, list) for one in (*masters, *lists))
+                and all(type(number) is int for numbers in lists for number in numbers or ())
+                and all(isinstance(state, dict) for state in states.values())
+            )
+    return False
 
 
 def _combined(files: list[Contents]) -> list[Any]:

@@ -124,8 +124,14 @@ def states_of(b: Bound, dtypes: Mapping[str, str], aliases: bool = False) -> lis
 def state_bound(b: Bound, state: str, prefix: str = "") -> Bound:
     """Returns the rule that stores a state of the weights of another rule.
 
-    prefix: what precedes the weight's key in that of the state.
+    prefix: what precedes the weight's key in that of the state. Raises SourceError for a name that
+    is not a word.
     """
+    if not isinstance(state, str) or not state.isidentifier():
+        raise SourceError(
+            f"a state of {b.rule.key} in the optimizer is named {safe_pickle.short(state)}, which"
+            f" is not a word. {CURE}"
+        )
     return b._replace(
         rule=b.rule._replace(
             key=prefix + b.rule.key,

@@ -108,7 +108,9 @@ class Torch:
         )  # ranks of one stage mostly have the same pickle
         first = self.directories[0]
         fields = self._read(first)
-        self.common = Common({k: fields[k] for k in self._ranks[first].beside}, self.files[0])
+        beside = set(self._ranks[first].beside)
+        named = {key: value for key, value in fields.items() if key in beside}
+        self.common = Common(named, self.files[0])
         self.vpp = len(self._ranks[first].models)
 
     def parallel(self) -> Parallel:
@@ -394,7 +396,8 @@ class Torch:
                     else entry_of(view, data, number)
                 )
             models.append(model)
-        self._ranks[directory] = Rank(number, models, [str(k) for k in value if k not in names])
+        beside = [key for key in value if isinstance(key, str) and key not in names]
+        self._ranks[directory] = Rank(number, models, beside)
         return value
 
     def _path(self, directory: str) -> str:
