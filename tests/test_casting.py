@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -79,13 +81,14 @@ def test_casts_are_those_of_torch(tmp_path, src, dst):
 @pytest.mark.parametrize("run_of", [10000, 100000], ids=["pieces of rows", "rows in pieces"])
 @pytest.mark.parametrize("src", ["float32", "bfloat16"])
 def test_an_overflow_error_names_the_place(tmp_path, src, run_of):
-    """Infinities of the source do not count as overflow."""
+    """Infinities of the source do not count as overflow, and a signalling NaN warns of nothing."""
     data, size, wrong = (
         np.ones(3 * run_of, numpy_dtype(src)),
         itemsize(src),
         2 * run_of + run_of * 4 // 5,
     )
     data[[12, run_of + 1, wrong - 1, wrong]] = np.inf, -np.inf, np.inf, -70000
+    data.view(f"u{size}")[wrong - 2] = 0x7F81 << 8 * (size - 2)
     plan = copies(copy(3, run_of, (0, 0, run_of * size, size), (0, 0, run_of * 2, 2), tensor=5))
     place = (
         rf"tensor 5: .*source0: {float(data[wrong]):g} at byte {wrong * size} .*--allow-overflow"
@@ -93,6 +96,8 @@ def test_an_overflow_error_names_the_place(tmp_path, src, run_of):
     with pytest.raises(Overflow, match=place) as caught:
         run(tmp_path, plan, [(src, "float16")], [data.view("u1")], [6 * run_of])
     assert caught.value.tensor == 5
+    again = pickle.loads(pickle.dumps(caught.value))  # as from a process of a pool
+    assert (again.tensor, str(again)) == (5, str(caught.value))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from isal import isal_zlib
@@ -47,6 +48,9 @@ class Overflow(UsageError):
         super().__init__(f"tensor {tensor}: {where}")
         self.tensor, self.where = tensor, where
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Overflow, (self.tensor, self.where)  # for a process that raises it to another
+
 
 @dataclass(frozen=True, eq=False)
 class Mover:
@@ -78,6 +82,7 @@ class Mover:
         with (
             self.sources.held(sources) as slab.src,
             self.targets.held(c.dst_file for c in copies) as slab.dst,
+            np.errstate(all="ignore"),  # NaN and infinity are values like others
         ):
             if quantised:
                 slab.quantise(copies[:-1], copies[-1], row, end)
