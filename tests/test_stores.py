@@ -675,6 +675,25 @@ def test_an_answer_that_is_too_short_is_an_error(tmp_path):
     stand_in.clean()
 
 
+def test_an_object_that_changed_between_listing_and_reading_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store: Any = stores.open_store(stores.Url("memory", "changed"))
+    store.write("a", b"1234")
+    monkeypatch.setattr(store.fs, "info", lambda path: {"size": 4, "ETag": "two"})
+    assert bytes(store.read("a", 0, 2, "two")) == b"12"
+    with pytest.raises(SourceError, match="memory://changed/a: was changed while it was read"):
+        store.read("a", 0, 2, "one")
+
+
+@pytest.mark.parametrize("when", ["Wed, 25 Nov 2026 13:03:05 GMT", "2026-11-25T13:03:05.000Z"])
+def test_texts_of_times_are_told_apart_by_all_of_them(when: str) -> None:
+    """They differ in one character far from the end."""
+    texts = when, when.replace("13:03", "13:02")
+    first, second = (stores._described({"size": 4, "LastModified": text}) for text in texts)
+    assert first.time != second.time and first.time == first.changed
+
+
 RANKS = """
 from mckpt.conversion import store_journal as j, to_store as t
 t.GROUP, j.BEAT_S, t.QUIET_S, j.LIVE_S = 1, 0.2, 3.0, 1.0

@@ -282,10 +282,17 @@ class _Fsspec:
 
     def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
         path = self._path(name)
-        return _said(
-            f"{self.url}/{name}",
-            lambda: self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b"",
-        )
+
+        def found() -> Any:
+            data = self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b""
+            if version:
+                # asked behind the read, as fsspec has no condition to read under
+                self.fs.invalidate_cache(path.rpartition("/")[0])
+                if _described(self.fs.info(path)).version != version:
+                    raise _Changed
+            return data
+
+        return _said(f"{self.url}/{name}", found)
 
     def write(self, name: str, data: bytes | Path) -> str:
         path = self._path(name)
@@ -319,14 +326,19 @@ def _described(info: Mapping[str, Any]) -> Object:
         if (found := info.get(key)) is not None:
             if hasattr(found, "timestamp"):
                 found = found.timestamp()
-            changed = int(found * 1e9) if isinstance(found, (int, float)) else 0
-            if not changed:  # a text: any number that changes with it will do
-                changed = int.from_bytes(str(info[key]).encode()[-7:], "big")
+            if isinstance(found, (int, float)):
+                changed = int(found * 1e9)
+            else:  # a text: any number of seconds that changes with all of it will do
+                changed = zlib.crc32(str(found).encode()) * 10**9
             break
     return Object(int(info["size"] or 0), version, changed)
 
 
 # ------------------------------------------------------------------------------- errors and retries
+
+
+class _Changed(Exception):
+    """An object has another version than the one to be read."""
 
 
 def _missing(url: Url, library: str, extra: str) -> MissingExtra:
@@ -363,7 +375,7 @@ def _kind(error: Exception) -> str:
         or re.search("status code: (401|403) ", text)
     ):
         return "refused"
-    return "changed" if name == "PreconditionError" else ""
+    return "changed" if name == "PreconditionError" or isinstance(error, _Changed) else ""
 
 
 def _may_pass(error: Exception) -> bool:
