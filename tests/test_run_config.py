@@ -14,7 +14,7 @@ import yaml
 
 import mckpt
 from mckpt import mapping
-from mckpt.errors import MappingError, UsageError
+from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.megatron import run_config
 from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
 from mckpt.geometry.parallel import Parallel
@@ -105,6 +105,14 @@ def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / RUN_CONFIG
     path.write_text(PLAIN.replace("torch.nn.functional.silu", "torch.tanh"))
     with pytest.raises(MappingError, match=r"activation_func._target_ is 'torch.tanh'"):
+        dims_of(path, "gpt", {}, {})
+
+
+@pytest.mark.parametrize("value", ["2001-99-99", "!!float abc", "9" * 6000, "[" * 2000])
+def test_values_that_no_yaml_has_are_refused(value: str, tmp_path: Path) -> None:
+    path = tmp_path / RUN_CONFIG
+    path.write_text(PLAIN.replace("num_layers: 4", f"num_layers: {value}"))
+    with pytest.raises(SourceError, match="not valid YAML"):
         dims_of(path, "gpt", {}, {})
 
 

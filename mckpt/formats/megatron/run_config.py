@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,10 +99,7 @@ def restated(path: Path, model: Mapping[str, Any], states: Mapping[str, bool]) -
     """
     import yaml
 
-    try:
-        root = yaml.compose(read_file(path, _MAX_BYTES), yaml.SafeLoader)
-    except yaml.YAMLError as e:
-        raise SourceError(f"{path}: not valid YAML: {e}") from None
+    root = _parsed(path, yaml.compose, yaml.SafeLoader)
     entries = {"model": model, "checkpoint": states}
     for key, section in root.value if isinstance(root, yaml.MappingNode) else ():
         changed = entries.get(key.value)
@@ -119,6 +116,17 @@ def _entries(values: Mapping[str, Any]) -> list[Any]:
     node = yaml.compose(yaml.safe_dump(dict(values)), yaml.SafeLoader)
     assert isinstance(node, yaml.MappingNode)
     return node.value
+
+
+def _parsed(path: Path, parse: Callable[[bytes, Any], Any], loader: Any) -> Any:
+    """Returns what a function of PyYAML makes of a file; SourceError if it is not valid."""
+    import yaml
+
+    try:
+        return parse(read_file(path, _MAX_BYTES), loader)
+    # ValueError: a date or a number that does not exist
+    except (yaml.YAMLError, ValueError, RecursionError) as e:
+        raise SourceError(f"{path}: not valid YAML: {e}") from None
 
 
 def _model(path: Path) -> dict[str, Any]:
@@ -140,10 +148,7 @@ def _model(path: Path) -> dict[str, Any]:
         )
 
     Loader.add_multi_constructor("", plain)
-    try:
-        found = yaml.load(read_file(path, _MAX_BYTES), Loader)  # a SafeLoader: nothing is imported
-    except yaml.YAMLError as e:
-        raise SourceError(f"{path}: not valid YAML: {e}") from None
+    found = _parsed(path, yaml.load, Loader)  # a SafeLoader: nothing is imported
     model = found.get("model") if isinstance(found, dict) else None
     if not isinstance(model, dict):
         raise SourceError(f"{path}: has no `model` section")
