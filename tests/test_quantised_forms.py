@@ -607,6 +607,24 @@ BAD: dict[str, tuple[str, Callable[[Arrays, dict[str, Any]], Any], int, tuple[st
         3,
         ("nvfp4-pack-quantized", "are read: quant_method fp8"),
     ),
+    "a block of no elements": (
+        "kimi",
+        changed(group_size=0),
+        3,
+        ("group_size 0", "dequantise"),
+    ),
+    "a pattern that takes for ever": (
+        "several groups",
+        lambda _, method: method["config_groups"]["group_0"].update(targets=["re:(.*)*x"]),
+        3,
+        ("targets ['re:(.*)*x']",),
+    ),
+    "a pattern that is none": (
+        "several groups",
+        lambda _, method: method["config_groups"]["group_0"].update(targets=["re:("]),
+        3,
+        ("targets ['re:(']",),
+    ),
     "no groups": (
         "packed int8",
         lambda _, method: method.pop("config_groups"),

@@ -193,12 +193,25 @@ def _compressed_tensors(how: dict[str, Any]) -> Quantisation:
     return Quantisation(tuple(schemes), {**beside, ".weight_shape": PACKED_SHAPE})
 
 
+def _is_target(target: Any) -> bool:
+    """Returns whether a target is a name, or a valid pattern that is matched in a short time: it
+    repeats no group, and at most four things.
+    """
+    if not isinstance(target, str) or not target.startswith("re:"):
+        return isinstance(target, str)
+    try:
+        re.compile(target)
+    except (re.error, OverflowError, RecursionError):
+        return False
+    return not re.search(r"\)[*+{]", target) and len(re.findall("[*+{]", target)) <= 4
+
+
 def _scheme(group: dict[str, Any], form: Any) -> Scheme | str:
     """Returns the form of a group's weights, or the entry that mckpt does not read."""
     weights, targets = group.get("weights"), group.get("targets")
     if not isinstance(weights, dict):
         return f"weights {weights!r}"
-    if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+    if not isinstance(targets, list) or not all(map(_is_target, targets)):
         return f"targets {targets!r}"
     if not weights.get("symmetric", True):
         return "symmetric false: weights with zero points are not read"
