@@ -257,6 +257,8 @@ CONFIGS = {
     "epsilon of a string": (config(rms_norm_eps="1e-6"), 4, ("'1e-6'",)),
     "unknown activation": (config(hidden_act="relu"), 4, ("'relu'", "silu")),
     "rope_scaling of a string": (config(rope_scaling="linear"), 4, ("rope_scaling", "'linear'")),
+    "rope_scaling of a number": (config(rope_scaling=0), 4, ("rope_scaling is 0", "an object")),
+    "half of a surrogate pair": (config(model_type="\ud800"), 3, (CONFIG, "JSON")),
     "rope_scaling unknown": (
         config(rope_scaling={"rope_type": "yarn", "factor": 4}),
         4,

@@ -400,8 +400,14 @@ class MappingFile(NamedTuple):
         return {k: v for k in keys if (v := self.lookup(config, k)) is not None}
 
     def lookup(self, config: Mapping[str, Any], key: str) -> Any:
-        """Returns the value of a key of the text model in a config; None without it."""
-        return lookup(view(config, self.inside), key)
+        """Returns the value of a key of the text model in a config; None without it.
+
+        Raises MappingError if a part of the config is not an object.
+        """
+        try:
+            return lookup(view(config, self.inside), key)
+        except ValueError as e:
+            raise MappingError(f"config.json: {e}") from None
 
     def restate(
         self, config: Mapping[str, Any], dims: Mapping[str, Any], changed: Iterable[str]
