@@ -103,6 +103,11 @@ def test_a_source_without_a_checkpoint_is_refused(tmp_path):
         )
 
 
+def test_a_vocabulary_of_too_many_rows_is_refused(made, tmp_path):
+    args = ("hf-to-megatron", made["one"], tmp_path / "d", "--make-vocab-size-divisible-by", 10**26)
+    refused(2, "more than 2,147,483,648 rows", "choose a smaller", args=args, untouched=tmp_path)
+
+
 def test_an_unreadable_file_is_refused(made, tmp_path, monkeypatch):
     from mckpt.storage import descriptors
 

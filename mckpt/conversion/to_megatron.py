@@ -39,7 +39,7 @@ from mckpt.conversion.refusals import (
 )
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
-from mckpt.errors import UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf_config import CONFIG, QUANTISED, left_out, read_config, side_files
@@ -49,6 +49,8 @@ from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile, major_minor
 from mckpt.storage.files import TargetFile
+
+MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
 
 def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
@@ -201,7 +203,12 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> _Vo
     --keep-padding, or if the true vocabulary is not known, the target has the source's rows.
     """
     tp, parted = target.parallel.tp, (source.args or {}).get("make_vocab_size_divisible_by")
-    divisor = int(target.divisible_by or parted or dialect.given["divisible_by"])
+    divisor = target.divisible_by or parted or dialect.given["divisible_by"]
+    if type(divisor) is not int or divisor < 1:
+        raise SourceError(
+            f"{source.path}: make_vocab_size_divisible_by is {divisor!r} in its args, and must be a"
+            " positive number; give --make-vocab-size-divisible-by"
+        )
     whole = source.padded() if source.is_megatron else None
     if whole is None:
         return _Vocabulary(source, padded_rows(source.dims, divisor, tp), divisor, [])
@@ -249,9 +256,18 @@ def _version(dialect: MappingFile, target: Target, destination: Destination) -> 
 
 
 def padded_rows(dims: Dims, divisible_by: int, tp: int) -> int:
-    """Returns the rows of the vocabulary, padded as Megatron pads it for these sizes."""
+    """Returns the rows of the vocabulary, padded as Megatron pads it for these sizes.
+
+    Raises UsageError for more rows than MAX_ROWS.
+    """
     multiple = divisible_by * tp
-    return -(-int(dims["vocab_size"]) // multiple) * multiple
+    rows = -(-int(dims["vocab_size"]) // multiple) * multiple
+    if rows > MAX_ROWS:
+        raise UsageError(
+            f"a vocabulary that is padded to a multiple of {divisible_by:,} times tp {tp} has more"
+            f" than {MAX_ROWS:,} rows; choose a smaller --make-vocab-size-divisible-by"
+        )
+    return rows
 
 
 def _choices(
