@@ -50,7 +50,7 @@ MAY = words(
         "checkpoint": f"{CORE} formats",
         "execute": "errors geometry storage values",
         "conversion": f"{CORE} checkpoint containers execute formats",
-        "checking": f"{CORE} checkpoint containers execute",
+        "checking": f"{CORE} checkpoint containers execute formats",
         "api": f"{CORE} checking checkpoint containers conversion execute formats",
         "launching": "errors execute",
         "verification": UPPER,

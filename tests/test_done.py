@@ -121,7 +121,11 @@ def test_a_source_that_is_not_as_it_was_written(work: Path, dist_dir: Path, name
     assert mckpt("check", work / kind).code == 3
 
 
-def test_a_text_may_be_edited(work: Path) -> None:
+def test_a_text_may_be_edited_if_its_name_is_removed(work: Path) -> None:
     good("megatron-to-hf", work / "ckpt", work / "out")
     edit_json(work / "out/config.json", lambda c: c.update(use_cache=False))
-    good("hf-to-megatron", work / "out", work / "again")
+    line = ("hf-to-megatron", work / "out", work / "again")
+    refused(3, "config.json: has", "remove its name from mckpt.json", args=line)
+    good("diff", work / "out", work / "ckpt")
+    edit_json(work / "out/mckpt.json", lambda found: found["files"].pop("config.json"))
+    good(*line)

@@ -150,6 +150,15 @@ def test_old_output_is_removed_and_nothing_else(training: Path, tmp_path: Path) 
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["10", "15", "20", "3"]
     assert "notes.txt, which mckpt did not write" in said.err and "has no mckpt.json" in said.err
     (tmp_path / "out/10/notes.txt").unlink()
+    # save directories of their own, with files of the user in the shared hf
+    line = ("reshard", training / "run", tmp_path / "each/{iteration}", "--iterations")
+    good(*line, "5,10,15")
+    (tmp_path / "each/5/hf/modeling_mine.py").write_text("mine")
+    (tmp_path / "each/10/linked").symlink_to(tmp_path / "out")
+    said = good(*line, "all", "--keep", 1)
+    assert sorted(p.name for p in (tmp_path / "each").iterdir()) == ["10", "20", "5"]
+    assert "hf/modeling_mine.py, which mckpt did not write" in said.err
+    assert "10/linked, which mckpt did not write" in said.err
     (tmp_path / "save").mkdir()
     line = ("reshard", training / "run", tmp_path / "save", "--target-tp", 2, "--iterations")
     good(*line, "all")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mckpt.storage.files import LFS_POINTER
-from tests.door import good, refused, tree
+from tests.door import edit_json, good, mckpt, refused, tree
 
 STRANGERS = ("notes.txt", "id_rsa", "train.log", "runs/events", "sub/tokenizer.json")
 
@@ -80,3 +80,68 @@ def test_an_export_says_what_it_lacks(model: Path, tmp_path: Path) -> None:
     assert "the export has no tokenizer and no generation_config.json: --tokenizer HF_DIR" in said
     said = good(*line, "--tokenizer", tmp_path, "--overwrite").err
     assert "the export has no" not in said and (tmp_path / "out/tokenizer.json").exists()
+
+
+# ---- the manifest records them
+
+
+def flip(path: Path) -> None:
+    """Changes one letter of a file, which stays valid JSON if it is."""
+    text = path.read_text()
+    at = text.index("e")
+    path.write_text(f"{text[:at]}E{text[at + 1 :]}")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "config.json"])
+def test_a_changed_copy_is_found_and_refused(src: Path, tmp_path: Path, name: str) -> None:
+    """Beside a Megatron checkpoint and in an export; also if it is gone."""
+    ckpt, out = tmp_path / "ckpt", tmp_path / "out"
+    good("hf-to-megatron", src, ckpt)
+    good("megatron-to-hf", ckpt, out)
+    assert ": sound; " in good("check", ckpt).out
+    for folder, args in (
+        (ckpt / "hf", ("megatron-to-hf", ckpt, tmp_path / "new")),
+        (ckpt / "hf", ("reshard", ckpt, tmp_path / "new")),
+        (out, ("hf-to-megatron", out, tmp_path / "new")),
+    ):
+        before = (folder / name).read_bytes()
+        flip(folder / name)
+        said = mckpt("check", args[1])
+        assert said.code == 3 and f"{folder / name}: has the checksum crc32:" in said.out
+        words = ("is not as mckpt wrote it", name, "checksum crc32:", "remove its name from mckpt")
+        refused(3, *words, args=args, untouched=tmp_path)
+        (folder / name).write_bytes(before)
+    (ckpt / "hf/tokenizer.json").unlink()
+    assert mckpt("check", ckpt).code == 3
+    refused(3, "tokenizer.json: is missing", args=("megatron-to-hf", ckpt, tmp_path / "new"))
+    edit_json(ckpt / "release/mckpt.json", lambda found: found["hf"].pop("tokenizer.json"))
+    assert "has no tokenizer" in good("megatron-to-hf", ckpt, tmp_path / "new").err
+
+
+def test_a_tokenizer_that_is_given_takes_the_place_of_a_changed_one(
+    src: Path, tmp_path: Path
+) -> None:
+    good("hf-to-megatron", src, tmp_path / "ckpt")
+    flip(tmp_path / "ckpt/hf/tokenizer.json")
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out", "--tokenizer", src)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (src / "tokenizer.json").read_bytes()
+
+
+def test_check_finds_pointers_and_files_of_no_index(model: Path, tmp_path: Path) -> None:
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert ": sound; " in good("check", model).out
+    shutil.copy(model / "model.safetensors", model / "old.safetensors")
+    said = mckpt("check", model)
+    assert (
+        said.code == 1 and f"suspicious: {model}/old.safetensors: belongs to no index" in said.out
+    )
+    good("hf-to-megatron", model, tmp_path / "ckpt")
+    written = next((tmp_path / "ckpt/release").glob("*.distcp"))
+    shutil.copy(written, written.with_name("__9_9.distcp"))
+    said = mckpt("check", tmp_path / "ckpt")
+    assert said.code == 1 and "__9_9.distcp: belongs to no index" in said.out
+    shutil.rmtree(tmp_path / "ckpt/hf")
+    assert "not checked: hf: is not there" in mckpt("check", tmp_path / "ckpt").out
+    (model / "tokenizer.json").write_bytes(LFS_POINTER)
+    said = mckpt("check", model)
+    assert said.code == 3 and "tokenizer.json: is a pointer of git-lfs" in said.out

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mckpt.checking.scanning import scan
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import changed_files
 from mckpt.errors import CoverError, MckptError, PickleError, SourceError, StorageError
+from mckpt.formats.hf_config import side_files
 from mckpt.geometry.box import Layout, tiles
+from mckpt.storage.files import stamp
+from mckpt.storage.staging import MANIFEST
+
+TENSORS = (".safetensors", ".bin", ".distcp", ".pt")  # end the names of files with tensors
+OTHER_FORM = "consolidated"  # begins the names of weights in the form of Mistral
 
 
 @dataclass
@@ -50,6 +56,8 @@ def check(
     _structure(source, out)
     spans = list(source.opened.spans(out.damaged))
     files = {path: stated.get(path, "") for path in dict.fromkeys(s.path for s in spans)}
+    out.damaged += _pointers(source)
+    out.suspicious += _orphans(source, {*files, *stated})
     scanned = scan({**files, **stated}, spans, threads, progress)
     out.damaged += scanned.broken
     out.suspicious += map(str, scanned.strange)
@@ -62,15 +70,55 @@ def _stated(source: Checkpoint, out: Checked) -> dict[str, str]:
     """Returns the files that mckpt.json names and that are there, with their checksums; "" for one
     of another size.
     """
-    root, listed = source.opened.root, source.manifest.get("files")
-    out.damaged += changed_files(root, source.manifest)
-    there = {
-        str(root / name): facts for name, facts in (listed or {}).items() if (root / name).is_file()
+    named = [(source.opened.root, source.manifest.get("files"))]
+    if recorded := source.manifest.get("hf"):
+        if source.side_directory is None:
+            out.unchecked.append(f"hf: is not there; {MANIFEST} names {len(recorded)} files in it")
+        else:
+            named.append((source.side_directory, recorded))
+    stated: dict[str, str] = {}
+    for root, listed in named:
+        out.damaged += changed_files(root, {"files": listed})
+        for name, facts in (listed or {}).items():
+            path = root / name
+            if path.is_file():
+                same = path.stat().st_size == facts["bytes"]
+                stated[str(path)] = facts["checksum"] if same else ""
+    return stated
+
+
+def _pointers(source: Checkpoint) -> list[str]:
+    """Returns a sentence for each file beside the weights that a conversion could not copy."""
+    root = source.side_directory if source.is_megatron else source.path
+    out = []
+    for name in side_files(root).kept if root is not None else ():
+        try:
+            stamp(root / name)
+        except SourceError as e:
+            out.append(str(e))
+    return out
+
+
+def _orphans(source: Checkpoint, known: Collection[str]) -> list[str]:
+    """Returns a sentence for each file with tensors that no index or header of the checkpoint
+    leads to.
+
+    known: the files that were read, and those that mckpt.json names.
+    """
+    opened = source.opened
+    kinds = {Path(path).suffix for path in known}  # a model may have weights in other forms too
+    found = {
+        path
+        for pattern in opened.format.parts
+        for path in map(str, opened.root.glob(pattern))
+        if "*" in pattern and pattern.endswith(TENSORS) and Path(path).suffix in kinds
     }
-    return {
-        path: facts["checksum"] if os.path.getsize(path) == facts["bytes"] else ""
-        for path, facts in there.items()
-    }
+    return [
+        f"{path}: belongs to no index, so nothing reads it; remove it if it is left over from"
+        " another checkpoint"
+        for path in sorted(found - set(known))
+        if not Path(path).name.startswith(OTHER_FORM)
+    ]
 
 
 def _structure(source: Checkpoint, out: Checked) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import threading
@@ -19,7 +18,7 @@ from isal import isal_zlib
 from mckpt.containers.entries import Span
 from mckpt.execute.files import OpenFiles, read_at
 from mckpt.execute.threads import Crew
-from mckpt.storage import descriptors
+from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
 from mckpt.values.dtypes import itemsize
 
@@ -207,11 +206,11 @@ def _compare(file: _File) -> tuple[int, list[str]]:
     if not stated:
         return len(file.records), broken
     whole = _crc_of(file.ranges, 0, file.size) if kind == "crc32" else None
-    mine = _digest(file.path, kind) if whole is None else f"{whole:08x}"
-    if mine != stated and not broken:  # else the record says where
+    mine = checksum_of(file.path, kind) if whole is None else f"{kind}:{whole:08x}"
+    if mine != file.stated and not broken:  # else the record says where
         broken.append(
-            f"{file.path}: has the {kind} {mine}, and {MANIFEST} states {stated}: it was changed"
-            " after it was written, or not copied well"
+            f"{file.path}: has the checksum {mine}, and {MANIFEST} states {file.stated}: it was"
+            " changed after it was written, or not copied well"
         )
     return len(file.records) + 1, broken
 
@@ -224,10 +223,3 @@ def _crc_of(ranges: Sequence[tuple[int, int, int]], at: int, end: int) -> int:
     for _, nbytes, one in ranges[bisect_left(ranges, (at,)) : bisect_left(ranges, (end,))]:
         crc = isal_zlib.crc32_combine(crc, one, nbytes)
     return crc
-
-
-def _digest(path: str, kind: str) -> str:
-    digest = hashlib.new(kind)
-    for block in descriptors.blocks(path):
-        digest.update(block)
-    return digest.hexdigest()

@@ -22,7 +22,7 @@ from mckpt.errors import (
 )
 from mckpt.formats import carried, foreign, hf_hub, places
 from mckpt.formats.base import Names, Opened
-from mckpt.formats.hf_config import CONFIG, read_config
+from mckpt.formats.hf_config import CONFIG, is_side_file, read_config
 from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import RUN_CONFIG, mapping_file, run_config_dims
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name, iteration_of
@@ -118,6 +118,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return None
         side = self.unit.root / "hf"
         return side if is_unit_name(self.unit.name) and (side / CONFIG).is_file() else None
+
+    @property
+    def recorded_side(self) -> dict[str, Any]:
+        """Returns what the manifest records of the files that are copied beside the weights: their
+        bytes and checksums, by name. Without the family file, which has a digest of its own.
+        """
+        found = self.manifest.get("hf" if self.is_megatron else "files")
+        names = found if isinstance(found, dict) else {}
+        return {n: f for n, f in names.items() if n == CONFIG or (is_side_file(n) and n != MAPPING)}
 
     @cached_property
     def manifest(self) -> dict[str, Any]:

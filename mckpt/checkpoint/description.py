@@ -14,7 +14,7 @@ from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.hf_config import CONFIG, read_config
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.mapping import Dims, MappingFile
-from mckpt.storage.files import read_file
+from mckpt.storage.files import checksum_of, read_file
 from mckpt.storage.staging import MANIFEST
 
 TEXTS = (".json", ".yaml", ".txt", ".sh", ".jinja", ".md", ".py")  # files that a person may edit
@@ -66,6 +66,26 @@ def refuse_changed(directory: Path, manifest: Mapping[str, Any]) -> None:
             found,
             "Copy it again; if you changed or removed a file on purpose, remove its name from the"
             f" `files` of {MANIFEST}.",
+        )
+
+
+def refuse_changed_side(directory: Path, recorded: Mapping[str, Any]) -> None:
+    """Raises SourceError if a file that is copied beside weights is not as mckpt wrote it.
+
+    recorded: the entries of a manifest on the files of the directory, by name.
+    """
+    found = changed_files(directory, {"files": recorded})
+    if not found:
+        for name, facts in recorded.items():
+            kind, _, stated = facts["checksum"].partition(":")
+            if stated and (own := checksum_of(directory / name, kind)) != facts["checksum"]:
+                found.append(f"{directory / name}: has the checksum {own}, not {kind}:{stated}")
+    if found:
+        raise SourceError.of(
+            f"{directory}: is not as mckpt wrote it:",
+            found,
+            "Copy it again; if you changed or removed a file on purpose, remove its name from"
+            f" {MANIFEST}, which records it.",
         )
 
 

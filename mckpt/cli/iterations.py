@@ -480,10 +480,11 @@ def remove(path: Path) -> str:
     for root in roots:
         stand_in.whole(root / MANIFEST)
         with suppress(OSError, ValueError, TypeError, KeyError):
-            files = json.loads((root / MANIFEST).read_bytes())["files"]
-            known |= {str(root / MANIFEST), *(os.path.normpath(root / name) for name in files)}
-    shared = str(path / "hf") + os.sep
-    foreign = [n for n, _, _ in look(path) if n not in known and not n.startswith(shared)]
+            found = json.loads((root / MANIFEST).read_bytes())
+            names = [*found["files"], *(f"../hf/{name}" for name in found.get("hf", {}))]
+            known |= {str(root / MANIFEST), *(os.path.normpath(root / name) for name in names)}
+    links = [str(p) for p in path.rglob("*") if p.is_symlink() and p.is_dir()]
+    foreign = [name for name in [*(n for n, _, _ in look(path)), *links] if name not in known]
     if len(known) == 2 or foreign:
         ours = len(known) > 2
         what = f"holds {foreign[0]}, which mckpt did not write" if ours else f"has no {MANIFEST}"

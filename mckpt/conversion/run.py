@@ -110,6 +110,7 @@ def manifest_of(
         "read": state_of(before),
         "dropped": said,
         "files": files,
+        **plan.side.recorded(),
     }
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import filecmp
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from mckpt.checkpoint import description
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import DestinationError, SourceError
 from mckpt.formats.carried import FILES
 from mckpt.formats.hf_config import CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.storage import stand_in
-from mckpt.storage.files import TargetFile, mode_of, stamp
+from mckpt.storage.files import TargetFile, checksum_of, mode_of, stamp
 from mckpt.storage.staging import sync
 
 
@@ -44,6 +47,17 @@ class SideFiles:
                     f"{source}: was changed since the plan was made; run the command again when"
                     " nothing writes there"
                 )
+
+    def recorded(self) -> dict[str, Any]:
+        """Returns the manifest's entry on the files, none for a checkpoint without them."""
+        entries = {
+            name: {
+                "bytes": len(source) if isinstance(source, bytes) else source.stat().st_size,
+                "checksum": checksum_of(source),
+            }
+            for name, source in self.files.items()
+        }
+        return {"hf": entries} if entries else {}
 
     def there(self) -> bool:
         """Returns whether every file is in DST/hf."""
@@ -100,6 +114,17 @@ class SideFiles:
             sync(path)
         self.check_unchanged()  # a file may have changed during the copy
         os.rename(folder, self.path)
+
+
+def refuse_changed(source: Checkpoint, given: Collection[str] = ()) -> None:
+    """Raises SourceError if a file that is copied beside the weights is not as mckpt wrote it.
+
+    given: names of files that the user gives in the place of the source's.
+    """
+    own = source.side_directory if source.is_megatron else source.path
+    if own is not None:
+        recorded = {n: facts for n, facts in source.recorded_side.items() if n not in given}
+        description.refuse_changed_side(own, recorded)
 
 
 def other_tensors(path: Path) -> DestinationError:

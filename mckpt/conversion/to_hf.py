@@ -22,7 +22,7 @@ from mckpt.conversion.facts import (
 )
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.refusals import refuse_inexact, refuse_misfit, refuse_uncarried
-from mckpt.conversion.side_files import SideFiles
+from mckpt.conversion.side_files import SideFiles, refuse_changed
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats import carried, places
@@ -54,6 +54,9 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     config.json is copied from the directory that describes the model. If there is none, it is made
     from the dims.
     """
+    tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
+    if not source.known.like:
+        refuse_changed(source, side_files(Path(tokenizer)).kept if tokenizer else ())
     if target.keep_padding:
         source = source.padded() or source
     _ = source.layout  # damage is reported before dims that do not fit
@@ -88,7 +91,6 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     kept = mapping_to_keep(source)
     if kept is not None:
         outputs.append(TargetFile.whole(MAPPING, kept[1]))
-    tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
     roots = [Path(root) for root in (tokenizer, source.described_by) if root is not None]
     copies = _side_copies(roots, {file.path for file in outputs})
     outputs += [TargetFile.copy(name, path) for name, path in copies.items()]

@@ -37,7 +37,7 @@ from mckpt.conversion.refusals import (
     refuse_stacked_keys,
     refuse_unloadable,
 )
-from mckpt.conversion.side_files import SideFiles
+from mckpt.conversion.side_files import SideFiles, refuse_changed
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
@@ -55,6 +55,7 @@ MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
 def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
     """Returns the plan of a Megatron checkpoint of any format."""
+    refuse_changed(source)
     dialect = dialect_to_write(source, target)
     megatron = _version(dialect, target, destination)
     target = replace(target, megatron_version=".".join(map(str, megatron)))

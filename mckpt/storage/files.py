@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import json
 import os
 import stat
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -64,6 +67,17 @@ def read_json(path: str | Path, limit: int) -> Any:
     except (ValueError, RecursionError) as e:
         raise SourceError(f"{path}: not valid JSON: {e}") from None
     return found
+
+
+def checksum_of(data: Path | str | bytes, kind: str = "crc32") -> str:
+    """Returns the checksum of a file, or of bytes, as mckpt.json states it: crc32:0a1b2c3d."""
+    blocks = [data] if isinstance(data, bytes) else descriptors.blocks(data)
+    if kind == "crc32":
+        return f"crc32:{functools.reduce(lambda crc, block: zlib.crc32(block, crc), blocks, 0):08x}"
+    digest = hashlib.new(kind)
+    for block in blocks:
+        digest.update(block)
+    return f"{kind}:{digest.hexdigest()}"
 
 
 class Made(Protocol):
