@@ -303,8 +303,8 @@ def test_a_sound_checkpoint(sound: dict[str, Path], kind: str) -> None:
     said = good("check", sound[kind])
     assert ": sound; " in said.out and len(said.out.splitlines()) == 1, said.out
     found = good("check", sound[kind], "--json").json
-    assert found["sound"] and not found["damaged"]
-    assert found["nbytes"] > 200_000 and (found["checksums"] > 0) == (kind not in ("one", "many"))
+    assert found["state"] == "sound" and not found["damaged"]
+    assert found["bytes"] > 200_000 and (found["checksums"] > 0) == (kind not in ("one", "many"))
 
 
 @pytest.mark.parametrize("name", DAMAGES)

@@ -216,7 +216,7 @@ def test_reshard_accepts_short_names_of_sizes(torch_dir, tmp_path):
     long = good(
         "reshard", torch_dir, tmp_path / "b", "--target-tp", 4, "--target-pp", 1, "--json"
     ).json
-    assert short == long and short["parallel"]["tensor_model_parallel_size"] == 4
+    assert short["plan"] == long["plan"] and short["parallel"]["tensor_model_parallel_size"] == 4
     assert "--target-tp, --tp" in good("reshard", "--help").out
 
 
@@ -420,7 +420,7 @@ def changed(src: Path, to: Path, change: Any) -> Path:
 
 def test_diff_exits_with_1_if_checkpoints_differ(src, torch_dir, dist_dir, tmp_path):
     assert good("diff", src, torch_dir).out.startswith("the same to the last bit: 47 tensors")
-    assert good("diff", torch_dir, dist_dir, "--json").json["same"] is True
+    assert good("diff", torch_dir, dist_dir, "--json").json["state"] == "same"
     name = "model.layers.2.mlp.up_proj.weight"
     other = changed(src, tmp_path / "other", lambda a: a[name].__setitem__((5, 7), 3))
     said = mckpt("diff", torch_dir, other)
@@ -431,7 +431,9 @@ def test_diff_exits_with_1_if_checkpoints_differ(src, torch_dir, dist_dir, tmp_p
     )
     said = mckpt("diff", src, other, "--json")
     assert (
-        said.code == 1 and said.json["same"] is False and said.json["changed"][0]["first"] == [5, 7]
+        said.code == 1
+        and said.json["state"] == "different"
+        and said.json["changed"][0]["first"] == [5, 7]
     )
     refused(2, "Missing argument", args=("diff", src))
     refused(3, "does not exist", args=("diff", src, tmp_path / "nope"))

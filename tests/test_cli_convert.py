@@ -23,15 +23,18 @@ def alone(root: Path, to: Path) -> Path:
     return to
 
 
-def test_json_of_a_conversion_is_the_manifest(src, tmp_path):
+def test_json_of_a_conversion_has_the_manifest(src, tmp_path):
     said = good("hf-to-megatron", src, tmp_path / "d", "--json")
-    assert said.json == json.loads((tmp_path / "d" / "release" / "mckpt.json").read_text())
+    path = tmp_path / "d" / "release"
+    manifest = json.loads((path / "mckpt.json").read_text())
+    outcome = {"state": "written", "path": str(path), "seconds": said.json["seconds"]}
+    assert said.json == {**outcome, "bytes": said.json["bytes"], **manifest}
     assert (
         good("hf-to-megatron", src, tmp_path / "e", "--json", "--dry-run").json["plan"]
         == said.json["plan"]
     )
     assert not (tmp_path / "e").exists()
-    assert str(tmp_path) not in json.dumps(said.json)
+    assert str(tmp_path) not in json.dumps(manifest)
 
 
 @pytest.mark.parametrize("algorithm", ["crc32", "sha256", "none"])

@@ -43,7 +43,7 @@ def test_what_is_done_is_not_done_again(work: Path, command: str) -> None:
     said = good(*line)
     assert "is done already, " in said.out and stamps(work / "out") == before
     found = good(*line, "--json").json
-    assert found["done_already"] and found["files"] and stamps(work / "out") == before
+    assert found["state"] == "done already" and found["files"] and stamps(work / "out") == before
     assert "is done already" not in good(*line, "--overwrite").out
     after = stamps(work / "out")
     assert after.keys() == before.keys() and after != before

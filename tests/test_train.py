@@ -20,7 +20,7 @@ if not find_spec("megatron.core"):
 import mckpt
 from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import data
-from tests import door
+from tests import door, test_json
 from tests.judged_models import DENSE as PLAIN
 from tests.judged_models import LLAMA3, MOE, QWEN3, VOCAB
 from tests.judging import explain, judge
@@ -171,6 +171,8 @@ def test_the_command_trains_on_jsonl(results: dict[str, dict[str, Any]], work: P
     command = door.command_line("train", work / "dense", *options)
     done = door.run(command)
     steps = [json.loads(line) for line in done.stdout.splitlines()]
+    for step in steps:
+        test_json.compare("Train", step)
     assert [step["step"] for step in steps] == [1, 2]
     assert all(np.isfinite(step["loss"]) and step["tokens_per_s"] > 0 for step in steps)
 

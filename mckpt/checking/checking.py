@@ -41,7 +41,8 @@ class Checked:
         return 1 if self.suspicious or self.unchecked else 0
 
     def json(self) -> dict[str, Any]:
-        return {"sound": self.exit_code == 0, **vars(self), "exit_code": self.exit_code}
+        facts = {"bytes" if k == "nbytes" else k: value for k, value in vars(self).items()}
+        return {**facts, "exit_code": self.exit_code}
 
 
 def check(

@@ -85,7 +85,6 @@ class Difference:
 
     def json(self) -> dict[str, Any]:
         return {
-            "same": not self,
             "tensors_equal": self.same,
             "equal_after_cast": self.cast,
             "bytes_compared": self.nbytes,

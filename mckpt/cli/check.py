@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import click
 
 from mckpt.cli import progress
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import echo, echo_outcome
 from mckpt.cli.options import (
     NOT_NEGATIVE,
     PATH,
@@ -54,8 +53,9 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
     with progress.showing("checking", as_json) as shown:
         found = api.check(source, threads=threads, progress=shown)
     seconds = time.perf_counter() - start
+    verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[found.exit_code]
     if as_json:
-        echo(json.dumps(found.json()))
+        echo_outcome(verdict, start, found.json(), path=source.opened.root)
         return found.exit_code
     for title, lines in (
         ("damaged", found.damaged),
@@ -64,7 +64,6 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
     ):
         for line in lines:
             echo(f"{title}: {line}")
-    verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[found.exit_code]
     echo(
         f"{source.opened.root}: {verdict}; {counted(found.files, 'file')}, {found.nbytes:,} bytes"
         f" and {counted(found.checksums, 'checksum')} in {seconds:.2f} s"

@@ -390,8 +390,7 @@ def _done(source: Checkpoint, dst: Path, target: Target, options: Options) -> Ou
         f"{destination.path}: is done already, {planned.nbytes:,} bytes in"
         f" {counted(len(planned.outputs), 'file')}; --overwrite writes it again"
     )
-    facts = {**manifest, "done_already": True}
-    return Outcome("done already", str(destination.path), text, planned.nbytes, facts=facts)
+    return Outcome("done already", str(destination.path), text, planned.nbytes, facts=manifest)
 
 
 def _run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt.cli import progress
-from mckpt.cli.echo import echo, named
+from mckpt.cli.echo import echo, echo_outcome, named
 from mckpt.cli.options import (
     PATH,
     command,
@@ -55,6 +55,7 @@ def diff(
     """
     from mckpt import api
 
+    start = time.perf_counter()
     left, right = open_source(a, options), open_source(b, options)
     left, right = left.named_as(right), right.named_as(left)
     notes = [f"{side.path}: {note}" for side in (left, right) for note in side.notes]
@@ -63,7 +64,7 @@ def diff(
     with progress.showing("comparing", as_json) as shown:
         found = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
     if as_json:
-        echo(json.dumps(found.json()))
+        echo_outcome("different" if found else "same", start, found.json(), a=a, b=b)
     else:
         for line in _lines(found, a, b, atol):
             echo(line)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -35,3 +38,13 @@ def reporting(path: str) -> Iterator[None]:
 def named(path: Path) -> str:
     """Returns a path as the user gave it: Path makes s3:/ of s3://."""
     return str(stores.parse(path) or path)
+
+
+def echo_outcome(state: str, start: float, facts: Mapping[str, Any], **places: Path) -> None:
+    """Prints on stdout, as one JSON object, how a command ended (docs/json.md).
+
+    start: `time.perf_counter()` when it began. places: what it read or wrote, by argument name.
+    """
+    where = {name: named(path) for name, path in places.items()}
+    seconds = round(time.perf_counter() - start, 3)
+    echo(json.dumps({"state": state, **where, "seconds": seconds, **facts}))

@@ -60,15 +60,21 @@ class Outcome:
     nbytes: int = 0
     seconds: float = 0.0
     exit_code: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)  # what --json prints
+    facts: dict[str, Any] = field(default_factory=dict)  # the manifest
 
     def show(self, as_json: bool) -> None:
-        """Prints it as the result of a command."""
-        with reporting(self.path):
-            if as_json and self.facts:
-                echo(json.dumps(self.facts))
-            elif self.text:
-                echo(self.text)
+        """Prints it as the result of a command; a plan has been printed already."""
+        if self.text:
+            with reporting(self.path):
+                echo(json.dumps({**self.json(), **self.facts}) if as_json else self.text)
+
+    def json(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "path": self.path,
+            "bytes": self.nbytes,
+            "seconds": round(self.seconds, 3),
+        }
 
 
 Convert = Callable[..., "Outcome | None"]  # (src, dst, options) -> outcome; None: another rank
@@ -351,14 +357,7 @@ class _Run:
 
     def _row(self, iteration: int) -> dict[str, Any]:
         found = self.outcomes[iteration]
-        row = {
-            "iteration": iteration,
-            "state": found.state,
-            "path": found.path,
-            "bytes": found.nbytes,
-            "seconds": round(found.seconds, 3),
-            "exit_code": found.exit_code,
-        }
+        row = {"iteration": iteration, **found.json(), "exit_code": found.exit_code}
         return row | ({"error": found.text} if found.exit_code else {})
 
     def end(self) -> int:

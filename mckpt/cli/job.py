@@ -68,6 +68,13 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
         return 0
     _refuse_ranks(steps, file)
     start = time.perf_counter()
+
+    def end(code: int, text: str) -> int:
+        facts = {"state": "failed" if code else "done", "path": str(file), "exit_code": code}
+        seconds = round(time.perf_counter() - start, 3)
+        _tell(as_json, text, event="job", seconds=seconds, **facts)
+        return code
+
     unreported: Unreported | None = None
     for number, step in enumerate(steps, 1):
         where = f"step {number} of {len(steps)}"
@@ -79,11 +86,9 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
         except MckptError as error:
             raise error.with_hint(f"{file}: {where} ({step.command}) failed") from None
         if code:
-            text = f"{file}: {where} ({step.command}) ended with exit code {code}"
-            _tell(as_json, text, event="job", exit_code=code)
-            return int(code)
+            return end(code, f"{file}: {where} ({step.command}) ended with exit code {code}")
     text = f"{file}: {counted(len(steps), 'step')} done in {time.perf_counter() - start:.2f} s"
-    _tell(as_json, text, event="job", exit_code=unreported.exit_code if unreported else 0)
+    end(unreported.exit_code if unreported else 0, text)
     if unreported:
         raise unreported
     return 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import time
 from pathlib import Path
 
 import click
 
-from mckpt.cli.echo import echo, reporting
+from mckpt.cli.echo import echo, echo_outcome, reporting
 from mckpt.cli.options import PATH, command, json_option
 from mckpt.errors import counted
 
@@ -40,10 +40,12 @@ def push(
     """
     from mckpt import api
 
+    start = time.perf_counter()
     found = api.push(directory, name, revision=revision, private=private, message=message)
     with reporting(found.commit.url):
         if as_json:
-            echo(json.dumps(found.json()))
+            state = "uploaded" if found.commit.new else "unchanged"
+            echo_outcome(state, start, found.json(), path=directory)
             return
         size = sum(found.files.values())
         said = "uploaded to" if found.commit.new else "is already, unchanged, at"

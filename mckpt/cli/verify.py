@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import click
 
 from mckpt.cli import progress
-from mckpt.cli.echo import echo, named
+from mckpt.cli.echo import echo, echo_outcome, named
 from mckpt.cli.options import (
     FILE,
     PATH,
@@ -106,7 +105,7 @@ def verify(
     if card is not None:
         cards.write(found, hf, megatron, options["iteration"], card)
     if as_json:
-        echo(json.dumps(found.json()))
+        echo_outcome(found.verdict, start, found.json(), hf=hf, megatron=megatron)
     else:
         for line in found.lines():
             echo(line)

@@ -36,7 +36,6 @@ class Pushed(NamedTuple):
             "revision": self.name.revision or hub.MAIN,
             "commit": self.commit.oid,
             "url": self.commit.url,
-            "new": self.commit.new,
             "removed": self.commit.removed,
             "files": self.files,
         }
