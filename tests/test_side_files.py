@@ -145,3 +145,20 @@ def test_check_finds_pointers_and_files_of_no_index(model: Path, tmp_path: Path)
     (model / "tokenizer.json").write_bytes(LFS_POINTER)
     said = mckpt("check", model)
     assert said.code == 3 and "tokenizer.json: is a pointer of git-lfs" in said.out
+
+
+# ---- adapters
+
+
+def test_an_adapter_beside_weights_is_refused_or_left_out(model: Path, tmp_path: Path) -> None:
+    """Transformers would apply it, so the weights alone are another model."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(model / "config.json", model / name)
+        line = ("hf-to-megatron", model, tmp_path / "ckpt")
+        refused(2, name, "transformers applies", "--no-adapter", args=line, untouched=tmp_path)
+        refused(2, name, "--no-adapter", args=("plan", *line[1:]), untouched=tmp_path)
+    good(*line, "--no-adapter")
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
+    assert not [name for name in tree(tmp_path) if name.startswith(("ckpt/hf/adap", "out/adap"))]
+    line = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "new", "--no-adapter")
+    refused(2, "has no adapter; leave it out", args=line, untouched=tmp_path)

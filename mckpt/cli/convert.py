@@ -39,6 +39,7 @@ from mckpt.cli.options import (
     megatron_option,
     megatron_source_options,
     megatron_target_options,
+    no_adapter_option,
     no_optimizer_option,
     open_source,
     overwrite_option,
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
 @target_iteration_option
 @dialect_option(otherwise="that of the model's family, else gpt")
 @megatron_target_options
+@no_adapter_option
 @family_options
 @stream_option
 @conversion_options
@@ -106,6 +108,7 @@ def hf_to_megatron(src: Path, dst: Path, target_format: str, **options: Any) -> 
 @max_shard_size_option
 @quantize_option
 @keep_padding_option
+@no_adapter_option
 @megatron_source_options
 @family_options
 @conversion_options
@@ -204,6 +207,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
 @keep_padding_option
 @megatron_source_options
 @megatron_target_options
+@no_adapter_option
 @family_options
 @dtype_option
 @inexact_option

@@ -260,6 +260,11 @@ side_files_option = hf_option(
     type=DIRECTORY,
     help="Directory from which the tokenizer and other side files are copied.",
 )
+no_adapter_option = conversion_option(
+    "--no-adapter",
+    is_flag=True,
+    help="Leave out the adapter (LoRA) that lies beside the weights of a Hugging Face directory.",
+)
 max_shard_size_option = hf_option(
     "--max-shard-size",
     default="2GB",

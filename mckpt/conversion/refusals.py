@@ -13,7 +13,7 @@ from mckpt.conversion.target import MAX_SHARD_SIZE, Target
 from mckpt.errors import DestinationError, MappingError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
-from mckpt.formats.hf_config import CONFIG, read_config
+from mckpt.formats.hf_config import ADAPTER, CONFIG, read_config
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.formats.megatron.save_directory import MAPPING
@@ -34,6 +34,17 @@ def refuse_options(target: Target, format: Format, source: Checkpoint) -> None:
         raise UsageError(f"{option}: {reason}; leave it out")
     if target.allow_inexact:
         _refuse_unknown_names(target, source)
+    if (adapter := _adapter(source)) and not target.no_adapter:
+        raise UsageError(
+            f"{source.path}: has an adapter ({', '.join(adapter)}), which transformers applies to"
+            " the weights and mckpt does not read: give --no-adapter to convert the weights alone,"
+            " or merge the adapter into them with peft's merge_and_unload"
+        )
+
+
+def _adapter(source: Checkpoint) -> list[str]:
+    """Returns the names of the files of an adapter beside the weights of a Hugging Face source."""
+    return [n for n in ADAPTER if not source.is_megatron and (source.path / n).exists()]
 
 
 def _without_effect(
@@ -47,6 +58,8 @@ def _without_effect(
             "--common-state object",
             f"the format {format} cannot keep the common state as an object",
         )
+    if target.no_adapter and not _adapter(source):
+        yield "--no-adapter", f"{source.path} has no adapter"
     if target.no_optimizer and not source.is_megatron:
         yield (
             "--no-optimizer",

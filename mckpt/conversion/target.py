@@ -35,6 +35,7 @@ class Target:
     allow_inexact: Sequence[str] = ()
     no_optimizer: bool = False
     tokenizer: str | Path | None = None
+    no_adapter: bool = False  # leave out the adapter beside the weights of a Hugging Face source
     max_shard_size: int = MAX_SHARD_SIZE
     keep_padding: bool = False
     run_config: bool = False  # write run_config.yaml, from which Megatron-Bridge loads

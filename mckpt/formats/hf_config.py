@@ -27,7 +27,8 @@ WEIGHTS = (
     ".onnx",
     ".index.json",
 )
-ADAPTER = "adapter_config.json"  # describes an adapter, such as a LoRA, in the same directory
+# an adapter, such as a LoRA, that lies beside whole weights: its description, and its own weights
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 GENERATION = "generation_config.json"
 TOKENIZER = (
     *("tokenizer.json", "tokenizer.model*", "*.model", "*.spm", "*.tiktoken", "tekken.json"),

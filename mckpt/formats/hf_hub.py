@@ -17,7 +17,7 @@ from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
 
 # Everything but weights, at the top of a repository.
-SMALL = (CONFIG, MANIFEST, ADAPTER, *INDEX.values(), *SIDE_FILES)
+SMALL = (CONFIG, MANIFEST, ADAPTER[0], *INDEX.values(), *SIDE_FILES)
 
 
 def local(path: str | Path, *, weights: bool = True) -> Path:
