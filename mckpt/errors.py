@@ -30,29 +30,54 @@ def shown(text: str) -> str:
     return text
 
 
+def printable(text: str) -> str:
+    """Returns one line of text, in which an escape such as \\x1b or \\n stands for each character
+    that a terminal would obey or not show: control characters, line breaks, marks of the reading
+    order.
+
+    Names, paths and values come from others. All text for people goes through this function, line
+    by line, so that none of them can forge a line or change what the terminal shows.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 class MckptError(Exception):
-    """Base of all errors that the user can resolve; `mckpt` exits with `exit_code`."""
+    """Base of all errors that the user can resolve; `mckpt` exits with `exit_code`.
+
+    Its args are the lines of the message. Within another text, `f"{error}"` is one line.
+    """
 
     exit_code = 70
     problems: tuple[str, ...] = ()  # all problems, if the message lists some of them
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__(shown(message))
+    def __init__(self, *lines: str) -> None:
+        super().__init__(*(printable(shown(line)) for line in lines))
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+    def __format__(self, _: str) -> str:
+        text, *more = self.args or ("",)
+        for line in more:
+            text += (" " if text.endswith((":", ".")) else "; ") + line.strip().removeprefix("- ")
+        return str(text)
 
     @classmethod
     def of(cls, headline: str, problems: Iterable[str], cure: str = "") -> MckptError:
         """Makes one error that lists `problems` under a headline."""
-        problems = list(map(shown, problems))
+        problems = [printable(shown(problem)) for problem in problems]
         lines = [f"  - {p}" for p in problems[:MAX_LISTED]]
         if len(problems) > MAX_LISTED:
             lines.append(f"  - and {len(problems) - MAX_LISTED} more")
-        error = cls("\n".join([headline, *lines, *([cure] if cure else [])]))
+        error = cls(headline, *lines, *([cure] if cure else []))
         error.problems = tuple(problems)
         return error
 
-    def with_hint(self, hint: str) -> MckptError:
-        """Returns the same error with one more line."""
-        error = type(self)(f"{self}\n{hint}")
+    def with_hint(self, *hints: str) -> MckptError:
+        """Returns the same error with more lines."""
+        error = type(self)(*self.args, *hints)
         error.problems = self.problems
         return error
 

@@ -167,13 +167,13 @@ def failure(directory: Path, module: str, code: int, log: Path) -> Exception:
         for path in files:
             path.unlink()
         if first["class"]:
-            error: Exception = getattr(errors, first["class"])(first["message"])
+            error: Exception = getattr(errors, first["class"])(*first["message"].split("\n"))
             return error
         return RuntimeError(f"{module} failed:\n{first['message']}")
     killed = f"was killed by signal {-code} (out of memory?)"
     how = killed if code < 0 else f"ended with exit code {code}"
-    end_of_log = log.read_text(errors="replace")[-LOG_SHOWN:]
-    return MckptError(f"{module} {how}; its log ends:\n{end_of_log}")
+    end_of_log = log.read_text(errors="replace")[-LOG_SHOWN:].splitlines()
+    return MckptError(f"{module} {how}; its log ends:", *(f"  {line}" for line in end_of_log))
 
 
 @contextmanager

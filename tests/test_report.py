@@ -371,8 +371,7 @@ def test_hostile_text_stays_text_and_nothing_comes_from_outside() -> None:
         key for _, a in clean.elements for key in a
     }
     assert (
-        '<script>alert(1)</script>"><img src=//x onerror=1>&lt;\\u0000\\u001b\\u202e\\udcff'
-        in bad.text
+        '<script>alert(1)</script>"><img src=//x onerror=1>&lt;\\x00\\x1b\\u202e\\udcff' in bad.text
     )
     assert markup.tag("p", class_='"><b>&') == '<p class="&quot;&gt;&lt;b&gt;&amp;"></p>'
     assert not {"\x00", "\x1b", "\u202e", "\udcff"} & set(bad.page)

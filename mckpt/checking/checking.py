@@ -131,7 +131,7 @@ def _structure(source: Checkpoint, out: Checked) -> None:
         if not out.damaged:
             out.suspicious += source.reader.check_replicas()
     except (SourceError, CoverError, PickleError, StorageError) as e:
-        out.damaged += e.problems or [str(e)]
+        out.damaged += e.problems or [f"{e}"]
     except MckptError as e:
         out.unchecked.append(
             "whether all tensors of the model are there, with the right shapes, was not checked:"

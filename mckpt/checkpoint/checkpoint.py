@@ -486,7 +486,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 )
             if hint := self._family_hint(self.described_by):
                 hints.append(hint)
-            raise (e.with_hint("\n".join(hints)) if hints else e) from None
+            raise (e.with_hint(*hints) if hints else e) from None
 
     @cached_property
     def optimizer(self) -> Optimizer | None:

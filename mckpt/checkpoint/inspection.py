@@ -59,24 +59,24 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
     return out
 
 
-def text(found: dict[str, Any]) -> str:
-    """Returns the result of `inspect` as text for people."""
-    lines = [
+def lines(found: dict[str, Any]) -> list[str]:
+    """Returns the result of `inspect` as lines for people."""
+    out = [
         f"{k}: {_plainly(v)}"
         for k, v in found.items()
         if k not in ("tensors", "problems", "inexact") and v is not None
     ]
-    lines += [f"inexact: {why}" for why in (found.get("inexact") or {}).values()]
-    lines += [f"problem: {p}" for p in found.get("problems", ())]
+    out += [f"inexact: {why}" for why in (found.get("inexact") or {}).values()]
+    out += [f"problem: {p}" for p in found.get("problems", ())]
     rows = list(found["tensors"].items())[:SHOWN]
-    lines += [
+    out += [
         f"  {k}  {t['dtype']} {t['shape']}"
         + (f" in {counted(t['chunks'], 'chunk')}" if "chunks" in t else "")
         for k, t in rows
     ]
     if found["num_tensors"] > len(rows):
-        lines.append(f"  and {found['num_tensors'] - len(rows):,} more; --json lists all")
-    return "\n".join(lines)
+        out.append(f"  and {found['num_tensors'] - len(rows):,} more; --json lists all")
+    return out
 
 
 def _plainly(value: Any) -> str:

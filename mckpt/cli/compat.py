@@ -157,9 +157,9 @@ def _program(line: tuple[str, ...]) -> tuple[dict[str, Any], list[str], list[str
                 length = min(len(parts), len(expected))
                 if length and parts[-length:] == expected[-length:]:
                     return tool, list(line[:place]), list(line[place + 1 :])
-    known = "".join(f"\n  - {program}" for tool in tools for program in tool["programs"])
     raise UsageError(
-        f"{shlex.join(line[:3])} ...: starts no program that is known; known are{known}"
+        f"{shlex.join(line[:3])} ...: starts no program that is known; known are",
+        *(f"  - {program}" for tool in tools for program in tool["programs"]),
     )
 
 
@@ -180,13 +180,14 @@ def _case(tool: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
         if all(given.get(name, "") in known for name, known in case.get("when", {}).items()):
             return dict(case)
     said = ", ".join(f"{name} {value}".removeprefix("word ") for name, value in given.items())
-    known = "".join(
-        "\n  - " + "; ".join(f"{n}: {', '.join(filter(None, v))}" for n, v in case["when"].items())
+    known = (
+        "; ".join(f"{n}: {', '.join(filter(None, v))}" for n, v in case["when"].items())
         for case in tool["cases"]
         if "command" in case
-    ).replace("word: ", "")
+    )
     raise UsageError(
-        f"{tool['title']}: {said or 'no subcommand'}: cannot be translated; known are{known}"
+        f"{tool['title']}: {said or 'no subcommand'}: cannot be translated; known are",
+        *(f"  - {one}".replace("word: ", "") for one in known),
     )
 
 

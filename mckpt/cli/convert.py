@@ -17,7 +17,7 @@ from click.core import ParameterSource
 
 from mckpt import formats
 from mckpt.cli import progress
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import document, echo
 from mckpt.cli.iterations import Outcome, repeated
 from mckpt.cli.options import (
     MEGATRON_FORMATS,
@@ -310,7 +310,7 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
 def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
     """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
     planned, as_json = _plan(source, dst, target, options, helps=True), options["as_json"]
-    echo(json.dumps(planned.json()) if as_json else planned.summary())
+    document(json.dumps(planned.json()) if as_json else planned.summary())
     if options["overwrite"] or planned.finished() is None:
         for note in planned.check(options.get("check_replicas", False)):
             progress.tell(note, as_json)
@@ -363,7 +363,7 @@ def _write(
         planned.run(**settings, ranks=ranks)
         return None
     if not as_json and "many" not in options:
-        echo(planned.summary(), err=True)
+        document(planned.summary(), err=True)
     else:
         for remark in planned.remarks:
             progress.tell(remark, as_json)

@@ -1,4 +1,6 @@
-"""Prints texts, with URLs in the place of the local directories that stand for them."""
+"""Prints texts, with URLs in the place of the local directories that stand for them, and escapes in
+the place of characters that a terminal would obey.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,24 @@ from typing import Any
 
 import click
 
-from mckpt.errors import Unprinted, Unreported, shown
+from mckpt.errors import Unprinted, Unreported, printable, shown
 from mckpt.storage import stores
 
 
-def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Prints a text on stdout, or with `err` on stderr.
+def echo(*lines: str, err: bool = False) -> None:
+    """Prints lines on stdout, or with `err` on stderr. A line break within one is escaped.
 
-    Raises Unprinted if stdout refuses it.
+    Raises Unprinted if stdout refuses them.
     """
     try:
-        click.echo(shown(text), err=err, nl=nl)
+        click.echo("\n".join(printable(shown(line)) for line in lines), err=err)
     except OSError as error:
         raise Unprinted(f"stdout: cannot be written: {error.strerror or error}") from error
+
+
+def document(text: str, *, err: bool = False) -> None:
+    """Prints a text of several lines, such as a file, of which all line breaks are mckpt's own."""
+    echo(*text.removesuffix("\n").split("\n"), err=err)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import document, echo
 from mckpt.cli.options import (
     PATH,
     command,
@@ -51,9 +51,9 @@ def _inspect(source: Checkpoint, flags: bool, as_json: bool) -> None:
 
         launch = api.launch(source)
         text = megatron_args.as_json(launch) if as_json else megatron_args.shell(launch)
-        echo(text, nl=False)
+        document(text)
         return
     from mckpt.checkpoint import inspection
 
     found = inspection.inspect(source, None if as_json else inspection.SHOWN)
-    echo(json.dumps(found) if as_json else inspection.text(found))
+    echo(*([json.dumps(found)] if as_json else inspection.lines(found)))

@@ -338,7 +338,7 @@ class _Run:
         try:
             outcome = self.convert(self.src, dst, **options)
         except MckptError as e:
-            outcome = Outcome("failed", str(dst or ""), str(e), exit_code=e.exit_code)
+            outcome = Outcome("failed", str(dst or ""), f"{e}", exit_code=e.exit_code)
         self.converting = False
         gc.collect()  # a plan has many objects, and the program collects seldom
         assert outcome is not None
@@ -453,7 +453,7 @@ def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
     try:
         unit = find(src, iteration)
     except (SourceError, UsageError) as e:
-        return None, str(e).removeprefix(f"{src.resolve()}: ")
+        return None, f"{e}".removeprefix(f"{src.resolve()}: ")
     says = Tracker(unit.root).says() if is_unit_name(unit.name) else ""
     if not says and unit.path != src.resolve():
         return None, f"has no {TRACKER} yet"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import document, echo
 from mckpt.cli.options import DIRECTORY, FILE, PATH, command, json_option
 from mckpt.errors import UsageError
 
@@ -47,7 +47,7 @@ def show(name: str) -> None:
     from mckpt.mapping.hub import FOLDER
 
     if name == "logical":
-        echo((FOLDER / "logical.yaml").read_text(encoding="utf-8"), nl=False)
+        document((FOLDER / "logical.yaml").read_text(encoding="utf-8"))
         return
     kind, _, end = name.rpartition("/")
     kind = kind or next((kind for kind in mapping.KINDS if name in mapping.names(kind)), "hf")
@@ -55,7 +55,7 @@ def show(name: str) -> None:
         raise UsageError(f"{name}: the kinds of mappings are {', '.join(mapping.KINDS)}")
     file = mapping.load(kind, end)
     echo(f"# {kind}/{file.name}, with all that it inherits; digest {file.digest}")
-    echo(mapping.merged(kind, end), nl=False)
+    document(mapping.merged(kind, end))
 
 
 @command()
@@ -71,7 +71,7 @@ def new(model: Path) -> None:
     from mckpt.checkpoint import inspection
 
     config, tensors = inspection.stored_model(model)
-    echo(mapping.draft(config, tensors, str(model)), nl=False)
+    document(mapping.draft(config, tensors, str(model)))
 
 
 @command()

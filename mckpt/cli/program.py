@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 import gc
+import io
 import json
 import os
 import signal
 import sys
+import textwrap
 import traceback
 from contextlib import suppress
 from typing import Any
@@ -20,7 +22,7 @@ from mckpt.cli.check import check
 from mckpt.cli.compat import compat
 from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
 from mckpt.cli.diff import diff
-from mckpt.cli.echo import echo
+from mckpt.cli.echo import document, echo
 from mckpt.cli.environment import name_variables, refuse_unknown, set_by
 from mckpt.cli.inspect import inspect
 from mckpt.cli.job import run_job
@@ -29,7 +31,7 @@ from mckpt.cli.options import own_name
 from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
-from mckpt.errors import MckptError, StorageError, Unprinted, UsageError
+from mckpt.errors import MckptError, StorageError, Unprinted, UsageError, printable
 from mckpt.storage import stand_in
 
 INTERNAL_ERROR = 70
@@ -118,17 +120,19 @@ def main() -> None:
         code = _wrong_usage(error)
     except Unprinted as error:
         broken = isinstance(error.__cause__, BrokenPipeError)  # such as head, which has read enough
-        code = _broken_pipe() if broken else _fail("StorageError", str(error), error.exit_code)
+        code = (
+            _broken_pipe() if broken else _fail("StorageError", *error.args, code=error.exit_code)
+        )
     except MckptError as error:
         more = {"problems": error.problems} if error.problems else {}
-        code = _fail(type(error).__name__, str(error), error.exit_code, **more)
+        code = _fail(type(error).__name__, *error.args, code=error.exit_code, **more)
     except SystemExit as error:
         # Shell completion exits with 0. click also turns a broken pipe into an exit with 1, which
         # is the code of `diff` for a difference.
         code = _broken_pipe() if error.code else 0
     except OSError as error:
         what = f"{error.filename or 'input/output'}: {error.strerror or error}"
-        code = _fail("StorageError", what, StorageError.exit_code)
+        code = _fail("StorageError", what, code=StorageError.exit_code)
     except Exception as error:
         code = _internal_error(error)
     finally:
@@ -160,7 +164,7 @@ def _interrupted(error: BaseException) -> int:
     resumable = not {"verify", "train"} & set(sys.argv[1:2])
     cure = "; the same command goes on where it stopped" if resumable else ""
     name = signal.Signals(number).name
-    return _fail("Interrupted", f"interrupted by {name}{cure}", SIGNALLED + number)
+    return _fail("Interrupted", f"interrupted by {name}{cure}", code=SIGNALLED + number)
 
 
 def _wrong_usage(error: click.ClickException) -> int:
@@ -168,12 +172,14 @@ def _wrong_usage(error: click.ClickException) -> int:
     variable = set_by(error.param, error.ctx) if isinstance(error, click.BadParameter) else None
     origin = f" (from the environment variable {variable})" if variable else ""
     if not _wants_json():
-        error.show()
+        said, error.message = io.StringIO(), printable(error.message)
+        error.show(said)
+        document(said.getvalue(), err=True)
         if origin:
             echo(origin.strip(), err=True)
         return error.exit_code
     kind = UsageError if isinstance(error, click.UsageError) else type(error)
-    return _fail(kind.__name__, error.format_message() + origin, error.exit_code)
+    return _fail(kind.__name__, error.format_message() + origin, code=error.exit_code)
 
 
 def _wants_json() -> bool:
@@ -192,22 +198,24 @@ def _internal_error(error: Exception) -> int:
         return _fail(
             "InternalError",
             f"internal error: {type(error).__name__}: {error}; please report it",
-            INTERNAL_ERROR,
+            code=INTERNAL_ERROR,
             traceback=traceback.format_exc(),
         )
-    traceback.print_exc()
+    # its last lines may be a text of the checkpoint, so no line begins as one of mckpt does
+    document(textwrap.indent(traceback.format_exc(), "  "), err=True)
     message = "internal error: please report it with the lines above"
-    return _fail("InternalError", message, INTERNAL_ERROR)
+    return _fail("InternalError", message, code=INTERNAL_ERROR)
 
 
-def _fail(kind: str, message: str, code: int, **more: Any) -> int:
-    """Prints an error on stderr, as one JSON object if the arguments contain --json.
+def _fail(kind: str, *lines: str, code: int, **more: Any) -> int:
+    """Prints the lines of an error on stderr, as one JSON object if the arguments contain --json.
 
     Returns `code`.
     """
     if _wants_json():
-        error = {"class": kind, "message": message, "exit_code": code, **more}
+        error = {"class": kind, "message": "\n".join(lines), "exit_code": code, **more}
         echo(json.dumps({"error": error}), err=True)
     else:
-        echo(f"mckpt: {message}", err=True)
+        first, *rest = lines
+        echo(f"mckpt: {first}", *rest, err=True)
     return code

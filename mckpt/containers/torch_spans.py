@@ -37,7 +37,7 @@ def spans(items: Iterable[Item], problems: list[str], keep: str = "") -> Iterato
             for span in _spans(item):
                 yield span._replace(name=span.name.removeprefix(f"{keep}.") if keep else span.name)
         except MckptError as e:
-            problems.append(str(e))
+            problems.append(f"{e}")
 
 
 def _spans(item: Item) -> Iterator[Span]:

@@ -16,7 +16,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Progress, Target
-from mckpt.errors import counted, shown
+from mckpt.errors import counted, printable, shown
 from mckpt.execute.ranks import Ranks
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import Joined
@@ -139,7 +139,7 @@ class Plan:
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
-        return "\n".join(lines + p["notes"])
+        return "\n".join(map(printable, lines + p["notes"]))
 
     def finished(self) -> dict[str, Any] | None:
         """Returns the manifest of the destination if it holds already what `run` would write, else

@@ -330,4 +330,4 @@ def raise_error_of(said: dict[str, Any]) -> None:
         name, text = said["error"]
         kind = getattr(errors, name, StorageError)
         known = isinstance(kind, type) and issubclass(kind, errors.MckptError)
-        raise (kind if known else StorageError)(f"rank 0: {text}")
+        raise (kind if known else StorageError)(*f"rank 0: {text}".split("\n"))

@@ -393,7 +393,7 @@ def refusal(refuse: Callable[[], None]) -> errors.MckptError | None:
 def _error_of(rank: int, name: str, message: str) -> Exception:
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, errors.MckptError):
-        return kind(f"rank {rank}: {message}")
+        return kind(*f"rank {rank}: {message}".split("\n"))
     if name in ("KeyboardInterrupt", "Interrupted"):
         how = message or "interrupted"
         return StorageError(f"rank {rank} was {how}; start the run again: it goes on")

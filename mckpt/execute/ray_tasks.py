@@ -169,10 +169,10 @@ def _do(job: Task, step: Step, items: range, version: str, mark: str) -> tuple[A
         return "Overflow", error.tensor, error.where
     except MckptError as error:
         kind = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
-        return kind.__name__, f"{error}\n{where}"
+        return kind.__name__, *error.args, where
     except OSError as error:
         what = f"{error.filename or 'input/output'}: {error.strerror or error}"
-        return StorageError.__name__, f"{what}\n{where}"
+        return StorageError.__name__, what, where
     return None
 
 

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from mckpt.errors import MappingError
+from mckpt.errors import MappingError, printable
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile
 from mckpt.mapping.fit import switches
@@ -99,7 +99,7 @@ def draft(config: Mapping[str, Any], tensors: Mapping[str, Shape], where: str) -
     if off := _switched_off(gone, kept, dims):
         lines += ["dims:", *(f"  {name}: {{const: false}}" for name in off)]
     lines += rules
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(printable, lines)) + "\n"
 
 
 class _Wrapper(NamedTuple):

@@ -456,7 +456,7 @@ class MappingFile(NamedTuple):
         try:
             again = self.read(self.write(dims, given), {"vocab_size": dims["vocab_size"]})
         except MappingError as e:
-            return {"config": str(e)}
+            return {"config": f"{e}"}
         out = {
             name: f"{name} is {dims[name]!r}, and {self.name} would compute with {again[name]!r}"
             for name in dims

@@ -159,10 +159,11 @@ def family_with(architecture: str) -> str:
     near = nearest(architecture.partition("For")[0], {a.partition("For")[0] for a in known})
     raise MappingError(
         f"no family has the architecture {architecture}{near}; `mckpt mappings list`"
-        f" prints all {len(known)}.\nA family is a file of names. `mckpt mappings new HF_DIR >"
+        f" prints all {len(known)}.",
+        "A family is a file of names. `mckpt mappings new HF_DIR >"
         " my.yaml` drafts one from the checkpoint, `mckpt mappings check my.yaml HF_DIR` lists"
         " what is left, and `--mapping my.yaml` uses it. Names and shapes do not prove that a model"
-        " computes the same: run `mckpt verify` on the result. docs/new-model.md is the guide."
+        " computes the same: run `mckpt verify` on the result. docs/new-model.md is the guide.",
     )
 
 

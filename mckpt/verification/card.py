@@ -60,7 +60,7 @@ def write(
     for key in ("tokens", "coverage", "training"):
         if key in facts:
             card[key] = _plain(facts[key])
-    text = HEAD + yaml.safe_dump(finite(card), sort_keys=False, width=100, allow_unicode=True)
+    text = HEAD + yaml.safe_dump(finite(card), sort_keys=False, width=100)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as e:

@@ -103,7 +103,7 @@ def _said(right: Checkpoint, vocab_size: int) -> tuple[Dims, str | None]:
             None,
         )
     except MckptError as e:
-        return {}, str(e)
+        return {}, f"{e}"
 
 
 def _written(right: Checkpoint) -> Dims:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import html
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from mckpt.errors import printable
 
 SHOWN = 16  # rows of a table or items of a list that are not folded
 
@@ -20,17 +21,13 @@ class Markup(str):
 
 
 NOTHING = Markup()
-# Control characters, which XML does not allow, and characters that change the reading order.
-_UNSEEN = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
-)
 
 
 def text(value: Any) -> Markup:
-    """Returns a value as escaped text, with its unseen characters as their numbers."""
+    """Returns a value as escaped text. Its lines are those of a `MckptError`, or it is one line."""
     if isinstance(value, Markup):
         return value
-    return Markup(html.escape(_UNSEEN.sub(lambda found: f"\\u{ord(found[0]):04x}", str(value))))
+    return Markup(html.escape("\n".join(map(printable, str(value).split("\n")))))
 
 
 def many(parts: Iterable[Any]) -> Markup:

@@ -133,7 +133,7 @@ def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: 
     """
     ran = json.loads((work / f"{pair.name}.json").read_text())
     if "error" in ran:
-        error = getattr(errors, ran["error"]["class"])(ran["error"]["message"])
+        error = getattr(errors, ran["error"]["class"])(*ran["error"]["message"].split("\n"))
         return does_not_load(pair, error)
     runs = Runs(work, pair.name, num_ranks)
     judged = judge_positions(runs)

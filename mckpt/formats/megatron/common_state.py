@@ -29,7 +29,7 @@ class Common:
                 else safe_pickle.plain(safe_pickle.fields(record, f"{where}: args"))
             )
         except PickleError as e:
-            raise SourceError(str(e)) from None
+            raise SourceError(*e.args) from None
 
     @property
     def stated(self) -> dict[str, Any]:
