@@ -13,6 +13,7 @@ import pytest
 from mckpt import errors
 from mckpt.execute import ranks
 from mckpt.execute.ranks import Gone, Ranks, Session
+from tests.door import good, mckpt, refused
 
 LAUNCHERS = [
     ("", Ranks()),
@@ -166,3 +167,25 @@ def test_a_late_line_of_a_finished_run_is_ignored(tmp_path: Path) -> None:
             straggler._write(straggler.line)
             first._look(1)
             assert not first.lines
+
+
+def test_a_shell_with_a_launchers_variables_is_told_how_to_run_alone(
+    tmp_path: Path, src: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod of a PyTorchJob has RANK and WORLD_SIZE, also in a shell that someone opens there."""
+    assert ranks.SAY_S <= 1  # said within 2 s of the start
+    for name, seconds in (("SAY_S", 0.1), ("START_S", 0.5), ("DEAD_S", 0.5), ("BEAT_S", 0.05)):
+        monkeypatch.setattr(ranks, name, seconds)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    line = ("hf-to-megatron", src, tmp_path / "out")
+    said = "rank 3 of 8 (RANK and WORLD_SIZE) waits for rank 0; if no launcher starts them,"
+    error = mckpt(*line)
+    assert error.code == 7 and error.err.count(said) == 1 and "--workers 1" in error.err
+    good(*line, "--workers", 1)
+    assert (tmp_path / "out/release").exists()
+    refused(2, "--workers N (1 for", args=("reshard", tmp_path / "out", tmp_path / "x", "--watch"))
+    # the pod of rank 0
+    monkeypatch.setenv("RANK", "0")
+    alone = good("hf-to-megatron", src, tmp_path / "other").err
+    assert alone.count("rank 0 of 8 (RANK and WORLD_SIZE) waits for rank 1 and 6 more; if no") == 1

@@ -269,7 +269,7 @@ def _convert(source: Checkpoint, dst: Path, target: Target, options: Options) ->
     """
     from mckpt.execute.ranks import Ranks
 
-    ranks = Ranks.of_environment()
+    ranks = Ranks() if options["workers"] else Ranks.of_environment()
     settings = _settings(options, ranks)
     if not options["dry_run"]:
         return _write(source, dst, target, options, settings, ranks)
@@ -283,7 +283,7 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
     """
     from mckpt.values.sizes import parse_size
 
-    workers = options["workers"]
+    workers = options["workers"] or 1
     if options["engine"] == "ray":
         from mckpt.execute import ray_tasks
 
@@ -294,11 +294,6 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
                 f"--engine ray and {other} both share the work; use one of them: with Ray, one"
                 " process runs the command"
             )
-    if ranks.size > 1 and workers > 1:
-        raise UsageError(
-            f"--workers {workers} is for one machine without a launcher; here {ranks.size}"
-            " processes were started, start more of those"
-        )
     names = ("threads", "checksum", "allow_overflow", "resume", "engine")
     return {
         "max_memory": parse_size(options["max_memory"], "--max-memory"),
@@ -342,7 +337,7 @@ def _write(
 
     settings: the arguments of `Plan.run`.
     """
-    workers, as_json = options["workers"], options["as_json"]
+    workers, as_json = options["workers"] or 1, options["as_json"]
     try:
         planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
         remote = [p for p in (source.path, planned.destination.root) if stand_in.of(p) is not None]
@@ -360,7 +355,8 @@ def _write(
     import mckpt.conversion.run  # noqa: F401
 
     if ranks.rank > 0:
-        planned.run(**settings, ranks=ranks)
+        tell = functools.partial(progress.tell, as_json=as_json)
+        planned.run(**settings, ranks=ranks, tell=tell)
         return None
     if not as_json and "many" not in options:
         document(planned.summary(), err=True)

@@ -156,7 +156,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
                 return 0
             if options["iteration"] is not None:
                 raise UsageError("--iteration and --iterations or --watch: give one of them")
-            _refuse_ranks()
+            _refuse_ranks(options["workers"])
             job = _Run(convert, src, _Place(dst, to_hf), options, keep)
             with _stoppable(job):
                 if watch:
@@ -180,13 +180,13 @@ def _resolved(dst: Path | None) -> Path | None:
     return places.target(f"{url.scheme}://{Path(*parts[:first])}").joinpath(*parts[first:])
 
 
-def _refuse_ranks() -> None:
+def _refuse_ranks(workers: int | None) -> None:
     from mckpt.execute.ranks import Ranks
 
-    if (size := Ranks.of_environment().size) > 1:
+    if workers is None and (size := Ranks.of_environment().size) > 1:
         raise UsageError(
             f"--iterations and --watch run in one process, and a launcher started {size}; use"
-            " --workers N, or start a command with --iteration for each"
+            " --workers N (1 for a process alone), or start a command with --iteration for each"
         )
 
 

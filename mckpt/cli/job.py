@@ -103,10 +103,11 @@ def _refuse_ranks(steps: list[Step], file: Path) -> None:
     from mckpt.execute.ranks import Ranks
 
     alone = [step.command for step in steps if step.command not in SHARED]
-    if alone and Ranks.of_environment().size > 1:
+    if alone and (size := Ranks.of_environment().size) > 1:
         raise UsageError(
             f"{file}: {alone[0]} runs in one process, and a launcher started"
-            f" {Ranks.of_environment().size}; put it into a job of its own"
+            f" {size}; put it into a job of its own, or start"
+            " mckpt without the launcher's variables: env -u RANK -u WORLD_SIZE mckpt run ..."
         )
 
 

@@ -400,11 +400,9 @@ conversion_options = together(
     conversion_option(
         "--workers",
         type=POSITIVE,
-        default=1,
-        show_default=True,
         metavar="N",
-        help="Number of processes on this machine. Under torchrun or srun, leave it at 1: each"
-        " process that they start is one worker.",
+        help="Number of processes on this machine, whatever RANK and the like say. Without it, the"
+        " processes that torchrun or srun started share the work; without those, one does it.",
     ),
     conversion_option(
         "--engine",

@@ -40,7 +40,7 @@ from mckpt.conversion.run import (
 from mckpt.conversion.sending import Sender, temporary
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal, raise_error_of
 from mckpt.errors import StorageError
-from mckpt.execute.ranks import LOOK_S, Ranks, refusal
+from mckpt.execute.ranks import LOOK_S, SAY_S, Ranks, refusal
 from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
 
@@ -125,11 +125,16 @@ class _Job:
             self._send(share, done)
         self.journal.clear()  # its share may be empty
         heard: dict[int, tuple[Object | None, float]] = {}  # rank -> its last beat, and when
+        started, told = time.monotonic(), False
         while True:
             done = self.journal.sent() if self.ranks.size > 1 else done
             missing = [i for i, g in enumerate(self.groups) if any(n not in done for n in g)]
             if not missing:
                 break
+            absent = [r for r in range(1, self.ranks.size) if self.journal.beat_of(r) is None]
+            if absent and not told and time.monotonic() - started > SAY_S:
+                told = True
+                self.how.tell(self.ranks.waits_for(f"rank {absent[0]}"))
             for rank in self._silent(heard):
                 its = self.ranks.share(len(self.groups), rank)
                 if late := [i for i in missing if i in its]:
@@ -237,12 +242,15 @@ class _Job:
         """
         journal = self.journal
         started, next_look = time.monotonic(), 0.0
-        changed, first, last = started, None, None
+        changed, first, last, told = started, None, None, False
         refused: errors.MckptError | None = None
         while True:
             said = journal.said()
             now = time.monotonic()
             waited = now - started
+            if waited > SAY_S and not told:
+                told = True
+                self.how.tell(self.ranks.waits_for("rank 0"))
             if waited >= next_look:
                 next_look = waited + LOOK_S
                 may_be_ours = not self.destination.overwrite or waited > QUIET_S

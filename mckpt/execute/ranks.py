@@ -41,6 +41,9 @@ POLL_S = 0.25  # seconds; the longest pause between two looks at the others' pro
 DEAD_S = 60.0
 # seconds that ranks wait for rank 0 to begin: it plans, and its node may start later
 START_S = 600.0
+# Seconds after which a rank that waits for others says so: the variables of a launcher may be those
+# of a shell in a pod, in which nobody starts the other ranks.
+SAY_S = 1.0
 # Seconds between two looks at whether rank 0 is refused. A refusal counts when two looks agree,
 # since one look may happen while another process is changing the files.
 LOOK_S = 3.0
@@ -74,6 +77,7 @@ class Ranks:
 
     run: identifies the run, "" if the launcher does not.
     local: the number of ranks that share this machine.
+    names: the environment variables that say so, for messages.
     ended: whether a rank is known to have ended; False if that cannot be known.
     """
 
@@ -81,6 +85,7 @@ class Ranks:
     size: int = 1
     run: str = ""
     local: int = 1
+    names: str = field(default="", compare=False)
     ended: Callable[[int], bool] = field(default=lambda rank: False, compare=False)
 
     @classmethod
@@ -99,6 +104,7 @@ class Ranks:
                         int(environ[size]),
                         ".".join(environ.get(name, "") for name in run),
                         int(here[0]) if here else 1,
+                        f"{rank} and {size}",
                     )
                 except ValueError:
                     raise UsageError(
@@ -120,6 +126,13 @@ class Ranks:
         ranks.
         """
         return f"{self.run}/{self.size}"
+
+    def waits_for(self, others: str) -> str:
+        """Returns the sentence of a rank that waits for other ranks."""
+        return (
+            f"rank {self.rank} of {self.size} ({self.names or 'of this run'}) waits for {others};"
+            " if no launcher starts them, --workers 1 runs the command alone"
+        )
 
     @property
     def cores(self) -> int:
@@ -160,6 +173,7 @@ class Session:
         # that is over, though its processes may live on.
         self.line: dict[str, Any] = {"run": ranks.name, "id": "", "beat": 0, "steps": 0, "done": []}
         self.next_look = 0.0
+        self.said = False  # whether this rank has said that it waits
         self.heard: dict[int, str] = {}  # rank -> its last line
         # rank -> the time of the last look, and the seconds for which its line has not changed
         self.watched: dict[int, tuple[float, float]] = {}
@@ -216,6 +230,9 @@ class Session:
         refused: errors.MckptError | None = None
         for _ in patience():
             waited = time.monotonic() - started
+            if waited > SAY_S and not self.said:
+                self.said = True
+                self.tell(self.ranks.waits_for("rank 0"))
             with suppress(OSError, ValueError):
                 line = (self.folder / "0").read_text()
                 found = json.loads(line)
@@ -310,7 +327,15 @@ class Session:
         return not self.ranks.ended(rank) and self.watched.get(rank, (0, 0.0))[1] < DEAD_S
 
     def _await(self, missing: set[int], step: int, do: Callable[[int], None]) -> None:
+        started = time.monotonic()
         for _ in patience():
+            absent = missing - self.heard.keys()
+            if absent and not self.said and time.monotonic() - started > SAY_S:
+                self.said = True
+                first, *more = sorted(absent)
+                self.tell(
+                    self.ranks.waits_for(f"rank {first}{f' and {len(more)} more' * bool(more)}")
+                )
             self.beat()
             for rank in sorted(missing):
                 self._look(rank)
