@@ -113,7 +113,11 @@ class SideFiles:
                 shutil.copyfile(source, path)
             sync(path)
         self.check_unchanged()  # a file may have changed during the copy
+        for inner, _, _ in os.walk(folder):
+            sync(Path(inner))
         os.rename(folder, self.path)
+        # after a power cut, no checkpoint may be there without these files
+        sync(self.path.parent)
 
 
 def refuse_changed(source: Checkpoint, given: Collection[str] = ()) -> None:
