@@ -1,0 +1,1 @@
+"""Kills, faults and power cuts: `python -m tests.crash` (CONTRIBUTING.md)."""
