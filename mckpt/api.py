@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,11 @@ def push(
     revision: str | None = None,
     private: bool = False,
     message: str | None = None,
+    dry_run: bool = False,
+    tell: Callable[[pushing.Pushed], None] = lambda planned: None,
 ) -> pushing.Pushed:
     """Uploads a Hugging Face directory to the Hub; see `pushing.push`."""
-    return pushing.push(Path(directory), name, revision, private, message)
+    return pushing.push(Path(directory), name, revision, private, message, dry_run, tell)
 
 
 __all__ = [

@@ -344,6 +344,36 @@ def test_an_export_is_pushed_read_back_and_pushed_again_for_nothing(hub, cli, sh
     assert not any(r.startswith("PUT") or "/commit/" in r for r in hub.asked)
 
 
+def test_only_files_of_the_model_are_pushed(hub, cli, sharded, tmp_path):
+    export = tmp_path / "export"
+    shutil.copytree(sharded, export)
+    names = {p.name for p in export.iterdir()} | {"README.md"}
+    (tmp_path / "secret").write_text("secret")
+    for name in ("README.md", "id_rsa", "train.log", ".env"):
+        (export / name).write_text("text")
+    (export / "tokenizer.model").symlink_to(tmp_path / "secret")
+    (export / "runs").mkdir()
+    (export / "runs/model.pt").write_text("")
+    said = cli("push", export, MODEL, "--dry-run")
+    assert not hub.asked and f"{len(names)} files" in said.out
+    assert f"would be uploaded to {MODEL}" in said.out
+    assert all(f" bytes  {name}\n" in said.err for name in names)
+    left = [line for line in said.err.splitlines() if "left out" in line]
+    assert left == [
+        f"left out: {name}" for name in ("id_rsa", "runs/model.pt", "tokenizer.model", "train.log")
+    ]
+    found = cli("push", export, MODEL, "--json", token=TOKEN)
+    assert hub.tree(MODEL).keys() - {".gitattributes"} == names
+    assert json.loads(found.out)["files"].keys() == names and not found.err
+    (export / "tokenizer.json").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    (export / "mckpt.json").unlink()
+    refused(3, "tokenizer.json: is a pointer of git-lfs", args=("push", export, MODEL))
+    (export / "tokenizer.json").unlink()
+    (export / "config.json").rename(tmp_path / "config.json")
+    (export / "config.json").symlink_to(tmp_path / "config.json")
+    refused(3, "config.json: is a link that leaves", args=("push", export, MODEL))
+
+
 def test_each_iteration_has_a_branch_and_stale_weights_are_removed(hub, cli, sharded):
     hub.commit(MODEL, {"model.safetensors": b"old", "README.md": b"card", "a/b.bin": b"kept"})
     branch = "iter_{iteration}"

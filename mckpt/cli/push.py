@@ -23,6 +23,7 @@ from mckpt.errors import counted
 )
 @click.option("--private", is_flag=True, help="Make a repository that is created private.")
 @click.option("--message", metavar="TEXT", help="Message of the commit.")
+@click.option("--dry-run", is_flag=True, help="Print what would be uploaded; send nothing.")
 @json_option
 def push(
     directory: Path,
@@ -30,28 +31,51 @@ def push(
     revision: str | None,
     private: bool,
     message: str | None,
+    dry_run: bool,
     as_json: bool,
 ) -> None:
     """Upload a Hugging Face directory to the Hub.
 
-    NAME is org/name. The directory must be complete. All files become one commit, so nobody reads
-    a part of them; weights of the branch that the directory does not have are removed. The same
-    command continues an interrupted upload. Log in with `hf auth login`, or set HF_TOKEN.
+    NAME is org/name. The directory must be complete. Its weights, and the files that a conversion
+    copies (docs/side-files.md), become one commit, so nobody reads a part of them; weights of the
+    branch that the directory does not have are removed. The same command continues an interrupted
+    upload. Log in with `hf auth login`, or set HF_TOKEN.
     """
     from mckpt import api
+    from mckpt.conversion.pushing import Pushed
+
+    def tell(planned: Pushed) -> None:
+        if as_json:
+            return
+        for path, nbytes in planned.files.items():
+            echo(f"{nbytes:>18,} bytes  {path}", err=True)
+        for path in planned.left_out:
+            echo(f"left out: {path}", err=True)
 
     start = time.perf_counter()
-    found = api.push(directory, name, revision=revision, private=private, message=message)
+    found = api.push(
+        directory,
+        name,
+        revision=revision,
+        private=private,
+        message=message,
+        dry_run=dry_run,
+        tell=tell,
+    )
+    size = sum(found.files.values())
+    files = f"{directory}: {counted(len(found.files), 'file')}, {size:,} bytes,"
+    if found.commit is None:
+        if as_json:
+            echo_outcome("planned", start, found.json(), path=directory)
+        else:
+            echo(f"{files} would be uploaded to {found.name}")
+        return
     with reporting(found.commit.url):
         if as_json:
             state = "uploaded" if found.commit.new else "unchanged"
             echo_outcome(state, start, found.json(), path=directory)
             return
-        size = sum(found.files.values())
         said = "uploaded to" if found.commit.new else "is already, unchanged, at"
-        echo(
-            f"{directory}: {counted(len(found.files), 'file')}, {size:,} bytes, {said}"
-            f" {found.commit.url} (commit {found.commit.oid})"
-        )
+        echo(f"{files} {said} {found.commit.url} (commit {found.commit.oid})")
         for path in found.commit.removed:
             echo(f"removed from the branch, because it does not belong to this model: {path}")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,41 +14,53 @@ from mckpt import __version__
 from mckpt.checkpoint import description
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError, UsageError
-from mckpt.formats.hf_config import read_config
+from mckpt.formats.hf_config import CONFIG, belongs, read_config, side_files
 from mckpt.formats.hf_files import INDEX
 from mckpt.storage import hub
-from mckpt.storage.staging import unfinished
+from mckpt.storage.files import stamp
+from mckpt.storage.staging import MANIFEST, unfinished
 
 # {iteration}, or with a width: {iteration:07d}
 _ITERATION = re.compile(r"\{iteration(:0?\d*d)?\}")
 
 
 class Pushed(NamedTuple):
-    """An upload that is complete."""
+    """An upload that is complete, or planned."""
 
     name: hub.Name
-    commit: hub.Commit
+    commit: hub.Commit | None  # None: it is planned
     files: dict[str, int]  # name in the repository -> bytes
+    left_out: list[str]  # files of the directory that are not hidden
 
     def json(self) -> dict[str, Any]:
         """Returns what `mckpt push --json` prints."""
         return {
             "repository": self.name.repo,
             "revision": self.name.revision or hub.MAIN,
-            "commit": self.commit.oid,
-            "url": self.commit.url,
-            "removed": self.commit.removed,
+            "commit": self.commit and self.commit.oid,
+            "url": self.commit and self.commit.url,
+            "removed": self.commit and self.commit.removed,
             "files": self.files,
+            "left_out": self.left_out,
         }
 
 
 def push(
-    directory: Path, name: str, revision: str | None, private: bool, message: str | None
+    directory: Path,
+    name: str,
+    revision: str | None,
+    private: bool,
+    message: str | None,
+    dry_run: bool,
+    tell: Callable[[Pushed], None],
 ) -> Pushed:
-    """Makes the model `name` on the Hub hold the files of a Hugging Face directory, in one commit.
+    """Makes the model `name` on the Hub hold the model of a Hugging Face directory, in one commit:
+    its weights, and the files that a conversion copies (`hf_config.SIDE_FILES`).
 
-    Hidden files and directories stay behind. Weights that the branch has and the directory has not
-    are removed, because a loader might take them for a part of the model.
+    Weights that the branch has and the directory has not are removed, because a loader might take
+    them for a part of the model.
+
+    dry_run: send nothing. tell: called before anything is sent.
 
     revision: a branch; it may contain {iteration} or {iteration:07d}, the iteration that the
     export was made of.
@@ -78,19 +91,40 @@ def push(
         branch = _ITERATION.sub(lambda m: format(_iteration(source), (m[1] or ":")[1:]), branch)
         if "{" in branch:
             raise UsageError(f"--revision {branch}: the only name in braces is {{iteration}}")
-    paths = _files(directory)
-    files = {path: os.stat(directory / path).st_size for path in paths}
+    files = {path: stamp(directory / path)[0] for path in _files(directory, source)}
+    left_out = [path for path in _visible(directory) if path not in files]
+    planned = Pushed(hub.Name(target.repo, branch), None, files, left_out)
+    tell(planned)
+    if dry_run:
+        return planned
     made = hub.upload(
-        hub.Name(target.repo, branch),
-        {path: directory / path for path in paths},
+        planned.name,
+        {path: directory / path for path in files},
         stale=_is_weights,
         private=private,
         message=message or f"Upload {directory.resolve().name} with mckpt {__version__}",
     )
-    return Pushed(hub.Name(target.repo, branch), made, files)
+    return planned._replace(commit=made)
 
 
-def _files(directory: Path) -> list[str]:
+def _files(directory: Path, source: Checkpoint) -> list[str]:
+    """Returns the files that belong to the model in a directory.
+
+    Raises SourceError if one without which the model is not complete is a link to a file elsewhere
+    that is no weights file.
+    """
+    weights = {Path(span.path).name for span in source.opened.spans([])}
+    index = {INDEX[kind] for kind in INDEX if any(name.endswith(kind) for name in weights)}
+    described = [name for name in (CONFIG, MANIFEST, *index) if (directory / name).exists()]
+    for name in described:
+        if not belongs(directory / name, directory):
+            raise SourceError(
+                f"{directory / name}: is a link that leaves the directory; put a copy in its place"
+            )
+    return sorted({*weights, *described, *side_files(directory).kept})
+
+
+def _visible(directory: Path) -> list[str]:
     """Returns the files of a directory that are not hidden, nor in a hidden directory."""
     found = []
     for folder, inner, names in os.walk(directory):
