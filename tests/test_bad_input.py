@@ -5,6 +5,7 @@ Each gives one error that names the place, a stable exit code, and writes nothin
 
 from __future__ import annotations
 
+import os
 import shutil
 from typing import Any
 
@@ -69,7 +70,9 @@ def test_a_setting_or_family_that_the_config_denies_is_refused(made, tmp_path):
         refused(code, *words, args=args, untouched=tmp_path)
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["a weight", "the mtime", "nothing", "a file is gone"])
+def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monkeypatch, what):
+    """Also if its size and its mtime stay. If only its times change, its content is compared."""
     import mckpt as package
     from mckpt.conversion import run as execute
 
@@ -80,13 +83,27 @@ def test_a_source_that_changes_while_it_is_read_is_refused(made, tmp_path, monke
 
     def slow(*args: Any, **named: Any) -> Any:
         done = real(*args, **named)
-        (src / ONE).write_bytes((src / ONE).read_bytes())
+        before, data = (src / ONE).stat().st_mtime_ns, bytearray((src / ONE).read_bytes())
+        data[-1] ^= what == "a weight"
+        (src / ONE).write_bytes(data)
+        os.utime(src / ONE, ns=(0, before + (what == "the mtime")))
+        if "gone" in what:
+            (src / ONE).unlink()
         return done
 
     monkeypatch.setattr(execute, "execute", slow)
-    with pytest.raises(package.errors.SourceError, match="changed while it was read"):
+    if what in ("the mtime", "nothing"):
+        planned.run()
+        assert package.plan(src, tmp_path / "dst", helps=True).judge().manifest is not None
+        return
+    match = "is gone" if "gone" in what else "changed while it was read"
+    with pytest.raises(package.errors.SourceError, match=match):
         planned.run()
     assert not (tmp_path / "dst" / TRACKER).exists()
+    monkeypatch.undo()
+    if what == "a weight":  # the staged bytes are of two states
+        package.plan(src, tmp_path / "dst").run()
+        assert not package.diff(src, tmp_path / "dst")
 
 
 def test_a_source_without_a_checkpoint_is_refused(tmp_path):

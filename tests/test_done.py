@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.door import PT, edit_json, good, mckpt, refused, tree
+from mckpt.execute import comparing
+from tests.door import edit_json, good, mckpt, refused, tree
 from tests.door import hf as tiny_hf
 
 COMMANDS = {
@@ -59,15 +60,86 @@ def test_other_options_are_another_plan(work: Path) -> None:
     )
 
 
-def test_a_source_that_has_changed_is_not_done(work: Path) -> None:
-    """Also if its headers and sizes are the same, as those of a later iteration are."""
-    line = ("megatron-to-hf", work / "ckpt", work / "out")
+def change(path: Path) -> None:
+    """Changes a weight; size and mtime stay."""
+    before = path.stat().st_mtime_ns
+    data = bytearray(path.read_bytes())
+    data[len(data) * 2 // 3] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(0, before))
+
+
+def touch(root: Path) -> None:
+    """Sets all mtimes to 0, as archives that are made reproducibly have them."""
+    for path in root.rglob("*"):
+        os.utime(path, ns=(0, 0))
+
+
+def weights(root: Path) -> Path:
+    return next(p for p in sorted(root.rglob("*")) if p.suffix in (".safetensors", ".pt"))
+
+
+SOURCES = {
+    "touched": lambda root, new: touch(root),
+    "moved": lambda root, new: root.rename(new),
+    "copied": lambda root, new: (shutil.copytree(root, new), shutil.rmtree(root)),
+    "linked": lambda root, new: os.link(weights(root), root.parent / "link"),
+}
+
+
+@pytest.mark.parametrize("kind", ["hf", "ckpt"])
+@pytest.mark.parametrize("how", SOURCES)
+def test_a_source_with_the_same_content_is_done(
+    work: Path, kind: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command, *options = (
+        ("hf-to-megatron", "--tp", 2) if kind == "hf" else ("megatron-to-hf", "--quantize", "fp8")
+    )
+    good(command, work / kind, work / "out", *options)
+    before = {name: data for name, data in tree(work / "out").items() if "mckpt.json" not in name}
+    SOURCES[how](work / kind, work / "new")
+    line = (command, *[p for p in (work / "new", work / kind) if p.exists()][:1], work / "out")
+    looked = []
+    with monkeypatch.context() as patch:
+        real = comparing.differing
+        patch.setattr(comparing, "differing", lambda *a, **k: looked.append(1) or real(*a, **k))
+        said = good(*line, *options)
+        assert "is done already" in said.out
+        assert len(looked) == ("comparing the content" in said.err) == (how != "moved")
+        assert "is done already" in good(*line, *options).out, "the manifest is refreshed"
+        assert len(looked) == (how != "moved")
+    after = {name: data for name, data in tree(work / "out").items() if "mckpt.json" not in name}
+    assert after == before
+    assert mckpt("check", work / "out").code == 0
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_source_that_has_changed_is_not_done(work: Path, command: str) -> None:
+    """Also if its headers, sizes and times are the same."""
+    source, *options = COMMANDS[command]
+    touch(work / source)
+    line = (command, work / source, work / "out", *options)
     good(*line)
-    path = next((work / "ckpt/release").glob(f"mp_rank_*/{PT}"))
-    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
-    refused(6, "already contains", args=line, untouched=work)
+    change(weights(work / source))
+    words = "already contains", f"The source differs: {work / source} has other values now"
+    refused(6, *words, args=line, untouched=work)
     good(*line, "--overwrite")
     assert "is done already" in good(*line).out
+
+
+def test_what_differs_is_named(work: Path) -> None:
+    line = ("megatron-to-hf", work / "ckpt", work / "out")
+    good(*line)
+    refused(6, "The plan differs", "another dtype", args=(*line, "--dtype", "fp16"))
+    touch(work / "ckpt")
+    damaged = work / "out/model.safetensors"
+    change(damaged)
+    refused(6, f"The files differ: {damaged}: was changed after it was written", args=line)
+    damaged.unlink()
+    refused(6, f"The files differ: {damaged}: is missing", args=line)
+    good("hf-to-megatron", work / "hf", work / "whole")
+    words = "The source differs", "has other tensors, sizes or files"
+    refused(6, *words, args=("megatron-to-hf", work / "whole", work / "out"))
 
 
 @pytest.mark.parametrize("damage", ["missing", "shorter"])
@@ -77,7 +149,7 @@ def test_an_output_that_has_changed_is_not_done(work: Path, damage: str) -> None
     path = work / "out/generation_config.json"
     path = path if path.exists() else work / "out/config.json"
     path.unlink() if damage == "missing" else path.write_bytes(path.read_bytes()[:-1])
-    refused(6, "already contains", args=line, untouched=work)
+    refused(6, "already contains", f"The files differ: {path}", args=line, untouched=work)
 
 
 def test_several_processes_find_it_done(work: Path) -> None:

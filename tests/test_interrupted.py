@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
@@ -17,6 +18,7 @@ import pytest
 
 from mckpt.conversion import publishing
 from mckpt.conversion import run as run_module
+from mckpt.storage.staging import unfinished
 from tests.door import TRACKER, command_line, good, mckpt, refused, tree
 
 
@@ -86,19 +88,18 @@ def test_a_limit_of_the_file_size_leaves_no_checkpoint(tmp_path, src):
 
 
 # where to die: at so many calls of this function. The commit of an hf directory has a rename for
-# each name, of a unit three; then its mark is unlinked, and its staging directory goes
+# each name, of a unit three; then its staging directory is renamed, and goes
 CALLS = {
     "fsync": (1, 9),
     "rename": (1, 2, 3, 4, 6),
     "replace": (1, 2),
     "rmtree": (1, 2),
-    "unlink": (1,),
 }
 DEATHS = [(name, count) for name, counts in CALLS.items() for count in counts]
 
 
 # other code calls these functions too, for other names
-ENDS = {"unlink": "publishing", "rmtree": ".mckpt-"}
+ENDS = {"rmtree": ".mckpt-"}
 
 
 class Killed(BaseException):
@@ -130,7 +131,7 @@ def dying(name: str, count: int, *args: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["unit", "hf", "hf over another"])
-def test_a_run_killed_at_any_point_is_completed(tmp_path, src, trained, kind):
+def test_a_run_killed_at_any_point_is_completed(tmp_path, src, trained, kind, monkeypatch):
     """The unfinished output is not a checkpoint, and the same command completes it."""
     args = ("hf-to-megatron", src) if kind == "unit" else ("megatron-to-hf", trained)
     more = ("--overwrite",) if "over" in kind else ()
@@ -144,7 +145,10 @@ def test_a_run_killed_at_any_point_is_completed(tmp_path, src, trained, kind):
             continue
         died += 1
         published = name == "rmtree" or (name, count) == ("replace", 2)
-        if not more and not published and name != "unlink":
+        if published:
+            assert unfinished(dst) is None, (name, count)
+            monkeypatch.setattr(run_module, "execute", None)  # nothing is copied again
+        if not more and not published:
             assert not (dst / "config.json").exists() and not (dst / TRACKER).exists(), (
                 name,
                 count,
@@ -152,7 +156,8 @@ def test_a_run_killed_at_any_point_is_completed(tmp_path, src, trained, kind):
         if more and (dst / "config.json").exists():
             # the old checkpoint or the new one, and no mixture
             assert mckpt("diff", dst, src).code == 0, (name, count)
-        good(*args, dst, *(more or ["--overwrite"] * published))  # the new checkpoint is complete
+        good(*args, dst, *([] if published else more))  # the new checkpoint is complete
+        monkeypatch.undo()
         assert tree(dst) == tree(tmp_path / "whole"), (name, count)
     assert died >= 5
 
@@ -173,7 +178,7 @@ def another(tmp_path_factory, tiny_model):
 
 @pytest.mark.parametrize(
     "name, count",
-    [("rename", 1), ("rename", 2), ("rename", 5), ("unlink", 1), ("replace", 2), ("rmtree", 2)],
+    [("rename", 1), ("rename", 2), ("rename", 5), ("replace", 2), ("rmtree", 2)],
 )
 @pytest.mark.parametrize("over", [False, True])
 def test_only_the_same_command_replaces_the_files_of_a_killed_run(
@@ -207,8 +212,8 @@ def test_a_run_killed_several_times_is_completed(tmp_path, trained):
         ("rename", 1),
         ("rename", 2),
         ("replace", 1),
-        ("unlink", 1),
-        ("rename", 1),
+        ("rename", 2),
+        ("replace", 2),
     ):
         assert dying(name, count, *args)
     good(*args)
@@ -217,7 +222,7 @@ def test_a_run_killed_several_times_is_completed(tmp_path, trained):
 
 def test_files_that_replaced_those_of_a_killed_run_need_overwrite(tmp_path, trained, another):
     dst = tmp_path / "dst"
-    assert dying("unlink", 1, "megatron-to-hf", trained, dst)
+    assert dying("replace", 2, "megatron-to-hf", trained, dst)
     for path in [p for p in dst.iterdir() if p.is_file()]:
         path.unlink()
     good("megatron-to-hf", another, tmp_path / "fresh")
@@ -264,6 +269,73 @@ def test_a_staging_directory_that_cannot_be_removed_is_harmless(tmp_path, src, m
     assert not list(tmp_path.glob("dst/.mckpt-*/publishing"))
     assert "is done already" in good("hf-to-megatron", src, tmp_path / "dst").out
     assert mckpt("diff", src, tmp_path / "dst").code == 0
+
+
+@pytest.mark.parametrize("kind", ["unit", "hf", "hf over another"])
+def test_a_staging_directory_that_cannot_be_renamed_is_removed_by_the_same_command(
+    tmp_path, src, trained, monkeypatch, kind
+):
+    """The output is in place, so the run ends well."""
+    dst, more = tmp_path / "dst", ["--overwrite"] * ("over" in kind)
+    args = ("hf-to-megatron", src, dst) if kind == "unit" else ("megatron-to-hf", trained, dst)
+    if more:
+        good(*args, "--max-shard-size", "100KB")
+    real = os.replace
+
+    def broken(a: Any, b: Any, **k: Any) -> None:
+        if Path(a).name.startswith(".mckpt-"):
+            raise OSError(errno.EIO, "Input/output error", str(a))
+        real(a, b, **k)
+
+    monkeypatch.setattr(os, "replace", broken)
+    said = good(*args, *more)
+    (left,) = dst.glob(".mckpt-*")
+    assert f"{left}: cannot be removed" in said.err
+    assert "interrupted" not in good("inspect", dst).out and unfinished(dst) is None
+    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "execute", None)
+        good(*args, *more)
+    assert not list(dst.glob(".mckpt-*"))
+    assert "is done already" in good(*args).out
+
+
+def test_a_tracker_that_cannot_be_written_is_written_by_the_same_command(
+    tmp_path, src, monkeypatch
+):
+    real, dst = os.rename, tmp_path / "dst"
+
+    def broken(a: Any, b: Any) -> None:
+        if Path(b).name == TRACKER:
+            raise OSError(errno.EIO, "Input/output error", str(a))
+        real(a, b)
+
+    monkeypatch.setattr(os, "rename", broken)
+    refused(7, "release: is in place, but", "same command", args=("hf-to-megatron", src, dst))
+    monkeypatch.undo()
+    good("hf-to-megatron", src, dst)
+    good("hf-to-megatron", src, tmp_path / "whole")
+    assert tree(dst) == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_run_goes_on_only_with_the_bytes_of_the_same_source(tmp_path, src, changed):
+    """Size and mtime of the source stay."""
+    source, dst = tmp_path / "src", tmp_path / "dst"
+    shutil.copytree(src, source)
+    assert dying("fsync", 4, "hf-to-megatron", source, dst)
+    assert list(dst.glob(".mckpt-*/done/*[0-9]"))
+    path = source / "model.safetensors"
+    if changed:
+        before, data = path.stat().st_mtime_ns, bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        os.utime(path, ns=(0, before))
+    said = good("hf-to-megatron", source, dst)
+    assert ("continues: " in said.err) is not changed
+    if not changed:
+        assert re.search(r"^continues: (\S+) of \1 [MkG]B are there$", said.err, re.MULTILINE)
+    assert mckpt("diff", source, dst).code == 0
 
 
 def test_staging_directories_of_other_plans_are_reported(tmp_path, src):

@@ -351,6 +351,61 @@ def test_a_second_run_is_refused_while_the_first_one_writes(
     assert files(fetched("m")) == files(local)
 
 
+def test_what_is_done_is_known_by_the_content_of_the_source(
+    cli, server, bucket, monkeypatch, tmp_path
+):
+    """Objects that are put again have another time; local files may keep size and mtime."""
+    model = tmp_path / "model"
+    shutil.copytree(SRC, model)
+    for source, put in ((str(model), None), ("s3:hf", server)):
+        line = ("hf-to-megatron", source, f"s3:m{put is not None}", *SIZES)
+        cli(*line)
+        shutil.copytree(model, tmp_path / "again", dirs_exist_ok=True, copy_function=shutil.copy)
+        shutil.copytree(tmp_path / "again", model, dirs_exist_ok=True)
+        if put:
+            time.sleep(1.1)  # stores tell whole seconds
+            put.put(bucket, model, "hf/")
+        said = cli(*line)
+        assert "comparing the content" in said.err and "is done already" in said.out
+        assert "comparing" not in cli(*line).err, "the manifest is refreshed"
+    path = model / "model.safetensors"
+    data, before = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(0, before))
+    cli("hf-to-megatron", str(model), "s3:mFalse", *SIZES, code=6)
+    server.put(bucket, model, "hf/")
+    assert "The source differs" in cli(*line, code=6).err
+
+
+def test_files_of_another_source_do_not_count_as_sent(cli, server, bucket, monkeypatch, tmp_path):
+    """Size and mtime of the source stay between two runs, and one that is killed at its end is
+    only cleaned up.
+    """
+    small_groups(monkeypatch)
+    model = tmp_path / "model"
+    shutil.copytree(SRC, model)
+    line = ("hf-to-megatron", str(model), "s3:m", *SIZES)
+    server.set(Fault("PUT", r"metadata|mckpt\.json", "403", 99))
+    cli(*line, code=7)
+    server.set()
+    path = model / "model.safetensors"
+    data, before = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    start = int.from_bytes(data[:8], "little") + 8
+    data[start::2] = bytes(one ^ 1 for one in data[start::2])
+    path.write_bytes(data)
+    os.utime(path, ns=(0, before))
+    with monkeypatch.context() as patch:
+        patch.setattr(store_journal.StoreJournal, "remove", lambda journal: journal.end_beats())
+        assert "continues" not in cli(*line).err
+    cli("diff", str(model), "s3:m")
+    server.set()
+    cli(*line)
+    log = server.control()["log"]
+    assert not [one for one in log if one.startswith("PUT") and ".pt" in one]
+    assert not [name for name in server.keys(bucket) if ".mckpt-" in name]
+
+
 def test_a_run_that_was_taken_for_dead_sends_nothing_more(cli, server, bucket, monkeypatch):
     def end() -> None:
         for name, path in server.keys(bucket).items():
@@ -537,6 +592,7 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     assert not list(tmp_path.glob(f"{stand_in.TEMPORARY}*")), "the killed run left its files here"
     puts = [one for one in server.control()["log"] if one.startswith("PUT") and ".pt" in one]
     assert len(puts) == 4 - len(sent)
+    assert "continues: " in done.stderr and "B are there" in done.stderr
     assert files(fetched("m")) == files(local)
 
 

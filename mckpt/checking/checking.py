@@ -13,7 +13,7 @@ from mckpt.checkpoint.description import changed_files
 from mckpt.errors import CoverError, MckptError, PickleError, SourceError, StorageError
 from mckpt.formats.hf_config import side_files
 from mckpt.geometry.box import Layout, tiles
-from mckpt.storage.files import stamp
+from mckpt.storage.files import stamp_to_copy
 from mckpt.storage.staging import MANIFEST
 
 TENSORS = (".safetensors", ".bin", ".distcp", ".pt")  # end the names of files with tensors
@@ -94,7 +94,7 @@ def _pointers(source: Checkpoint) -> list[str]:
     out = []
     for name in side_files(root).kept if root is not None else ():
         try:
-            stamp(root / name)
+            stamp_to_copy(root / name)
         except SourceError as e:
             out.append(str(e))
     return out

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -306,9 +307,15 @@ def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options)
     """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
     planned, as_json = _plan(source, dst, target, options, helps=True), options["as_json"]
     document(json.dumps(planned.json()) if as_json else planned.summary())
-    if options["overwrite"] or planned.finished() is None:
-        for note in planned.check(options.get("check_replicas", False)):
-            progress.tell(note, as_json)
+    manifest, why = None, ""
+    if not options["overwrite"]:
+        manifest, why = planned.judge(_teller(as_json))
+    if manifest is None:
+        try:
+            for note in planned.check(options.get("check_replicas", False)):
+                progress.tell(note, as_json)
+        except DestinationError as error:
+            raise error.with_hint(*filter(None, [why])) from None
 
 
 def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps: bool) -> Plan:
@@ -346,11 +353,10 @@ def _write(
                 f"--workers {workers}: {remote[0]} is not on this machine, and such a run uses"
                 " threads; leave the option out, or start ranks with torchrun or srun"
             )
-    except DestinationError:
-        done = None if options["overwrite"] else _done(source, dst, target, options)
-        if done is None:
+    except DestinationError as error:
+        if options["overwrite"]:
             raise
-        return done
+        return _done(source, dst, target, options, error)
     # imported before the workers are forked, so that they need not import it again
     import mckpt.conversion.run  # noqa: F401
 
@@ -378,19 +384,28 @@ def _write(
     return Outcome("written", path, text, planned.nbytes, seconds, facts=manifest)
 
 
-def _done(source: Checkpoint, dst: Path, target: Target, options: Options) -> Outcome | None:
-    """Returns the outcome if `dst` holds already what the conversion would write, else None."""
+def _done(
+    source: Checkpoint, dst: Path, target: Target, options: Options, refusal: DestinationError
+) -> Outcome:
+    """Returns the outcome if `dst` holds already what the conversion would write; else raises
+    `refusal`, with what differs.
+    """
     planned = _plan(source, dst, target, options, helps=True)
-    manifest, destination = planned.finished(), planned.destination
+    manifest, why = planned.judge(_teller(options["as_json"]))
     if manifest is None:
-        return None
-    if destination.unit is not None:  # the run that wrote it may have been killed before this
-        destination.tracker.settle(destination.unit)
+        raise refusal.with_hint(*filter(None, [why])) from None
+    planned.settle(manifest)
     text = (
-        f"{destination.path}: is done already, {planned.nbytes:,} bytes in"
+        f"{planned.destination.path}: is done already, {planned.nbytes:,} bytes in"
         f" {counted(len(planned.outputs), 'file')}; --overwrite writes it again"
     )
-    return Outcome("done already", str(destination.path), text, planned.nbytes, facts=manifest)
+    path = str(planned.destination.path)
+    return Outcome("done already", path, text, planned.nbytes, facts=manifest)
+
+
+def _teller(as_json: bool) -> Callable[[str], None]:
+    """Returns a function that prints a note on stderr."""
+    return functools.partial(progress.tell, as_json=as_json)
 
 
 def _run(
@@ -406,7 +421,7 @@ def _run(
                 **settings,
                 ranks=all_ranks,
                 progress=shown,
-                tell=functools.partial(progress.tell, as_json=as_json),
+                tell=_teller(as_json),
             )
     finally:
         for folder, nbytes in planned.destination.left_over():

@@ -24,16 +24,20 @@ from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import Tracker
 from mckpt.storage import stand_in
 from mckpt.storage.staging import (
+    INTENT,
     LOCK,
     MANIFEST,
     OVER,
     REPLACED,
+    SOURCE,
     STAGING,
+    discard,
     identity,
     intended,
     lock,
     locked,
     marked,
+    staging_directories,
     sync,
 )
 
@@ -121,7 +125,7 @@ class Destination:
             names = [p.relative_to(self.root).as_posix() for p in there]
             return [n for n in names if n not in intent and not n.startswith(STAGING)]
         half: dict[str, set[str]] = {}
-        for folder in self.root.glob(f"{STAGING}*") if staging is None else [staging]:
+        for folder in staging_directories(self.root) if staging is None else [staging]:
             for name, identities in marked(folder).items():
                 half.setdefault(name, set()).update(identities)
         if self.unit is not None:
@@ -197,9 +201,9 @@ class Destination:
             raise StorageError(f"{path}: cannot be made: no permission to write to {there}")
 
     @contextmanager
-    def staging(self, plan: str, resume: bool = True, run: str = "") -> Iterator[Path]:
+    def staging(self, plan: str, source: str, resume: bool = True, run: str = "") -> Iterator[Path]:
         """Yields the locked staging directory of a plan. If the body raises, its content stays;
-        with `resume` it is used again.
+        with `resume` it is used again if its bytes are of the same state of the `source`.
 
         The lock file contains the name of the `run` that holds it.
         """
@@ -217,9 +221,11 @@ class Destination:
             os.ftruncate(held, 0)
             os.write(held, run.encode())
             os.fsync(held)  # so that ranks on other machines can read it
-            if not resume:
+            if not resume or _text(folder / SOURCE) != source:
                 for inner in (p for p in folder.iterdir() if p.is_dir() and p.name != REPLACED):
                     shutil.rmtree(inner)
+                sync(folder)  # after a power cut, this state must not vouch for earlier bytes
+                (folder / SOURCE).write_text(source)
             for p in made:
                 sync(p.parent)
             yield folder
@@ -228,7 +234,26 @@ class Destination:
             # NFS keeps the name of an open file, so the directory can be removed only now
             with suppress(OSError):
                 os.rmdir(folder)
-            shutil.rmtree(folder.with_name(f"{folder.name}{OVER}"), ignore_errors=True)
+            self.clean()
+
+    def clean(self, *plans: str) -> None:
+        """Removes what killed runs left of the staging directories that they were removing, and
+        those of these plans, whose output is in place.
+        """
+        place = stand_in.of(self.root)
+        for plan in plans:
+            folder = self.staging_directory(plan)
+            if place is not None and not (folder / INTENT).exists():
+                place.remove(place.below(folder))
+            with suppress(OSError):
+                held = os.open(folder / LOCK, os.O_RDWR)
+                try:
+                    if lock(held):
+                        discard(folder)
+                finally:
+                    os.close(held)
+        for over in self.root.glob(f"{STAGING}*{OVER}"):
+            shutil.rmtree(over, ignore_errors=True)
 
     def tracker_note(self) -> str | None:
         """Returns a note if the tracker will still name another checkpoint, else None."""
@@ -241,11 +266,18 @@ class Destination:
         out: list[tuple[Path, int]] = []
         if stand_in.of(self.root) is not None:
             return out
-        for folder in sorted(self.root.glob(f"{STAGING}*")):
+        for folder in staging_directories(self.root):
             with suppress(OSError):
-                if folder != self._staging and folder.is_dir() and not locked(folder / LOCK):
+                if folder != self._staging and not locked(folder / LOCK):
                     paths = [
                         Path(inner) / name for inner, _, names in os.walk(folder) for name in names
                     ]
                     out.append((folder, sum(os.lstat(p).st_blocks * 512 for p in paths)))
         return out
+
+
+def _text(path: Path) -> str:
+    """Returns the content of a small file, "" if there is none."""
+    with suppress(OSError, ValueError):
+        return path.read_text()
+    return ""

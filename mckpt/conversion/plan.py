@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,6 +24,9 @@ from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 from mckpt.values.sizes import parse_size
+
+if TYPE_CHECKING:
+    from mckpt.conversion.done import Verdict
 
 
 @dataclass(eq=False)
@@ -141,13 +144,26 @@ class Plan:
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
         return "\n".join(map(printable, lines + p["notes"]))
 
-    def finished(self) -> dict[str, Any] | None:
-        """Returns the manifest of the destination if it holds already what `run` would write, else
-        None. Checksums are not compared; `mckpt check` does so.
-        """
-        from mckpt.conversion.run import finished
+    def judge(self, tell: Callable[[str], None] = lambda text: None) -> Verdict:
+        """Tells whether the destination holds already what `run` would write.
 
-        return finished(self)
+        The files of the source are the same if their size, mtime, ctime and inode are; else their
+        content is compared with the destination. Checksums of the destination are not compared;
+        `mckpt check` does so. tell: called with a note before a comparison.
+        """
+        from mckpt.conversion.done import judge
+
+        return judge(self, tell=tell)
+
+    def settle(self, manifest: Mapping[str, Any]) -> None:
+        """Does what a run that was killed at its end left undone, and notes that the source, as it
+        is now, is that of the destination.
+
+        manifest: that of `judge`.
+        """
+        from mckpt.conversion.done import settle
+
+        settle(self, manifest)
 
     def check(self, check_replicas: bool = False) -> list[str]:
         """Raises the error that `run` would raise before it moves a byte; returns sentences on the

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
 from mckpt.errors import StorageError
-from mckpt.storage.staging import OVER, REPLACED, STAGING, mark, sync
+from mckpt.storage.staging import REPLACED, STAGING, discard, in_place, mark, sync
 
 
 def publish(destination: Destination, staging: Path, side: SideFiles) -> None:
@@ -30,17 +29,20 @@ def publish(destination: Destination, staging: Path, side: SideFiles) -> None:
             side.refuse_other()
             side.publish(staging)
             if destination.unit is None:
-                marked = mark({path.name: path for path in data.iterdir()}, staging)
+                mark({path.name: path for path in data.iterdir()}, staging)
                 _place_files(destination, data, staging)
             else:
-                marked = mark({destination.unit: data}, staging)
+                mark({destination.unit: data}, staging)
                 _place_unit(destination, destination.unit, data, staging)
-            os.unlink(marked)
-            _remove(staging)
+            discard(staging)
     except OSError as e:
+        what = f"{e.strerror or e} ({e.filename})"
         raise StorageError(
-            f"{destination.path}: cannot be published: {e.strerror or e} ({e.filename}); the"
-            f" complete data is in {staging}"
+            f"{destination.path}: is in place, but an error came after that: {what}; run the same"
+            " command again"
+            if in_place(staging)
+            else f"{destination.path}: cannot be published: {what}; the complete data is in"
+            f" {staging}"
         ) from e
 
 
@@ -91,14 +93,3 @@ def _put_aside(path: Path, staging: Path) -> None:
     aside.mkdir(exist_ok=True)
     # a killed run may have left files there
     os.rename(path, aside / str(len(list(aside.iterdir()))))
-
-
-def _remove(staging: Path) -> None:
-    """Removes a staging directory.
-
-    Renames it first, because other ranks write into it as long as they find it.
-    """
-    over = staging.with_name(f"{staging.name}{OVER}")
-    shutil.rmtree(over, ignore_errors=True)
-    os.replace(staging, over)
-    shutil.rmtree(over, ignore_errors=True)

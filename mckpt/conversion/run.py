@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mckpt.checkpoint.description import changed_files
+from mckpt.conversion import done
+from mckpt.conversion.identity import State, key_of
 from mckpt.conversion.publishing import publish
 from mckpt.conversion.target import Progress
-from mckpt.errors import SourceError, StorageError, UsageError
+from mckpt.errors import DestinationError, SourceError, StorageError, UsageError
 from mckpt.execute.engine import Cluster, Overflow, execute
-from mckpt.execute.ranks import Ranks, Session
+from mckpt.execute.ranks import Gone, Ranks, Session
 from mckpt.execute.ray_tasks import RayCluster
 from mckpt.geometry.join import Joined
-from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
-from mckpt.storage.staging import MANIFEST
+from mckpt.storage.staging import MANIFEST, discard, in_place
 
 if TYPE_CHECKING:
     from mckpt.conversion.plan import Plan
@@ -61,8 +61,8 @@ def cluster_of(engine: str) -> Cluster | None:
 
 def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
-    before = stamps(plan)
-    key = key_of(plan, how, before)
+    before = State.of(plan)
+    key = key_of(plan, how.checksum, before.shared)
     destination = plan.destination
     session = Session(destination.staging_directory(key), ranks, how.tell)
     if ranks.rank:
@@ -70,34 +70,49 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     plan.side.check_unchanged()
     if ranks.size == 1:  # before any file is created
         said = dropped(plan, how.check_replicas)
-    with destination.staging(key, how.resume, ranks.name) as staging, session:
+    with destination.staging(key, str(before), how.resume, ranks.name) as staging, session:
+        # other ranks would take the output for an old one that --overwrite replaces
+        ends = how.resume and in_place(staging) and not (destination.overwrite and ranks.size > 1)
+        if ends and (found := done.judge(plan).manifest) is not None:
+            discard(staging)  # the earlier run was killed after its output was in place
+            done.settle(plan, found)
+            return found
         session.open()
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
             said = dropped(plan, how.check_replicas)
         sums = _move(plan, session, how)
-        check_unchanged(plan, before)
-        manifest = manifest_of(plan, before, said, sums)
+        look = partial(done.differing, plan, staging / "data", how.checksum, how.max_memory)
+        now = check_unchanged(plan, before, look)
+        manifest = manifest_of(plan, now, said, sums)
         (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
         publish(destination, staging, plan.side)
+        if staging.exists():
+            how.tell(f"{staging}: cannot be removed now; the same command removes it")
     return manifest
 
 
-def check_unchanged(plan: Plan, before: list[int]) -> None:
-    """Raises SourceError if a source file is not as it was when the run began (`stamps`)."""
-    stand_in.refresh(plan.source.path)
-    if stamps(plan) != before:
-        raise SourceError(
-            f"{plan.source.path}: was changed while it was read; run the command again when"
-            " nothing writes there"
-        )
+def check_unchanged(plan: Plan, before: State, look: Callable[[], str] | None = None) -> State:
+    """Returns the state of the source files now. Raises SourceError if they are not as they were
+    when the run began.
+
+    look: compares what was written with the source, and returns what differs. It decides if the
+    state is another one, as after a chmod.
+    """
+    now = State.of(plan, refresh=True)
+    if now == before or (look and not look() and State.of(plan, refresh=True) == now):
+        return now
+    raise SourceError(
+        f"{plan.source.path}: was changed while it was read; run the command again when"
+        " nothing writes there"
+    )
 
 
 def manifest_of(
-    plan: Plan, before: list[int], said: Sequence[str], sums: Sequence[str]
+    plan: Plan, state: State, said: Sequence[str], sums: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the content of mckpt.json after a run.
 
-    before: the stamps of the source files. said: the notes on what was dropped. sums: a checksum
+    state: that of the source files. said: the notes on what was dropped. sums: a checksum
     for each file of the plan.
     """
     files = {
@@ -107,31 +122,11 @@ def manifest_of(
     return {
         **plan.facts,
         "plan": plan.digest,
-        "read": state_of(before),
+        "read": str(state),
         "dropped": said,
         "files": files,
         **plan.side.recorded(),
     }
-
-
-def finished(plan: Plan) -> dict[str, Any] | None:
-    """Returns the manifest of the destination if that holds what this plan would write: made by the
-    same plan of the same source files, with every file there in its size. Else None.
-    """
-    manifest = plan.destination.manifest()
-    same = manifest.get("plan") == plan.digest and manifest.get("read") == state_of(stamps(plan))
-    there = same and plan.side.there() and not changed_files(plan.destination.path, manifest)
-    return manifest if there else None
-
-
-def state_of(stamps: list[int]) -> str:
-    """Returns what identifies the state of the source files that a run reads."""
-    return hashlib.sha256(repr(stamps).encode()).hexdigest()
-
-
-def key_of(plan: Plan, how: How, stamps: list[int]) -> str:
-    """Returns a digest of the bytes that a run writes; the same command has the same one."""
-    return hashlib.sha256(f"{plan.digest} {how.checksum} {stamps}".encode()).hexdigest()
 
 
 def _move(plan: Plan, session: Session, how: How) -> list[str]:
@@ -214,11 +209,17 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
         after the time that rank 0 waits for missing ranks.
         """
         may_be_ours = late or not destination.overwrite
-        return may_be_ours and finished(plan) is not None
+        return may_be_ours and done.judge(plan, look=False).manifest is not None
 
     def refuse() -> None:
         plan.side.check_unchanged()
-        destination.refuse(session.staging, session.ranks.name)
+        try:
+            destination.refuse(session.staging, session.ranks.name)
+        except DestinationError:
+            if not destination.overwrite and done.judge(plan).manifest is not None:
+                # rank 0 may still compare the content
+                raise Gone(f"{destination.path}: is done already") from None
+            raise
 
     try:
         with session:
@@ -232,9 +233,3 @@ def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
         if manifest.get("plan") != plan.digest:
             raise
         return manifest
-
-
-def stamps(plan: Plan) -> list[int]:
-    """Returns the mtimes of the source files. A resumed run must not mix two versions of them."""
-    files = [*plan.source.layout.files, *map(str, plan.copied)]
-    return [Path(file).stat().st_mtime_ns for file in files]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mckpt.conversion.groups import part
+from mckpt.conversion.identity import State
 from mckpt.conversion.run import How, move
 from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Sent, StoreJournal
@@ -22,7 +23,7 @@ from mckpt.errors import SourceError
 from mckpt.execute.engine import KNEE, Step, Tick
 from mckpt.geometry.join import Joined
 from mckpt.storage import stand_in
-from mckpt.storage.files import TargetFile
+from mckpt.storage.files import TargetFile, stamp
 
 if TYPE_CHECKING:
     from mckpt.conversion.plan import Plan
@@ -37,14 +38,14 @@ class Sender:
 
     groups: the numbers of the files of each group.
     carried: the files of carried tensors, which other checkpoints share.
-    stamps: the mtimes of the source files, in ns, when the run began.
+    state: that of the source files when the run began.
     """
 
     journal: StoreJournal
     outputs: Sequence[TargetFile]
     joined: Joined
     sources: Sequence[Path]
-    stamps: Sequence[int]
+    state: State
     groups: Sequence[Sequence[int]]
     carried: frozenset[int]
     how: How
@@ -55,7 +56,7 @@ class Sender:
         plan: Plan,
         journal: StoreJournal,
         how: How,
-        stamps: Sequence[int],
+        state: State,
         groups: Sequence[Sequence[int]],
         carried: frozenset[int],
     ) -> Sender:
@@ -67,7 +68,7 @@ class Sender:
             plan.outputs,
             plan.joined,
             sources,
-            stamps[: len(sources)],
+            state,
             groups,
             carried,
             how,
@@ -94,8 +95,10 @@ class Sender:
         self.send([self.groups[i] for i in items], self.journal.sent())
 
     def _refuse_other_source(self) -> None:
-        for file, stamp in zip(self.sources, self.stamps, strict=True):
-            if not file.exists() or file.stat().st_mtime_ns != stamp:
+        for file, known in zip(
+            self.sources, self.state.stamps, strict=False
+        ):  # copied files follow
+            if not file.exists() or stamp(file).shared != known.shared:
                 raise SourceError(
                     f"{file}: is not the file that the command reads; mount the source at the same"
                     " path on all nodes, or give its URL"

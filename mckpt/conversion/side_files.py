@@ -16,7 +16,7 @@ from mckpt.formats.carried import FILES
 from mckpt.formats.hf_config import CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.storage import stand_in
-from mckpt.storage.files import TargetFile, checksum_of, mode_of, stamp
+from mckpt.storage.files import Stamp, TargetFile, checksum_of, mode_of, stamp_to_copy
 from mckpt.storage.staging import sync
 
 
@@ -37,12 +37,12 @@ class SideFiles:
         paths = [source for source in files.values() if isinstance(source, Path)]
         for path in paths:
             stand_in.whole(path)
-        self._stamps = {path: stamp(path) for path in paths}  # bytes and mtime when it was planned
+        self._stamps = {path: _state(stamp_to_copy(path)) for path in paths}  # when it was planned
 
     def check_unchanged(self) -> None:
         """Raises SourceError if a file cannot be read, or has changed since the plan was made."""
         for source, planned in self._stamps.items():
-            if stamp(source) != planned:
+            if _state(stamp_to_copy(source)) != planned:
                 raise SourceError(
                     f"{source}: was changed since the plan was made; run the command again when"
                     " nothing writes there"
@@ -59,9 +59,10 @@ class SideFiles:
         }
         return {"hf": entries} if entries else {}
 
-    def there(self) -> bool:
-        """Returns whether every file is in DST/hf."""
-        return all((self.path / name).is_file() for name in self.files)
+    def missing(self) -> list[str]:
+        """Returns a sentence for each file that is not in DST/hf."""
+        paths = [self.path / name for name in self.files]
+        return [f"{path}: is missing" for path in paths if not path.is_file()]
 
     def refuse_other(self) -> None:
         """Raises DestinationError if an existing DST/hf differs from this one in any byte.
@@ -137,6 +138,11 @@ def other_tensors(path: Path) -> DestinationError:
         f"{path}: is not the source's; all checkpoints of one save directory share its hf. Write to"
         " another directory"
     )
+
+
+def _state(found: Stamp) -> tuple[int | str, ...]:
+    """Returns a stamp without the inode, for which some network filesystems make up numbers."""
+    return *found.shared, found.exact[0]
 
 
 def _same(source: Path | bytes, path: Path) -> bool:

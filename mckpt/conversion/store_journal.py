@@ -55,6 +55,7 @@ class StoreJournal:
 
     files: the path of each file of the plan, by number.
     ready: whether the old checkpoint is removed, so that files may be sent.
+    resumes: whether this run, as rank 0, goes on with the work of an earlier one.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class StoreJournal:
         assert found is not None
         self.place = found
         self.id = uuid.uuid4().hex
-        self.ready = False
+        self.ready = self.resumes = False
         self._number = 0  # of this rank's last beat
         self._beats: _Beats | None = None
         self._others: dict[str, dict[str, Any] | None] = {}  # other run -> its last beat
@@ -175,18 +176,19 @@ class StoreJournal:
     # ---- runs
 
     @contextmanager
-    def announced(self, resume: bool) -> Iterator[None]:
+    def announced(self, source: str, resume: bool) -> Iterator[None]:
         """Writes down, as rank 0, what this run is about to put in place, and that it lives.
 
-        resume: whether files that an earlier run of this command sent count as sent. Raises
-        DestinationError if another run writes this checkpoint.
+        resume: whether files that an earlier run of this command sent count as sent, if it read the
+        same state of the `source`. Raises DestinationError if another run writes this checkpoint.
         """
         destination = self.destination
         files = [*self.files, destination.path / MANIFEST]
         names = [os.path.relpath(file, destination.root) for file in files]
-        intent = {"unit": destination.unit, "files": names}
+        intent = {"unit": destination.unit, "source": source, "files": names}
         self._end_dead_runs()
-        if not resume:
+        self.resumes = resume and self._source() == source
+        if not self.resumes:
             self.forget()
         earlier = self.folder.name in self._runs()
         self.put(self.folder / INTENT, json.dumps(intent).encode())
@@ -204,6 +206,12 @@ class StoreJournal:
                 if self._is_ours(self.said()):
                     self._put_beat(error=[type(error).__name__, str(error)])
             raise
+
+    def _source(self) -> str:
+        """Returns the state of the source that the last run of this command has read."""
+        with suppress(ValueError, TypeError, KeyError):
+            return str(json.loads(self._get(self.folder / INTENT) or b"")["source"])
+        return ""
 
     def remove(self) -> None:
         """Removes the journal of this run, which is published."""

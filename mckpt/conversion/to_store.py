@@ -27,19 +27,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mckpt import errors
+from mckpt.conversion.done import judge, settle
 from mckpt.conversion.groups import groups
-from mckpt.conversion.run import (
-    How,
-    check_unchanged,
-    dropped,
-    finished,
-    key_of,
-    manifest_of,
-    stamps,
-)
+from mckpt.conversion.identity import State, key_of
+from mckpt.conversion.run import How, check_unchanged, dropped, manifest_of
 from mckpt.conversion.sending import Sender, temporary
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal, raise_error_of
 from mckpt.errors import StorageError
+from mckpt.execute.engine import continues
 from mckpt.execute.ranks import LOOK_S, SAY_S, Ranks, refusal
 from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
@@ -54,18 +49,17 @@ START_S = 600.0  # seconds that ranks wait for rank 0 to begin
 
 def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
-    before = stamps(plan)
-    job = _Job(plan, how, ranks, before)
+    job = _Job(plan, how, ranks, State.of(plan))
     return job.help() if ranks.rank else job.lead()
 
 
 class _Job:
     """One run of one plan, as one of its ranks."""
 
-    def __init__(self, plan: Plan, how: How, ranks: Ranks, before: list[int]) -> None:
+    def __init__(self, plan: Plan, how: How, ranks: Ranks, before: State) -> None:
         self.plan, self.how, self.ranks, self.before = plan, how, ranks, before
         destination = self.destination = plan.destination
-        folder = destination.staging_directory(key_of(plan, how, before))
+        folder = destination.staging_directory(key_of(plan, how.checksum, before.shared))
         files = [Path(os.path.normpath(destination.path / file.path)) for file in plan.outputs]
         self.journal = StoreJournal(destination, folder, files, ranks.rank)
         # files by number; the one without which no loader accepts the checkpoint goes last
@@ -91,7 +85,14 @@ class _Job:
         plan.side.check_unchanged()
         said = dropped(plan, self.how.check_replicas)
         journal.refuse_occupied()
-        with journal.announced(self.how.resume):
+        with journal.announced(str(self.before), self.how.resume):
+            found = (
+                judge(plan).manifest if journal.resumes and not plan.destination.overwrite else None
+            )
+            if found is not None:  # it was killed after its output was in place
+                settle(plan, found)
+                journal.remove()
+                return found
             self._send_side()
             sums = self._send_all()
             check_unchanged(plan, self.before)
@@ -118,6 +119,8 @@ class _Job:
         done = self.journal.sent()
         for number in done:
             self._report(number)
+        if done:
+            self.how.tell(continues(self.bytes_done, self.plan.nbytes))
         share = self.ranks.share(len(self.groups))
         if self.how.cluster:
             done = self._send_by_cluster(done)
@@ -229,7 +232,10 @@ class _Job:
         except Over:
             journal.end_beats()
             journal.forget_beat()
-            if (manifest := self._published()) is None:
+            self._published()
+            manifest = self.destination.manifest()
+            shared = str(manifest.get("read")).partition(":")[0]
+            if (manifest.get("plan"), shared) != (self.plan.digest, self.before.shared):
                 raise
             return manifest
         finally:
@@ -258,7 +264,11 @@ class _Job:
                     return manifest
                 before, refused = refused, refusal(journal.refuse_occupied)
                 if before and refused:
-                    raise refused
+                    # rank 0 may still compare the content
+                    found = None if self.destination.overwrite else judge(self.plan).manifest
+                    if found is None:
+                        raise refused
+                    return found
                 if said is None:
                     journal.refuse_living()
             if said != last:
@@ -281,4 +291,4 @@ class _Job:
         place = self.journal.place
         place.list()
         place.whole([self.journal.name(self.destination.path / MANIFEST)])
-        return finished(self.plan)
+        return judge(self.plan, look=False).manifest

@@ -11,6 +11,7 @@ with checksums computed on the way.
     journal    remembers the finished units, so that the same call goes on after a kill
     ranks      shares the units between processes
     ray_tasks  or between the nodes of a Ray cluster
+    comparing  compares files with those that a run would write
 
 It knows no tensor names and no formats. numpy's assignments, preadv, pwrite and crc32 all release
 the GIL, so threads are enough.
@@ -24,7 +25,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -95,13 +96,6 @@ class Job:
     checksum: str
     allow_overflow: bool
 
-    def most_threads(self, cores: int) -> int:
-        """Returns the number of threads that are useful to a process that has so many cores."""
-        knee = KNEE_FLAT if self.work.is_flat() else KNEE
-        if any_remote(self.sources):  # threads wait for the store, not for a core
-            cores = knee = REQUESTS
-        return max(1, min(cores, knee, self.max_memory // PIECE))
-
     @property
     def place(self) -> Path:
         return self.staging.parent
@@ -117,6 +111,14 @@ class Job:
             run.copy(items, tick) if step == "copy" else run.end(items, tick)
         finally:
             run.close()
+
+
+def most_threads(work: Work, sources: Sequence[str], cores: int, max_memory: int) -> int:
+    """Returns the number of threads that are useful to a process that has so many cores."""
+    knee = KNEE_FLAT if work.is_flat() else KNEE
+    if any_remote(sources):  # threads wait for the store, not for a core
+        cores = knee = REQUESTS
+    return max(1, min(cores, knee, max_memory // PIECE))
 
 
 class Cluster(Protocol):
@@ -175,8 +177,10 @@ def execute(
     ranks, done = session.ranks, session.staging / "done"
     assert cluster is None or ranks.size == 1
     casts = [Cast(*cast) for cast in casts]
+    work = Work.of(copies, casts, grids)
+    cores = cluster.cores if cluster else ranks.cores
     job = Job(
-        work=Work.of(copies, casts, grids),
+        work=work,
         casts=casts,
         grids=grids,
         sources=[Path(source) for source in sources],
@@ -184,20 +188,21 @@ def execute(
         staging=staging,
         journal=done,
         max_memory=max_memory,
-        threads=threads,
+        threads=threads or most_threads(work, sources, cores, max_memory),
         checksum=checksum,
         allow_overflow=allow_overflow,
     )
-    cores = cluster.cores if cluster else ranks.cores
-    job = replace(job, threads=threads or job.most_threads(cores))
 
     def prepare() -> None:
         lay_out(outputs, staging, done)
         Journal.create(done)
 
+    earlier = ranks.rank == 0 and done.exists()
     session.begin(prepare)
     run = _Run(job)
     total = int(job.work.slabs["bytes"].sum())
+    if earlier and (there := run.bytes_there()):
+        session.tell(continues(there, total))
 
     moved = False  # all bytes, by all ranks
 
@@ -244,6 +249,13 @@ def execute(
     if ranks.size == 1:
         shutil.rmtree(done, ignore_errors=True)
     return sums
+
+
+def continues(there: int, total: int) -> str:
+    """Returns the note of a run that goes on with the work of an earlier one; both in bytes."""
+    units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
+    scale, unit = next(one for one in units if total >= one[0])
+    return f"continues: {there / scale:.2f} of {total / scale:.2f} {unit} are there"
 
 
 class _Run:
@@ -300,6 +312,12 @@ class _Run:
             self.bytes_done += int(self.work.slabs["bytes"][first:last].sum())
             for slab in range(first, last):
                 self._count(slab)
+
+    def bytes_there(self) -> int:
+        """Returns the bytes that earlier runs have written."""
+        slabs = self.work.slabs
+        units = list(self.journal.load(range(self.num_units)))
+        return int(slabs["bytes"][np.isin(slabs["unit"], units)].sum())
 
     def load_all(self, files: range, tick: Callable[[], None]) -> None:
         """Waits for every unit that writes these files, whichever rank does it."""

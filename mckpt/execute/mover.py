@@ -63,6 +63,7 @@ class Mover:
     summing: bool  # compute a crc32 of the bytes that pass
     in_kernel: bool  # let the kernel copy ranges of bytes
     allow_overflow: bool
+    write: Callable[[int, memoryview, int, str], None] = write_at
 
     def move(
         self,
@@ -111,7 +112,7 @@ class _SlabCopy:
         read_at(self.src[file], view, at, self.mover.sources.paths[file])
 
     def _write(self, file: int, view: memoryview, at: int) -> None:
-        write_at(self.dst[file], view, at, self.mover.targets.paths[file])
+        self.mover.write(self.dst[file], view, at, self.mover.targets.paths[file])
 
     def _crc(self, view: memoryview, crc: int = 0) -> int:
         return isal_zlib.crc32(view, crc) if self.mover.summing else UNKNOWN

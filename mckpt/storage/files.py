@@ -132,7 +132,7 @@ class TargetFile(NamedTuple):
         Raises SourceError if the source cannot be read now. Writing raises StorageError if it
         cannot be read then, SourceError if its size has changed.
         """
-        size, _ = stamp(source)
+        size = stamp_to_copy(source).bytes
 
         def blocks(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
             at = 0
@@ -161,8 +161,40 @@ def mode_of(source: Path) -> int:
     return os.stat(source).st_mode & 0o666 | 0o600
 
 
-def stamp(path: Path) -> tuple[int, int]:
-    """Returns the size in bytes and the mtime in ns of a file that is to be copied whole.
+class Stamp(NamedTuple):
+    """Tells the content of a file from what was there before, without reading it."""
+
+    bytes: int
+    mtime: int  # ns; of an object in a store, Object.time
+    # ctime in ns, which changes even where a program puts the mtime back, and inode; of an object
+    # in a store, its version and its time
+    exact: tuple[int | str, int]
+
+    @property
+    def shared(self) -> tuple[int, int]:
+        """The part on which all machines agree that see the file."""
+        return self.bytes, self.mtime
+
+
+def stamp(path: str | Path) -> Stamp:
+    """Returns the stamp of a source file. Raises SourceError if it is not there."""
+    try:
+        return _stamp(path, os.stat(path))
+    except FileNotFoundError:
+        raise SourceError(f"{path}: is gone; put it back and run the command again") from None
+    except OSError as e:
+        raise unreadable(path, e) from e
+
+
+def _stamp(path: str | Path, found: os.stat_result) -> Stamp:
+    place = stand_in.of(path)
+    one = place.objects.get(place.name(path)) if place else None
+    exact = (one.version, one.changed) if one else (found.st_ctime_ns, found.st_ino)
+    return Stamp(found.st_size, found.st_mtime_ns, exact)
+
+
+def stamp_to_copy(path: Path) -> Stamp:
+    """Returns the stamp of a file that is to be copied whole.
 
     Raises SourceError if it cannot be read, is not a regular file, or is a pointer of git-lfs.
     """
@@ -180,4 +212,4 @@ def stamp(path: Path) -> tuple[int, int]:
         raise SourceError(f"{unreadable(path, e)}; make it readable or remove it") from e
     if start == LFS_POINTER:
         raise pointer(path)
-    return found.st_size, found.st_mtime_ns
+    return _stamp(path, found)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -23,6 +25,8 @@ LOCK = "lock"  # in a staging directory: locked while a run works there
 PUBLISHING = "publishing"
 REPLACED = "replaced"  # in a staging directory: what stood in DST, until the new output is complete
 OVER = ".over"  # ends the name of a staging directory that is being removed
+# in a staging directory: the state of the source whose bytes are in it
+SOURCE = "source"
 
 
 def unfinished(root: Path) -> str | None:
@@ -30,9 +34,9 @@ def unfinished(root: Path) -> str | None:
     None if there are none.
     """
     sentences = []
-    for folder in sorted(
-        p for p in root.glob(f"{STAGING}*") if p.is_dir() and not p.name.endswith(OVER)
-    ):
+    for folder in staging_directories(root):
+        if in_place(folder):
+            continue
         found = [os.stat(p) for p in (folder / "data").rglob("*") if p.is_file()]
         done, size = (
             sum(min(s.st_blocks * 512, s.st_size) for s in found),
@@ -59,12 +63,18 @@ def unfinished(root: Path) -> str | None:
     return " ".join(sentences) or None
 
 
+def staging_directories(root: Path) -> list[Path]:
+    """Returns the staging directories in a directory, without those that are being removed."""
+    found = (p for p in root.glob(f"{STAGING}*") if not p.name.endswith(OVER))
+    return sorted(p for p in found if p.is_dir())
+
+
 def intended(root: Path, staging: Path | None) -> set[str]:
     """Returns the names, relative to `root`, that unfinished runs into an object store write: those
     with this staging directory, or (None) all.
     """
     names: set[str] = set()
-    for folder in root.glob(f"{STAGING}*") if staging is None else [staging]:
+    for folder in staging_directories(root) if staging is None else [staging]:
         # SourceError: that run has ended since the store was listed
         with suppress(SourceError, OSError, ValueError, TypeError, KeyError):
             stand_in.whole(folder / INTENT)
@@ -120,7 +130,7 @@ def locked(path: Path) -> bool:
     return False
 
 
-def mark(output: dict[str, Path], staging: Path) -> Path:
+def mark(output: dict[str, Path], staging: Path) -> None:
     """Writes down what is about to be put in place, beside what runs killed before had put
     there.
     """
@@ -132,7 +142,6 @@ def mark(output: dict[str, Path], staging: Path) -> Path:
     sync(beside)
     os.replace(beside, path)
     sync(staging)
-    return path
 
 
 def marked(staging: Path) -> dict[str, set[str]]:
@@ -147,12 +156,40 @@ def marked(staging: Path) -> dict[str, set[str]]:
     return {}
 
 
+def in_place(folder: Path) -> bool:
+    """Returns whether all output of the run with this staging directory is in place, so that the
+    run was killed after that, while it cleaned up.
+    """
+    output, root = marked(folder), folder.parent
+    with suppress(OSError):
+        there = all(identity(root / name) in found for name, found in output.items())
+        return bool(output) and there and not any(_files(folder / "data"))
+    return False
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (p for p in folder.rglob("*") if not p.is_dir())
+
+
+def discard(folder: Path) -> None:
+    """Removes a staging directory that is of no use any more.
+
+    Renames it first, because other ranks write into it as long as they find it. What cannot be
+    removed stays: the output is in place, and a later run removes the rest.
+    """
+    over = folder.with_name(f"{folder.name}{OVER}")
+    shutil.rmtree(over, ignore_errors=True)
+    with suppress(OSError):
+        os.replace(folder, over)
+    shutil.rmtree(over, ignore_errors=True)
+
+
 def identity(path: Path) -> str:
     """Tells a file from all others that may have its name; a rename leaves it.
 
     Of a directory: that of the first file below.
     """
     if path.is_dir() and not path.is_symlink():
-        path = min((p for p in path.rglob("*") if not p.is_dir()), default=path)
+        path = min(_files(path), default=path)
     found = os.lstat(path)
     return f"{found.st_ino} {found.st_mtime_ns}"

@@ -1,0 +1,133 @@
+"""Whether a destination holds already what a plan would write."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mckpt.checkpoint.description import changed_files
+from mckpt.conversion.identity import State, key_of
+from mckpt.errors import StorageError, shown
+from mckpt.storage import stand_in
+from mckpt.storage.files import checksum_of
+from mckpt.storage.staging import MANIFEST
+
+if TYPE_CHECKING:
+    from mckpt.conversion.plan import Plan
+
+CHECKSUMS = ("none", "crc32", "sha256")
+MEMORY = 64 << 20  # bytes of the buffers of a comparison
+
+
+class Verdict(NamedTuple):
+    """manifest: that of the destination, if it holds what the plan would write.
+    why: which of the plan, the files and the source differ; "" if there is no manifest at all.
+    """
+
+    manifest: dict[str, Any] | None
+    why: str = ""
+
+
+def judge(
+    plan: Plan, look: bool = True, tell: Callable[[str], None] = lambda text: None
+) -> Verdict:
+    """Tells whether the destination holds what this plan would write: made by the same plan of the
+    same source, with every file there in its size.
+
+    look: where the source files are not the same by their state, compare the content, which takes
+    as long as a conversion; else they count as changed.
+    """
+    manifest, here = plan.destination.manifest(), plan.destination.path
+    if not manifest:
+        return Verdict(None)
+    if manifest.get("plan") != plan.digest:
+        return Verdict(None, _other_plan(plan, manifest))
+    if gone := [*plan.side.missing(), *changed_files(here, manifest)]:
+        return Verdict(None, f"The files differ: {gone[0]}")
+    state = State.of(plan)
+    if manifest.get("read") == str(state):
+        return Verdict(manifest)
+    if look:
+        tell(
+            f"{plan.source.path}: was moved, touched or changed since {here} was made of it;"
+            " comparing the content"
+        )
+        checksum = _checksum(manifest)
+        found = differing(plan, here, checksum, MEMORY)
+        if not found and State.of(plan) == state:
+            return Verdict(manifest)
+        if found and _was_changed(found, manifest["files"].get(os.path.relpath(found, here))):
+            return Verdict(None, f"The files differ: {found}: was changed after it was written")
+    return Verdict(None, f"The source differs: {plan.source.path} has other values now")
+
+
+def settle(plan: Plan, manifest: Mapping[str, Any]) -> None:
+    """Does what is left of the run that made the destination, if it was killed: the tracker, and
+    its staging directory. Then notes the state of the source, for which the content was the same.
+    """
+    destination, state = plan.destination, State.of(plan)
+    if destination.unit is not None:
+        destination.tracker.settle(destination.unit)
+    known = str(manifest.get("read"))
+    shared = {known.partition(":")[0], state.shared}
+    destination.clean(*(key_of(plan, kind, one) for kind in CHECKSUMS for one in shared))
+    if known != str(state):
+        _note(destination.path / MANIFEST, known, str(state))
+
+
+def differing(plan: Plan, folder: Path, checksum: str, max_memory: int) -> str:
+    """Returns the path of a file in `folder` that differs from what the plan would write now, ""
+    if there is none.
+    """
+    from mckpt.execute import comparing
+
+    return comparing.differing(
+        plan.joined,
+        plan.source.layout.files,
+        plan.outputs,
+        folder,
+        checksum=checksum,
+        max_memory=max_memory,
+    )
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    """Returns the kind of the checksums in a manifest."""
+    stated = (file["checksum"].partition(":")[0] for file in manifest["files"].values())
+    return next(filter(None, stated), "none")
+
+
+def _was_changed(path: str, stated: Mapping[str, Any] | None) -> bool:
+    """Returns whether a file has another checksum than the manifest states."""
+    wanted = (stated or {}).get("checksum", "")
+    return bool(wanted) and checksum_of(path, wanted.partition(":")[0]) != wanted
+
+
+def _other_plan(plan: Plan, manifest: Mapping[str, Any]) -> str:
+    """Returns a sentence on the facts in which the plan of a manifest is another one."""
+    facts = json.loads(shown(json.dumps(plan.facts)))
+    apart = [name for name, value in facts.items() if manifest.get(name) != value]
+    if apart == ["source"]:
+        return f"The source differs: {plan.source.path} has other tensors, sizes or files now"
+    return f"The plan differs: it was made with another {', '.join(apart)}"
+
+
+def _note(path: Path, known: str, state: str) -> None:
+    """Writes another state of the source into a manifest.
+
+    It has the same length, and is written in place of the other one. Whatever a crash leaves of it
+    is a manifest, whose state fits this source or none.
+    """
+    with suppress(OSError, StorageError):  # such as a destination that is read-only
+        if (place := stand_in.of(path)) is not None:
+            place.put(place.name(path), path.read_bytes().replace(known.encode(), state.encode()))
+            return
+        with open(path, "r+b") as file:
+            data = file.read()
+            if len(known) == len(state) and data.count(known.encode()) == 1:
+                file.seek(0)
+                file.write(data.replace(known.encode(), state.encode()))

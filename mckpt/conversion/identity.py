@@ -1,0 +1,57 @@
+"""The identity of what a run reads: by it a run knows its own output and its own interrupted work.
+
+A file that has the same size, mtime, ctime and inode is the same. Where one of them differs, the
+content decides (`done`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mckpt.storage import stand_in
+from mckpt.storage.files import Stamp, stamp
+
+if TYPE_CHECKING:
+    from mckpt.conversion.plan import Plan
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of the source files of a plan."""
+
+    stamps: Sequence[Stamp]
+
+    @classmethod
+    def of(cls, plan: Plan, refresh: bool = False) -> State:
+        """Looks at the files; with `refresh` also at the stores in which they are."""
+        files = [*plan.source.layout.files, *map(str, plan.copied)]
+        if refresh:
+            for place in {id(one): one for one in map(stand_in.of, files) if one}.values():
+                place.list()
+        return cls([stamp(file) for file in files])
+
+    def __str__(self) -> str:
+        """Returns the text for the manifest."""
+        return f"{self.shared}:{_digest([one.exact for one in self.stamps])}"
+
+    @property
+    def shared(self) -> str:
+        """Returns the part on which all machines agree that see the files."""
+        return _digest([one.shared for one in self.stamps])
+
+
+def key_of(plan: Plan, checksum: str, shared: str) -> str:
+    """Returns a digest of the bytes that a run writes; the same command has the same one, on all
+    its ranks.
+
+    shared: that of the source's state (State). A run that continues another one compares the whole
+    state too (Destination.staging).
+    """
+    return _digest(f"{plan.digest} {checksum} {shared}")
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -1,0 +1,99 @@
+"""Compares files with those that a run would write, without writing any."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from isal import isal_zlib
+
+from mckpt.execute.engine import most_threads
+from mckpt.execute.files import OpenFiles, read_at
+from mckpt.execute.mover import PIECE, Mover, Overflow
+from mckpt.execute.ranks import Ranks
+from mckpt.execute.threads import Crew
+from mckpt.execute.units import Work
+from mckpt.geometry.join import Cast, Joined
+from mckpt.storage.files import TargetFile
+
+
+class _Differs(Exception):
+    """A file has other bytes; its argument is the path."""
+
+
+def _compare(fd: int, view: memoryview, at: int, path: str) -> None:
+    """Raises _Differs if the bytes from offset `at` on are others than those of `view`."""
+    wanted = np.frombuffer(view, "u1")
+    for start in range(0, len(wanted), PIECE):
+        part = wanted[start : start + PIECE]
+        found = bytearray(len(part))
+        read_at(fd, memoryview(found), at + start, path)
+        if not np.array_equal(part, np.frombuffer(found, "u1")):
+            raise _Differs(path)
+
+
+def differing(
+    joined: Joined,
+    sources: Sequence[str],
+    outputs: Sequence[TargetFile],
+    folder: Path,
+    *,
+    checksum: str,
+    max_memory: int,
+) -> str:
+    """Returns the path of one of the `outputs` in a folder that has other bytes than
+    `engine.execute` would write, "" if there is none. Bytes that it leaves zero are not looked at.
+
+    checksum: the kind that the run computed; a file may contain crc32s of its parts.
+    Raises the errors of reading.
+    """
+    casts = [Cast(*cast) for cast in joined.casts]
+    work = Work.of(joined.copies, casts, joined.grids)
+    targets = OpenFiles([os.path.normpath(folder / o.path) for o in outputs], os.O_RDONLY)
+    read = OpenFiles(sources, os.O_RDONLY)
+    mover = Mover(
+        read,
+        targets,
+        casts,
+        joined.grids,
+        summing=False,
+        in_kernel=False,
+        allow_overflow=True,  # an infinite value differs from the finite one that was written
+        write=_compare,
+    )
+    # the bytes to compare with take the other half of the memory
+    threads = most_threads(work, sources, Ranks().cores, max_memory // 2)
+    crew = Crew(threads, max(256, max_memory // 2 // threads))
+
+    def move(slab: int, memory: memoryview, check: object) -> None:
+        _, row, end, _, _ = work.slabs[slab].item()
+        mover.move(work.cluster(slab), row, end, memory, check)
+
+    def fixed(file: int, memory: memoryview, check: object) -> None:
+        with targets.held([file]) as fds:
+            fd, path = fds[file], targets.paths[file]
+
+            def crc_of(at: int, nbytes: int) -> int:
+                crc, size = 0, min(PIECE, len(memory))
+                for start in range(at, at + nbytes, size):
+                    view = memory[: min(size, at + nbytes - start)]
+                    read_at(fd, view, start, path)
+                    crc = isal_zlib.crc32(view, crc)
+                return crc
+
+            for at, data in outputs[file].fixed(crc_of if checksum == "crc32" else None):
+                _compare(fd, memoryview(data), at, path)
+
+    try:
+        crew.each(iter(range(len(work.slabs))), lambda slab: frozenset(), move, lambda: None)
+        crew.each(iter(range(len(outputs))), lambda file: frozenset(), fixed, lambda: None)
+    except _Differs as found:
+        return str(found)
+    except Overflow as found:
+        return found.where
+    finally:
+        read.close()
+        targets.close()
+    return ""
