@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -11,9 +13,13 @@ import numpy as np
 import pytest
 
 import mckpt
+from mckpt import mapping
+from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import MappingFile
+from mckpt.mapping.harmless import is_harmless, known_args
 from tests import tiny
 from tests.door import PT, Pt, as_trained, restate
 from tests.tiny import TinyModel
@@ -161,6 +167,11 @@ def test_a_list_of_moe_layers_requires_per_layer_keys(
         ("mtp_use_repeated_layer", True),
         ("gtp_weight_remat_size", 2),
         ("moe_single_grouped_weight", True),
+        ("attn_logit_softcapping", 30.0),
+        ("final_logit_softcapping", 1.0),
+        ("moe_router_force_load_balancing", True),
+        ("softmax_scale", 0.5),
+        ("enable_hyper_connections", True),
     ],
 )
 def test_args_that_change_the_model_are_refused(
@@ -191,6 +202,92 @@ def test_args_that_no_family_with_these_tensors_has_are_refused(
     run = as_trained(tiny_model("qwen3"), tmp_path / "run", change)
     with pytest.raises(MappingError, match=f"(?s)no family computes.*qwen3: .*{dim}"):
         mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("input_embeddings_multiplier", 50.0), ("swish_gate", True), ("cap", "tanh")],
+)
+def test_an_arg_that_no_megatron_has_is_refused_where_it_would_be_lost(
+    name: str, value: Any, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update({name: value}))
+    note = f"its args have names that mckpt does not know: {name} {value!r}"
+    with pytest.raises(MappingError, match=rf"{name} is {value!r}.*(?s:.*)inexact args.{name}$"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+    plan = mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=[f"args.{name}"])
+    assert note in plan.facts["notes"] and [*plan.facts["inexact"]] == [f"args.{name}"]
+    # a reshard keeps it, unless the target is of another model class
+    mckpt.plan(run, tmp_path / "more", parallel=Parallel(tp=2)).run()
+    assert args_of(tmp_path / "more")[name] == value
+    assert note in Checkpoint(tmp_path / "more").notes
+    for lost in ({"dialect": "hybrid"}, {"run_config": True, "format": "torch_dist"}):
+        with pytest.raises(MappingError, match=f"--allow-inexact .*args.{name}"):
+            mckpt.plan(run, tmp_path / "other", **lost)
+
+
+def test_args_that_change_nothing_are_accepted(tiny_model: TinyModel, tmp_path: Path) -> None:
+    harmless = {
+        **{"wandb_flavour": "x", "my_profile_level": 3, "extra_data_mix": 0.5, "muon_ns": 5},
+        **{"source_model": "org/name", "recipe": None, "sparks": [], "enable_sparks": False},
+    }
+    neutral = {"sparks_scale": 1.0, "num_sparks": 0}  # listed, because they may be more elsewhere
+    more = harmless | neutral
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update(more))
+    notes = mckpt.plan(run, tmp_path / "hf", format="hf").facts["notes"]
+    assert notes[0].endswith(" does not know: sparks_scale 1.0, num_sparks 0")
+
+
+def test_an_unknown_name_of_an_arg_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run")
+    with pytest.raises(UsageError, match=r"--allow-inexact args\.foo: no feature has this name"):
+        mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=["args.foo"])
+
+
+def test_every_arg_of_the_installed_megatron_is_known() -> None:
+    """A new version's fields are carried by a dialect, refused by it away from one value
+    (`expect`), or listed in mappings/harmless_args.yaml with the reason why they change nothing.
+    """
+    if (found := importlib.util.find_spec("megatron.core")) is None or found.origin is None:
+        pytest.skip("megatron-core is not installed")
+    core = Path(found.origin).parent
+    fields = fields_of(
+        core / "model_parallel_config.py", core / "transformer/transformer_config.py"
+    )
+    assert len(fields) > 200
+    for name in mapping.names("run_config"):
+        assert unlisted(mapping.load("run_config", name), fields) == []
+    trainer = core.parent / "training"  # megatron-core has it from 0.19 on
+    text = (trainer / "arguments.py").read_text() if trainer.exists() else ""
+    flags = re.findall(r"add_argument\(\s*['\"]--([\w-]+)", text)
+    args = fields_of(*trainer.glob("config/*_config.py"))
+    args |= {flag.replace("-", "_") for flag in flags if "no-" not in flag}  # these set another arg
+    for name in ("gpt", "hybrid", "t5", "bert"):
+        assert unlisted(mapping.load("megatron", name), args) == []
+
+
+def fields_of(*paths: Path) -> set[str]:
+    """Returns the fields of the dataclasses in some files of Python."""
+    return {
+        line.target.id
+        for path in paths
+        for made in ast.walk(ast.parse(path.read_text()))
+        if isinstance(made, ast.ClassDef)
+        for line in made.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def unlisted(file: MappingFile, names: set[str]) -> list[str]:
+    return sorted(n for n in names - known_args(file) if not is_harmless(n))
+
+
+def test_no_part_of_a_model_is_called_harmless() -> None:
+    """The words stand for the args of forks, so they must not be those of a dim."""
+    for kind in ("megatron", "run_config"):
+        for file in (mapping.load(kind, name) for name in mapping.names(kind)):
+            keys = {key for dim in file.dims.values() for key in dim.keys}
+            assert not [key for key in keys if is_harmless(f"my_{key}")]
 
 
 @pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])

@@ -6,6 +6,7 @@ tests/test_bridge.py lets Megatron-Bridge itself load what mckpt writes.
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mckpt.formats.megatron import run_config
 from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
+from tests.door import Pt
 from tests.tiny import TinyModel
 
 ROOT = Path(__file__).parent.parent / "fixtures"
@@ -165,6 +167,26 @@ def test_a_hybrid_run_config_of_an_unknown_model_is_refused(
 ) -> None:
     with pytest.raises(MappingError, match=message):
         dims_of(edited(more, tmp_path), "hybrid", {}, {})
+
+
+def test_a_field_that_no_provider_has_is_listed_and_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """As `final_logit_softcapping`, which is refused by name, of the next Gemma."""
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "run", run_config=True).run()
+    path = tmp_path / "run" / "release" / RUN_CONFIG
+    common = Pt(path.with_name("common.pt"))
+    del common.value["args"]
+    common.save()
+    shutil.rmtree(tmp_path / "run" / "hf")
+    path.write_bytes(run_config.restated(path, {"query_cap": 224, "hf_model_id": "a/b"}, {}))
+    (path.parent / "mckpt.json").unlink()
+    with pytest.raises(
+        MappingError, match=r"query_cap is 224.*(?s:.*)--allow-inexact args.query_cap"
+    ):
+        mckpt.plan(tmp_path / "run", tmp_path / "hf", format="hf")
+    mckpt.plan(tmp_path / "run", tmp_path / "tp2", parallel=Parallel(tp=2)).run()
+    assert run_config.read_model(tmp_path / "tp2" / "release" / RUN_CONFIG)["query_cap"] == 224
 
 
 def test_layers_of_multi_token_prediction_are_read_from_the_pattern(tmp_path: Path) -> None:

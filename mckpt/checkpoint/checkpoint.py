@@ -24,7 +24,12 @@ from mckpt.formats import carried, foreign, hf_hub, places
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, is_side_file, read_config
 from mckpt.formats.megatron.optimizer import Optimizer
-from mckpt.formats.megatron.run_config import RUN_CONFIG, mapping_file, run_config_dims
+from mckpt.formats.megatron.run_config import (
+    RUN_CONFIG,
+    mapping_file,
+    read_model,
+    run_config_dims,
+)
 from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name, iteration_of
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
@@ -270,6 +275,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             out.append(
                 description.overruled(self.mapping, read_config(self.path), name, value, tensor)
             )
+        if self.unknown_args:
+            listed = ", ".join(f"{name} {value!r:.80}" for name, value in self.unknown_args.items())
+            out.append(f"its args have names that mckpt does not know: {listed}")
         made = "was given when the checkpoint was made"
         if "config" in self.allowed and self.granted:
             return [*out, f"all dims are those of {MANIFEST}: --allow-inexact config {made}"]
@@ -283,6 +291,18 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def args(self) -> dict[str, Any] | None:
         """Returns Megatron's args as plain values; None if the checkpoint has none."""
         return self.opened.common.args if self.opened.common else None
+
+    @cached_property
+    def unknown_args(self) -> dict[str, Any]:
+        """Returns the args, or entries of run_config.yaml, that no Megatron known to mckpt has, and
+        their values.
+        """
+        if not self.is_megatron:
+            return {}
+        if self.args is not None:
+            return mapping.unknown_args(self.mapping, self.args)
+        path, file = self.opened.root / RUN_CONFIG, mapping_file(self.mapping)
+        return mapping.unknown_args(file, read_model(path)) if file and path.exists() else {}
 
     @cached_property
     def mapping(self) -> MappingFile:

@@ -97,11 +97,11 @@ def _without_effect(
 def _refuse_unknown_names(target: Target, source: Checkpoint) -> None:
     """Raises UsageError if `allow_inexact` has a name that no error of a conversion prints.
 
-    The names are dims, the keys of config.json that the family does not mention, and "config" for a
-    config that cannot be written at all.
+    The names are dims, the keys of config.json that the family does not mention, unknown args, and
+    "config" for a config that cannot be written at all.
     """
     keys = [] if source.is_megatron else source.mapping.unknown(read_config(source.path))
-    known = {*mapping.hub().dims, *keys, *source.allowed, "config"}
+    known = {*mapping.hub().dims, *keys, *source.allowed, "config", *map(_arg, source.unknown_args)}
     unknown = [name for name in target.allow_inexact if name not in known]
     if not unknown:
         return  # without loading every dialect, which takes longer than the rest of a plan
@@ -246,6 +246,21 @@ def refuse_inexact(
         f"{cure}If you know that it does not matter, give "
         + " ".join(f"--allow-inexact {name}" for name in (*inexact, *unread)),
     )
+
+
+def lost_args(source: Checkpoint) -> dict[str, str]:
+    """Returns the reasons not to leave out the args that mckpt does not know: name -> reason."""
+    return {
+        _arg(name): f"{name} is {value!r:.80}, and mckpt knows no arg of Megatron with this name:"
+        " the model may compute with it, and the target will not"
+        for name, value in source.unknown_args.items()
+        if not mapping.is_neutral(value)
+    }
+
+
+def _arg(name: str) -> str:
+    """Returns the name of an arg for --allow-inexact, which also takes names of dims."""
+    return f"args.{name}"
 
 
 def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:

@@ -21,7 +21,12 @@ from mckpt.conversion.facts import (
     shifted,
 )
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.refusals import refuse_inexact, refuse_misfit, refuse_uncarried
+from mckpt.conversion.refusals import (
+    lost_args,
+    refuse_inexact,
+    refuse_misfit,
+    refuse_uncarried,
+)
 from mckpt.conversion.side_files import SideFiles, refuse_changed
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
@@ -142,7 +147,8 @@ def _inexact(source: Checkpoint, family: MappingFile, target: Target) -> dict[st
 
     Raises MappingError for features that the user does not accept.
     """
-    found = refuse_inexact(family.inexact(source.dims), target, f"family {family.name}")
+    lost = {**family.inexact(source.dims), **lost_args(source)}
+    found = refuse_inexact(lost, target, f"family {family.name}")
     # Without a manifest the checkpoint was trained, and the trainer may have ignored some args.
     if source.described_by is None and not source.manifest:
         warned = source.mapping.warnings(source.dims).items()

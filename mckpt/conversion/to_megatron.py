@@ -28,6 +28,7 @@ from mckpt.conversion.facts import (
 )
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.refusals import (
+    lost_args,
     refuse_choices,
     refuse_inexact,
     refuse_misfit,
@@ -44,6 +45,7 @@ from mckpt.formats import carried
 from mckpt.formats.base import Names, Wanted
 from mckpt.formats.hf_config import CONFIG, QUANTISED, left_out, read_config, side_files
 from mckpt.formats.megatron import megatron_args
+from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
@@ -339,12 +341,15 @@ def _inexact(
 def _lost(
     source: Checkpoint, dialect: MappingFile, dims: Dims, program: dict[str, Any], target: Target
 ) -> dict[str, str]:
-    """Returns the features that another dialect cannot express and that the user accepts."""
+    """Returns the features that another dialect, or a new run_config.yaml, cannot express and that
+    the user accepts.
+    """
     if source.mapping.name == dialect.name:
-        return {}
+        new = target.run_config and source.args is not None
+        return refuse_inexact(lost_args(source) if new else {}, target, RUN_CONFIG)
     before = source.mapping.inexact(dims, program)
     found = dialect.inexact(dims, program)
-    lost = {name: why for name, why in found.items() if name not in before}
+    lost = {name: why for name, why in found.items() if name not in before} | lost_args(source)
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
 
 

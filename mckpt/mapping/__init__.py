@@ -5,6 +5,7 @@ from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import is_part, typed
+from mckpt.mapping.harmless import is_neutral, unknown_args
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup, major_minor
 from mckpt.mapping.nodes import digest_of
@@ -40,6 +41,7 @@ __all__ = [
     "family_with",
     "folder",
     "hub",
+    "is_neutral",
     "is_part",
     "key_pattern",
     "load",
@@ -52,4 +54,5 @@ __all__ = [
     "refused",
     "to_keep",
     "typed",
+    "unknown_args",
 ]

@@ -41,7 +41,7 @@ def run_config_dims(
     """
     # the model does not depend on these, so a run may have chosen others
     free = {n: v for n, v in known.items() if n in file.dims and file.dims[n].free}
-    return file.read(_model(path), known, str(path), {**free, **said})
+    return file.read(read_model(path), known, str(path), {**free, **said})
 
 
 def mapping_file(dialect: MappingFile) -> MappingFile | None:
@@ -129,8 +129,8 @@ def _parsed(path: Path, parse: Callable[[bytes, Any], Any], loader: Any) -> Any:
         raise SourceError(f"{path}: not valid YAML: {e}") from None
 
 
-def _model(path: Path) -> dict[str, Any]:
-    """The model section of a run_config.yaml; its tags of Python objects are read as
+def read_model(path: Path) -> dict[str, Any]:
+    """Returns the section `model` of a run_config.yaml; its tags of Python objects are read as
     plain values.
     """
     import yaml

@@ -1,0 +1,73 @@
+"""Args of Megatron that no dialect reads: which of them change nothing about a model."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mckpt.mapping.file import MappingFile
+from mckpt.mapping.hub import FOLDER
+from mckpt.mapping.nodes import parse
+
+_READ = re.compile(r"\bconfig\.(\w+)")  # in an expression
+
+
+def unknown_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the args that neither `file` nor mappings/harmless_args.yaml knows, and their values.
+
+    Args without a value are left out, and those whose value is a path.
+    """
+    known = known_args(file)
+    said = {name: value for name, value in args.items() if name not in known and _says(value)}
+    return {name: value for name, value in said.items() if not is_harmless(name)}
+
+
+def is_neutral(value: Any) -> bool:
+    """Returns whether an arg with this value most likely changes nothing: 0 adds nothing, and 1
+    scales nothing.
+    """
+    return not isinstance(value, bool) and value in (0, 1)
+
+
+def known_args(file: MappingFile) -> set[str]:
+    """Returns the args that a dialect reads or judges, or writes beside those."""
+    dims = file.dims.values()
+    keys = {
+        *(key.partition(".")[0] for dim in dims for key in dim.keys),
+        *(key.partition(".")[0] for key in file.also),
+        *(*file.expect, *file.refused, *file.inert, *file.flags, *file.run_flags),
+    }
+    used = [e for dim in dims for e in (dim.default, dim.read, dim.when)]
+    used += [*file.said.values(), *(entry.when for entry in file.refused.values())]
+    used.append(file.stage_sizes)
+    return keys.union(*(_READ.findall(e.text) for e in used if e is not None))
+
+
+def is_harmless(name: str) -> bool:
+    """Returns whether mappings/harmless_args.yaml lists this arg or a word of its name."""
+    names, patterns, words = _listed()
+    if name in names or not words.isdisjoint(name.lower().split("_")):
+        return True
+    return patterns.fullmatch(name) is not None
+
+
+def _says(value: Any) -> bool:
+    """Returns whether an arg has a value that is not a path."""
+    if value is None or value is False or (hasattr(value, "__len__") and not len(value)):
+        return False
+    return not (isinstance(value, str) and "/" in value)
+
+
+@functools.cache
+def _listed() -> tuple[frozenset[str], re.Pattern[str], frozenset[str]]:
+    """Returns the names of mappings/harmless_args.yaml, its names with a * as one pattern, and its
+    words.
+    """
+    groups = parse(FOLDER / "harmless_args.yaml")[0].values()
+    names = {name for group in groups for name in group["names"].split()}
+    words = frozenset(word for group in groups for word in group.get("words", "").split())
+    globs = sorted(name for name in names if "*" in name)
+    patterns = re.compile("|".join(glob.replace("*", ".*") for glob in globs))
+    return frozenset(names.difference(globs)), patterns, words
