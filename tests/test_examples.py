@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from mckpt import errors
 from tests.door import good
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,10 +40,22 @@ POD = {
         "volumes": [{"name!": str, "persistentVolumeClaim!": {"claimName!": str}}],
     }
 }
+FAILURES = {
+    "rules!": [
+        {
+            "action!": str,
+            "onExitCodes": {"containerName": str, "operator!": str, "values!": [int]},
+            "onPodConditions": [{"type!": str}],
+        }
+    ]
+}
 META = {"apiVersion!": str, "kind!": str, "metadata!": {"name!": str}}
 REPLICAS = {"replicas!": int, "restartPolicy!": str, "template!": POD}
 SCHEMAS: dict[str, Any] = {
-    "kubernetes-job.yaml": {**META, "spec!": {"backoffLimit": int, "template!": POD}},
+    "kubernetes-job.yaml": {
+        **META,
+        "spec!": {"backoffLimit": int, "podFailurePolicy": FAILURES, "template!": POD},
+    },
     "kubernetes-sidecar.yaml": {**META, "spec!": {"backoffLimit": int, "template!": POD}},
     "pytorchjob.yaml": {
         **META,
@@ -219,15 +232,40 @@ def commands(name: str, tmp_path: Path) -> list[list[str]]:
 def test_the_commands_of_a_manifest_run(name: str, tmp_path: Path) -> None:
     shutil.copytree(MODEL, tmp_path / "model")
     if name != "pytorchjob.yaml":
-        good("hf-to-megatron", MODEL, tmp_path / "ckpt", "--tp", 2)
+        good("hf-to-megatron", MODEL, tmp_path / "ckpt", "--tp", 2, "--iteration", 5)
     for line in commands(name, tmp_path):
         if name == "rayjob.yaml":  # tests/test_ray.py runs the engine, for which Ray is needed
             at = line.index("--engine")
             assert line[at : at + 2] == ["--engine", "ray"]
             del line[at : at + 2]
         good(*line)
-    made = tmp_path / ("ckpt" if name == "pytorchjob.yaml" else "export")
-    good("diff", MODEL, made)
+    made = {"pytorchjob.yaml": "ckpt", "kubernetes-job.yaml": "export/iter_5"}.get(name, "export")
+    good("diff", MODEL, tmp_path / made)
+
+
+def test_a_failure_that_would_come_again_ends_the_job() -> None:
+    """Kubernetes matches a rule without a container's name with every container of the pod."""
+    rules = read("kubernetes-job.yaml")["spec"]["podFailurePolicy"]["rules"]
+    (ends,) = [
+        rule["onExitCodes"]["values"]
+        for rule in rules
+        if rule["action"] == "FailJob" and "containerName" not in rule["onExitCodes"]
+    ]
+    passing = {errors.StorageError.exit_code, errors.Unreported.exit_code, 70}
+    codes = {
+        e.exit_code
+        for e in vars(errors).values()
+        if isinstance(e, type) and issubclass(e, errors.MckptError)
+    }
+    assert set(ends) == codes - passing
+
+
+def test_the_image_is_made_of_the_extras_that_exist() -> None:
+    text = (EXAMPLES / "Dockerfile").read_text()
+    extras = re.search(r"/src\[([\w,]+)\]", text)
+    table = re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert extras and set(extras[1].split(",")) <= set(table)
+    assert 'ENTRYPOINT ["mckpt"]' in text  # the shell's form would keep SIGTERM from mckpt
 
 
 def test_the_sidecar_exports_while_training_writes(tmp_path: Path, place: dict[str, str]) -> None:
