@@ -63,8 +63,9 @@ class Disk:
     """The state of a directory while a record is replayed."""
 
     def __init__(self, root: Path) -> None:
-        self.base = str(root.parent)
-        self.top = Folder()
+        # its own name is durable: without it, there is nothing to load
+        self.base, self.root = str(root.parent), Folder()
+        self.top = Folder({root.name: self.root})
         self.changes: list[Change] = []
 
     def find(self, path: str) -> tuple[Folder, str]:
@@ -93,7 +94,7 @@ class Disk:
                 self.change((folder, name, File()))
             elif size and isinstance(node, File):
                 node.data = b""
-        elif function == "mkdir":
+        elif function == "mkdir" and node is not self.root:
             self.change((folder, name, Folder()))
         elif function in ("unlink", "rmdir"):
             self.change((folder, name, None))
@@ -148,8 +149,8 @@ class Disk:
                 elif depth < 20:  # a rename of which a half is lost could make a circle
                     walk(node, f"{start}{name}/", depth + 1)
 
-        walk(self.top, "", 0)
-        return {name.partition("/")[2]: data for name, data in out.items() if "/" in name}
+        walk(self.root, "", 0)
+        return out
 
 
 def tries(trial: Trial, reruns: int = RERUNS) -> Iterator[str | None]:
