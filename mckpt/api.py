@@ -60,7 +60,7 @@ def plan(
     if not format.megatron and plain:
         raise UsageError(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
-            " quantised"
+            " quantised, so there is nothing to convert"
         )
     refuse_options(target, format, source)
     destination = Destination(

@@ -77,6 +77,8 @@ def test_wrong_usage_exits_with_2(src, tmp_path):
         said = mckpt(*args)
         assert said.code == 2 and "Traceback" not in said.err, args
     assert good("--version").out.startswith("mckpt ")
+    for group in ((), ("mappings",)):
+        assert mckpt(*group).err.splitlines()[0].endswith("COMMAND [ARGS]...")  # the help
 
 
 @pytest.mark.parametrize(
@@ -95,6 +97,11 @@ def test_wrong_usage_exits_with_2(src, tmp_path):
         ("reshard a b --source-tp 2", "reads a checkpoint at the sizes that it has"),
         ("plan a b --num-layers-per-virtual-pipeline-stage 2", "--vpp N is the number of virtual"),
         ("hf-to-megatron --load a --save b", "are arguments without a name"),
+        ("hf-to-megatron a b --like c", "these commands have it: megatron-to-hf, reshard,"),
+        ("inspect a --frobnicate", "mckpt inspect --help lists all"),
+        ("inspect a --jsn", "did you mean --json?"),
+        ("mappings shwo a", "did you mean show?"),
+        ("hf-to-megatron fixtures/tiny-qwen3 b --set layers=1", "such as num_layers or"),
         ("hf-to-megatron a b --tp two", "'two' is not a whole number of at least 1"),
         ("verify a b --length 1", "'1' is not a whole number of at least 2"),
     ],

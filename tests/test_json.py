@@ -93,11 +93,12 @@ def test_the_others(src: Path, tmp_path: Path, monkeypatch: Any) -> None:
     line = "convert.sh import --hf-model A --megatron-path B"
     compare("Compat", good("compat", "--json", *line.split()).json)
     commit = hub.Commit("0123", "https://hub/c", True, [])
-    pushed = Pushed(hub.Name("org/name", None), commit, {"config.json": 7})
-    monkeypatch.setattr("mckpt.api.push", lambda *args, **how: pushed)
-    out, _ = outcome("push", src, "org/name")
-    compare("Push", out)
-    assert out["state"] == "uploaded" and out["path"] == str(src)
+    for made, state in ((commit, "uploaded"), (None, "planned")):
+        pushed = Pushed(hub.Name("org/name", None), made, {"config.json": 7}, ["id_rsa"])
+        monkeypatch.setattr("mckpt.api.push", lambda *args, pushed=pushed, **how: pushed)
+        out, _ = outcome("push", src, "org/name")
+        compare("Push", out)
+        assert out["state"] == state and out["path"] == str(src)
     job = tmp_path / "job.yaml"
     for other, state in ((src, "done"), (tmp_path / "other", "failed")):
         if other != src:

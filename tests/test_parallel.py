@@ -196,7 +196,11 @@ def test_impossible_sizes_are_refused(said: dict[str, Any], message: str) -> Non
     [
         ({"pp": 3}, 4, "4 layers cannot be split evenly over 3 pipeline stages .pp 3.; choose"),
         ({"pp": 2, "vpp": 2}, 6, r"ranks have \[3, 3\] layers, which vpp 2 does not divide"),
-        ({"pp": 2, "first_stage_layers": 5}, 4, "4 layers less 5 of the first or last stage"),
+        (
+            {"pp": 2, "first_stage_layers": 5},
+            4,
+            "num-layers 5: more than the 4 layers of the model",
+        ),
         (
             {"pp": 2, "first_stage_layers": 4},
             4,

@@ -633,6 +633,7 @@ def test_names_that_are_not_there(cli, server, bucket):
     server.set(Fault("GET", r"model\.safetensors", "404", 99))
     said = cli("inspect", "s3:hf", code=3).err
     assert f"s3://{bucket}/hf/model.safetensors: is not there" in said and "<" not in said
+    refused(2, "names no bucket", args=("inspect", "s3://"))
     with pytest.raises(UsageError, match="names no bucket"):
         package.open("s3://")
 

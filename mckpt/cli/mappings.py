@@ -8,11 +8,11 @@ from pathlib import Path
 import click
 
 from mckpt.cli.echo import document, echo
-from mckpt.cli.options import DIRECTORY, FILE, PATH, command, json_option
+from mckpt.cli.options import DIRECTORY, FILE, PATH, Commands, command, json_option
 from mckpt.errors import UsageError
 
 
-@click.group()
+@click.group(cls=Commands)
 def mappings() -> None:
     """List, show or check mapping files."""
 

@@ -6,6 +6,7 @@ the options by name.
 
 from __future__ import annotations
 
+import difflib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -130,14 +131,12 @@ class _Command(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-")
-            if hint := self._hint(name):
-                given = next(f for f in flags if own_name(f.lstrip("-")) == name)
-                text = f"No such option '{given}': {hint}."
-                raise click.NoSuchOption(given, text, ctx=ctx) from None
-            raise
+            given = next((f for f in flags if own_name(f.lstrip("-")) == name), error.option_name)
+            text = f"No such option '{given}': {self._hint(name, ctx.find_root().command)}"
+            raise click.NoSuchOption(given, text, ctx=ctx) from None
 
-    def _hint(self, name: str) -> str:
-        """Returns what a user may want who gave the unknown option `name`; "" if nobody knows."""
+    def _hint(self, name: str, program: click.Command) -> str:
+        """Returns what a user may want who gave the unknown option `name`."""
         ours = {flag.lstrip("-") for p in self.params for flag in p.opts}
         short = name.removeprefix("target-").removeprefix("source-")
         for other in (short, f"target-{short}"):
@@ -145,7 +144,14 @@ class _Command(click.Command):
                 return f"mckpt {self.name} calls it --{other}"
         if short in SYNONYMS.values():
             return f"mckpt {self.name} reads a checkpoint at the sizes that it has"
-        return _MEANT.get(name.replace("_", "-"), "")
+        if meant := _MEANT.get(name.replace("_", "-")):
+            return meant
+        others = program.commands.items() if isinstance(program, click.Group) else ()
+        having = [other for other, one in others for p in one.params if f"--{name}" in p.opts]
+        if having:
+            return f"mckpt {self.name} has none; these commands have it: {', '.join(having)}"
+        near = difflib.get_close_matches(name, ours, 1, 0.7)
+        return f"did you mean --{near[0]}?" if near else f"mckpt {self.name} --help lists all"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
@@ -161,6 +167,34 @@ class _Command(click.Command):
 
 
 command = functools.partial(click.command, cls=_Command)
+
+# Commands that mckpt does not have, and those that do it.
+_MEANT_COMMANDS = {
+    "convert": "hf-to-megatron, megatron-to-hf and reshard convert",
+    "import": "hf-to-megatron converts to Megatron",
+    "export": "megatron-to-hf converts to Hugging Face",
+    "compare": "diff compares tensors, and verify compares logits",
+    "validate": "check reads one checkpoint whole, and verify compares two",
+    "upload": "push uploads",
+    "info": "inspect prints the content of a checkpoint",
+    "help": "mckpt --help lists the commands",
+}
+
+
+class Commands(click.Group):
+    """A group of commands, whose error for an unknown one says which there are."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = click.utils.make_str(args[0])
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        known = list(self.commands)
+        near = difflib.get_close_matches(name, [*_MEANT_COMMANDS, *known], 1, 0.7)
+        listed = f"the commands are {', '.join(known)}"
+        hint = _MEANT_COMMANDS.get(near[0], f"did you mean {near[0]}?") if near else listed
+        raise click.UsageError(f"No such command {name!r}: {hint}", ctx)
 
 
 def in_section(title: str) -> Callable[..., Decorator]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
 import io
 import json
@@ -27,7 +26,7 @@ from mckpt.cli.environment import name_variables, refuse_unknown, set_by
 from mckpt.cli.inspect import inspect
 from mckpt.cli.job import run_job
 from mckpt.cli.mappings import mappings
-from mckpt.cli.options import own_name
+from mckpt.cli.options import Commands, own_name
 from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
@@ -38,37 +37,8 @@ INTERNAL_ERROR = 70
 SIGNALLED = 128  # the exit code of an interrupted command, less the number of the signal
 
 
-# Commands that mckpt does not have, and the one that does it.
-_MEANT = {
-    "convert": "hf-to-megatron, megatron-to-hf and reshard convert",
-    "import": "hf-to-megatron converts to Megatron",
-    "export": "megatron-to-hf converts to Hugging Face",
-    "compare": "diff compares tensors, and verify compares logits",
-    "validate": "check reads one checkpoint whole, and verify compares two",
-    "upload": "push uploads",
-    "info": "inspect prints the content of a checkpoint",
-    "help": "mckpt --help lists the commands",
-}
-
-
-class _Program(click.Group):
-    """The group of all commands, whose error for an unknown one says which there are."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = click.utils.make_str(args[0])
-        if name in self.commands or name.startswith("-"):
-            return super().resolve_command(ctx, args)
-        known = list(self.commands)
-        near = difflib.get_close_matches(name, [*_MEANT, *known], 1, 0.7)
-        listed = f"the commands are {', '.join(known)}"
-        hint = _MEANT.get(near[0], f"did you mean {near[0]}?") if near else listed
-        raise click.UsageError(f"No such command {name!r}: {hint}", ctx)
-
-
 @click.group(
-    cls=_Program,
+    cls=Commands,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 120,
@@ -172,7 +142,9 @@ def _wrong_usage(error: click.ClickException) -> int:
     variable = set_by(error.param, error.ctx) if isinstance(error, click.BadParameter) else None
     origin = f" (from the environment variable {variable})" if variable else ""
     if not _wants_json():
-        said, error.message = io.StringIO(), printable(error.message)
+        said = io.StringIO()
+        if not _is_help(error):
+            error.message = printable(error.message)
         error.show(said)
         document(said.getvalue(), err=True)
         if origin:
@@ -180,6 +152,13 @@ def _wrong_usage(error: click.ClickException) -> int:
         return error.exit_code
     kind = UsageError if isinstance(error, click.UsageError) else type(error)
     return _fail(kind.__name__, error.format_message() + origin, code=error.exit_code)
+
+
+def _is_help(error: click.ClickException) -> bool:
+    """Returns whether the message is the help, which a group without a command prints."""
+    return isinstance(error, click.UsageError) and bool(
+        error.ctx and error.message == error.ctx.get_help()
+    )
 
 
 def _wants_json() -> bool:

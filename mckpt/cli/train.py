@@ -10,6 +10,7 @@ import click
 from mckpt import formats
 from mckpt.cli.options import (
     NOT_NEGATIVE,
+    PATH,
     POSITIVE,
     WholeNumber,
     command,
@@ -19,6 +20,7 @@ from mckpt.cli.options import (
     run_options,
 )
 from mckpt.errors import UsageError
+from mckpt.storage import stand_in
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -28,7 +30,7 @@ saving_option = in_section("Saving")
 
 
 @command()
-@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("checkpoint", type=PATH)
 @data_option(
     "--steps",
     type=POSITIVE,
@@ -185,6 +187,7 @@ def train(
         )
     launching.require("torch", "megatron", "psutil")
     opened = api.open(checkpoint)
+    stand_in.refuse(opened.path, "mckpt train")
     if opened.is_megatron and (not opened.dims["causal"] or opened.dims["encoder_layers"]):
         kind = "has" if opened.dims["encoder_layers"] else "is"
         raise UsageError(

@@ -211,7 +211,11 @@ class Parallel:
             f" and {self.account_for_embedding + self.account_for_loss} for embedding and loss"
             * accounted
         )
-        if left < 0 or (left % ranks if ranks else left):
+        flags = ((first, self.first_stage_layers), (last, self.last_stage_layers))
+        taken = " and ".join(f"{flag} {n}" for flag, n in flags if n is not None)
+        if left < 0:
+            raise UsageError(f"{taken}: more than the {num_layers} layers of the model; give fewer")
+        if left % ranks if ranks else left:
             raise UsageError(
                 f"{what} cannot be split evenly over {counted(ranks, 'pipeline stage')} (pp"
                 f" {self.pp}); choose another --pp, or give {first}, {last} or {layout}"
@@ -219,11 +223,9 @@ class Parallel:
                 * accounted
             )
         if given and ranks and not left:
-            flags = ((first, self.first_stage_layers), (last, self.last_stage_layers))
-            taken = [f"{flag} {n}" for flag, n in flags if n is not None]
             ends = [end for end, (_, n) in zip(("first", "last"), flags, strict=True) if n]
             raise UsageError(
-                f"{' and '.join(taken)} take{'s' * (len(taken) == 1)} all {num_layers} layers, so"
+                f"{taken} take{'s' * (len(ends) == 1)} all {num_layers} layers, so"
                 f" {counted(ranks, 'pipeline stage')} (pp {self.pp}) would be empty, which"
                 f" Megatron refuses; give the {' or '.join(ends)} stage fewer layers"
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import re
 from collections import Counter
@@ -474,7 +475,12 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Parses `name=value` of --set into (dim, value)."""
     name, equals, value = text.partition("=")
     if not equals or name not in hub().dims:
-        raise UsageError(f"--set {text!r}: give DIM=VALUE with one of {', '.join(hub().dims)}")
+        near = difflib.get_close_matches(name, hub().dims, 3, 0.5)
+        meant = f", such as {' or '.join(near)}," if near else ""
+        raise UsageError(
+            f"--set {text!r}: give DIM=VALUE with the name of a dim{meant} of those that `mckpt"
+            " mappings show logical` lists"
+        )
     try:
         return name, hub().check(name, load_yaml(value))
     except ValueError as e:

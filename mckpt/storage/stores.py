@@ -109,7 +109,7 @@ def parse(path: str | Path) -> Url | None:
 
     Raises UsageError for a URL with a query, a user or a password: they would be printed.
     """
-    found = _URL.fullmatch(str(path))
+    found = _URL.fullmatch(f"{path}/" if str(path)[:-1] in OBSTORE else str(path))  # s3: of s3://
     if found is None:
         return None
     scheme, rest = found[1].lower(), found[2].strip("/")

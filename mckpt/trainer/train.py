@@ -184,7 +184,8 @@ def run_args(args: Namespace, options: Options) -> Namespace:
     parts *= args.tensor_model_parallel_size
     if seq_length % parts:
         raise UsageError(
-            f"seq_length {seq_length} cannot be cut into {parts} equal parts (of cp and tp)"
+            f"--seq-length {seq_length} cannot be cut into {parts} equal parts, as these sizes of"
+            " tp and cp ask; give another one"
         )
     vars(out).update(
         seq_length=seq_length,
