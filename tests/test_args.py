@@ -182,6 +182,16 @@ def test_args_that_change_the_model_are_refused(
         mckpt.plan(run, tmp_path / "hf", format="hf")
 
 
+def test_an_arg_that_an_expression_cannot_use_is_an_error_of_the_mapping(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    change = {"moe_layer_freq": "x"}
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update(change))
+    refused(
+        4, "config.moe_layer_freq", "has no value: TypeError", args=("plan", run, tmp_path / "hf")
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "value", "dim"),
     [

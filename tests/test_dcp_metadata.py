@@ -131,6 +131,24 @@ def test_an_error_lists_everything_that_is_wrong():
         assert "not a file name" in error({"b": None}, [("b", None, name, 0, 1)])
 
 
+def test_values_of_other_types_are_named():
+    good = emit({"a": ("float32", (4,), [((0,), (4,))])}, [("a", (0,), "f", 0, 1)])
+
+    def error(change):
+        record = sp.loads(good, "m", True)
+        change(record.state["state_dict_metadata"])
+        with pytest.raises(SourceError) as e:
+            dcp_metadata.read_metadata(sp.dumps(record), "m")
+        return str(e.value)
+
+    def inner(found, **fields):
+        found["a"].state["chunks"][0].state.update(fields)
+
+    assert "not whole numbers" in error(lambda found: inner(found, offsets=([0],)))
+    kind = sp.glob("torch.distributed.checkpoint.metadata", "BytesStorageMetadata")
+    assert "neither a tensor nor an object" in error(lambda found: found.update(a=kind))
+
+
 def test_uneven_chunks_that_cover_a_tensor_are_read():
     chunks = [
         ((0, 0), (2, 3)),

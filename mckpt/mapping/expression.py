@@ -17,6 +17,8 @@ from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mckpt.errors import MappingError
+
 MAX_TEXT = 10_000  # characters; ten times the longest one in mappings/
 # Twice as many as the longest lists of a model of 10,000 layers need. They take a few seconds.
 MAX_STEPS = 4_000_000
@@ -153,9 +155,9 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-class ExpressionError(ValueError):
-    """Raised for an expression that cannot be parsed or has no value; the caller adds file and
-    line.
+class ExpressionError(MappingError, ValueError):
+    """Raised for an expression that cannot be parsed or has no value. A caller that reads a mapping
+    file adds file and line; elsewhere the values of a checkpoint are at fault.
     """
 
 

@@ -210,11 +210,11 @@ class MappingFile(NamedTuple):
 
     def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the choices that the args determine."""
-        return {
-            name: value
-            for name, e in self.said.items()
-            if (value := e({"config": dict(args)})) is not None
-        }
+        try:
+            found = {name: e({"config": dict(args)}) for name, e in self.said.items()}
+        except ExpressionError as e:
+            raise MappingError(f"args: {e}") from None
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def vocabulary(self) -> Rule:

@@ -267,22 +267,30 @@ LAYOUT = (
     "*99999",
     "Et|tL",
 )
-LAYOUTS = ("Et*3|(tt|)*2L", "Ett|ttL", "E|(t|)*4L", "Et|t|tt|mL", "((t)*9)*9", "E(t|t)*2L")
+LAYOUTS = (  # with their stages, layers and layers of multi-token prediction
+    *(("Et*3|(tt|)*2L", 4, 7, 0), ("Ett|ttL", 2, 4, 0), ("E|(t|)*4L", 6, 4, 0)),
+    *(("Et|t|tt|mL", 4, 4, 1), ("E(t|t)*2L", 3, 4, 0), ("Et|t|t|t|t|tL", 3, 6, 0)),
+)
 
 
 def layouts(path: Path, random: Random) -> None:
     """Reads the layout of a pipeline."""
-    text: Any = random.choice(LAYOUTS) if random.random() < 0.5 else _words(random, LAYOUT, 12)
-    if random.random() < 0.5:
+    text: Any
+    text, pp, layers, mtp = random.choice(LAYOUTS)
+    chance = random.random()
+    if chance < 0.4:
         text = damage.raw(random, text.encode()).decode("utf-8", "replace")
-    pp = random.choice((1, 2, 3, 4, 8, *damage.NUMBERS))
-    if random.random() < 0.3:
+    elif chance < 0.7:
+        text = _words(random, LAYOUT, 12)
+    elif chance < 0.8:
         sizes = {name: damage.strange(random) for name in random.sample(ARGS, 3)}
         Parallel.of_args({**sizes, "pipeline_model_parallel_layout": text})
         return
-    Parallel(pp=pp, layout=text, **({"vpp": 2} if random.random() < 0.2 else {})).stages(
-        random.choice((1, 4, 8, 12, 97, 10**6)), random.choice((0, 1, 3))
-    )
+    if random.random() < 0.3:
+        pp = random.choice(damage.NUMBERS)
+    if random.random() < 0.2:
+        layers, mtp = random.choice((1, 12, 97, 10**6)), random.choice((0, 1, 3))
+    Parallel(pp=pp, layout=text, vpp=random.choice((1, 1, 1, 2))).stages(layers, mtp)
 
 
 ARGS = tuple(Parallel().args())

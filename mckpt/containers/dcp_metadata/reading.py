@@ -153,7 +153,9 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
                 )
     items = _items(stored, problems)
     for key, tensor in tensors.items():
-        problems += [f"{key[:200]}: {p}" for p in _tiling(*tensor)]
+        if wrong := _tiling(*tensor):
+            problems += [f"{key[:200]}: {p}" for p in wrong]
+            continue
         offsets = list(map(itemgetter(0), tensor[2]))
         if not all(map(items.__contains__, zip(itertools.repeat(key), offsets))):
             missing = [o for o in offsets if (key, o) not in items]
