@@ -40,7 +40,7 @@ class Parser(NamedTuple):
     """One parser: what is damaged for it, and what reads it."""
 
     name: str
-    share: int  # of all inputs, in thousandths
+    share: int  # of all inputs, in thousandths: the more an input costs, the fewer
     samples: tuple[str, ...]  # folders of the corpus; none if the input is no file
     files: tuple[str, ...]  # patterns of the files that are damaged
     # (how often, the code that reads)
@@ -357,30 +357,30 @@ TRAINED = (*MEGATRON, (2, resharded))
 PARSERS = {
     parser.name: parser
     for parser in (
-        Parser("safetensors", 120, ("hf",), ("*.safetensors",), ((300, headers), *HF)),
-        Parser("index", 60, ("hf-files",), ("*.index.json",), HF),
-        Parser("config", 70, ("hf", "hf-files"), ("config.json",), HF),
+        Parser("safetensors", 200, ("hf",), ("*.safetensors",), ((300, headers), *HF)),
+        Parser("index", 90, ("hf-files",), ("*.index.json",), HF),
+        Parser("config", 90, ("hf", "hf-files"), ("config.json",), HF),
         Parser("pt", 90, ("torch", "old"), ("*.pt",), ((300, pickles), *TRAINED)),
-        Parser("metadata", 90, ("torch_dist", "torch_dcp", "dist-flat"), (".metadata",),
+        Parser("metadata", 60, ("torch_dist", "torch_dcp", "dist-flat"), (".metadata",),
                ((300, indexes), *TRAINED)),
-        Parser("torch_dist", 30, ("torch_dist", "dist-flat", "optimizer"),
+        Parser("torch_dist", 15, ("torch_dist", "dist-flat", "optimizer"),
                ("common.pt", "metadata.json", "*.distcp"), TRAINED),
-        Parser("zarr", 70, ("zarr", "zarr-written", "zarr-flat"),
+        Parser("zarr", 25, ("zarr", "zarr-written", "zarr-flat"),
                (".zarray", "[0-9]*", "*.pt", "metadata.json"), ((60, arrays), *TRAINED)),
-        Parser("layer_wise", 30, ("layer_wise",), ("layer_wise_optimizer_*.pt",), TRAINED),
-        Parser("fsdp_dtensor", 30, ("fsdp",), (".metadata", "*.distcp", "common.pt"), TRAINED),
-        Parser("run_config", 40, ("configs", "bridge"), ("*.yaml",), ((1, run_configs),)),
-        Parser("bridge", 20, ("bridge",), ("run_config.yaml",), MEGATRON),
-        Parser("quantised", 70, ("fp8", "packed"), ("config.json", "*.safetensors"), HF),
-        Parser("mapping", 30, ("families",), ("*.yaml",), ((1, families),)),
-        Parser("kept", 10, ("kept",), ("mckpt-mapping.yaml",), HF),
-        Parser("job", 50, ("jobs",), ("job.yaml",), ((1, jobs),)),
-        Parser("manifest", 60, ("torch_dist", "torch", "fp8"), ("mckpt.json",), TRAINED),
-        Parser("args", 40, ("torch", "torch_dist", "old"), ("*_rng.pt", "common.pt"), MEGATRON),
-        Parser("layout", 50, (), (), ((1, layouts),)),
+        Parser("layer_wise", 10, ("layer_wise",), ("layer_wise_optimizer_*.pt",), TRAINED),
+        Parser("fsdp_dtensor", 10, ("fsdp",), (".metadata", "*.distcp", "common.pt"), TRAINED),
+        Parser("run_config", 10, ("configs", "bridge"), ("*.yaml",), ((1, run_configs),)),
+        Parser("bridge", 10, ("bridge",), ("run_config.yaml",), MEGATRON),
+        Parser("quantised", 100, ("fp8", "packed"), ("config.json", "*.safetensors"), HF),
+        Parser("mapping", 10, ("families",), ("*.yaml",), ((1, families),)),
+        Parser("kept", 15, ("kept",), ("mckpt-mapping.yaml",), HF),
+        Parser("job", 30, ("jobs",), ("job.yaml",), ((1, jobs),)),
+        Parser("manifest", 20, ("torch_dist", "torch", "fp8"), ("mckpt.json",), TRAINED),
+        Parser("args", 35, ("torch", "torch_dist", "old"), ("*_rng.pt", "common.pt"), MEGATRON),
+        Parser("layout", 100, (), (), ((1, layouts),)),
         Parser("options", 20, ("hf",), (), ((1, options),)),
-        Parser("compat", 20, (), (), ((1, lines),)),
-        Parser("settings", 20, (), (), ((1, texts),)),
+        Parser("compat", 30, (), (), ((1, lines),)),
+        Parser("settings", 30, (), (), ((1, texts),)),
     )
 }  # fmt: skip
 
