@@ -56,7 +56,7 @@ def plan(
     source = (src if isinstance(src, Checkpoint) else Checkpoint(src, known)).borrowing()
     target = target or Target(**wanted)
     format = formats.get(target.format)
-    plain = not source.is_megatron and not source.quantised and target.quantize is None
+    plain = not (source.is_megatron or source.quantised or source.opened.notes or target.quantize)
     if not format.megatron and plain:
         raise UsageError(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -313,8 +313,22 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def _family(self, described: Path) -> MappingFile:
         """Returns the family of the model that the config.json of a directory describes."""
-        config = read_config(described)
-        return description.family_for(config, self.named.family_name, str(described / CONFIG))
+        config, named = read_config(described), self.named.family_name
+        keys = self._described_keys if self.is_megatron else self.opened.keys()
+        keys = carried.keys(described) if keys is None else keys
+        form = self.manifest.get("form") if self.is_megatron else None
+        return description.family_for(config, named, str(described / CONFIG), keys, form)
+
+    @cached_property
+    def _described_keys(self) -> Collection[str] | None:
+        """The stored keys in the directory that describes a Megatron checkpoint; None if it has no
+        weights, as only that of --like may have.
+        """
+        if self.known.like is None:
+            return None
+        like = Path(self.known.like)
+        weights = formats.detect(like, megatron=False)
+        return None if weights is None else set(weights.open(like).keys())
 
     @cached_property
     def dims(self) -> Dims:
@@ -384,8 +398,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         if (described := self.described_by) is None:
             return {}
         # A directory with weights, as of --like, may lack some that its config.json describes.
-        weights = formats.detect(described, megatron=False)
-        keys = set(weights.open(described).keys()) if weights is not None else None
+        keys = self._described_keys
         family, config = self._family(described), read_config(described)
         lacks = {} if keys is None else description.unstored(family, config, keys)
         return self._read_config(described, {}, {**lacks, **said})

@@ -111,18 +111,32 @@ def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
     return path
 
 
-def family_for(config: Mapping[str, Any], named: str | None, where: str) -> MappingFile:
-    """Returns the family that is `named`, else the one of the config's architectures."""
-    if named:
-        return mapping.load("hf", named)
+def family_for(
+    config: Mapping[str, Any],
+    named: str | None,
+    where: str,
+    keys: Collection[str] = (),
+    form: object = None,
+) -> MappingFile:
+    """Returns the family that is `named`, else the one of the config's architectures, as it
+    describes the model.
+
+    keys, form: as for `mapping.with_head`.
+    """
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
+    listed = isinstance(architectures, list) and architectures
+    architecture = str(architectures[0]) if listed else ""
+    if not named and not architecture:
         raise MappingError(
             f"{where}: names no architectures; give --family with one of"
             f" {', '.join(mapping.names('hf'))}"
         )
+    if named:
+        family = mapping.load("hf", named)
     try:
-        return mapping.load("hf", mapping.family_with(str(architectures[0])))
+        if not named:
+            family = mapping.load("hf", mapping.family_with(architecture))
+        return mapping.with_head(family, architecture, keys, form)
     except MappingError as e:
         raise MappingError(f"{where}: {e}") from None
 
@@ -181,8 +195,9 @@ def unstored(
     found: dict[str, Any] = {}
     for name, spec in family.dims.items():
         neutral = mapping.hub().dims[name].neutral
-        if spec.tensor and spec.tensor not in keys and neutral is not None:
-            value, said = neutral({}), family.said_of(name, config).values()
+        if spec.tensor and spec.tensor not in keys and (spec.has_const or neutral is not None):
+            value = neutral({}) if neutral is not None and not spec.has_const else spec.const
+            said = family.said_of(name, config).values()
             if not said or any(v != value for v in said):
                 found[name] = value
     return found

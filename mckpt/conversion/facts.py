@@ -151,14 +151,18 @@ def form_of(source: Checkpoint, family: MappingFile) -> str | None:
 
 def text_notes(source: Checkpoint) -> list[str]:
     """Returns notes on a source of which Megatron's model is a part, the one that computes text."""
-    unchanged = carried.of(source.layout)
-    if not unchanged or (family := source.family) is None:
+    if (family := source.family) is None:
         return []
+    if not carried.of(source.layout):
+        return list(family.notes)
     named = form_of(source, family)
     form = family.form({} if named is None else {"form": named})
+    text = (
+        ", and Megatron's model is the text model: it computes text, and no images, video or audio"
+    )
     return [
-        f"the tensors {', '.join(form.carried)} are carried in hf/{carried.FILES}, and Megatron's"
-        " model is the text model: it computes text, and no images, video or audio",
+        f"the tensors {', '.join(form.carried)} are carried in hf/{carried.FILES}"
+        f"{'' if family.head else text}",
         *family.notes,
     ]
 

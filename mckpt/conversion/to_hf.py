@@ -10,7 +10,6 @@ from typing import Any
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import family_for
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     facts_of,
@@ -131,7 +130,8 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
         family, note = choose_family(source)
         return family, None, note
     base = read_config(described)
-    family = family_for(base, source.named.family_name, str(described / CONFIG))
+    family = source.family
+    assert family is not None
     corrected = source.overruled or _denied(source, family, base)
     # without a path, because facts contain none
     note = "config.json is copied from the model's Hugging Face directory"

@@ -87,7 +87,9 @@ class Opened(Protocol):
     def common(self) -> Common | None:
         """Returns Megatron's args and other plain values; None for a Hugging Face directory."""
 
-    notes: Sequence[str]  # sentences on how its names are read
+    @property
+    def notes(self) -> Sequence[str]:
+        """Returns sentences on how its names are read."""
 
     @property
     def quantised(self) -> bool:

@@ -40,6 +40,11 @@ def is_weights(path: Path) -> bool:
     return not path.match(FILES) and path.name != ADAPTER
 
 
+def keys(folder: Path) -> list[str]:
+    """Returns the keys of the carried tensors in a DST/hf."""
+    return safetensors.read([str(path) for path in sorted(folder.glob(FILES))]).names
+
+
 def key_of(s: Stored) -> str:
     """Returns the stored key of a carried tensor."""
     return s.pieces[0].tensor.removeprefix(_PREFIX).replace("{{", "{").replace("}}", "}")

@@ -6,6 +6,7 @@ from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import is_part, typed
 from mckpt.mapping.harmless import is_neutral, unknown_args
+from mckpt.mapping.heads import with_head
 from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup, major_minor
 from mckpt.mapping.nodes import digest_of
@@ -55,4 +56,5 @@ __all__ = [
     "to_keep",
     "typed",
     "unknown_args",
+    "with_head",
 ]

@@ -111,6 +111,7 @@ class MappingFile(NamedTuple):
     placeholders: tuple[str, ...] = ()  # config keys of tokens that stand for no text
     nested: tuple[str, ...] = ()  # of a dialect: prefixes of keys that are dicts of their own
     registration: Registration = Registration()  # the order of the parameters of a dialect
+    head: str = ""  # its name in heads.yaml, where that describes the model
 
     # ---- versions of megatron-core
 

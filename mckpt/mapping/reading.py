@@ -14,6 +14,7 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
 from mckpt.mapping.forms import read_forms
+from mckpt.mapping.heads import decoder_of
 from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.nodes import load as load_yaml
@@ -142,20 +143,22 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
 
 @functools.cache
 def family_with(architecture: str) -> str:
-    """Returns the name of the family of an architecture of transformers.
+    """Returns the name of the family of an architecture of transformers, or of the causal language
+    model with the same decoder.
 
     Raises MappingError for an architecture that no family has, or that Megatron-Core has no layers
     for.
     """
-    for name in names("hf"):
-        # only a file that has the name in its text is worth parsing
-        text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
-        if architecture in text and architecture in load("hf", name).architectures:
-            return name
-    if architecture in refused():
-        raise MappingError(
-            f"no dialect of Megatron can hold {architecture}: {refused()[architecture]}"
-        )
+    for wanted in filter(None, (architecture, decoder_of(architecture))):
+        for name in names("hf"):
+            # only a file that has the name in its text is worth parsing
+            text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
+            if wanted in text and wanted in load("hf", name).architectures:
+                return name
+        if wanted in refused():
+            raise MappingError(
+                f"no dialect of Megatron can hold {architecture}: {refused()[wanted]}"
+            )
     known = [a for n in names("hf") for a in load("hf", n).architectures]
     near = nearest(architecture.partition("For")[0], {a.partition("For")[0] for a in known})
     raise MappingError(

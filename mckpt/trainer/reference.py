@@ -7,6 +7,8 @@ job.json: hf (directory), out (directory), dtype (of the checkpoint), sequences 
 casts (dtypes that the checkpoint's weights were cast to, one after the other), uncast (the names of
 weights that were not cast), and of the further sequences that are tried while some expert is not
 reached: vocab_size, length, and instead (pairs of a token that must not occur and the one to take).
+For a model around the decoder of a causal language model also head: whether that one's output layer
+is tied, and carried, the patterns of tensors that it does not have.
 
 It writes OUT/reference.json (the sequences, the probe and the versions), OUT/reference.{i}.npz (for
 each position of sequence i the states of `points`), and OUT/logits.{i}.npy (fp32 logits [seq,
@@ -22,6 +24,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +45,7 @@ LESS = 10.0  # the second measurement counts if it is this many times smaller
 def main(job: dict[str, Any]) -> None:
     out, sequences = Path(job["out"]), [list(s) for s in job["sequences"]]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = load(job["hf"], "float32", device)
+    model = load(job["hf"], "float32", device, job.get("head"))
     points.cast(model, job["casts"], set(job["uncast"]))
     recorder = points.Recorder()
     watch(model, recorder, [parts.split() for parts in job["parts"]])
@@ -62,7 +65,8 @@ def main(job: dict[str, Any]) -> None:
     del model
     gc.collect()
     if job["dtype"] != "float32":
-        model = load(job["hf"], job["dtype"] if len(job["casts"]) < 2 else "float32", device)
+        dtype = job["dtype"] if len(job["casts"]) < 2 else "float32"
+        model = load(job["hf"], dtype, device, job.get("head"))
         # The last cast gives the dtype, and the casts before it change values too.
         if len(job["casts"]) > 1:
             points.cast(model, job["casts"], set(job["uncast"]))
@@ -87,9 +91,13 @@ def main(job: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------- the model
 
 
-def load(directory: str, dtype: str, device: torch.device) -> Any:
+def load(
+    directory: str, dtype: str, device: torch.device, head: dict[str, Any] | None = None
+) -> Any:
     """Loads the model with transformers, with eager attention. Raises SourceError if a tensor is
     missing, left over or of another shape.
+
+    head: as in job.json.
 
     If accelerate is installed, a model larger than the GPU is spread over all GPUs and the host,
     and one larger than memory over the disk too.
@@ -101,6 +109,8 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     placed: dict[str, Any] = {}
+    carried = head["carried"] if head else []
+    tied = {"tie_word_embeddings": True} if head and head["tied"] else {}
     files = [*Path(directory).glob("*.safetensors"), *Path(directory).glob("pytorch_model*.bin")]
     nbytes = sum(path.stat().st_size for path in files) * (2 if dtype == "float32" else 1)
     spreads = device.type == "cuda" and importlib.util.find_spec("accelerate")
@@ -116,10 +126,15 @@ def load(directory: str, dtype: str, device: torch.device) -> Any:
         output_loading_info=True,
         trust_remote_code=False,
         **placed,
+        **tied,
     )
     model, found = loaded
     last = model.config.get_text_config().num_hidden_layers
-    found["unexpected_keys"] = [k for k in found["unexpected_keys"] if not _behind(k, last)]
+    found["unexpected_keys"] = [
+        key
+        for key in found["unexpected_keys"]
+        if not _behind(key, last) and not any(fnmatch(key, pattern) for pattern in carried)
+    ]
     wrong = [f"{kind}: {', '.join(map(str, keys))}" for kind, keys in found.items() if keys]
     if wrong:
         raise SourceError.of(f"{directory}: transformers does not load it whole:", wrong)

@@ -188,6 +188,9 @@ def _run(
         options.tell("writing a dequantised copy for transformers")
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
+    if left.mapping.head:  # transformers runs the causal language model around the same decoder
+        carries = left.mapping.form({}).carried
+        held["head"] = {"tied": left.dims["tied"], "carried": list(carries)}
     # without the layers of multi-token prediction, which neither model runs
     held["parts"] = left.dims["layer_parts"][: left.dims["num_layers"]]
     options.tell(f"transformers computes the logits of {len(sequences)} sequences on {device}")
@@ -242,14 +245,15 @@ def _run(
 
 
 def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
-    """Returns the directory; for a quantised one, a dequantised copy.
+    """Returns the directory; for a quantised one a dequantised copy, and for names with wrappers a
+    copy without them.
 
     transformers 5 runs 8 bits on few GPUs. Elsewhere it misreads blocks that do not divide a weight
     (integrations/finegrained_fp8.py).
     """
-    if not left.quantised:
+    if not left.quantised and not left.opened.notes:
         return left.path
-    copy = work / "dequantised"
+    copy = work / "plain"
     api.plan(left, copy, format=formats.HUGGING_FACE).run(checksum="none")
     return copy
 
