@@ -22,6 +22,7 @@ from mckpt.conversion.target import Progress, Target
 from mckpt.conversion.to_hf import plan_hf
 from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError
+from mckpt.formats.hf_config import has_tokenizer, side_files
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
 from mckpt.geometry.parallel import Parallel
@@ -158,7 +159,9 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
         args = {**dialect.write(source.dims, given), **source.parallel.args(), **own}
     except VocabSizeUnknown:
         args = own
-    return megatron_args.launch(dialect, args)
+    side = source.side_directory if source.is_megatron else source.path
+    named = side is not None and has_tokenizer(side_files(side).kept)
+    return megatron_args.launch(dialect, args, str(side) if named else None)
 
 
 def push(

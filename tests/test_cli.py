@@ -186,7 +186,10 @@ def test_inspect_prints_the_launch_line(src, torch_dir, dist_dir, tmp_path):
         flags["--tensor-model-parallel-size"],
     ) == (4, 48, 2)
     text = good("inspect", torch_dir, "--megatron-args").out
-    assert text == (torch_dir / "release" / "megatron_args.sh").read_text()
+    beside = '"$(dirname "${BASH_SOURCE[0]}")/../hf"'
+    written = (torch_dir / "release" / "megatron_args.sh").read_text()
+    assert f"--tokenizer-type HuggingFaceTokenizer\n    --tokenizer-model {beside}\n" in written
+    assert text == written.replace(beside, str(torch_dir / "hf"))
     process = run(["bash", "-c", text + 'printf "%s\\n" "${MEGATRON_ARGS[@]}"'])
     assert "--num-layers\n4\n" in process.stdout
     same = ("--num-layers", "--ffn-hidden-size", "--rotary-base", "--norm-epsilon")

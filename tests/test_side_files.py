@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mckpt.storage.files import LFS_POINTER
-from tests.door import edit_json, good, mckpt, refused, tree
+from tests.door import edit_json, good, mckpt, refused, run, tree
 
 STRANGERS = ("notes.txt", "id_rsa", "train.log", "runs/events", "sub/tokenizer.json")
 
@@ -162,3 +163,51 @@ def test_an_adapter_beside_weights_is_refused_or_left_out(model: Path, tmp_path:
     assert not [name for name in tree(tmp_path) if name.startswith(("ckpt/hf/adap", "out/adap"))]
     line = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "new", "--no-adapter")
     refused(2, "has no adapter; leave it out", args=line, untouched=tmp_path)
+
+
+# ---- of Megatron's side
+
+
+def test_hf_inside_an_iteration_is_used(src: Path, tmp_path: Path) -> None:
+    """Megatron-Bridge and NeMo-RL write it there."""
+    ckpt = tmp_path / "ckpt"
+    good("hf-to-megatron", src, ckpt, "--iteration", 5)
+    shutil.move(ckpt / "hf", ckpt / "iter_0000005/hf")
+    (ckpt / "iter_0000005/mckpt.json").unlink()
+    for source, out in ((ckpt, "a"), (ckpt / "iter_0000005", "b")):
+        good("megatron-to-hf", source, tmp_path / out)
+        for name in ("config.json", "tokenizer.json"):
+            assert (tmp_path / out / name).read_bytes() == (src / name).read_bytes()
+    shutil.move(ckpt / "iter_0000005", tmp_path / "lone")
+    good("reshard", tmp_path / "lone", tmp_path / "c", "--target-tp", 2)
+    assert tree(tmp_path / "c/hf") == tree(tmp_path / "lone/hf")
+
+
+def test_training_saves_beside_the_files_of_its_source(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mckpt.launching.run_alone", lambda *job: None)
+    monkeypatch.setattr("mckpt.launching.require", lambda *names: None)
+    ckpt, save = tmp_path / "ckpt", tmp_path / "save"
+    good("hf-to-megatron", src, ckpt)
+    shutil.copy(src / "model.safetensors", ckpt / "hf/carried.safetensors")
+    line = ("train", ckpt, "--steps", 1, "--device", "cpu", "--save")
+    for folder in (save, save, ckpt):
+        good(*line, folder)
+    assert tree(save / "hf") == tree(ckpt / "hf") and os.listdir(save) == ["hf"]
+    flip(save / "hf/tokenizer.json")
+    refused(6, "tokenizer.json: is not the source's", args=(*line, save), untouched=tmp_path)
+
+
+def test_the_launch_line_names_the_tokenizer_of_hf(src: Path, tmp_path: Path) -> None:
+    good("hf-to-megatron", src, tmp_path / "ckpt", "--tp", 2)
+    script = "cd release && . ./megatron_args.sh && printf '%s\\n' \"${MEGATRON_ARGS[@]}\""
+    words = run(["bash", "-euc", script], cwd=tmp_path / "ckpt").stdout.split("\n")
+    at = words.index("--tokenizer-type")
+    assert words[at + 1 : at + 4] == ["HuggingFaceTokenizer", "--tokenizer-model", "./../hf"]
+    flags = json.loads((tmp_path / "ckpt/release/megatron_args.json").read_text())
+    assert flags["--tokenizer-model"] == "../hf"
+    shutil.rmtree(tmp_path / "ckpt/hf")
+    good("reshard", tmp_path / "ckpt", tmp_path / "bare", "--target-tp", 1)
+    flags = json.loads((tmp_path / "bare/release/megatron_args.json").read_text())
+    assert flags["--tokenizer-type"] == "NullTokenizer" and "--tokenizer-model" not in flags

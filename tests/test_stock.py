@@ -105,6 +105,7 @@ def launch_line(checkpoint: Path) -> list[str]:
     words = subprocess.run(
         ["bash", "-euc", script], capture_output=True, text=True, check=True
     ).stdout.splitlines()
+    words = ["../hf" if word == f"{unit}/../hf" else word for word in words]
     assert words == flat(json.loads((unit / megatron_args.JSON).read_text()))
     return words
 

@@ -116,13 +116,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     @cached_property
     def side_directory(self) -> Path | None:
-        """Returns `hf/` in a Megatron save directory, which contains the Hugging Face files of the
-        model; None if it is missing.
+        """Returns the directory `hf` with the Hugging Face files of the model: inside a Megatron
+        checkpoint, where Megatron-Bridge and NeMo-RL write it, else in the save directory. None if
+        it is missing.
         """
         if self.unit is None:
             return None
-        side = self.unit.root / "hf"
-        return side if is_unit_name(self.unit.name) and (side / CONFIG).is_file() else None
+        saved = [self.unit.root / "hf"] if is_unit_name(self.unit.name) else []
+        sides = [self.unit.path / "hf", *saved]
+        return next((side for side in sides if (side / CONFIG).is_file()), None)
 
     @property
     def recorded_side(self) -> dict[str, Any]:

@@ -175,6 +175,7 @@ def train(
     Prints the loss of each step. The model is built from the checkpoint's args alone.
     """
     from mckpt import api, launching
+    from mckpt.conversion.side_files import carry
 
     sizes = {name: options[name] or 1 for name in ("tp", "pp", "vpp", "ep", "cp")}
     sizes["etp"] = options["etp"] or sizes["tp"]
@@ -201,4 +202,6 @@ def train(
         **{name: value for name, value in options.items() if value is not None},
     }
     device = launching.device(device, num_ranks)
+    if options["save"] is not None:
+        carry(opened, Path(options["save"]))
     launching.run_alone("mckpt.trainer.train", job, device, num_ranks)

@@ -7,17 +7,18 @@ import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mckpt.checkpoint import description
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import DestinationError, SourceError
 from mckpt.formats.carried import FILES
-from mckpt.formats.hf_config import CONFIG
+from mckpt.formats.hf_config import CONFIG, side_files
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.storage import stand_in
 from mckpt.storage.files import Stamp, TargetFile, checksum_of, mode_of, stamp_to_copy
-from mckpt.storage.staging import sync
+from mckpt.storage.staging import STAGING, sync
 
 
 class SideFiles:
@@ -119,6 +120,25 @@ class SideFiles:
         os.rename(folder, self.path)
         # after a power cut, no checkpoint may be there without these files
         sync(self.path.parent)
+
+
+def carry(source: Checkpoint, root: Path) -> None:
+    """Copies the directory hf of a checkpoint, with its carried tensors, to a save directory in
+    which its training will save.
+
+    Raises DestinationError if that has another one.
+    """
+    own, to = source.side_directory, root / "hf"
+    if own is None or own.resolve() == to.resolve():
+        return
+    weights = [TargetFile.copy(path.name, path) for path in sorted(own.glob(FILES))]
+    names = [CONFIG, *side_files(own).kept, *(file.path for file in weights)]
+    side = SideFiles(root, {name: own / name for name in names}, weights)
+    side.refuse_other()
+    if not to.exists():
+        root.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=STAGING, dir=root) as folder:
+            side.publish(Path(folder))
 
 
 def refuse_changed(source: Checkpoint, given: Collection[str] = ()) -> None:

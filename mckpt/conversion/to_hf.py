@@ -36,8 +36,7 @@ from mckpt.formats.hf_config import (
     CONFIG,
     GENERATION,
     QUANTISED,
-    TOKENIZER,
-    is_side_file,
+    has_tokenizer,
     left_out,
     quantised_by,
     read_config,
@@ -200,7 +199,7 @@ def _lacking(names: Iterable[str], source: Checkpoint) -> list[str]:
     """Returns a sentence on what a loader may miss among the files of an export, none if nothing is
     missing.
     """
-    lacks = [] if any(is_side_file(name, TOKENIZER) for name in names) else ["tokenizer"]
+    lacks = [] if has_tokenizer(names) else ["tokenizer"]
     if source.dims["causal"] and GENERATION not in names:
         lacks.append(GENERATION)
     return [

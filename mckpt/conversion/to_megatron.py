@@ -43,7 +43,14 @@ from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names, Wanted
-from mckpt.formats.hf_config import CONFIG, QUANTISED, left_out, read_config, side_files
+from mckpt.formats.hf_config import (
+    CONFIG,
+    QUANTISED,
+    has_tokenizer,
+    left_out,
+    read_config,
+    side_files,
+)
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
@@ -102,7 +109,9 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
             scalers=scalers,
         )
     )
-    line = megatron_args.launch(dialect, args.written)
+    beside = _side_of(source)
+    named = megatron_args.BESIDE if has_tokenizer(beside) else None
+    line = megatron_args.launch(dialect, args.written, named)
     notes = text_notes(moved)
     launch_files = megatron_args.files(line, notes, kept).items()
     outputs += [TargetFile.whole(name, text.encode()) for name, text in launch_files]
@@ -111,7 +120,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     more, carried_files = carried.lay_out(unchanged, target.max_shard_size)
     layout = carried.joined(replace(layout, files=[file.path for file in outputs]), more)
     outputs += carried_files
-    side = SideFiles(destination.root, _side_of(source), carried_files)
+    side = SideFiles(destination.root, beside, carried_files)
     side.refuse_other()
     if not side.files:
         refuse_side_of_other(source, side.path)

@@ -100,6 +100,11 @@ def is_side_file(name: str, patterns: Iterable[str] = SIDE_FILES) -> bool:
     )
 
 
+def has_tokenizer(names: Iterable[str]) -> bool:
+    """Returns whether files of these names are a tokenizer."""
+    return any(is_side_file(name, TOKENIZER) for name in names)
+
+
 def belongs(path: Path, root: Path) -> bool:
     """Returns whether the content of a file is part of the directory `root`: the file is no link,
     or a link to a file of the directory or of a cache of huggingface_hub.

@@ -82,7 +82,8 @@ RUN = """
     --micro-batch-size 1 --global-batch-size 2 --seq-length 128 --train-iters 2
     --lr 0 --min-lr 0 --lr-decay-style constant --weight-decay 0 --clip-grad 1.0
     --moe-router-bias-update-rate 0 --use-distributed-optimizer --no-gradient-accumulation-fusion
-    --mock-data --split 99,1,0 --eval-iters 1 --eval-interval 1000 --log-interval 1
+    --tokenizer-type NullTokenizer --mock-data --split 99,1,0
+    --eval-iters 1 --eval-interval 1000 --log-interval 1
     --save-interval 2 --no-load-optim --no-load-rng --no-save-optim --no-save-rng
     --distributed-timeout-minutes 3
 """

@@ -16,6 +16,8 @@ from typing import Any
 from mckpt.mapping import MappingFile
 
 SHELL, JSON = "megatron_args.sh", "megatron_args.json"
+TYPE, MODEL = "--tokenizer-type", "--tokenizer-model"
+BESIDE = "../hf"  # the tokenizer of DST/hf, from the directory of both files
 
 
 @dataclass(frozen=True)
@@ -34,12 +36,19 @@ class Launch:
         return {**self.model, **self.run}
 
 
-def launch(dialect: MappingFile, args: Mapping[str, Any]) -> Launch:
+def launch(dialect: MappingFile, args: Mapping[str, Any], tokenizer: str | None = None) -> Launch:
     """Returns the launch line of a model with these args.
 
     The entries `flags` and `run_flags` of the dialect list the args, and the flag of each.
+    tokenizer: a directory of Hugging Face, whose tokenizer takes the place of NullTokenizer.
     """
-    return Launch(dialect.trainer, _values(dialect.flags, args), _values(dialect.run_flags, args))
+    run: dict[str, Any] = {}
+    for flag, value in _values(dialect.run_flags, args).items():
+        if tokenizer is not None and (flag, value) == (TYPE, "NullTokenizer"):
+            run |= {TYPE: "HuggingFaceTokenizer", MODEL: tokenizer}
+        else:
+            run[flag] = value
+    return Launch(dialect.trainer, _values(dialect.flags, args), run)
 
 
 def _values(flags: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,10 +89,13 @@ def shell(line: Launch, notes: Sequence[str] = (), optimizer: bool = False) -> s
     without = "--no-load-rng" if optimizer else "--no-load-optim --no-load-rng"
 
     def lines(flags: Mapping[str, Any]) -> list[str]:
-        return [
-            f"    {flag}" + ("" if value is True else f" {shlex.quote(str(value))}")
-            for flag, value in flags.items()
-        ]
+        out = []
+        for flag, value in flags.items():
+            text = shlex.quote(str(value))
+            if (flag, value) == (MODEL, BESIDE):  # of this file, wherever it is sourced from
+                text = f'"$(dirname "${{BASH_SOURCE[0]}}")/{BESIDE}"'
+            out.append(f"    {flag}" + ("" if value is True else f" {text}"))
+        return out
 
     text = [
         f"# Flags of {line.program} for this checkpoint. Source this file, then:",
