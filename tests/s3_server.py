@@ -358,6 +358,10 @@ class _Threads(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # the client was killed
+            super().handle_error(request, client_address)
+
 
 def main(handler: type[Handler] = Handler) -> None:
     handler.state = State(Path(sys.argv[1]))
