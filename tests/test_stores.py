@@ -556,6 +556,16 @@ def test_a_source_that_changes_is_not_mixed(server, bucket, tmp_path):
     stand_in.clean()
 
 
+def test_a_run_that_ended_between_two_side_files_goes_on(cli, server, bucket, local, fetched):
+    server.set(Fault("PUT", "m/hf/tokenizer_config.json", "403", 99))
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, code=7)
+    names = {name for name in server.keys(bucket) if name.startswith("m/hf/")}
+    assert names and "m/hf/config.json" not in names  # it comes last, when all others are there
+    server.set()
+    cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
+    assert tree(fetched("m") / "hf") == tree(local / "hf")
+
+
 def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     cli, server, bucket, fetched, local, tmp_path
 ):

@@ -36,6 +36,7 @@ from mckpt.conversion.store_journal import Over, Sent, StoreJournal, raise_error
 from mckpt.errors import StorageError
 from mckpt.execute.engine import continues
 from mckpt.execute.ranks import LOOK_S, SAY_S, Ranks, refusal
+from mckpt.formats.hf_config import CONFIG
 from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
 
@@ -103,11 +104,11 @@ class _Job:
 
     def _send_side(self) -> None:
         """Sends the files of DST/hf that are not there; they are the same for all checkpoints of a
-        save directory.
+        save directory. The config comes last, and tells that all are there.
         """
         side = self.plan.side
         side.refuse_other()
-        for name, source in side.files.items():
+        for name, source in sorted(side.files.items(), key=lambda item: item[0] == CONFIG):
             if not (side.path / name).exists():
                 self.journal.put(side.path / name, source)
         side.check_unchanged()

@@ -233,7 +233,8 @@ class Trial:
                 there = any(n.startswith(begins) and STAGING not in n for n in tree)
             if ended.code not in (0, 3) or "Traceback" in ended.text:
                 return f"inspect {unit} ended with {ended.code}: {ended.text[-300:]}"
-            if (ended.code == 0) != there:
+            unfinished = "unfinished: A run of mckpt was interrupted here" in ended.text
+            if (ended.code == 0) != there and not unfinished:
                 return f"inspect {unit} ended with {ended.code}: {ended.text[-300:]}"
             if self.complete(tree) and not self.left(tree) and "mckpt was" in ended.text:
                 return f"inspect {unit} says: {ended.text[-300:]}"
