@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt.errors import MappingError, SourceError, UsageError
+from mckpt import launching
+from mckpt.errors import MappingError, MissingExtra, SourceError, UsageError
 from mckpt.geometry.parallel import Parallel
+from mckpt.verification import levels, requirements
 from tests import tiny
 from tests.tiny import TinyModel
 
@@ -225,3 +227,65 @@ def test_stages_that_are_no_multiple_of_pp_are_refused(
     opened.args["hybrid_layer_pattern"] = "*-|*-|*-*-"
     with pytest.raises(SourceError, match="has 3 stages, which is not a multiple of pp 2"):
         _ = opened.parallel
+
+
+@pytest.mark.parametrize(
+    ("case", "dialect", "installed", "since"),
+    [
+        ("qwen3", "hybrid", "0.16.1", "0.18"),
+        ("deepseek-v3", "hybrid", "0.18.2", "0.19"),
+        ("deepseek-v3", "gpt", "0.16.1", None),
+        ("qwen3-moe", "hybrid", "0.18.0", None),
+    ],
+)
+def test_an_old_megatron_core_is_refused_before_a_model_runs(
+    case: str,
+    dialect: str,
+    installed: str,
+    since: str | None,
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = written(tiny_model(case), tmp_path / "made", dialect=dialect)
+    monkeypatch.setattr(requirements, "version", lambda name: installed)
+    if since is None:
+        return requirements.require_core(mckpt.open(made))
+    words = f"dialect {dialect}.* from {since} on.*megatron-core {installed}: pip install"
+    monkeypatch.setattr(launching, "require", lambda *modules: None)
+    monkeypatch.setattr(launching, "launch", lambda *job: pytest.fail("a model ran"))
+    with pytest.raises(MissingExtra, match=words):
+        levels.verify(tiny_model(case), made)
+    return None
+
+
+def test_an_optimizer_of_fixed_sizes_is_refused_before_a_model_runs(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    made = written(tiny_model("qwen3"), tmp_path / "made", dialect="gpt", parallel=Parallel(tp=2))
+    source = mckpt.open(made)
+    common = source.opened.common
+    assert common is not None
+    common.fields["content_metadata"] |= {"distrib_optim_sharding_type": "dp_reshardable"}
+    own = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2}
+    requirements.refuse_resume(source, own)
+    with pytest.raises(SourceError, match=r"dp_reshardable.*`mckpt repair SRC DST`"):
+        requirements.refuse_resume(source, own | {"tp": 1})
+
+
+def test_a_family_that_chooses_the_dialect_says_so(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: qwen3\narchitectures: [Qwen3ForCausalLM]\ndialect: hybrid\n")
+    known, said = mckpt.Known(mapping=str(mine)), "the other choice: --dialect gpt"
+    plan = mckpt.plan(tiny_model("qwen3"), tmp_path / "a", known=known)
+    assert [note for note in plan.facts["notes"] if note.endswith(said)]
+    for asked in ({"dialect": "hybrid"}, {"dialect": "gpt"}):
+        plan = mckpt.plan(tiny_model("qwen3"), tmp_path / "a", known=known, **asked)
+        assert not [note for note in plan.facts["notes"] if said in note]
+    for version, other in (
+        ("0.16", "--dialect gpt$"),
+        ("0.1", "0.18 to 0.19$"),
+        ("x", "or 0.19.2$"),
+    ):
+        with pytest.raises(UsageError, match=f"--megatron-version .*(?s:.*){other}"):
+            mckpt.plan(tiny_model("qwen3"), tmp_path / "a", known=known, megatron_version=version)

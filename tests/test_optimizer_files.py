@@ -211,8 +211,8 @@ def change_args(monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]) -> None:
     """Adds args to those of every checkpoint that is read."""
     plain = Common.__init__
 
-    def init(self: Common, fields: dict[str, Any], where: str) -> None:
-        plain(self, fields, where)
+    def init(self: Common, fields: dict[str, Any], where: str, **how: Any) -> None:
+        plain(self, fields, where, **how)
         self.args = (self.args or {}) | more
 
     monkeypatch.setattr(Common, "__init__", init)

@@ -176,6 +176,7 @@ def train(
     """
     from mckpt import api, launching
     from mckpt.conversion.side_files import carry
+    from mckpt.verification import requirements
 
     sizes = {name: options[name] or 1 for name in ("tp", "pp", "vpp", "ep", "cp")}
     sizes["etp"] = options["etp"] or sizes["tp"]
@@ -195,6 +196,10 @@ def train(
             f"{checkpoint}: {kind} an encoder, and mckpt train trains decoders only; train it with"
             f" Megatron's {opened.mapping.trainer}"
         )
+    if opened.is_megatron:
+        requirements.require_core(opened)
+        if options["resume"]:
+            requirements.refuse_resume(opened, sizes)
     job = {
         "checkpoint": str(checkpoint.absolute()),
         "dtype": DTYPE_NAMES[dtype],

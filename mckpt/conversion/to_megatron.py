@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     """Returns the plan of a Megatron checkpoint of any format."""
     refuse_changed(source)
     dialect = dialect_to_write(source, target)
-    megatron = _version(dialect, target, destination)
+    megatron = _version(source, dialect, target, destination)
     target = replace(target, megatron_version=".".join(map(str, megatron)))
     refuse_old_version(target, megatron)
     refuse_choices(target, dialect)
@@ -132,7 +133,13 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
         target,
         dialect,
         inexact,
-        [*dequantised(moved), *shifted(joined), *vocabulary.notes, *notes],
+        [
+            *dequantised(moved),
+            *shifted(joined),
+            *vocabulary.notes,
+            *notes,
+            *_dialect_notes(source, dialect, megatron, target),
+        ],
         parallel=parallel.args(),
         choices=dict(names.choices),
         padded_vocab_size=padded,
@@ -166,6 +173,38 @@ def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
     if source.is_megatron and target.dialect is None:
         return source.mapping
     return mapping.dialect_for(source.mapping, target.dialect, source.named.mapping)
+
+
+def _other_dialect(
+    source: Checkpoint, dialect: MappingFile, megatron: list[int], target: Target
+) -> str | None:
+    """Returns the options that write the model in the default dialect, if its family names another
+    one, the user names none, and the default one can hold the model for this megatron-core.
+    """
+    default = mapping.dialect_for(None, None, source.named.mapping)
+    if source.is_megatron or target.dialect or dialect.name == default.name:
+        return None
+    if not major_minor(default.megatron[0]) <= megatron <= major_minor(default.megatron[1]):
+        return None
+    impl = target.transformer_impl or default.choices["transformer_impl"][0]
+    program = {"megatron": megatron, "transformer_impl": impl, "format": target.format}
+    lost = default.inexact(source.dims, {**program, "pp": target.parallel.pp})
+    if not all(name in default.warned and default.warned[name].loads for name in lost):
+        return None
+    return " ".join([f"--dialect {default.name}", *(f"--allow-inexact {name}" for name in lost)])
+
+
+def _dialect_notes(
+    source: Checkpoint, dialect: MappingFile, megatron: list[int], target: Target
+) -> list[str]:
+    """Returns a note on the dialect that the family chose, if there is another choice."""
+    other = _other_dialect(source, dialect, megatron, target)
+    if other is None:
+        return []
+    return [
+        f"written in the dialect {dialect.name}, the default of {source.mapping.name}, for"
+        f" {dialect.trainer}; the other choice: {other}"
+    ]
 
 
 def _parallel(source: Checkpoint, dialect: MappingFile, target: Target, dims: Dims) -> Parallel:
@@ -248,7 +287,9 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> _Vo
     return _Vocabulary(moved, wanted, divisor, [note])
 
 
-def _version(dialect: MappingFile, target: Target, destination: Destination) -> list[int]:
+def _version(
+    source: Checkpoint, dialect: MappingFile, target: Target, destination: Destination
+) -> list[int]:
     """Returns the version of the megatron-core that will load the checkpoint: the user's, else the
     newest of those that read the format.
 
@@ -257,7 +298,14 @@ def _version(dialect: MappingFile, target: Target, destination: Destination) -> 
     until = formats.FORMATS[destination.format.name].until
     if target.megatron_version is None:
         return dialect.version(until or None)
-    found = dialect.version(target.megatron_version)
+    try:
+        found = dialect.version(target.megatron_version)
+    except UsageError as e:
+        with suppress(ValueError):  # not a version
+            asked = major_minor(str(target.megatron_version))
+            if other := _other_dialect(source, dialect, asked, target):
+                raise e.with_hint(f"The other choice: {other}") from None
+        raise
     if until and found > major_minor(until):
         raise UsageError(
             f"--megatron-version {target.megatron_version}: megatron-core reads the format"

@@ -24,7 +24,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import save_directory
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
-from mckpt.formats.megatron.optimizer import LAYER_WISE
+from mckpt.formats.megatron.optimizer import LAYER_WISE, loads_at_its_sizes
 from mckpt.geometry.parallel import Parallel
 from mckpt.trainer import optimizer_order, rng
 from mckpt.trainer.build import rank_names
@@ -344,10 +344,7 @@ def check_optimizer(
     if args.use_distributed_optimizer != (kind is not None) and not by_layers:
         raise other_optimizer(unit, args.use_distributed_optimizer)
     if kind not in (None, "fully_reshardable") and not same_sizes(common.get("args"), args):
-        raise SourceError(
-            f"{unit} has its optimizer as {kind}, which loads at the parallel sizes of the"
-            " checkpoint only"
-        )
+        raise loads_at_its_sizes(unit, kind)
 
 
 def no_optimizer(place: str) -> SourceError:

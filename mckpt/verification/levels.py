@@ -35,6 +35,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.storage import stand_in
 from mckpt.verification import verdict
 from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
+from mckpt.verification.requirements import require_core
 from mckpt.verification.tokens import random_sequences, read_tokens, text_for
 from mckpt.verification.values import casts_between, compare_values, uncast
 from mckpt.verification.verdict import Pair, Values, Verdict
@@ -329,6 +330,7 @@ class _Subject:
         self.resharded = right.opened.format.fixed_sizes and wanted != saved
         listed = formats.FORMATS[right.format]
         self.resharded |= not listed.written or bool(listed.until)
+        require_core(right, as_stored=not self.resharded)
         if self.resharded:
             self.run_path = work / f"{name}.resharded"
             options.tell(f"writing the weights for {wanted} into a temporary directory")

@@ -19,8 +19,9 @@ class Common:
     does not interpret.
     """
 
-    def __init__(self, fields: dict[str, Any], where: str) -> None:
-        self.fields, self.where = fields, where
+    def __init__(self, fields: dict[str, Any], where: str, as_object: bool = False) -> None:
+        """as_object: it is an object of the checkpoint, not a file."""
+        self.fields, self.where, self.as_object = fields, where, as_object
         record = fields.get("args")
         try:
             self.args: dict[str, Any] | None = (

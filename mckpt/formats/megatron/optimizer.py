@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle
@@ -83,6 +84,14 @@ class Optimizer(NamedTuple):
     def states(self) -> list[str]:
         """Returns the names of the states."""
         return sorted({name.partition("@")[2] for name in self.layout.shapes})
+
+
+def loads_at_its_sizes(place: str | Path, form: str) -> SourceError:
+    """Returns the error that a run at other sizes cannot load an optimizer of this form."""
+    return SourceError(
+        f"{place}: has its optimizer as {form}, which loads at the parallel sizes of the checkpoint"
+        " only; `mckpt repair SRC DST` makes it loadable at any sizes"
+    )
 
 
 def is_state(name: str) -> bool:

@@ -106,7 +106,7 @@ class TorchDist:
         neither.
         """
         value, _, path = self._common
-        return Common(value, path)
+        return Common(value, path, as_object=not path.endswith(COMMON))
 
     @cached_property
     def _common(self) -> tuple[dict[str, Any], Any, str]:
