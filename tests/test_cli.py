@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -367,6 +368,10 @@ def test_inspect_uses_plain_words(torch_dir, dist_dir, src):
         in good("inspect", torch_dir).out
     )
     text = good("inspect", dist_dir).out
+    assert (
+        re.search(r"^bytes of tensors: \d+,\d{3}$", text, re.MULTILINE)
+        and "num_tensors" not in text
+    )
     assert "in 1 chunk\n" in text and "in 4 chunks\n" in text and "1 chunks" not in text
 
 

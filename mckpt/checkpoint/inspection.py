@@ -26,6 +26,15 @@ MODEL_ARGS = (
     "num_experts",
     "padded_vocab_size",
 )
+# words of the text form in the place of keys of the JSON
+LABELS = {
+    "unit": "directory",
+    "files": "files with weights",
+    "objects": "entries that are not tensors",
+    "num_tensors": "tensors",
+    "bytes": "bytes of tensors",
+    "mapping_file": "mapping file",
+}
 SHOWN = 40  # lines of tensors in the text form; --json has all
 
 
@@ -62,7 +71,7 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
 def lines(found: dict[str, Any]) -> list[str]:
     """Returns the result of `inspect` as lines for people."""
     out = [
-        f"{k}: {_plainly(v)}"
+        f"{LABELS.get(k, k)}: {f'{v:,}' if k == 'bytes' else _plainly(v)}"
         for k, v in found.items()
         if k not in ("tensors", "problems", "inexact") and v is not None
     ]
@@ -80,9 +89,9 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def _plainly(value: Any) -> str:
-    return (
-        ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-    )
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {v}" for k, v in value.items())
+    return str(value)
 
 
 def stored_model(directory: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:

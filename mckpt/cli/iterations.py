@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.cli import progress, signals
-from mckpt.cli.echo import echo, reporting
+from mckpt.cli.echo import echo, echo_outcome, reporting
 from mckpt.cli.options import POSITIVE, in_section, together
 from mckpt.errors import (
     MckptError,
@@ -277,6 +277,7 @@ class _Run:
         self.convert, self.src, self.place, self.options = convert, src, place, options
         self.keep, self.as_json = keep, options["as_json"]
         self.outcomes: dict[int, Outcome] = {}
+        self.started = time.perf_counter()
         self.converting = False
         if keep is not None and not place.pattern:
             raise UsageError("--keep removes output below DST; give DST")
@@ -374,7 +375,9 @@ class _Run:
 
     def _print(self, rows: list[dict[str, Any]], code: int) -> None:
         if self.as_json:
-            echo(json.dumps({"iterations": rows, "exit_code": code}))
+            facts = {"iterations": rows, "exit_code": code}
+            where = Path(self.place.pattern or self.src)
+            echo_outcome("failed" if code else "done", self.started, facts, path=where)
             return
         states: dict[str, int] = {}
         for row in rows:
