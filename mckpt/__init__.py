@@ -1,6 +1,6 @@
 """mckpt moves LLM checkpoints between Hugging Face and Megatron and proves the result.
 
-plan = mckpt.plan("Qwen3-30B-A3B", "out", parallel=mckpt.Parallel(tp=4, pp=2, ep=8))
+plan = mckpt.plan("Qwen3-30B-A3B", "out", tp=4, pp=2, ep=8)
 print(plan.summary())
 plan.run(max_memory="2GiB")
 mckpt.open("out")["layers.3.attn.q.weight"][:8].numpy()
@@ -13,18 +13,29 @@ from typing import TYPE_CHECKING, Any
 from mckpt import errors
 
 if TYPE_CHECKING:
-    from mckpt.api import Checkpoint, Known, Plan, Target, check, convert, diff, open, plan
-    from mckpt.geometry.parallel import Parallel
+    from mckpt.api import (
+        Checkpoint,
+        Parallel,
+        Plan,
+        check,
+        convert,
+        diff,
+        open,
+        plan,
+        push,
+        repair,
+        reshard,
+    )
+    from mckpt.progress import Progress
     from mckpt.verification.levels import verify
     from mckpt.verification.verdict import Verdict
 
 __version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
-    "Known",
     "Parallel",
     "Plan",
-    "Target",
+    "Progress",
     "Verdict",
     "check",
     "convert",
@@ -32,6 +43,9 @@ __all__ = [
     "errors",
     "open",
     "plan",
+    "push",
+    "repair",
+    "reshard",
     "verify",
 ]
 
@@ -42,5 +56,13 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'mckpt' has no attribute {name!r}")
     from importlib import import_module
 
-    home = {"Verdict": "verification.verdict", "verify": "verification.levels"}.get(name, "api")
-    return getattr(import_module(f"mckpt.{home}"), name)
+    homes = {
+        "Progress": "progress",
+        "Verdict": "verification.verdict",
+        "verify": "verification.levels",
+    }
+    return getattr(import_module(f"mckpt.{homes.get(name, 'api')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

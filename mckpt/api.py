@@ -1,167 +1,292 @@
-"""The Python API: open, plan, convert, check, diff."""
+"""The Python API. `docs/python-api.md` shows how to use it.
+
+Keywords that contradict each other or have no effect raise UsageError, as options do on the command
+line, and unknown ones TypeError. All other errors are classes of `mckpt.errors` too.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 
 from mckpt import formats
 from mckpt.checking import checking
 from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.checkpoint.known import Known
-from mckpt.conversion import pushing
-from mckpt.conversion.destination import Destination
-from mckpt.conversion.facts import most_dtype
+from mckpt.conversion import planning, pushing
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.refusals import refuse_options
-from mckpt.conversion.target import Progress, Target
-from mckpt.conversion.to_hf import plan_hf
-from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
+from mckpt.conversion.target import Target
 from mckpt.errors import DestinationError, UsageError
-from mckpt.formats.hf_config import has_tokenizer, side_files
-from mckpt.formats.megatron import megatron_args
-from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
 from mckpt.geometry.parallel import Parallel
-from mckpt.values import dtypes
+from mckpt.progress import OnProgress, watched
+from mckpt.values.sizes import parse_size
+
+if TYPE_CHECKING:
+    from threading import Event
+
+    from typing_extensions import Unpack
+
+Source = Union[str, Path, Checkpoint]  # noqa: UP007
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def open(path: str | Path, **known: Any) -> Checkpoint:
-    """Opens a checkpoint of any format.
+class Sizes(TypedDict, total=False):
+    """The parallel layout of a Megatron target."""
 
-    Keywords are the fields of Known: like, family, mapping, vocab_size, settings, iteration.
+    tp: int  # sizes: without them the source's; from Hugging Face 1
+    pp: int
+    vpp: int
+    ep: int
+    etp: int  # without it, as tp
+    # uneven pipelines, as Megatron's flags describe them
+    first_stage_layers: int
+    last_stage_layers: int
+    account_for_embedding: bool
+    account_for_loss: bool
+    layout: str
+    parallel: Parallel  # all of these at once, such as those of another checkpoint
+
+
+class MegatronOptions(Sizes, total=False):
+    """The options of a conversion between Megatron checkpoints."""
+
+    # of the new checkpoint; docs/python-api.md says what a conversion takes without it
+    format: Literal["torch_dist", "torch", "zarr", "hf"]
+    dtype: Literal["bf16", "fp16", "fp32"]  # to cast to; without it each tensor keeps its own
+    dialect: str  # gpt or hybrid: the model of Megatron-Core whose names are written
+    transformer_impl: Literal["transformer_engine", "local"]
+    grouped_experts: bool
+    divisible_by: int  # pads the vocabulary to a multiple of this number times tp
+    layer_keys: Literal["stacked", "per_layer"]
+    common_as_object: bool
+    megatron_version: str  # of the megatron-core that will load it, such as "0.19"
+    run_config: bool  # writes run_config.yaml, from which Megatron-Bridge loads
+    no_optimizer: bool
+    keep_padding: bool
+    allow_inexact: Iterable[str]  # differences to accept, by the names that errors print
+    overwrite: bool  # replaces a checkpoint in `dst` when the new one is complete
+    update_tracker: bool
+
+
+class Options(MegatronOptions, total=False):
+    """The options of a conversion."""
+
+    target_iteration: int  # writes iter_N instead of release
+    tokenizer: str | Path  # the directory of the tokenizer and other side files
+    no_adapter: bool  # leaves out the adapter beside the weights of a Hugging Face source
+    max_shard_size: int | str  # bytes of the largest safetensors file, or text such as "2GB"
+    quantize: Literal["fp8"]  # the weights of linear layers
+
+
+class RunOptions(TypedDict, total=False):
+    """The options of a run; `Plan.run` explains them."""
+
+    max_memory: int | str
+    threads: int
+    checksum: Literal["crc32", "sha256", "none"]
+    allow_overflow: bool
+    resume: bool
+    check_replicas: bool
+    engine: Literal["local", "ray"]
+
+
+class _Conversion(Options, RunOptions, total=False):
+    """The options of a conversion and of its run."""
+
+
+class _Reshard(MegatronOptions, RunOptions, total=False):
+    """The options of a conversion between Megatron checkpoints and of its run."""
+
+
+_SIZES = tuple(name for name in Sizes.__annotations__ if name != "parallel")
+_DEFAULTS = {field.name: field.default for field in fields(Target)}
+
+
+def _lists(options: Any) -> Callable[[F], F]:
+    """Returns a decorator that lets help() list the keywords of a TypedDict, and that raises
+    TypeError for any others.
     """
-    return Checkpoint(path, Known(**known))
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        for name, kind in options.__annotations__.items():
+            annotation = getattr(kind, "__forward_arg__", kind)
+            default = _DEFAULTS.get(name)
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(
+                inspect.Parameter(name, keyword, default=default, annotation=annotation)
+            )
+        signature = own.replace(parameters=parameters)
+
+        @functools.wraps(function)
+        def checked(*positional: Any, **keywords: Any) -> Any:
+            signature.bind(*positional, **keywords)
+            return function(*positional, **keywords)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return checked  # type: ignore[return-value]
+
+    return decorate
 
 
-def plan(
-    src: str | Path | Checkpoint,
-    dst: str | Path,
+def open(
+    path: str | Path,
     *,
-    overwrite: bool = False,
-    update_tracker: bool = False,
-    known: Known | None = None,
-    target: Target | None = None,
-    helps: bool = False,
-    **wanted: Any,
-) -> Plan:
-    """Returns the plan that converts `src` to `dst`.
+    iteration: int | None = None,
+    like: str | Path | None = None,
+    family: str | None = None,
+    mapping: str | Path | None = None,
+    vocab_size: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Opens a checkpoint of any format. Reads headers only.
 
-    Keywords are the fields of Target (format, parallel, dtype ...), unless `target` is given.
+    path: a directory, a name on the Hugging Face Hub such as "org/name@revision", or the URL of a
+        directory in an object store.
+    iteration: of a Megatron save directory; without it, the one that the tracker file names.
+    like: a Hugging Face directory of the same model, whose config.json describes it.
+    family: the model's family, if neither config.json nor mckpt.json determines it.
+    mapping: a family file (YAML) of your own.
+    vocab_size: rows of the embedding without padding.
+    settings: dims that replace those of the checkpoint, such as {"mtp_layers": 0}.
 
-    helps: this process is not rank 0, so it does not check whether the destination is occupied.
+    Raises SourceError if the directory is missing, damaged or no checkpoint.
     """
-    source = (src if isinstance(src, Checkpoint) else Checkpoint(src, known)).borrowing()
-    target = target or Target(**wanted)
-    format = formats.get(target.format)
-    plain = not (source.is_megatron or source.quantised or source.opened.notes or target.quantize)
-    if not format.megatron and plain:
-        raise UsageError(
-            f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
-            " quantised, so there is nothing to convert"
-        )
-    refuse_options(target, format, source)
-    destination = Destination(
-        Path(dst),
-        _unit(source, target) if format.megatron else None,
-        format,
-        source.root,
-        overwrite=overwrite,
-        update_tracker=update_tracker,
-        helps=helps,
+    known = Known(
+        like=like,
+        family=family,
+        mapping=None if mapping is None else str(mapping),
+        vocab_size=vocab_size,
+        settings=settings or {},
+        iteration=iteration,
     )
-    if target.dtype is not None:
-        dtypes.parse(target.dtype)
-    return (plan_megatron if format.megatron else plan_hf)(source, destination, target)
+    return Checkpoint(path, known)
 
 
-def _unit(source: Checkpoint, target: Target) -> str:
-    """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
-    else from the source's name, else from the source's iteration.
+@_lists(Options)
+def plan(src: Source, dst: str | Path, **options: Unpack[Options]) -> Plan:
+    """Returns the plan that converts `src` to `dst`, proved from headers. Writes nothing.
+
+    `Options` lists the keywords with their meaning. Without `format`, a Hugging Face source becomes
+    torch_dist. A Megatron source keeps its format if a parallel size or `dialect` is given, and
+    becomes a Hugging Face directory otherwise.
+
+    Raises UsageError for keywords that contradict each other or have no effect, SourceError for a
+    damaged source, MappingError for a model that mckpt does not know or that the target cannot
+    compute, CoverError if the proof fails, and DestinationError if `dst` is occupied.
     """
-    if target.iteration is not None:
-        return unit_name(target.iteration)
-    if source.unit is not None and is_unit_name(source.unit.name):
-        return source.unit.name
-    common = source.opened.common
-    iteration = common.fields.get("iteration") if common else None
-    return unit_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
+    source = _opened(src)
+    return planning.make_plan(source, dst, _target(source, options), **_place(options))
 
 
+@_lists(_Conversion)
 def convert(
-    src: str | Path,
+    src: Source,
     dst: str | Path,
     *,
-    max_memory: int | str = "64MiB",
-    threads: int = 0,
-    checksum: str = "crc32",
-    progress: Progress | None = None,
-    **wanted: Any,
+    progress: OnProgress | None = None,
+    cancel: Event | None = None,
+    **options: Unpack[_Conversion],
 ) -> dict[str, Any]:
-    """Calls `plan(...)` and `run`; returns the manifest."""
-    return plan(src, dst, **wanted).run(
-        max_memory=max_memory, threads=threads, checksum=checksum, progress=progress
-    )
+    """Converts `src` to `dst`, and returns the content of mckpt.json.
+
+    The keywords are those of `plan` and of `Plan.run`. If `dst` holds the same output already, the
+    call returns at once. If an earlier call was interrupted, this one continues it.
+
+    progress: called with how far the run is. cancel: ends the run once it is set; the same call
+        continues.
+
+    Raises the errors of `plan` and of `Plan.run`, and Cancelled.
+    """
+    source = _opened(src)
+    return _write(source, dst, _target(source, options), options, progress, cancel)
+
+
+@_lists(_Reshard)
+def reshard(
+    src: Source,
+    dst: str | Path,
+    *,
+    progress: OnProgress | None = None,
+    cancel: Event | None = None,
+    **options: Unpack[_Reshard],
+) -> dict[str, Any]:
+    """Changes the parallel sizes, the format or the dialect of a Megatron checkpoint.
+
+    What is not given stays as it is. Otherwise as `convert`.
+    """
+    source = _opened(src)
+    if not source.is_megatron:
+        raise UsageError(f"{source.path}: is a Hugging Face directory; `convert` converts it")
+    kept = {"format": formats.kept_or_default(source.format), **options}
+    return _write(source, dst, _target(source, kept), options, progress, cancel)
+
+
+@_lists(RunOptions)
+def repair(
+    src: Source,
+    dst: str | Path,
+    *,
+    progress: OnProgress | None = None,
+    cancel: Event | None = None,
+    **options: Unpack[RunOptions],
+) -> dict[str, Any] | None:
+    """Writes a training checkpoint again, as torch_dist that loads at any parallel sizes.
+
+    Returns None, and writes nothing, if `src` is such a checkpoint already. Otherwise as `convert`.
+    """
+    source = _opened(src)
+    target = planning.portable_target(source, Target())
+    return None if target is None else _write(source, dst, target, options, progress, cancel)
 
 
 def diff(
-    a: str | Path | Checkpoint,
-    b: str | Path | Checkpoint,
+    a: Source,
+    b: Source,
     *,
     atol: float | None = None,
-    known: Known | None = None,
     no_optimizer: bool = False,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
+    cancel: Event | None = None,
 ) -> comparison.Difference:
-    """Compares two checkpoints of any formats tensor by tensor; see `comparison.diff`.
+    """Compares two checkpoints of any formats and sizes, tensor by tensor.
 
-    If both have the state of an optimizer, it is compared too, unless `no_optimizer`.
+    The result is false if they are the same. If both have the state of an optimizer, that is
+    compared as well, unless `no_optimizer`.
+
+    atol: the largest difference of two values that count as equal; None compares every bit.
     """
     if atol is not None and not 0 <= atol < math.inf:
         raise UsageError(f"--atol {atol} must be a finite number, at least 0")
-    left, right = (x if isinstance(x, Checkpoint) else Checkpoint(x, known) for x in (a, b))
+    left, right = _opened(a), _opened(b)
     left, right = left.named_as(right), right.named_as(left)
     both = left.is_megatron and right.is_megatron and not no_optimizer
     if both and left.optimizer and right.optimizer:
         left, right = left.with_optimizer(), right.with_optimizer()
-    found = comparison.diff(left, right, atol, progress)
+    found = comparison.diff(left, right, atol, watched(progress, cancel))
     found.replicas = comparison.copies_apart((left, right))
     return found
 
 
 def check(
-    source: str | Path | Checkpoint,
+    source: Source,
     *,
-    known: Known | None = None,
     threads: int = 0,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
+    cancel: Event | None = None,
 ) -> checking.Checked:
-    """Reads a whole checkpoint and returns what is wrong with it; see `checking.check`."""
-    opened = source if isinstance(source, Checkpoint) else Checkpoint(source, known)
-    return checking.check(opened, threads, progress)
+    """Reads a whole checkpoint, of any program, and returns what is wrong with it.
 
-
-def launch(source: Checkpoint) -> megatron_args.Launch:
-    """Returns the flags of Megatron's training program for any checkpoint: from its dims, and from
-    its own args where it has them.
+    threads: 0 means one per core.
     """
-    dialect = dialect_to_write(source, Target())
-    own = {k: v for k, v in (source.args or {}).items() if v is not None}
-    try:
-        rows = source.opened.padded_vocab(dialect)
-        given = {
-            "dtype": most_dtype(source),
-            "padded_vocab_size": rows or padded_rows(source.dims, dialect.given["divisible_by"], 1),
-        }
-        args = {**dialect.write(source.dims, given), **source.parallel.args(), **own}
-    except VocabSizeUnknown:
-        args = own
-    side = source.side_directory if source.is_megatron else source.path
-    named = side is not None and has_tokenizer(side_files(side).kept)
-    return megatron_args.launch(dialect, args, str(side) if named else None)
+    return checking.check(_opened(source), threads, watched(progress, cancel))
 
 
 def push(
@@ -174,21 +299,68 @@ def push(
     dry_run: bool = False,
     tell: Callable[[pushing.Pushed], None] = lambda planned: None,
 ) -> pushing.Pushed:
-    """Uploads a Hugging Face directory to the Hub; see `pushing.push`."""
+    """Uploads a Hugging Face directory to the Hugging Face Hub, in one commit, after it has checked
+    that the directory is complete.
+
+    name: as "org/name". revision: a branch, in which {iteration} stands for the iteration that the
+    export was made of. private: of a repository that is created. dry_run: only returns what would
+    be uploaded. tell: called with that before the upload.
+    """
     return pushing.push(Path(directory), name, revision, private, message, dry_run, tell)
 
 
-__all__ = [
-    "Checkpoint",
-    "DestinationError",
-    "Known",
-    "Parallel",
-    "Plan",
-    "Target",
-    "check",
-    "convert",
-    "diff",
-    "open",
-    "plan",
-    "push",
-]
+# -------------------------------------------------------------------------- keywords -> dataclasses
+
+
+def _opened(source: Source) -> Checkpoint:
+    return source if isinstance(source, Checkpoint) else Checkpoint(source)
+
+
+def _target(source: Checkpoint, options: Mapping[str, Any]) -> Target:
+    """Returns the target that the keywords describe."""
+    given = {name: value for name, value in options.items() if value is not None}
+    sizes = {name: given[name] for name in _SIZES if name in given}
+    parallel = given.get("parallel")
+    sized = [*sizes, *(["parallel"] if parallel else [])]
+    format = given.get("format")
+    if format is None:
+        format = planning.default_format(source, kept=bool(sized) or "dialect" in given)
+    if sized and not formats.get(format).megatron:
+        raise UsageError(
+            f"{', '.join(sized)}: a Hugging Face directory has no parallel sizes; leave them out"
+        )
+    own = {name: given[name] for name in _DEFAULTS if name in given}
+    if "max_shard_size" in own:
+        own["max_shard_size"] = parse_size(own["max_shard_size"], "--max-shard-size")
+    return Target(
+        **{
+            **own,
+            "format": format,
+            "parallel": (parallel or source.parallel).with_(**sizes),
+            "iteration": given.get("target_iteration"),
+        }
+    )
+
+
+def _place(options: Mapping[str, Any]) -> dict[str, bool]:
+    """Returns the keywords that concern the destination."""
+    return {name: options.get(name, False) for name in ("overwrite", "update_tracker")}
+
+
+def _write(
+    source: Checkpoint,
+    dst: str | Path,
+    target: Target,
+    options: Mapping[str, Any],
+    progress: OnProgress | None,
+    cancel: Event | None,
+) -> dict[str, Any]:
+    """Plans a conversion and runs it, unless its output is there already."""
+    run = {name: options[name] for name in RunOptions.__annotations__ if name in options}
+    try:
+        planned = planning.make_plan(source, dst, target, **_place(options))
+    except DestinationError as refusal:
+        if options.get("overwrite"):
+            raise
+        return planning.done_already(source, dst, target, refusal)[1]
+    return planned.run(**run, progress=progress, cancel=cancel)

@@ -43,17 +43,41 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+# Whether errors name options as the command line does: --overwrite, not overwrite=True.
+_options_shown = False
+
+
+def show_options(on: bool) -> bool:
+    """Lets the errors made from now on name options as the command line does, or as keywords of the
+    Python API. Returns what was the case before.
+    """
+    global _options_shown
+    before, _options_shown = _options_shown, on
+    return before
+
+
+def _worded(line: str) -> str:
+    """Returns a line of a message as people read it."""
+    line = printable(shown(line))
+    if _options_shown or "--" not in line:
+        return line
+    from mckpt.wording import in_keywords
+
+    return in_keywords(line)
+
+
 class MckptError(Exception):
     """Base of all errors that the user can resolve; `mckpt` exits with `exit_code`.
 
     Its args are the lines of the message. Within another text, `f"{error}"` is one line.
+    A message is "WHERE: WHAT; CURE", in which WHERE or CURE may be missing.
     """
 
     exit_code = 70
     problems: tuple[str, ...] = ()  # all problems, if the message lists some of them
 
     def __init__(self, *lines: str) -> None:
-        super().__init__(*(printable(shown(line)) for line in lines))
+        super().__init__(*map(_worded, lines))
 
     def __str__(self) -> str:
         return "\n".join(self.args)
@@ -64,10 +88,29 @@ class MckptError(Exception):
             text += (" " if text.endswith((":", ".")) else "; ") + line.strip().removeprefix("- ")
         return str(text)
 
+    @property
+    def where(self) -> str | None:
+        """Returns the file, directory, tensor or option at the start of the message; None if the
+        message names none there.
+        """
+        place, colon, _ = (self.args or ("",))[0].partition(": ")
+        return place if colon else None
+
+    @property
+    def cure(self) -> str | None:
+        """Returns the advice of the message: what follows the first line's last semicolon, else the
+        last line of several; None if there is none.
+        """
+        first, last = (self.args or ("",))[0], self.args[-1] if self.args else ""
+        _, semicolon, advice = first.rpartition("; ")
+        if semicolon:
+            return advice
+        return last if len(self.args) > 1 and not last.startswith("  - ") else None
+
     @classmethod
     def of(cls, headline: str, problems: Iterable[str], cure: str = "") -> MckptError:
         """Makes one error that lists `problems` under a headline."""
-        problems = [printable(shown(problem)) for problem in problems]
+        problems = [_worded(problem) for problem in problems]
         lines = [f"  - {p}" for p in problems[:MAX_LISTED]]
         if len(problems) > MAX_LISTED:
             lines.append(f"  - and {len(problems) - MAX_LISTED} more")
@@ -143,3 +186,9 @@ class Unreported(MckptError):
     """The output is published, and stdout refused the report of it."""
 
     exit_code = 10
+
+
+class Cancelled(MckptError):
+    """The caller cancelled the operation; the same call continues a conversion."""
+
+    exit_code = 130

@@ -10,12 +10,16 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from mckpt import errors
 from tests import tiny
 from tests.door import good, hf
 from tests.tiny import TinyModel
 
 # The models are tiny, and two processes share the cores: threads of torch only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Most tests read errors as the command line words them, also those of the Python API.
+errors.show_options(True)
 
 # hypothesis gives an example 200 ms by default, which a busy machine exceeds
 hypothesis.settings.register_profile("without a deadline", deadline=None)

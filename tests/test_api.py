@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import re
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
@@ -11,6 +14,8 @@ import numpy as np
 import pytest
 
 import mckpt as package
+from mckpt.errors import UsageError
+from mckpt.wording import in_keywords
 from tests import tiny
 from tests.door import hf, tree
 
@@ -107,3 +112,112 @@ def test_python_plans_and_converts(src, torch_dir, tmp_path):
         package.plan(src, tmp_path / "e", dtype="int4")
     with pytest.raises(package.errors.DestinationError, match="--overwrite"):
         package.plan(torch_dir, tmp_path / "hf", format="hf")
+
+
+@pytest.fixture
+def keywords() -> Iterator[None]:
+    """Lets errors name keywords, as they do for a program that imports mckpt."""
+    before = package.errors.show_options(False)
+    yield
+    package.errors.show_options(before)
+
+
+def test_all_functions_list_their_keywords():
+    assert {"open", "plan", "convert", "reshard", "repair", "diff", "check", "verify", "push"} <= {
+        *dir(package)
+    }
+    for name, some in (
+        ("open", {"iteration", "like", "family", "mapping", "vocab_size", "settings"}),
+        ("plan", {"format", "tp", "pp", "vpp", "ep", "etp", "dtype", "overwrite", "quantize"}),
+        ("convert", {"format", "tp", "max_memory", "threads", "progress", "cancel"}),
+        ("reshard", {"format", "tp", "no_optimizer", "max_memory"}),
+        ("repair", {"max_memory", "threads"}),
+        ("verify", {"level", "tp", "device", "tokens"}),
+    ):
+        found = inspect.signature(getattr(package, name)).parameters
+        assert some <= found.keys(), name
+        assert not [p for p in found.values() if p.kind is p.VAR_KEYWORD], name
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "kind", "text"),
+    [
+        ("plan", {"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
+        ("plan", {"format": "hf", "tp": 2}, UsageError, "tp: a Hugging Face directory has no"),
+        ("plan", {"format": "gguf"}, UsageError, "no format 'gguf'"),
+        ("plan", {"quantize": "fp4"}, UsageError, "quantize is 'fp4', and must be fp8"),
+        ("plan", {"allow_inexact": "rope"}, UsageError, "allow_inexact is the text 'rope'"),
+        ("plan", {"max_shard_size": "2 lots"}, UsageError, "max_shard_size='2 lots' is not a size"),
+        ("plan", {"max_shard_size": -1}, UsageError, "max_shard_size -1 is not a size"),
+        ("plan", {"tp": 0}, UsageError, "tp is 0"),
+        ("plan", {"target_iteration": -1}, UsageError, "iteration is -1"),
+        ("plan", {"transformer_impl": "te"}, UsageError, "transformer_impl is 'te'"),
+        ("plan", {"max_shard_size": "1GB"}, UsageError, "max_shard_size: it is for a Hugging Face"),
+        ("convert", {"checksum": "md5"}, UsageError, "checksum is 'md5'"),
+        ("convert", {"threads": -1}, UsageError, "threads is -1"),
+        ("convert", {"max_memory": "64"}, UsageError, "max_memory='64' without a unit"),
+        ("convert", {"engine": "spark"}, UsageError, "engine 'spark'"),
+        ("reshard", {}, UsageError, "is a Hugging Face directory; `convert` converts it"),
+        ("repair", {}, UsageError, "has no optimizer state to repair"),
+        ("verify", {"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
+    ],
+)
+def test_wrong_keywords_are_refused(function, wrong, kind, text, src, tmp_path, keywords):
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        getattr(package, function)(src, tmp_path / "out", **wrong)
+    assert "--" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_name_the_place_the_cure_and_the_keyword(src, torch_dir, tmp_path, keywords):
+    with pytest.raises(package.errors.SourceError, match="has no iter_0000007"):
+        package.open(torch_dir, iteration=7)
+    with pytest.raises(UsageError, match="vocab_size is 0"):
+        package.open(src, vocab_size=0)
+    package.convert(src, tmp_path / "out", format="torch", tp=2)
+    with pytest.raises(package.errors.DestinationError) as caught:
+        package.convert(src, tmp_path / "out", format="torch", tp=4)
+    assert caught.value.exit_code == 6
+    assert caught.value.where == str(tmp_path / "out" / "release")
+    assert caught.value.cure == "give overwrite=True to replace the checkpoint in it"
+
+
+@pytest.mark.parametrize(
+    ("option", "keyword"),
+    [
+        ("give --etp 1", "give etp=1"),
+        ("give --overwrite to replace", "give overwrite=True to replace"),
+        ("--set mtp_layers=0 leaves", "settings={'mtp_layers': 0} leaves"),
+        ("--like HF_DIR", "like=HF_DIR"),
+        ("--allow-inexact a --allow-inexact args.b", "allow_inexact=['a', 'args.b']"),
+        ("--sequential-experts is", "grouped_experts=False is"),
+        ("Megatron's --use-checkpoint-args", "Megatron's --use-checkpoint-args"),
+        ("--tokenizer DIR", "tokenizer=DIR"),
+    ],
+)
+def test_options_become_keywords(option, keyword):
+    assert in_keywords(option) == keyword
+
+
+def test_a_conversion_that_is_done_returns_its_manifest(src, tmp_path):
+    first = package.convert(src, tmp_path / "out", tp=2)
+    assert package.convert(src, tmp_path / "out", tp=2) == first
+
+
+def test_reshard_keeps_what_is_not_given(torch_dir, tmp_path):
+    package.reshard(torch_dir, tmp_path / "out", tp=4)
+    made = package.open(tmp_path / "out")
+    assert (made.format, made.parallel) == ("torch", package.Parallel(tp=4, pp=2))
+
+
+def test_progress_gets_events_and_cancel_ends_a_run(src, tmp_path):
+    seen, cancel = [], threading.Event()
+    package.convert(src, tmp_path / "a", progress=seen.append, cancel=cancel)
+    assert seen[-1].complete and seen[-1].total_bytes > 0 and seen[-1].files > 0
+    cancel.set()
+    with pytest.raises(package.errors.Cancelled):
+        package.convert(src, tmp_path / "b", cancel=cancel)
+    assert not (tmp_path / "b" / "release").exists()
+    with pytest.raises(package.errors.Cancelled):
+        package.diff(src, tmp_path / "a", cancel=cancel)
+    assert package.convert(src, tmp_path / "b")["files"]

@@ -34,13 +34,17 @@ def words(table: dict[str, str]) -> dict[str, set[str]]:
     return {name: set(text.split()) for name, text in table.items()}
 
 
-CORE = "errors geometry mapping storage values"
-UPPER = "api checking checkpoint conversion errors formats geometry launching mapping storage"
+CORE = "errors geometry mapping progress storage values"
+UPPER = (
+    "api progress checking checkpoint conversion errors formats geometry launching mapping storage"
+)
 # What the modules of a package, or a module outside of all packages, may import of mckpt. Arrows
 # point down only.
 MAY = words(
     {
-        "errors": "",
+        "wording": "",
+        "errors": "wording",
+        "progress": "errors",
         "storage": "errors",
         "values": "errors",
         "geometry": "errors values",
@@ -48,7 +52,7 @@ MAY = words(
         "mapping": "errors geometry values",
         "formats": f"{CORE} containers",
         "checkpoint": f"{CORE} formats",
-        "execute": "errors geometry storage values",
+        "execute": "errors geometry progress storage values",
         "conversion": f"{CORE} checkpoint containers execute formats",
         "checking": f"{CORE} checkpoint containers execute formats",
         "api": f"{CORE} checking checkpoint containers conversion execute formats",

@@ -69,7 +69,7 @@ def test_the_vocabulary_is_padded_for_the_target(ones: Path, tmp_path: Path, for
 
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 def test_rows_that_are_dropped_are_reported(ones: Path, tmp_path: Path, form: str) -> None:
-    less = mckpt.plan(ones, tmp_path / "less", format=form, divisible_by=4)
+    less = mckpt.plan(ones, tmp_path / "less", format=form, tp=1, divisible_by=4)
     assert less.json()["notes"] == [
         "the vocabulary of 193 tokens has 196 rows in the target, as Megatron pads it at tp 1, and"
         " 256 in the source; --keep-padding keeps those"
@@ -108,7 +108,7 @@ def test_padding_of_an_unknown_vocabulary_is_kept(ones: Path, tmp_path: Path) ->
     assert (
         "rows of the vocabulary" not in mckpt.plan(ones, tmp_path / "a", format="torch").summary()
     )
-    plan = mckpt.plan(ones, tmp_path / "a", known=mckpt.Known(vocab_size=193), format="torch")
+    plan = mckpt.plan(mckpt.open(ones, vocab_size=193), tmp_path / "a", format="torch")
     assert "rows in the target" not in plan.summary()
 
 
@@ -376,7 +376,7 @@ def test_settings_of_one_plan_do_not_apply_to_the_next(
     mckpt.plan(ckpt, tmp_path / "a", format="torch_dist")
     with pytest.raises(UsageError, match="--vocab-size"):
         mckpt.plan(ckpt, tmp_path / "b", format="hf")
-    mckpt.plan(run, tmp_path / "c", format="hf", known=mckpt.Known(vocab_size=131)).run()
+    mckpt.plan(mckpt.open(run, vocab_size=131), tmp_path / "c", format="hf").run()
     assert not mckpt.diff(tiny_model("llama"), tmp_path / "c")
 
 
@@ -388,9 +388,7 @@ def test_a_rope_factor_that_the_trainer_ignores_must_be_confirmed(
     )
     with pytest.raises(MappingError, match="rope_factor"):
         mckpt.plan(run, tmp_path / "a", format="hf")
-    mckpt.plan(
-        run, tmp_path / "b", format="hf", known=mckpt.Known(settings={"rope_factor": 8.0})
-    ).run()
+    mckpt.plan(mckpt.open(run, settings={"rope_factor": 8.0}), tmp_path / "b", format="hf").run()
     assert json.loads((tmp_path / "b" / "config.json").read_text())["rope_scaling"]["factor"] == 8.0
 
 
@@ -398,9 +396,7 @@ def test_a_setting_wins_over_the_args(tiny_model: TinyModel, tmp_path: Path) -> 
     run = as_trained(
         tiny_model("llama"), tmp_path / "run", lambda args: args.update(max_position_embeddings=32)
     )
-    mckpt.plan(
-        run, tmp_path / "a", format="hf", known=mckpt.Known(settings={"max_positions": 112})
-    ).run()
+    mckpt.plan(mckpt.open(run, settings={"max_positions": 112}), tmp_path / "a", format="hf").run()
     assert (
         json.loads((tmp_path / "a" / "config.json").read_text())["max_position_embeddings"] == 112
     )
@@ -420,7 +416,7 @@ def test_an_empty_first_stage_reads_back(tiny_model: TinyModel, tmp_path: Path) 
 
 
 def test_a_renamed_checkpoint_keeps_its_iteration(tiny_model: TinyModel, tmp_path: Path) -> None:
-    mckpt.plan(tiny_model("llama"), tmp_path / "run", iteration=500).run()
+    mckpt.plan(tiny_model("llama"), tmp_path / "run", target_iteration=500).run()
     (tmp_path / "run" / "iter_0000500").rename(tmp_path / "best")
     planned = mckpt.plan(
         tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2)

@@ -10,6 +10,7 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.inspection import stored_model
+from mckpt.checkpoint.known import Known
 from mckpt.errors import MappingError
 from mckpt.mapping import draft
 from mckpt.mapping.forms import Form
@@ -55,7 +56,7 @@ def test_a_draft_converts_a_fork_of_llama(tiny_model: TinyModel, tmp_path: Path)
     assert "pre_mlp_norm.weight" in refused(5, args=("mappings", "check", less, fork))
     said = good("mappings", "check", file, fork).out
     assert "every stored tensor has a rule" in said and "`mckpt verify`" in said
-    mckpt.convert(fork, tmp_path / "ours", known=mckpt.Known(mapping=str(file)))
+    mckpt.convert(mckpt.open(fork, mapping=str(file)), tmp_path / "ours")
     mckpt.convert(tiny_model("llama"), tmp_path / "llama")
     assert not mckpt.diff(tmp_path / "llama", tmp_path / "ours")
 
@@ -211,10 +212,12 @@ def test_a_draft_carries_what_is_around_a_text_model(
     text = draft(*stored_model(model), "model")
     assert "extends: qwen3\n" in text and "config: text_config\n" in text
     (tmp_path / "my.yaml").write_text(text)
-    known = mckpt.Known(mapping=str(tmp_path / "my.yaml"))
-    mckpt.convert(model, tmp_path / "there", known=known)
+    known = Known(mapping=str(tmp_path / "my.yaml"))
+    mckpt.convert(mckpt.Checkpoint(model, known), tmp_path / "there")
     mckpt.convert(tmp_path / "there", tmp_path / "again")
-    assert not mckpt.diff(model, tmp_path / "again", known=known)
+    assert not mckpt.diff(
+        mckpt.Checkpoint(model, known), mckpt.Checkpoint(tmp_path / "again", known)
+    )
     said = good("mappings", "check", tmp_path / "my.yaml", model).out
     assert "every stored tensor has a rule" in said
 

@@ -23,6 +23,7 @@ from mckpt.errors import SourceError, StorageError
 from mckpt.execute import files, ray_tasks, units
 from mckpt.execute.engine import execute
 from mckpt.geometry.join import COPY, Cast
+from mckpt.progress import Progress
 from mckpt.storage.files import TargetFile
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
@@ -352,7 +353,7 @@ def test_progress_ends_at_the_total(tmp_path):
         SAME,
         [random_bytes(n) for n in src],
         dst,
-        progress=lambda *said: seen.append(said),
+        progress=lambda at: seen.append((at.nbytes, at.total_bytes, at.files, at.total_files)),
     )
     assert seen[-1] == (100 * 64 * 2, 100 * 64 * 2, len(dst), len(dst))
     assert all(a[0] <= b[0] and a[2] <= b[2] for a, b in itertools.pairwise(seen))
@@ -501,11 +502,11 @@ def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
         [random_bytes(n) for n in sources],
         targets,
         cluster=nodes,
-        progress=lambda *p: seen.append(p),
+        progress=seen.append,
     )
     assert [item for step, item in nodes.done if step == "copy"] == list(range(8))[::-1]
     assert [item for step, item in nodes.done if step == "end"] == [3, 2, 1, 0]
-    assert seen[-1] == (128 * 1024, 128 * 1024, 4, 4)
+    assert seen[-1] == Progress(128 * 1024, 128 * 1024, 4, 4)
 
 
 @pytest.mark.parametrize(

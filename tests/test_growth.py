@@ -114,7 +114,7 @@ def test_a_family_file_can_name_its_dialect(
     file = tmp_path / "own.yaml"
     file.write_text("extends: llama\ndialect: other\n")
     source = tiny_model("llama")
-    mckpt.plan(source, tmp_path / "out", known=mckpt.Known(mapping=str(file))).run()
+    mckpt.plan(mckpt.open(source, mapping=str(file)), tmp_path / "out").run()
     assert mckpt.open(tmp_path / "out").mapping.name == "other"
 
 

@@ -33,7 +33,7 @@ def save(folder: Path, source: Path, iteration: int, **how: Any) -> None:
     arrays = load_file(path)
     arrays[NORM] = np.full_like(arrays[NORM], iteration)
     save_file(arrays, path, {"format": "pt"})
-    api.plan(source, folder, iteration=iteration, **how).run()
+    api.plan(source, folder, target_iteration=iteration, **how).run()
 
 
 def saved_in(export: Path) -> int:

@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import mckpt
-from mckpt import api, mapping
+from mckpt import mapping
+from mckpt.conversion import planning
 from mckpt.geometry.parallel import Parallel
 from tests import tiny
 from tests.door import as_trained
@@ -47,7 +48,7 @@ def test_the_launch_line_has_a_sequence_length_that_a_run_can_hold(tmp_path: Pat
     assert (
         mckpt.plan(run, tmp_path / "b", format="torch_dist").facts["args"]["--seq-length"] == 8192
     )
-    assert api.launch(mckpt.open(run)).run["--seq-length"] == 8192
+    assert planning.launch(mckpt.open(run)).run["--seq-length"] == 8192
 
 
 def test_every_flag_is_a_fact_of_the_model_or_a_setting_of_the_run(

@@ -14,6 +14,7 @@ import pytest
 import mckpt
 from mckpt import mapping
 from mckpt.checkpoint import inspection
+from mckpt.checkpoint.known import Known
 from mckpt.errors import MappingError
 from tests import tiny
 from tests.test_mapping_config import llama
@@ -385,13 +386,12 @@ def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
     """
     (tmp_path / "mine.yaml").write_text(MINE)
     arrays = mine(tmp_path / "mine")
-    known = mckpt.Known(mapping=str(tmp_path / "mine.yaml"))
+    known = Known(mapping=str(tmp_path / "mine.yaml"))
     with pytest.raises(MappingError, match="no family has the architecture MineForCausalLM"):
         mckpt.plan(tmp_path / "mine", tmp_path / "out")
     mckpt.plan(
-        tmp_path / "mine",
+        mckpt.Checkpoint(tmp_path / "mine", known),
         tmp_path / "out",
-        known=known,
         format="torch",
         parallel=mckpt.Parallel(tp=2, pp=2),
     ).run()
@@ -400,7 +400,7 @@ def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
     assert not found, found.json()
     assert found.same > 30
 
-    mckpt.plan(tmp_path / "out", tmp_path / "back", known=known, format="hf").run()
+    mckpt.plan(mckpt.Checkpoint(tmp_path / "out", known), tmp_path / "back", format="hf").run()
     again = mckpt.open(tmp_path / "back", mapping=str(tmp_path / "mine.yaml"))
     assert set(again.opened.entries) == set(arrays)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
@@ -446,9 +446,9 @@ def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
     tiny.write_weights(tmp_path / "hf", arrays)
     tiny.write_json(tmp_path / "hf" / "config.json", c)
 
-    known, sizes = mckpt.Known(mapping=str(tmp_path / "scaled.yaml")), mckpt.Parallel(tp=2, pp=2)
+    known, sizes = Known(mapping=str(tmp_path / "scaled.yaml")), mckpt.Parallel(tp=2, pp=2)
     wanted: dict[str, Any] = {"format": "torch_dist", "parallel": sizes}
-    mckpt.plan(tmp_path / "hf", tmp_path / "out", known=known, **wanted).run()
+    mckpt.plan(mckpt.Checkpoint(tmp_path / "hf", known), tmp_path / "out", **wanted).run()
     stored = mckpt.open(tmp_path / "out")
     keys = set(stored.opened.keys())
     assert "decoder.layers.self_attention.scale" in keys
@@ -461,7 +461,9 @@ def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
     assert not mckpt.diff(tmp_path / "hf", tmp_path / "back")
 
     with pytest.raises(MappingError, match="attn_scale is True, and hybrid would compute with"):
-        mckpt.plan(tmp_path / "hf", tmp_path / "no", known=known, dialect="hybrid", **wanted)
+        mckpt.plan(
+            mckpt.Checkpoint(tmp_path / "hf", known), tmp_path / "no", dialect="hybrid", **wanted
+        )
     plain = tiny.tiny_random("llama", tmp_path / "llama")
     mckpt.plan(plain, tmp_path / "plain", **wanted).run()
     assert "attention_scale" not in (mckpt.open(tmp_path / "plain").args or {})
@@ -518,7 +520,7 @@ def test_one_error_lists_all_tensors_that_the_other_side_lacks(
     """The family file lacks two norms, and `mappings check` reports the same two."""
     (tmp_path / "mine.yaml").write_text(WITHOUT_NORMS)
     source = tiny_model("llama")
-    known = mckpt.Known(mapping=str(tmp_path / "mine.yaml"))
+    known = Known(mapping=str(tmp_path / "mine.yaml"))
     lacking = [
         (
             "final_norm.weight [64] (norm before the output layer): Megatron needs it, and"
@@ -531,7 +533,7 @@ def test_one_error_lists_all_tensors_that_the_other_side_lacks(
     ]
     for wanted in ({}, {"dtype": "fp32"}, {"format": "torch"}):
         with pytest.raises(MappingError) as caught:
-            mckpt.plan(source, tmp_path / "out", known=known, **wanted)
+            mckpt.plan(mckpt.Checkpoint(source, known), tmp_path / "out", **wanted)
         assert list(caught.value.problems) == lacking
     with pytest.raises(MappingError) as caught:
         inspection.check_mapping(tmp_path / "mine.yaml", source / "config.json")
@@ -545,7 +547,7 @@ def test_a_plan_requires_every_tensor_of_the_target_model(
     (tmp_path / "mine.yaml").write_text("extends: llama\ndims:\n  norm: {const: layernorm}\n")
     source = tiny_model("llama")
     with pytest.raises(MappingError) as caught:
-        mckpt.plan(source, tmp_path / "out", known=mckpt.Known(mapping=str(tmp_path / "mine.yaml")))
+        mckpt.plan(mckpt.open(source, mapping=str(tmp_path / "mine.yaml")), tmp_path / "out")
     lacking = [problem.split()[0] for problem in caught.value.problems]
     assert lacking == [
         "final_norm.bias",
@@ -564,9 +566,8 @@ def test_a_model_that_does_not_fit_its_family_file_is_refused(tmp_path: Path) ->
     tiny.write_weights(tmp_path / "mine", arrays)
     with pytest.raises(mckpt.errors.SourceError) as caught:
         mckpt.plan(
-            tmp_path / "mine",
+            mckpt.open(tmp_path / "mine", mapping=str(tmp_path / "mine.yaml")),
             tmp_path / "out",
-            known=mckpt.Known(mapping=str(tmp_path / "mine.yaml")),
         )
     text = str(caught.value)
     assert (

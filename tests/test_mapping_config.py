@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import mckpt
-from mckpt import api, mapping
+from mckpt import mapping
+from mckpt.checkpoint.known import Known
 from mckpt.conversion.to_hf import choose_family
 from mckpt.errors import MappingError, UsageError
 from tests import made_models, tiny
@@ -117,7 +118,7 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     if "activation" in inexact:
         return  # the args are those of another gate, which no family has with these norms
 
-    source: Any = SimpleNamespace(named=api.Known(), dims=again, path=path)
+    source: Any = SimpleNamespace(named=Known(), dims=again, path=path)
     chosen, note = choose_family(source)
     if family.canonical:
         assert chosen.name == name, note

@@ -248,7 +248,7 @@ def test_a_checkpoint_without_args_needs_like(
     with pytest.raises(mckpt.errors.UsageError, match="--like"):
         mckpt.plan(bare, work / "nowhere", format="hf")
     out = work / "exported" / "bare"
-    mckpt.plan(bare, out, format="hf", known=mckpt.Known(like=sources["qwen3"])).run()
+    mckpt.plan(mckpt.open(bare, like=sources["qwen3"]), out, format="hf").run()
     assert (
         np.abs(tiny.hf_logits(out, tiny.tokens("qwen3")) - saved["qwen3-bare"]["logits"]).max()
         < LOGITS_ATOL

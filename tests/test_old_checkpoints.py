@@ -15,6 +15,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
+from mckpt.checkpoint.known import Known
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from tests import tiny
 
@@ -24,15 +25,15 @@ from safetensors.torch import load_file  # noqa: E402
 from tests import legacy_megatron  # noqa: E402
 from tests import old_checkpoints as old  # noqa: E402
 
-KNOWN = mckpt.Known(vocab_size=old.VOCAB)
+KNOWN = Known(vocab_size=old.VOCAB)
 # what the converters write beside the model's parameters
 COMPUTED = (".attn.bias", ".masked_bias", "lm_head.weight", "cls.predictions.decoder.weight")
 
 
-def hugging_face(source: Path, known: mckpt.Known = KNOWN) -> dict[str, Any]:
+def hugging_face(source: Path, known: Known = KNOWN) -> dict[str, Any]:
     """Converts a checkpoint to Hugging Face beside it, and returns the tensors."""
     out = source.with_name(f"{source.name}-hf")
-    mckpt.convert(source, out, format="hf", known=known)
+    mckpt.convert(mckpt.Checkpoint(source, known), out, format="hf")
     return load_file(out / "model.safetensors")
 
 
@@ -55,7 +56,7 @@ def test_the_tensors_are_those_of_the_converters(
     wanted = json.loads(old.DIGESTS.read_text())[f"{kind} {version}"]
     source = old.save(old.state_of(kind, version, old.args_of(kind)), tmp_path / "a")
     # the converters keep the padding of the vocabulary
-    found = hugging_face(source, mckpt.Known(vocab_size=old.PADDED))
+    found = hugging_face(source, Known(vocab_size=old.PADDED))
     ours = old.digests(found)
     assert ours == {k: v for k, v in wanted.items() if not k.endswith(COMPUTED)}
     others = {v: json.loads(old.DIGESTS.read_text())[f"{kind} {v}"] for v in (0, 1.0, 2.0)}
@@ -135,7 +136,7 @@ def test_a_checkpoint_without_args_needs_a_config(weights: dict[str, Any], tmp_p
     source = old.save(old.state_of("gpt2", None, None), tmp_path / "bare")
     with pytest.raises(UsageError, match=r"nothing says its num_layers, .*num_heads"):
         hugging_face(source)
-    found = hugging_face(source, mckpt.Known(like=tmp_path / "a-hf"))
+    found = hugging_face(source, Known(like=tmp_path / "a-hf"))
     assert equal(found, described) and not equal(found, weights)
 
 
@@ -213,7 +214,7 @@ def test_a_directory_that_accelerate_saves(weights: dict[str, Any], tmp_path: Pa
     (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_text("0")
     for name in ("random_states_0.pkl", "custom_checkpoint_0.pkl", "scheduler.bin"):
         (tmp_path / "a" / name).write_bytes(b"")
-    assert equal(hugging_face(tmp_path / "a", mckpt.Known()), weights)
+    assert equal(hugging_face(tmp_path / "a", Known()), weights)
 
 
 # ------------------------------------------------------------------------------ other targets
@@ -226,8 +227,8 @@ def test_it_becomes_a_checkpoint_of_megatron_core(kind: str, dialect: str, tmp_p
     for form in ("torch", "torch_dist"):
         out = tmp_path / form
         parallel = mckpt.Parallel(tp=2, pp=2)
-        given = {"format": form, "dialect": dialect, "parallel": parallel, "known": KNOWN}
-        mckpt.convert(source, out, **given)
+        given = {"format": form, "dialect": dialect, "parallel": parallel}
+        mckpt.convert(mckpt.Checkpoint(source, KNOWN), out, **given)
         made = mckpt.open(out, vocab_size=old.VOCAB)
         assert (made.mapping.name, made.names.choices["transformer_impl"]) == (
             dialect,
@@ -249,7 +250,9 @@ def test_a_reshard_writes_the_names_and_the_order_of_today(
 ) -> None:
     source = old.save(old.state_of("gpt2", 1.0, old.args_of("gpt2")), tmp_path / "a")
     parallel = mckpt.Parallel(tp=2, pp=2)
-    mckpt.convert(source, tmp_path / "b", format="torch", parallel=parallel, known=KNOWN)
+    mckpt.convert(
+        mckpt.Checkpoint(source, KNOWN), tmp_path / "b", format="torch", parallel=parallel
+    )
     made = mckpt.open(tmp_path / "b", vocab_size=old.VOCAB)
     assert made.mapping.name == "legacy"
     assert made.names.choices["checkpoint_version"] == 3
@@ -278,7 +281,9 @@ def test_rotary_models_with_query_groups(case: str, tmp_path: Path) -> None:
 
 def refused(state: dict[str, Any], folder: Path, kind: type[MckptError], match: str) -> None:
     with pytest.raises(kind, match=match):
-        mckpt.plan(old.save(state, folder), folder.with_name("hf"), format="hf", known=KNOWN)
+        mckpt.plan(
+            mckpt.Checkpoint(old.save(state, folder), KNOWN), folder.with_name("hf"), format="hf"
+        )
 
 
 def test_bad_old_checkpoints_are_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from mckpt.cli import progress
+from mckpt.progress import Progress
 from mckpt.verification import levels
 from mckpt.verification.verdict import Verdict
 from tests import door
@@ -23,8 +24,8 @@ def test_events_come_once_a_second_and_at_the_end(monkeypatch: pytest.MonkeyPatc
     events = progress.Events("writing", lambda text: said.append(json.loads(text)))
     for tenth in range(51):
         now[0] = 100 + tenth / 10
-        events(tenth * 20, 1000, min(3, tenth // 17), 3)
-        events(tenth * 20, 1000, min(3, tenth // 17), 3)
+        events(Progress(tenth * 20, 1000, min(3, tenth // 17), 3))
+        events(Progress(tenth * 20, 1000, min(3, tenth // 17), 3))
     assert [event["bytes"] for event in said] == [200, 400, 600, 800, 1000]
     assert [event["eta_s"] for event in said] == [4.0, 3.0, 2.0, 1.0, 0.0]
     assert {event["bytes_per_s"] for event in said} == {200}
@@ -36,9 +37,9 @@ def test_units_of_an_earlier_run_do_not_count_in_the_rate(monkeypatch: pytest.Mo
     now = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     meter = progress.Meter()
-    meter.read(900, 1000)
+    meter.read(Progress(900, 1000))
     now[0] = 1.0
-    assert meter.read(910, 1000)["eta_s"] == 9.0
+    assert meter.read(Progress(910, 1000))["eta_s"] == 9.0
 
 
 def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +53,7 @@ def test_the_progress_line_appears_once_the_total_is_known(monkeypatch: pytest.M
     with progress.Line("writing") as line:
         line.bar.refresh()
         assert "/?" not in shown.getvalue()
-        line(500, 1000, 1, 2)
+        line(Progress(500, 1000, 1, 2))
     assert "/?" not in shown.getvalue()
     assert "500/1,000 bytes" in shown.getvalue() or "0.5/1.0 kB" in shown.getvalue()
 
@@ -73,7 +74,7 @@ def test_a_narrow_terminal_keeps_the_numbers(
     )
     monkeypatch.setattr(progress, "resident", lambda: 12_345 << 20)
     with progress.Line("comparing") as line:
-        line(12_300_000_000, 123_400_000_000, 1234, 1234)
+        line(Progress(12_300_000_000, 123_400_000_000, 1234, 1234))
         shown.truncate(0)
         line.bar.refresh()
         last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())

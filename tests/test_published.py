@@ -11,6 +11,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
+from mckpt.checkpoint.known import Known
 from mckpt.geometry.parallel import Parallel
 from tests import published
 from tests.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL
@@ -33,14 +34,13 @@ def test_every_tensor_of_a_published_model_has_a_place(
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     # transformers has no layers of multi-token prediction, and saves none of their tensors
-    known = mckpt.Known(settings={"mtp_layers": 0} if family.read(config)["mtp_layers"] else {})
+    known = Known(settings={"mtp_layers": 0} if family.read(config)["mtp_layers"] else {})
     plan = mckpt.plan(
-        models / name,
+        mckpt.Checkpoint(models / name, known),
         tmp_path / "out",
         format="torch_dist",
         dialect=dialect,
         parallel=Parallel(tp=published.TP.get(name, 2)),
-        known=known,
         allow_inexact=INEXACT.get((name, dialect), ()),
         megatron_version=UNTIL.get(name),
     )

@@ -221,10 +221,10 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     plan.run()
     seen = 0
 
-    def stop(done: int, total: int, *files: int) -> None:
+    def stop(at: mckpt.Progress) -> None:
         nonlocal seen
-        seen = done
-        if done > total // 2:
+        seen = at.nbytes
+        if at.nbytes > at.total_bytes // 2:
             raise KeyboardInterrupt
 
     again = mckpt.plan(source, tmp_path / "out", format="hf", quantize="fp8")

@@ -287,7 +287,7 @@ def test_hf_to_megatron_writes_a_run_config(tiny_model: TinyModel, tmp_path: Pat
 
 
 def test_reshard_carries_a_run_config_on(tiny_model: TinyModel, tmp_path: Path) -> None:
-    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, iteration=7).run()
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, target_iteration=7).run()
     unit = tmp_path / "a" / "iter_0000007"
     text = (unit / RUN_CONFIG).read_text()
     other = "  timers: !!python/object:megatron.core.timers.Timers {log_level: 2}\n  mine: 3\n"
@@ -307,7 +307,7 @@ def test_reshard_carries_a_run_config_on(tiny_model: TinyModel, tmp_path: Path) 
     assert any(x.startswith("timers: !!python/object:megatron.core.timers.Timers") for x in new)
     assert (written / TRAIN_STATE).read_bytes() == b"counters"
     # another iteration has other counters
-    mckpt.plan(tmp_path / "a", tmp_path / "c", format="torch_dist", iteration=8).run()
+    mckpt.plan(tmp_path / "a", tmp_path / "c", format="torch_dist", target_iteration=8).run()
     assert (tmp_path / "c" / "iter_0000008" / RUN_CONFIG).exists()
     assert not (tmp_path / "c" / "iter_0000008" / TRAIN_STATE).exists()
     # Megatron-Bridge does not read the format torch
@@ -337,7 +337,7 @@ def test_reshard_moves_the_stages_of_a_hybrid_pattern(
 def test_another_dialect_gets_the_run_config_of_its_own_provider(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
-    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, iteration=3).run()
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, target_iteration=3).run()
     (tmp_path / "a" / "iter_0000003" / TRAIN_STATE).write_bytes(b"counters")
     source, found = tmp_path / "a", []
     for name, dialect in (("b", "hybrid"), ("c", "gpt")):

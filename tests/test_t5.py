@@ -15,6 +15,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
+from mckpt.checkpoint.known import Known
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification.levels import verify
@@ -140,8 +141,10 @@ def test_megatron_core_computes_the_logits_of_transformers(
     config = made_models.config(case)
     settings = {"activation": "relu"} if config["feed_forward_proj"] == "relu" else {}
     settings |= {"activation": "gelu_tanh"} if config["feed_forward_proj"] == "gated-gelu" else {}
-    known = mckpt.Known(family=mapping.family_with(config["architectures"][0]), settings=settings)
-    mckpt.plan(work / "saved" / case, work / "back" / case, format="hf", known=known).run()
+    known = Known(family=mapping.family_with(config["architectures"][0]), settings=settings)
+    mckpt.plan(
+        mckpt.Checkpoint(work / "saved" / case, known), work / "back" / case, format="hf"
+    ).run()
     assert not mckpt.diff(work / "hf" / case, work / "back" / case)
 
 
@@ -158,7 +161,7 @@ def test_a_model_comes_back_bit_for_bit_and_with_its_config(
     mckpt.plan(work / "hf" / case, out, **wanted).run()
     (out / "hf" / "config.json").unlink()  # so that the args alone describe the model
     family = mapping.family_with(made_models.config(case)["architectures"][0])
-    mckpt.plan(out, back, format="hf", known=mckpt.Known(family=family)).run(check_replicas=True)
+    mckpt.plan(mckpt.open(out, family=family), back, format="hf").run(check_replicas=True)
     assert not mckpt.diff(work / "hf" / case, back)
     read = AutoModelForSeq2SeqLM.from_pretrained(back).eval()
     assert np.array_equal(logits(read), made[case])

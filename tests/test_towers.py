@@ -164,11 +164,11 @@ def test_a_trained_checkpoint_takes_the_tower_from_the_original_model(tmp_path: 
     alone = trained(tmp_path / "ckpt", tmp_path / "trained")
     for number, like in enumerate((source, tmp_path / "ckpt" / "hf")):
         back = tmp_path / f"back{number}"
-        mckpt.plan(alone, back, format="hf", known=mckpt.Known(like=like)).run()
+        mckpt.plan(mckpt.open(alone, like=like), back, format="hf").run()
         same_files(source, back)
     # a reshard with --like takes config.json and the tower along
     resharded = tmp_path / "resharded"
-    mckpt.plan(alone, resharded, known=mckpt.Known(like=source), format="torch").run()
+    mckpt.plan(mckpt.open(alone, like=source), resharded, format="torch").run()
     mckpt.plan(resharded, tmp_path / "again", format="hf").run()
     same_files(source, tmp_path / "again")
 
@@ -191,7 +191,7 @@ def test_a_missing_tower_is_an_error_with_its_cure(tmp_path: Path) -> None:
     config_only.mkdir()
     shutil.copy(source / "config.json", config_only)
     with pytest.raises(MappingError, match=r"visual\.\*.*give --like HF_DIR"):
-        mckpt.plan(alone, tmp_path / "out", format="hf", known=mckpt.Known(like=config_only))
+        mckpt.plan(mckpt.open(alone, like=config_only), tmp_path / "out", format="hf")
     # nor is it lost on the way from one Megatron checkpoint to another
     held = tmp_path / "ckpt" / "hf" / "carried.safetensors"
     held.unlink()
@@ -226,7 +226,7 @@ def test_a_save_directory_keeps_one_tower(tmp_path: Path) -> None:
     """
     source, dst = write(tmp_path / "hf", "qwen3_vl"), tmp_path / "ckpt"
     mckpt.plan(source, dst).run()
-    mckpt.plan(source, dst, iteration=5).run()
+    mckpt.plan(source, dst, target_iteration=5).run()
     mckpt.plan(dst / "iter_0000005", tmp_path / "back", format="hf").run()
     same_files(source, tmp_path / "back")
     arrays = load_file(source / "model.safetensors")
@@ -234,11 +234,12 @@ def test_a_save_directory_keeps_one_tower(tmp_path: Path) -> None:
     save_file(arrays, source / "model.safetensors")
     held = (dst / "hf" / "carried.safetensors").read_bytes()
     with pytest.raises(DestinationError, match=r"carried\.safetensors: is not the source's"):
-        mckpt.plan(source, dst, iteration=6).run()
+        mckpt.plan(source, dst, target_iteration=6).run()
     arrays["model.visual.position_ids"] = np.arange(9)
     save_file(arrays, source / "model.safetensors")
     with pytest.raises(DestinationError, match=r"carried\.safetensors: is not the source's"):
-        mckpt.plan(source, dst, iteration=7)  # another size is found before anything is written
+        # another size is found before anything is written
+        mckpt.plan(source, dst, target_iteration=7)
     assert (dst / "hf" / "carried.safetensors").read_bytes() == held
     assert not (dst / "iter_0000006").exists() and not (dst / "iter_0000007").exists()
 
@@ -246,7 +247,7 @@ def test_a_save_directory_keeps_one_tower(tmp_path: Path) -> None:
 def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     source = write(tmp_path / "hf", "qwen3_vl_moe")
 
-    def stop(*done: int) -> None:
+    def stop(at: mckpt.Progress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

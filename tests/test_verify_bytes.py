@@ -159,7 +159,7 @@ def test_ignored_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
         f"model.layers.{layer}.extra.weight": weights["model.norm.weight"] for layer in range(4)
     }
     tiny.write_weights(source, weights)
-    mckpt.plan(source, tmp_path / "megatron", known=Known(mapping=str(family))).run()
+    mckpt.plan(mckpt.Checkpoint(source, Known(mapping=str(family))), tmp_path / "megatron").run()
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes", mapping=str(family))
     assert (
         found.verdict == "incomplete"

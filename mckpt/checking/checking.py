@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from mckpt.checkpoint.description import changed_files
 from mckpt.errors import CoverError, MckptError, PickleError, SourceError, StorageError
 from mckpt.formats.hf_config import side_files
 from mckpt.geometry.box import Layout, tiles
+from mckpt.progress import OnProgress
 from mckpt.storage.files import stamp_to_copy
 from mckpt.storage.staging import MANIFEST
 
@@ -45,9 +46,7 @@ class Checked:
         return {**facts, "exit_code": self.exit_code}
 
 
-def check(
-    source: Checkpoint, threads: int = 0, progress: Callable[[int, int], None] | None = None
-) -> Checked:
+def check(source: Checkpoint, threads: int = 0, progress: OnProgress | None = None) -> Checked:
     """Reads a checkpoint whole and returns what is wrong with it.
 
     threads: 0 means one per core.

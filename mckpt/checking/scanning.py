@@ -18,6 +18,7 @@ from isal import isal_zlib
 from mckpt.containers.entries import Span
 from mckpt.execute.files import OpenFiles, read_at
 from mckpt.execute.threads import Crew
+from mckpt.progress import OnProgress, Progress
 from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
 from mckpt.values.dtypes import itemsize
@@ -103,7 +104,7 @@ def scan(
     files: Mapping[str, str],
     spans: Sequence[Span],
     threads: int = 0,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> Scanned:
     """Reads every byte of the files.
 
@@ -150,7 +151,7 @@ def scan(
             iter(range(len(slabs))),
             lambda slab: frozenset(),
             work,
-            lambda: progress(out.nbytes, total) if progress else None,
+            lambda: progress(Progress(out.nbytes, total)) if progress else None,
         )
     finally:
         opened.close()

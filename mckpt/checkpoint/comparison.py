@@ -18,6 +18,7 @@ import numpy as np
 
 from mckpt.checkpoint.logical import LogicalTensor
 from mckpt.errors import counted
+from mckpt.progress import OnProgress, Progress
 from mckpt.values.casting import cast, shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
@@ -143,7 +144,7 @@ def diff(
     a: Mapping[str, LogicalTensor],
     b: Mapping[str, LogicalTensor],
     atol: float | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: OnProgress | None = None,
     *,
     casts: Casts = lambda name: (),
     threads: int = 0,
@@ -201,7 +202,7 @@ def diff(
                 whole = a[block.name]
                 out.nbytes += whole.nbytes // max(1, len(whole) if whole.shape else 1) * block.rows
                 if progress is not None:
-                    progress(out.nbytes, total)
+                    progress(Progress(out.nbytes, total))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mckpt.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Known:
@@ -21,6 +23,12 @@ class Known:
     vocab_size: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
     iteration: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("vocab_size", 1), ("iteration", 0)):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < least):
+                raise UsageError(f"{name} is {value!r}, and must be a whole number from {least} on")
 
     @property
     def family_name(self) -> str | None:

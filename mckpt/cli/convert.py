@@ -9,7 +9,6 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,27 +164,18 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
     weight's name. Without DST it writes to SRC-portable. A checkpoint that already loads at any
     sizes is left as it is.
     """
-    from mckpt.conversion.optimizer import prove
+    from mckpt.conversion import planning
 
     source = open_source(src, options)
-    if not source.is_megatron:
-        raise UsageError(
-            f"{src}: is a Hugging Face directory, which has no optimizer state to repair"
-        )
-    portable = formats.get(formats.MEGATRON)
-    found = source.optimizer
-    if source.format == portable.name and (found is None or found.portable):
-        if found and (source.args or {}).get("use_precision_aware_optimizer"):
-            # Transformer Engine may have kept only the low bits of the master copies, which
-            # Megatron does not load from this form
-            prove(source.with_optimizer())
+    target = planning.portable_target(source, make_target(options, formats.MEGATRON, None))
+    if target is None:
+        found = source.optimizer
         state = f"its optimizer state ({found.form})" if found else "it has no optimizer state, and"
         text = f"{source.opened.root}: is portable already: {state} loads at any sizes"
         return Outcome("portable already", str(source.opened.root), text)
     if dst is None and stand_in.of(src) is not None:
         raise UsageError(f"{src}: give DST too; only beside a local directory there is a default")
     dst = dst or src.parent / f"{src.name}-portable"
-    target = replace(make_target(options, portable.name, source.parallel), keep_padding=True)
     return _convert(source, dst, target, options)
 
 
@@ -230,11 +220,10 @@ def _plan_only(source: Checkpoint, dst: Path, target_format: str | None, options
     """Chooses the format of the target if the user gives none, and prints the plan."""
     given = _given_sizes()
     if target_format is None:
-        if source.is_megatron:
-            same = given or options["dialect"] is not None
-            target_format = formats.kept_or_default(source.format) if same else formats.HUGGING_FACE
-        else:
-            target_format = formats.MEGATRON
+        from mckpt.conversion import planning
+
+        kept = bool(given) or options["dialect"] is not None
+        target_format = planning.default_format(source, kept)
     to_megatron = formats.FORMATS[target_format].megatron
     if given and not to_megatron:
         raise UsageError(
@@ -320,12 +309,12 @@ def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options)
 
 def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps: bool) -> Plan:
     """Returns the plan; with `helps` it is made even if `dst` is occupied."""
-    from mckpt import api
+    from mckpt.conversion import planning
 
-    return api.plan(
+    return planning.make_plan(
         source,
         dst,
-        target=target,
+        target,
         overwrite=options["overwrite"],
         update_tracker=options.get("update_tracker", False),
         helps=helps,
@@ -390,11 +379,16 @@ def _done(
     """Returns the outcome if `dst` holds already what the conversion would write; else raises
     `refusal`, with what differs.
     """
-    planned = _plan(source, dst, target, options, helps=True)
-    manifest, why = planned.judge(_teller(options["as_json"]))
-    if manifest is None:
-        raise refusal.with_hint(*filter(None, [why])) from None
-    planned.settle(manifest)
+    from mckpt.conversion import planning
+
+    planned, manifest = planning.done_already(
+        source,
+        dst,
+        target,
+        refusal,
+        update_tracker=options.get("update_tracker", False),
+        tell=_teller(options["as_json"]),
+    )
     text = (
         f"{planned.destination.path}: is done already, {planned.nbytes:,} bytes in"
         f" {counted(len(planned.outputs), 'file')}; --overwrite writes it again"

@@ -46,10 +46,10 @@ def inspect(path: Path, flags: bool, as_json: bool, **options: Any) -> None:
 
 def _inspect(source: Checkpoint, flags: bool, as_json: bool) -> None:
     if flags:
-        from mckpt import api
+        from mckpt.conversion import planning
         from mckpt.formats.megatron import megatron_args
 
-        launch = api.launch(source)
+        launch = planning.launch(source)
         text = megatron_args.as_json(launch) if as_json else megatron_args.shell(launch)
         document(text)
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 import click
 
-from mckpt import __version__
+from mckpt import __version__, errors
 from mckpt.cli import signals
 from mckpt.cli.check import check
 from mckpt.cli.compat import compat
@@ -81,6 +81,7 @@ def main() -> None:
     # A plan has 10**6 objects that live until the end. Walking them in each collection took a tenth
     # of the time.
     gc.set_threshold(10_000_000)
+    before = errors.show_options(True)
     try:
         with signals.raising():
             code = cli(prog_name="mckpt", standalone_mode=False)
@@ -106,6 +107,7 @@ def main() -> None:
     except Exception as error:
         code = _internal_error(error)
     finally:
+        errors.show_options(before)
         stand_in.clean()
     sys.exit(code if isinstance(code, int) else 0)
 

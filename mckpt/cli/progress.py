@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mckpt.cli.echo import echo
+from mckpt.progress import OnProgress, Progress
 
 EVENT_S = 1.0  # seconds between two events
 # Seconds over which the rate is measured: enough for a steady rate, few enough to show a disk that
@@ -27,7 +28,7 @@ def tell(text: str, as_json: bool) -> None:
 
 
 @contextmanager
-def showing(what: str, as_json: bool) -> Iterator[Callable[..., None] | None]:
+def showing(what: str, as_json: bool) -> Iterator[OnProgress | None]:
     """Yields a callback that shows progress on stderr; None if there is nobody to show it to.
 
     With `as_json` the callback prints one JSON event a second, on a terminal it draws a line.
@@ -72,12 +73,12 @@ class Meter:
         self.started = time.monotonic()
         self.seen: deque[tuple[float, int]] = deque([(self.started, 0)])
 
-    def read(self, done: int, total: int, files: int = 0, num_files: int = 0) -> dict[str, Any]:
-        """Returns an event for `done` of `total` bytes; `eta_s` is None while nothing moves.
+    def read(self, at: Progress) -> dict[str, Any]:
+        """Returns an event; its `eta_s` is None while nothing moves.
 
         A resumed run starts with bytes that an earlier run wrote; they do not count for the rate.
         """
-        now = time.monotonic()
+        now, done, total = time.monotonic(), at.nbytes, at.total_bytes
         if len(self.seen) == 1:
             self.seen[0] = (self.started, done if now - self.started < EVENT_S / 2 else 0)
         self.seen.append((now, done))
@@ -94,7 +95,8 @@ class Meter:
             "eta_s": round((total - done) / rate, 1) if rate > 0 else None,
             "rss_bytes": resident(),
         }
-        return event | ({"files": files, "total_files": num_files} if num_files else {})
+        files = {"files": at.files, "total_files": at.total_files}
+        return event | (files if at.total_files else {})
 
 
 class Events:
@@ -104,13 +106,12 @@ class Events:
         self.what, self.emit, self.meter = what, emit, Meter()
         self.last, self.ended = self.meter.started, False
 
-    def __call__(self, done: int, total: int, files: int = 0, num_files: int = 0) -> None:
+    def __call__(self, at: Progress) -> None:
         now = time.monotonic()
-        end = done >= total and files >= num_files
-        if self.ended or (now - self.last < EVENT_S and not end):
+        if self.ended or (now - self.last < EVENT_S and not at.complete):
             return
-        self.last, self.ended = now, end
-        event = self.meter.read(done, total, files, num_files)
+        self.last, self.ended = now, at.complete
+        event = self.meter.read(at)
         self.emit(json.dumps({"event": self.what, **event}))
 
 
@@ -147,13 +148,15 @@ class Line:
     def __exit__(self, *exception: object) -> None:
         self.bar.stop()
 
-    def __call__(self, done: int, total: int, files: int = 0, num_files: int = 0) -> None:
+    def __call__(self, at: Progress) -> None:
         more = f"{resident() >> 20} MiB memory"
-        if num_files:
-            more += f", {files:,} of {num_files:,} files"
+        if at.total_files:
+            more += f", {at.files:,} of {at.total_files:,} files"
         width = self.bar.console.width
         self.bar.columns = next(some for least, some in self.columns.items() if width >= least)
-        self.bar.update(self.task, completed=done, total=total, more=more, visible=True)
+        self.bar.update(
+            self.task, completed=at.nbytes, total=at.total_bytes, more=more, visible=True
+        )
 
 
 def resident() -> int:

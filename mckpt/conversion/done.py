@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mckpt.checkpoint.description import changed_files
 from mckpt.conversion.identity import State, key_of
 from mckpt.errors import StorageError, shown
+from mckpt.execute.checksums import KINDS
 from mckpt.storage import stand_in
 from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
@@ -19,7 +20,7 @@ from mckpt.storage.staging import MANIFEST
 if TYPE_CHECKING:
     from mckpt.conversion.plan import Plan
 
-CHECKSUMS = ("none", "crc32", "sha256")
+
 MEMORY = 64 << 20  # bytes of the buffers of a comparison
 
 
@@ -74,7 +75,7 @@ def settle(plan: Plan, manifest: Mapping[str, Any]) -> None:
         destination.tracker.settle(destination.unit)
     known = str(manifest.get("read"))
     shared = {known.partition(":")[0], state.shared}
-    destination.clean(*(key_of(plan, kind, one) for kind in CHECKSUMS for one in shared))
+    destination.clean(*(key_of(plan, kind, one) for kind in KINDS for one in shared))
     if known != str(state):
         _note(destination.path / MANIFEST, known, str(state))
 

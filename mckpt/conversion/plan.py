@@ -15,17 +15,20 @@ import numpy as np
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
-from mckpt.conversion.target import Progress, Target
+from mckpt.conversion.target import Target
 from mckpt.errors import counted, printable, shown
 from mckpt.execute.ranks import Ranks
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import Joined
+from mckpt.progress import OnProgress, watched
 from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
+    from threading import Event
+
     from mckpt.conversion.done import Verdict
 
 
@@ -188,7 +191,8 @@ class Plan:
         check_replicas: bool = False,
         ranks: Ranks | None = None,
         engine: str = "local",
-        progress: Progress | None = None,
+        progress: OnProgress | None = None,
+        cancel: Event | None = None,
         tell: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Any]:
         """Writes the checkpoint and returns the manifest.
@@ -207,16 +211,15 @@ class Plan:
             from mckpt.conversion.run import run
         else:
             from mckpt.conversion.to_store import run
-        budget = parse_size(max_memory) if isinstance(max_memory, str) else max_memory
         how = How(
-            budget,
+            parse_size(max_memory, "--max-memory"),
             threads,
             checksum,
             allow_overflow,
             resume,
             check_replicas,
             cluster_of(engine),
-            progress,
+            watched(progress, cancel),
             tell,
         )
         return run(self, how, ranks or Ranks())

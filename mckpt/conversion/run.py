@@ -14,12 +14,13 @@ import numpy as np
 from mckpt.conversion import done
 from mckpt.conversion.identity import State, key_of
 from mckpt.conversion.publishing import publish
-from mckpt.conversion.target import Progress
 from mckpt.errors import DestinationError, SourceError, StorageError, UsageError
+from mckpt.execute.checksums import KINDS
 from mckpt.execute.engine import Cluster, Overflow, execute
 from mckpt.execute.ranks import Gone, Ranks, Session
 from mckpt.execute.ray_tasks import RayCluster
 from mckpt.geometry.join import Joined
+from mckpt.progress import OnProgress
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST, discard, in_place
 
@@ -46,8 +47,14 @@ class How:
     resume: bool
     check_replicas: bool
     cluster: Cluster | None
-    progress: Progress | None
+    progress: OnProgress | None
     tell: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        if type(self.threads) is not int or self.threads < 0:
+            raise UsageError(f"threads is {self.threads!r}, and must be a whole number from 0 on")
+        if self.checksum not in KINDS:
+            raise UsageError(f"checksum is {self.checksum!r}, and must be {' or '.join(KINDS)}")
 
 
 def cluster_of(engine: str) -> Cluster | None:
@@ -154,7 +161,7 @@ def move(
     grids: np.ndarray,
     how: How,
     session: Session | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> list[str]:
     """Makes files of a plan in the directory data of `staging`; returns their checksums.
 
@@ -177,7 +184,7 @@ def move(
             progress=progress,
         )
     except Overflow as e:
-        raise UsageError(f"{joined.name(e.tensor)}: {e.where}") from e
+        raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
 
 
 def dropped(plan: Plan, check_replicas: bool) -> list[str]:

@@ -1,27 +1,37 @@
-"""The form of the checkpoint that a conversion writes, and the options that it refuses."""
+"""The form of the checkpoint that a conversion writes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mckpt.formats import MEGATRON
+from mckpt import formats
+from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
+from mckpt.values import dtypes
 
 # In bytes. Two writers of one inode wait for each other, so a small model too should have several
 # files, for several threads.
 MAX_SHARD_SIZE = 2 * 10**9
-# Called with (bytes done, bytes in all); by code that writes files, also with (files done, files in
-# all).
-Progress = Callable[..., None]
+
+# the values that a field may have beside None
+_CHOICES = {
+    "transformer_impl": ("transformer_engine", "local"),
+    "layer_keys": ("stacked", "per_layer"),
+    "quantize": ("fp8",),
+}
 
 
 @dataclass(frozen=True)
 class Target:
-    """The form of the new checkpoint: its format, and the options of its contents."""
+    """The form of the new checkpoint: its format, and the options of its contents.
 
-    format: str = MEGATRON
+    Raises UsageError for a value that a field cannot have. Which fields a conversion takes depends
+    on its source and format: `refusals.refuse_options` tells.
+    """
+
+    format: str = formats.MEGATRON
     parallel: Parallel = field(default_factory=Parallel)
     dtype: str | None = None  # None: each tensor keeps its dtype
     transformer_impl: str | None = None
@@ -32,17 +42,34 @@ class Target:
     layer_keys: str | None = None
     common_as_object: bool = False
     iteration: int | None = None
-    allow_inexact: Sequence[str] = ()
+    allow_inexact: Iterable[str] = ()
     no_optimizer: bool = False
     tokenizer: str | Path | None = None
     no_adapter: bool = False  # leave out the adapter beside the weights of a Hugging Face source
-    max_shard_size: int = MAX_SHARD_SIZE
+    max_shard_size: int = MAX_SHARD_SIZE  # bytes
     keep_padding: bool = False
     run_config: bool = False  # write run_config.yaml, from which Megatron-Bridge loads
     quantize: str | None = None  # the encoding of the weights of linear layers: fp8
     # The version of the megatron-core that will load the checkpoint, such as "0.16" or "0.19.2".
     # None: the newest version that mckpt knows.
     megatron_version: str | None = None
+
+    def __post_init__(self) -> None:
+        formats.get(self.format)
+        if self.dtype is not None:
+            dtypes.parse(self.dtype)
+        for name, known in _CHOICES.items():
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise UsageError(f"{name} is {value!r}, and must be {' or '.join(known)}")
+        for name in ("divisible_by", "iteration", "max_shard_size"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")
+        if isinstance(self.allow_inexact, str):
+            raise UsageError(
+                f"allow_inexact is the text {self.allow_inexact!r}, and must be a list of names"
+            )
+        object.__setattr__(self, "allow_inexact", tuple(self.allow_inexact))
 
     @property
     def experts_option(self) -> str:

@@ -37,6 +37,7 @@ from mckpt.errors import StorageError
 from mckpt.execute.engine import continues
 from mckpt.execute.ranks import LOOK_S, SAY_S, Ranks, refusal
 from mckpt.formats.hf_config import CONFIG
+from mckpt.progress import Progress
 from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
 
@@ -183,9 +184,8 @@ class _Job:
         self.files_done += 1
         if self.how.progress:
             total, files = self.plan.nbytes, len(self.plan.outputs)
-            self.how.progress(
-                min(self.bytes_done, total), total, min(self.files_done, files), files
-            )
+            done = min(self.bytes_done, total), total, min(self.files_done, files), files
+            self.how.progress(Progress(*done))
 
     def _silent(self, heard: dict[int, tuple[Object | None, float]]) -> list[int]:
         """Returns the ranks whose beat, in the last listing, has not changed for QUIET_S."""

@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 from isal import isal_zlib
 
+KINDS = ("none", "crc32", "sha256")  # of checksums of a file
 UNKNOWN = -1  # the crc of a range that was not summed while it passed: read it back when needed
 
 Range = tuple[int, int, int, int]  # file, offset, bytes, crc32 or UNKNOWN

@@ -33,7 +33,7 @@ from typing import Literal, Protocol
 import numpy as np
 from isal import isal_zlib
 
-from mckpt.execute.checksums import RANGE, Range, RangeSums, merged
+from mckpt.execute.checksums import KINDS, RANGE, Range, RangeSums, merged
 from mckpt.execute.clusters import Copy
 from mckpt.execute.files import OpenFiles, lay_out, read_at, sync_directories, write_at
 from mckpt.execute.journal import Journal, generation
@@ -43,6 +43,7 @@ from mckpt.execute.threads import Crew
 from mckpt.execute.units import Work, is_quantised
 from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
+from mckpt.progress import OnProgress, Progress
 from mckpt.storage.descriptors import any_remote
 from mckpt.storage.files import TargetFile
 
@@ -148,7 +149,7 @@ def execute(
     grids: np.ndarray | None = None,
     session: Session | None = None,
     cluster: Cluster | None = None,
-    progress: Callable[[int, int, int, int], None] | None = None,
+    progress: OnProgress | None = None,
 ) -> list[str]:
     """Writes `outputs` under `staging` from `copies` of `sources`; returns one checksum per output,
     such as "crc32:0a1b2c3d".
@@ -163,7 +164,7 @@ def execute(
         and returns when all ranks are done. The journal is in the session's directory; without a
         session it is in `staging`.
     cluster: does the work in place of this process, which must be the only rank.
-    progress: the calling thread calls it with (bytes done, all bytes, files done, all files).
+    progress: the calling thread calls it.
 
     If the same call failed or was killed before, the units that it finished are not done again: the
     caller names `staging` after the plan. Files and directories are synced on return; nothing is
@@ -172,7 +173,7 @@ def execute(
     Raises StorageError (no space, an I/O error), SourceError (a source is shorter than its copies
     require), Overflow, and Gone if rank 0 has published before this rank was done.
     """
-    assert checksum in ("none", "crc32", "sha256"), checksum
+    assert checksum in KINDS, checksum
     session = session or Session(staging, Ranks())
     ranks, done = session.ranks, session.staging / "done"
     assert cluster is None or ranks.size == 1
@@ -214,7 +215,7 @@ def execute(
             files = run.files_empty + run.files_done + others[1]
             if moved:
                 nbytes, files = total, len(outputs)
-            progress(min(nbytes, total), total, min(files, len(outputs)), len(outputs))
+            progress(Progress(min(nbytes, total), total, min(files, len(outputs)), len(outputs)))
 
     def copy(rank: int) -> None:
         run.copy(ranks.share(run.num_units, rank), tick)

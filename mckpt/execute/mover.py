@@ -46,7 +46,7 @@ class Overflow(UsageError):
 
     def __init__(self, tensor: int, where: str) -> None:
         super().__init__(f"tensor {tensor}: {where}")
-        self.tensor, self.where = tensor, where
+        self.tensor, self.place = tensor, where
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Overflow, (self.tensor, self.where)  # for a process that raises it to another

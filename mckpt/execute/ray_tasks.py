@@ -166,7 +166,7 @@ def _do(job: Task, step: Step, items: range, version: str, mark: str) -> tuple[A
         _find(job, mark)
         job.do(step, items, lambda: None)
     except Overflow as error:
-        return "Overflow", error.tensor, error.where
+        return "Overflow", error.tensor, error.place
     except MckptError as error:
         kind = next(one for one in type(error).__mro__ if one.__module__ == errors.__name__)
         return kind.__name__, *error.args, where

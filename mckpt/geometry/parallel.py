@@ -343,7 +343,7 @@ class Parallel:
 
         Another pp or layout removes the present uneven split.
         """
-        given = {k: v for k, v in sizes.items() if v not in (None, False)}
+        given = {k: v for k, v in sizes.items() if v is not None and v is not False}
         base = self
         if any(k in given and given[k] != getattr(self, k) for k in _SPLIT):
             base = Parallel(tp=self.tp, pp=self.pp, ep=self.ep, etp=self.etp)

@@ -9,13 +9,17 @@ from mckpt.errors import UsageError, counted
 LEAST_BARE = 1 << 20  # bytes that a size may say without a unit: fewer are a forgotten unit
 
 
-def parse_size(text: str, option: str = "") -> int:
-    """Returns the bytes of a size such as "5GB" or "512MiB".
+def parse_size(text: int | str, option: str = "") -> int:
+    """Returns the bytes of a size such as "5GB" or "512MiB"; a number is the bytes themselves.
 
-    Raises UsageError, which names the option, for a small number without a unit, because the unit
-    was probably forgotten.
+    Raises UsageError, which names the option, for a text with a small number and no unit, because
+    the unit was probably forgotten.
     """
     given = f"{option} {text!r}".lstrip()
+    if not isinstance(text, str):
+        if type(text) is not int or text < 1:
+            raise UsageError(f"{given} is not a size; give a number of bytes, at least 1")
+        return text
     units = {
         "": 1,
         "KB": 10**3,

@@ -23,12 +23,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from mckpt import api, formats, launching
+from mckpt import formats, launching
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.known import Known
+from mckpt.conversion import planning
+from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.refusals import refuse_sizes
+from mckpt.conversion.target import Target
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
@@ -42,6 +45,8 @@ from mckpt.verification.verdict import Pair, Values, Verdict
 
 LEVELS = ("bytes", "forward", "train")
 SEQUENCES, LENGTH = 4, 512
+STEPS = 4  # training steps of the level `train`
+TIMEOUT_S = 1800.0  # limit of one collective
 SIZES = ("tp", "pp", "vpp", "ep", "etp")
 SPLIT = (
     "first_stage_layers",
@@ -75,15 +80,74 @@ class Options:
     family: str | None = None
     mapping: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
-    steps: int = 4  # training steps of the level `train`
-    timeout_s: float = 1800  # limit of one collective
+    steps: int = STEPS
+    timeout_s: float = TIMEOUT_S
     keep: str | Path | None = None  # directory for the arrays of both sides; None: they are removed
     tell: Callable[[str], None] = lambda text: None  # called with each phase when it starts
 
 
-def verify(hf: str | Path, megatron: str | Path, **options: Any) -> Verdict:
-    """Compares two checkpoints and returns the verdict; keywords are those of `Options`."""
-    return verify_all(hf, [megatron], Options(**options))[0]
+def verify(
+    hf: str | Path,
+    megatron: str | Path,
+    *,
+    level: Literal["bytes", "forward", "train"] = "forward",
+    tp: int | None = None,
+    pp: int | None = None,
+    vpp: int | None = None,
+    ep: int | None = None,
+    etp: int | None = None,
+    cp: int = 1,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    transformer_impl: Literal["auto", "transformer_engine", "local"] = "auto",
+    sequences: int = SEQUENCES,
+    length: int = LENGTH,
+    tokens: str | Path | None = None,
+    iteration: int | None = None,
+    family: str | None = None,
+    mapping: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    steps: int = STEPS,
+    timeout_s: float = TIMEOUT_S,
+    keep: str | Path | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Returns whether a Hugging Face directory and a Megatron checkpoint hold the same model.
+
+    level: "bytes" compares all stored values and hyperparameters of any two checkpoints. "forward"
+        also runs transformers and Megatron-Core on the same tokens and compares their logits.
+        "train" also trains a few `steps` at two parallel layouts and compares the losses.
+    tp, pp, vpp, ep, etp: sizes of the run; None means those of the checkpoint for `torch` files,
+        else 1. cp: context-parallel size.
+    sequences, length: number of random sequences, and tokens in each. tokens: a file of more.
+    keep: a directory for the arrays of both sides, which are removed otherwise.
+    timeout_s: seconds that one collective may take.
+    tell: called with each phase when it starts.
+
+    Raises MissingExtra without torch, transformers and Megatron-Core, which "bytes" does not need.
+    """
+    options = Options(
+        level=level,
+        tp=tp,
+        pp=pp,
+        vpp=vpp,
+        ep=ep,
+        etp=etp,
+        cp=cp,
+        device=device,
+        transformer_impl=transformer_impl,
+        sequences=sequences,
+        length=length,
+        tokens=tokens,
+        iteration=iteration,
+        family=family,
+        mapping=mapping,
+        settings=settings or {},
+        steps=steps,
+        timeout_s=timeout_s,
+        keep=keep,
+        tell=tell,
+    )
+    return verify_all(hf, [megatron], options)[0]
 
 
 def verify_all(
@@ -255,7 +319,7 @@ def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
     if not left.quantised and not left.opened.notes:
         return left.path
     copy = work / "plain"
-    api.plan(left, copy, format=formats.HUGGING_FACE).run(checksum="none")
+    planning.make_plan(left, copy, Target(format=formats.HUGGING_FACE)).run(checksum="none")
     return copy
 
 
@@ -407,10 +471,10 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
     sizes with which they were saved.
     """
     # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
-    target = api.Target(
+    target = Target(
         parallel=parallel, no_optimizer=True, megatron_version=source.mapping.megatron[0]
     )
-    api.plan(source, directory, target=target).run(checksum="none")
+    planning.make_plan(source, directory, target).run(checksum="none")
 
 
 def _known(left: Checkpoint, options: Options) -> Known:
@@ -428,7 +492,7 @@ def _known(left: Checkpoint, options: Options) -> Known:
 def _args_of(left: Checkpoint, right: Checkpoint) -> dict[str, Any]:
     """Returns the args that Megatron would have for the model of the config."""
     rows = right.opened.padded_vocab(right.mapping)
-    given = {"dtype": api.most_dtype(left), "padded_vocab_size": rows or left.dims["vocab_size"]}
+    given = {"dtype": most_dtype(left), "padded_vocab_size": rows or left.dims["vocab_size"]}
     return right.mapping.write(left.dims, given)
 
 

@@ -1,0 +1,142 @@
+"""Makes the plan of a conversion from a source, a destination and a target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mckpt import formats
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown
+from mckpt.conversion.destination import Destination
+from mckpt.conversion.facts import most_dtype
+from mckpt.conversion.optimizer import prove
+from mckpt.conversion.plan import Plan
+from mckpt.conversion.refusals import refuse_options
+from mckpt.conversion.target import Target
+from mckpt.conversion.to_hf import plan_hf
+from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
+from mckpt.errors import DestinationError, UsageError
+from mckpt.formats.hf_config import has_tokenizer, side_files
+from mckpt.formats.megatron import megatron_args
+from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
+
+
+def make_plan(
+    source: Checkpoint,
+    dst: str | Path,
+    target: Target,
+    *,
+    overwrite: bool = False,
+    update_tracker: bool = False,
+    helps: bool = False,
+) -> Plan:
+    """Returns the plan that converts `source` to `dst`.
+
+    helps: this process is not rank 0, so it does not check whether the destination is occupied.
+    """
+    source = source.borrowing()
+    format = formats.get(target.format)
+    plain = not (source.is_megatron or source.quantised or source.opened.notes or target.quantize)
+    if not format.megatron and plain:
+        raise UsageError(
+            f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
+            " quantised, so there is nothing to convert"
+        )
+    refuse_options(target, format, source)
+    destination = Destination(
+        Path(dst),
+        _unit(source, target) if format.megatron else None,
+        format,
+        source.root,
+        overwrite=overwrite,
+        update_tracker=update_tracker,
+        helps=helps,
+    )
+    return (plan_megatron if format.megatron else plan_hf)(source, destination, target)
+
+
+def _unit(source: Checkpoint, target: Target) -> str:
+    """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
+    else from the source's name, else from the source's iteration.
+    """
+    if target.iteration is not None:
+        return unit_name(target.iteration)
+    if source.unit is not None and is_unit_name(source.unit.name):
+        return source.unit.name
+    common = source.opened.common
+    iteration = common.fields.get("iteration") if common else None
+    return unit_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
+
+
+def done_already(
+    source: Checkpoint,
+    dst: str | Path,
+    target: Target,
+    refusal: DestinationError,
+    *,
+    update_tracker: bool = False,
+    tell: Callable[[str], None] = lambda text: None,
+) -> tuple[Plan, dict[str, Any]]:
+    """Returns the plan and the manifest if `dst` holds already what the conversion would write;
+    else raises `refusal`, which `make_plan` raised, with what differs.
+    """
+    planned = make_plan(source, dst, target, update_tracker=update_tracker, helps=True)
+    manifest, why = planned.judge(tell)
+    if manifest is None:
+        raise refusal.with_hint(*filter(None, [why])) from None
+    planned.settle(manifest)
+    return planned, manifest
+
+
+def default_format(source: Checkpoint, kept: bool) -> str:
+    """Returns the format of the target if the user names none.
+
+    kept: whether a Megatron source stays a Megatron checkpoint, because its sizes or its dialect
+    change; otherwise it becomes a Hugging Face directory.
+    """
+    if not source.is_megatron:
+        return formats.MEGATRON
+    return formats.kept_or_default(source.format) if kept else formats.HUGGING_FACE
+
+
+def portable_target(source: Checkpoint, target: Target) -> Target | None:
+    """Returns the target that makes a training checkpoint loadable at any sizes; None if the source
+    is so already.
+
+    target: the options of the new checkpoint; its format, sizes and padding are replaced.
+    """
+    if not source.is_megatron:
+        raise UsageError(
+            f"{source.path}: is a Hugging Face directory, which has no optimizer state to repair"
+        )
+    portable, found = formats.get(formats.MEGATRON), source.optimizer
+    if source.format == portable.name and (found is None or found.portable):
+        if found and (source.args or {}).get("use_precision_aware_optimizer"):
+            # Transformer Engine may have kept only the low bits of the master copies, which
+            # Megatron does not load from this form
+            prove(source.with_optimizer())
+        return None
+    return replace(target, format=portable.name, parallel=source.parallel, keep_padding=True)
+
+
+def launch(source: Checkpoint) -> megatron_args.Launch:
+    """Returns the flags of Megatron's training program for any checkpoint: from its dims, and from
+    its own args where it has them.
+    """
+    dialect = dialect_to_write(source, Target())
+    own = {k: v for k, v in (source.args or {}).items() if v is not None}
+    try:
+        rows = source.opened.padded_vocab(dialect)
+        given = {
+            "dtype": most_dtype(source),
+            "padded_vocab_size": rows or padded_rows(source.dims, dialect.given["divisible_by"], 1),
+        }
+        args = {**dialect.write(source.dims, given), **source.parallel.args(), **own}
+    except VocabSizeUnknown:
+        args = own
+    side = source.side_directory if source.is_megatron else source.path
+    named = side is not None and has_tokenizer(side_files(side).kept)
+    return megatron_args.launch(dialect, args, str(side) if named else None)

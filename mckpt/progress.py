@@ -1,0 +1,44 @@
+"""How far a long operation is, as it reports it, and how its caller ends it early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mckpt.errors import Cancelled
+
+if TYPE_CHECKING:
+    from threading import Event
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an operation is. Its `progress` function gets one several times a second."""
+
+    nbytes: int  # that are done, also by an earlier run that was interrupted
+    total_bytes: int
+    files: int = 0  # that are complete; 0 for an operation that writes none
+    total_files: int = 0
+
+    @property
+    def complete(self) -> bool:
+        """Returns whether nothing is left to do."""
+        return self.nbytes >= self.total_bytes and self.files >= self.total_files
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def watched(progress: OnProgress | None, cancel: Event | None) -> OnProgress | None:
+    """Returns a `progress` function that also raises Cancelled once `cancel` is set."""
+    if cancel is None:
+        return progress
+
+    def watch(now: Progress) -> None:
+        if cancel.is_set():
+            raise Cancelled("cancelled; the same call goes on where it stopped")
+        if progress is not None:
+            progress(now)
+
+    return watch
