@@ -17,7 +17,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats.hf_config import CONFIG, belongs, read_config, side_files
 from mckpt.formats.hf_files import INDEX
 from mckpt.storage import hub
-from mckpt.storage.files import stamp
+from mckpt.storage.files import stamp_to_copy
 from mckpt.storage.staging import MANIFEST, unfinished
 
 # {iteration}, or with a width: {iteration:07d}
@@ -91,7 +91,7 @@ def push(
         branch = _ITERATION.sub(lambda m: format(_iteration(source), (m[1] or ":")[1:]), branch)
         if "{" in branch:
             raise UsageError(f"--revision {branch}: the only name in braces is {{iteration}}")
-    files = {path: stamp(directory / path)[0] for path in _files(directory, source)}
+    files = {path: stamp_to_copy(directory / path).bytes for path in _files(directory, source)}
     left_out = [path for path in _visible(directory) if path not in files]
     planned = Pushed(hub.Name(target.repo, branch), None, files, left_out)
     tell(planned)
