@@ -254,6 +254,15 @@ def test_config_json_is_renamed_after_all_other_files_are_on_disk(tmp_path, trai
     assert not any(n.endswith(".safetensors") for n in done[at:])
 
 
+def test_a_run_killed_at_its_end_is_done_although_its_source_was_touched(tmp_path, src):
+    source, dst = tmp_path / "src", tmp_path / "dst"
+    shutil.copytree(src, source)
+    assert dying("replace", 2, "hf-to-megatron", source, dst)
+    os.utime(source / "model.safetensors", ns=(0, 0))
+    assert "is done already" in good("hf-to-megatron", source, dst).out
+    assert not list(dst.glob(".mckpt-*"))
+
+
 def test_a_staging_directory_that_cannot_be_removed_is_harmless(tmp_path, src, monkeypatch):
     """NFS keeps the open lock file under another name, so its directory cannot be removed."""
     real = os.rmdir

@@ -33,6 +33,7 @@ from mckpt.storage.staging import (
     STAGING,
     discard,
     identity,
+    in_place,
     intended,
     lock,
     locked,
@@ -125,7 +126,9 @@ class Destination:
             names = [p.relative_to(self.root).as_posix() for p in there]
             return [n for n in names if n not in intent and not n.startswith(STAGING)]
         half: dict[str, set[str]] = {}
-        for folder in staging_directories(self.root) if staging is None else [staging]:
+        # output that is all in place is complete, and `done` judges it
+        runs = (p for p in staging_directories(self.root) if not in_place(p))
+        for folder in runs if staging is None else [staging]:
             for name, identities in marked(folder).items():
                 half.setdefault(name, set()).update(identities)
         if self.unit is not None:
