@@ -316,9 +316,12 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def _family(self, described: Path) -> MappingFile:
         """Returns the family of the model that the config.json of a directory describes."""
         config, named = read_config(described), self.named.family_name
-        keys = self._described_keys if self.is_megatron else self.opened.keys()
-        keys = carried.keys(described) if keys is None else keys
-        form = self.manifest.get("form") if self.is_megatron else None
+        keys = self._described_keys
+        form = None
+        if not self.is_megatron:
+            keys = list(self.opened.keys())
+        elif keys is None:
+            keys, form = carried.keys(described), self.manifest.get("form")
         return description.family_for(config, named, str(described / CONFIG), keys, form)
 
     @cached_property

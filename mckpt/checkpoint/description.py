@@ -123,9 +123,8 @@ def family_for(
 
     keys, form: as for `mapping.with_head`.
     """
-    architectures = config.get("architectures")
-    listed = isinstance(architectures, list) and architectures
-    architecture = str(architectures[0]) if listed else ""
+    listed = config.get("architectures")
+    architecture = str(listed[0]) if isinstance(listed, list) and listed else ""
     if not named and not architecture:
         raise MappingError(
             f"{where}: names no architectures; give --family with one of"

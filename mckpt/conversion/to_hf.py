@@ -124,13 +124,11 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     """Returns the family, the config.json that describes the model with the user's corrections
     (None if there is none), and a note on the origin of both.
     """
-    described = source.described_by
-    if described is None:
-        family, note = choose_family(source)
-        return family, None, note
+    described, family = source.described_by, source.family
+    if described is None or family is None:
+        chosen, note = choose_family(source)
+        return chosen, None, note
     base = read_config(described)
-    family = source.family
-    assert family is not None
     corrected = source.overruled or _denied(source, family, base)
     # without a path, because facts contain none
     note = "config.json is copied from the model's Hugging Face directory"
