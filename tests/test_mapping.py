@@ -78,6 +78,22 @@ BROKEN: dict[str, tuple[str, str]] = {
         "dims:\n  head_dim: [head_dim]\n",
         r"my\.yaml:2: head_dim may say key, .*not \['head_dim'\]",
     ),
+    "a dim whose key is a number": (
+        "dims:\n  head_dim: {key: 1.5}\n",
+        r"my\.yaml:2: the key of head_dim is a text or a list of texts: 1\.5",
+    ),
+    "a list of other things": (
+        "notes: [a, {b: c}]\n",
+        r"my\.yaml:1: notes holds texts, not \{'b': 'c'\}",
+    ),
+    "tensors of a block that are a number": (
+        "extends: llama\nblocks:\n  foo.:\n    tensors: 3\n",
+        r"the tensors of foo\. are keys and values, not 3",
+    ),
+    "half of a brace": (
+        "tensors:\n  a}: embed.weight\n",
+        r"my\.yaml:2: a\}: has a brace that belongs to no index",
+    ),
     "unknown tensor": (
         "tensors:\n\n  wte.weight: embeddings.weight\n",
         r"my\.yaml:3: wte\.weight: logical\.yaml has no tensor 'embeddings\.weight'",

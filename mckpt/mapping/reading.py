@@ -205,6 +205,10 @@ def _check_sections(node: Node) -> None:
                 f" are {', '.join(_TOP)}"
             )
         _shaped(node, key, _TOP[key])
+        listed = node[key] if isinstance(node[key], list) else ()
+        for one in listed:  # a list in a list is an alias of YAML, such as that of keys in `inert`
+            if not all(isinstance(text, str) for text in (one if isinstance(one, list) else [one])):
+                raise MappingError(f"{node.lines[key]}: {key} holds texts, not {one!r}")
         for inner in (node[key] or ()) if key in _INNER else ():
             _shaped(node[key], inner, _INNER[key])
 
@@ -383,8 +387,12 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
             problems.append(f"{where}: {name} may say {', '.join(_DIM)}, not {spec!r}")
             continue
         keys = spec.get("key", [])
+        keys = [keys] if isinstance(keys, str) else keys
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            problems.append(f"{where}: the key of {name} is a text or a list of texts: {keys!r}")
+            continue
         dims[name] = Dim(
-            keys=(keys,) if isinstance(keys, str) else tuple(keys),
+            keys=tuple(keys),
             values=spec.get("values"),
             has_const="const" in spec,
             const=spec.get("const"),

@@ -109,6 +109,9 @@ def _numbered(root: Node, prefix: str, expression: Parse) -> tuple[str, Expressi
 
 def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Rule]:
     node, prefix, logical, instead, again, number, always = scope
+    if not isinstance(node, Node):
+        problems.append(f"the tensors of {prefix or 'the file'} are keys and values, not {node!r}")
+        return
     for key, value in node.items():
         where = node.lines[key]
         for spec in value if isinstance(value, list) else [value]:
@@ -204,6 +207,8 @@ def _rule(
     for index in _INDEX.findall(key):
         if index not in (*indices, *(["mtp"] if mtp else [])):
             raise ValueError(f"{{{index}}} is not an index of {', '.join(of) or 'an object'}")
+    if set("{}") & set(_INDEX.sub("", key)):
+        raise ValueError("has a brace that belongs to no index")
     if any(set(_INDEX.findall(n)) != set(_INDEX.findall(of[0])) for n in of):
         raise ValueError("its tensors do not have the same indices")
     pack = spec.get("pack", "one")
