@@ -97,6 +97,13 @@ def test_json_of_a_job(job: Any, src: Path) -> None:
         ("steps: [{command: inspect, path: '${NOWHERE_SET}'}]", ("NOWHERE_SET is not set",)),
         ("steps: [{command: inspect, path: 'a$'}]", ("written $$",)),
         ("steps: [{command: plan, src: a, dst: b, tp: x}]", ()),
+        ("steps: [{command: plan, src: a, dst: b, tp: 2001-02-03}]", ("2001-02-03",)),
+        (f"steps: [{{command: inspect, path: a, iteration: {'9' * 6000}}}]", ("6,000 digits",)),
+        ("steps: [{command: inspect, path: !!float abc}]", ("is no YAML", "'abc'")),
+        ("steps: [{command: inspect, path: null}]", ("path: is one value, not None",)),
+        ('steps: [{command: inspect, path: "a\\0b"}]', ("path: no argument", r"'a\x00b'")),
+        ("steps: &a [*a]", ("is no YAML", "aliases")),
+        ("steps: " + "[" * 100_000, ("is no YAML",)),
     ],
 )
 def test_a_wrong_job_file(tmp_path: Path, text: str, words: tuple[str, ...]) -> None:
@@ -105,6 +112,16 @@ def test_a_wrong_job_file(tmp_path: Path, text: str, words: tuple[str, ...]) -> 
     said = mckpt("run", path)
     assert said.code == 2 and all(word in said.err for word in words), said.err
     assert "Traceback" not in said.err
+
+
+def test_no_value_becomes_an_option(job: Any, src: Path) -> None:
+    """A path that begins with - is a path, and so is the value of an option."""
+    said = good("run", job({"command": "inspect", "path": "--json"}), "--dry-run")
+    assert said.out == "mckpt inspect -- --json\n"
+    path = job({"command": "hf-to-megatron", "src": "--overwrite", "dst": "-d", "tp": 2})
+    refused(3, "--overwrite: ", "step 1 of 1", args=("run", path))
+    path = job({"command": "plan", "src": str(src), "dst": "d", "dialect": "--overwrite"})
+    refused(2, "no dialect '--overwrite'", args=("run", path))
 
 
 def test_a_launcher_runs_conversions_only(job: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_n
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
-from mckpt.storage import stand_in
+from mckpt.storage import manifest, stand_in
+from mckpt.storage.manifest import Manifest, Recorded
 from mckpt.storage.staging import MANIFEST, refuse_half_sent, unfinished
 
 
@@ -127,18 +128,17 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return next((side for side in sides if (side / CONFIG).is_file()), None)
 
     @property
-    def recorded_side(self) -> dict[str, Any]:
+    def recorded_side(self) -> dict[str, Recorded]:
         """Returns what the manifest records of the files that are copied beside the weights: their
         bytes and checksums, by name. Without the family file, which has a digest of its own.
         """
-        found = self.manifest.get("hf" if self.is_megatron else "files")
-        names = found if isinstance(found, dict) else {}
+        names = self.manifest.get("hf", {}) if self.is_megatron else self.manifest.get("files", {})
         return {n: f for n, f in names.items() if n == CONFIG or (is_side_file(n) and n != MAPPING)}
 
     @cached_property
-    def manifest(self) -> dict[str, Any]:
+    def manifest(self) -> Manifest:
         """Returns the content of mckpt.json; {} if mckpt did not write this checkpoint."""
-        return description.read_manifest(self.unit.path if self.unit else self.path)
+        return manifest.read(self.unit.path if self.unit else self.path)
 
     @cached_property
     def named(self) -> Known:
@@ -154,7 +154,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return self.known
         own = self.side_directory if self.is_megatron else self.path
         like = Path(self.known.like) if self.known.like else None
-        kept = like and description.kept_mapping(like, description.read_manifest(like))
+        kept = like and description.kept_mapping(like, manifest.read(like))
         if kept is None and own is not None:
             kept = description.kept_mapping(own, self.manifest)
         if kept is not None:
@@ -178,8 +178,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the differences that --allow-inexact accepted when mckpt wrote this checkpoint:
         name -> reason.
         """
-        found = self.manifest.get("inexact")
-        return found if isinstance(found, dict) else {}
+        return self.manifest.get("inexact", {})
 
     @cached_property
     def granted(self) -> dict[str, Any]:
@@ -411,8 +410,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @property
     def _recorded(self) -> dict[str, Any]:
         """The dims that its manifest records; none without one."""
-        found = self.manifest.get("dims")
-        return found if isinstance(found, dict) else {}
+        return self.manifest.get("dims", {})
 
     def padded(self) -> Checkpoint | None:
         """Returns the same checkpoint with the padding rows as part of the vocabulary, for a
@@ -458,16 +456,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @property
     def from_hugging_face(self) -> bool:
         """Returns whether the manifest records a conversion from a Hugging Face directory."""
-        source = self.manifest.get("source")
-        return isinstance(source, dict) and source.get("format") in formats.names(megatron=False)
+        return self.manifest.get("source", {}).get("format") in formats.names(megatron=False)
 
     @property
     def casts(self) -> list[str]:
         """Returns the dtypes to which all tensors were cast since the first source, in order, as
         recorded in the manifests.
         """
-        found = self.manifest.get("casts")
-        return [str(dtype) for dtype in found] if isinstance(found, list) else []
+        return self.manifest.get("casts", [])
 
     @property
     def quantised(self) -> bool:

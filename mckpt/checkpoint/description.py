@@ -4,7 +4,6 @@ family file, and a config.json.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,25 +23,13 @@ class VocabSizeUnknown(UsageError):
     """The unpadded vocabulary size is not known."""
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """Returns a directory's mckpt.json; {} if there is none."""
-    path = directory / MANIFEST
-    if not path.exists():
-        return {}
-    try:
-        found = json.loads(read_file(path, 1 << 28))
-    except ValueError as e:
-        raise SourceError(f"{path}: not valid JSON: {e}") from None
-    return found if isinstance(found, dict) else {}
-
-
 def changed_files(directory: Path, manifest: Mapping[str, Any]) -> list[str]:
     """Returns a sentence for each file that a manifest names and that is missing or has another
     size.
     """
     out = []
     listed = manifest.get("files")
-    for name, facts in listed.items() if isinstance(listed, dict) else ():
+    for name, facts in (listed or {}).items():
         path = directory / name
         if not path.is_file():
             out.append(f"{path}: is missing; {MANIFEST} names it")
@@ -94,8 +81,8 @@ def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
 
     Raises MappingError if it is not the one that the checkpoint's manifest names.
     """
-    path, recorded = directory / MAPPING, manifest.get("mapping_file")
-    wanted = recorded.get("digest") if isinstance(recorded, dict) else None
+    path = directory / MAPPING
+    wanted = (manifest.get("mapping_file") or {}).get("digest")
     cure = "put back the file with which the checkpoint was made, or give --mapping FILE"
     if not path.is_file():
         if wanted is not None and directory.is_dir():

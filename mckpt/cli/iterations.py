@@ -24,6 +24,7 @@ from mckpt.cli.options import POSITIVE, in_section, together
 from mckpt.errors import (
     MckptError,
     SourceError,
+    StorageError,
     Unprinted,
     Unreported,
     UsageError,
@@ -476,15 +477,16 @@ def remove(path: Path) -> str:
 
     Only a directory all of whose files a manifest of mckpt names is removed.
     """
+    from mckpt.storage import manifest
+
     stand_in.refresh(path)
     roots = [path, *path.glob("iter_*"), *path.glob("release")]
     known = {str(path / TRACKER), str(path / MAPPING)}
     for root in roots:
-        stand_in.whole(root / MANIFEST)
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            found = json.loads((root / MANIFEST).read_bytes())
-            names = [*found["files"], *(f"../hf/{name}" for name in found.get("hf", {}))]
-            known |= {str(root / MANIFEST), *(os.path.normpath(root / name) for name in names)}
+        with suppress(SourceError, StorageError):
+            if found := manifest.read(root):
+                names = [*found["files"], *(f"{manifest.BESIDE}{n}" for n in found.get("hf", ()))]
+                known |= {str(root / MANIFEST), *(os.path.normpath(root / name) for name in names)}
     links = [str(p) for p in path.rglob("*") if p.is_symlink() and p.is_dir()]
     foreign = [name for name in [*(n for n, _, _ in look(path)), *links] if name not in known]
     if len(known) == 2 or foreign:

@@ -121,14 +121,13 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
 
     Raises UsageError for a file that is no job, and names the step and the key.
     """
-    import yaml
-
+    from mckpt.mapping.nodes import load
     from mckpt.storage.files import read_file
 
     try:
-        found = yaml.safe_load(read_file(file, 1 << 20))
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise UsageError(f"{file}: is no YAML: {' '.join(str(e).split())}") from None
+        found = load(read_file(file, 1 << 20).decode())
+    except ValueError as e:
+        raise UsageError(f"{file}: is no YAML: {e}") from None
     listed = found.get("steps") if isinstance(found, dict) and len(found) == 1 else None
     if not isinstance(listed, list) or not listed:
         raise UsageError(f"{file}: is no job: {EXAMPLE}")
@@ -172,7 +171,10 @@ def _step(found: click.Command, name: str, fields: Mapping[str, Any], where: str
     missing = [str(n) for n, p in arguments.items() if p.required and n not in given]
     if missing:
         raise UsageError(f"{where}: {', '.join(missing)} is missing")
-    return Step(name, [*(given[n] for n in arguments if n in given), *flags])
+    words = [given[n] for n in arguments if n in given]
+    if any(word.startswith("-") for word in words):  # a path, not an option
+        return Step(name, [*flags, "--", *words])
+    return Step(name, [*words, *flags])
 
 
 def _flags(option: click.Option, flag: str, value: Any, where: str) -> list[str]:
@@ -197,11 +199,17 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, (str, int, float)):
         raise UsageError(f"{where}: is one value, not {value!r}")
     try:
-        return string.Template(str(value)).substitute(os.environ)
+        text = string.Template(str(value)).substitute(os.environ)
     except KeyError as e:
         raise UsageError(f"{where}: the environment variable {e.args[0]} is not set") from None
     except ValueError:
         raise UsageError(f"{where}: a $ that is meant as itself is written $$") from None
+    try:
+        if b"\0" not in os.fsencode(text):
+            return text
+    except UnicodeEncodeError:  # half of a surrogate pair
+        pass
+    raise UsageError(f"{where}: no argument of a command can have all characters of {text!r}")
 
 
 def _meant(name: str, known: list[Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import io
 import json
 import os
 import signal
@@ -30,7 +29,7 @@ from mckpt.cli.options import Commands, own_name
 from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
-from mckpt.errors import MckptError, StorageError, Unprinted, UsageError, printable
+from mckpt.errors import MckptError, StorageError, Unprinted, UsageError
 from mckpt.storage import stand_in
 
 INTERNAL_ERROR = 70
@@ -144,11 +143,14 @@ def _wrong_usage(error: click.ClickException) -> int:
     variable = set_by(error.param, error.ctx) if isinstance(error, click.BadParameter) else None
     origin = f" (from the environment variable {variable})" if variable else ""
     if not _wants_json():
-        said = io.StringIO()
-        if not _is_help(error):
-            error.message = printable(error.message)
-        error.show(said)
-        document(said.getvalue(), err=True)
+        if _is_help(error):
+            document(error.format_message(), err=True)
+        else:
+            ctx = error.ctx if isinstance(error, click.UsageError) else None
+            hint = (
+                [ctx.get_usage(), f"Try '{ctx.command_path} --help' for help.", ""] if ctx else []
+            )
+            echo(*hint, f"Error: {error.format_message()}", err=True)
         if origin:
             echo(origin.strip(), err=True)
         return error.exit_code

@@ -8,7 +8,6 @@ checkpoint, and the same command continues in it.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -17,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import formats
-from mckpt.errors import DestinationError, StorageError, shown
+from mckpt.errors import DestinationError, SourceError, StorageError, shown
 from mckpt.formats import places
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import Tracker
-from mckpt.storage import stand_in
+from mckpt.storage import manifest, stand_in
 from mckpt.storage.staging import (
     INTENT,
     LOCK,
@@ -143,9 +142,7 @@ class Destination:
         """
         if not self.path.is_dir():
             return [self.path.name]
-        written: set[str] = set()
-        with suppress(TypeError, KeyError):
-            written.update(self.manifest()["files"])
+        written = set(self.manifest().get("files", ()))
         # --overwrite may replace a checkpoint of another format
         parts = [MANIFEST, megatron_args.SHELL, megatron_args.JSON]
         for format in formats.all_of(self.format.megatron):
@@ -173,11 +170,9 @@ class Destination:
         self._staging = folder
 
     def manifest(self) -> dict[str, Any]:
-        """Returns the manifest of the published checkpoint; {} if there is none."""
-        stand_in.whole(self.path / MANIFEST)
-        with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((self.path / MANIFEST).read_bytes())
-            return found
+        """Returns the manifest of the published checkpoint; {} if there is none that is sound."""
+        with suppress(SourceError, StorageError):
+            return dict(manifest.read(self.path))
         return {}
 
     def refuse(self, staging: Path, run: str) -> None:

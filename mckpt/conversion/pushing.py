@@ -144,9 +144,8 @@ def _is_weights(path: str) -> bool:
 
 def _iteration(source: Checkpoint) -> int:
     """Returns the iteration of the Megatron checkpoint that an export was made of."""
-    recorded = source.manifest.get("source")
-    found = recorded.get("iteration") if isinstance(recorded, dict) else None
-    if not isinstance(found, int):
+    found = source.manifest.get("source", {}).get("iteration")
+    if found is None:
         raise UsageError(
             f"{source.path}: its mckpt.json does not name an iteration, which {{iteration}} of"
             " --revision needs; write the number instead"

@@ -83,7 +83,8 @@ class Sender:
 
     def mark(self) -> str:
         """Returns the id of the run that the journal in the store belongs to, "" if none does."""
-        return (self.journal.said() or {}).get("id", "")
+        said = self.journal.said()
+        return said.id if said else ""
 
     @property
     def place(self) -> Path:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -27,12 +27,14 @@ from mckpt import errors
 from mckpt.conversion.destination import Destination
 from mckpt.errors import DestinationError, SourceError, StorageError
 from mckpt.storage import stand_in
-from mckpt.storage.staging import INTENT, MANIFEST, STAGING
+from mckpt.storage.staging import INTENT, MANIFEST, STAGING, Intent, intent
 from mckpt.storage.stores import Object
 
 BEAT_S = 5.0  # seconds between two changes of a rank's beat
 LIVE_S = 20.0  # seconds without a beat after which another run counts as dead
 SENT, BEAT = "sent", "beat"
+
+T = TypeVar("T")
 
 
 class Sent(msgspec.Struct):
@@ -43,6 +45,15 @@ class Sent(msgspec.Struct):
     checksum: str
     version: str  # of the object; "" if the store tells none
     run: str  # the id of the run that sent it
+
+
+class Beat(msgspec.Struct):
+    """The last that a rank has told."""
+
+    id: str  # of its run
+    beat: int
+    ready: bool
+    error: tuple[str, str] | None = None  # class and message
 
 
 class Over(DestinationError):
@@ -70,7 +81,7 @@ class StoreJournal:
         self.ready = self.resumes = False
         self._number = 0  # of this rank's last beat
         self._beats: _Beats | None = None
-        self._others: dict[str, dict[str, Any] | None] = {}  # other run -> its last beat
+        self._others: dict[str, Beat | None] = {}  # other run -> its last beat
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_beats": None}
@@ -130,12 +141,11 @@ class StoreJournal:
         self.place.whole(names)
         out = {}
         for name in names:
-            with suppress(OSError, ValueError, msgspec.DecodeError):
+            with suppress(OSError, ValueError):
                 number = int(name[len(start) :])
-                if number in range(len(self.files)):
-                    out[number] = msgspec.json.decode(
-                        (self.place.root / name).read_bytes(), type=Sent
-                    )
+                entry = _decoded((self.place.root / name).read_bytes(), Sent)
+                if entry and number in range(len(self.files)):
+                    out[number] = entry
         return out
 
     # ---- what is in the way
@@ -185,13 +195,13 @@ class StoreJournal:
         destination = self.destination
         files = [*self.files, destination.path / MANIFEST]
         names = [os.path.relpath(file, destination.root) for file in files]
-        intent = {"unit": destination.unit, "source": source, "files": names}
+        announced: Intent = {"unit": destination.unit, "source": source, "files": names}
         self._end_dead_runs()
         self.resumes = resume and self._source() == source
         if not self.resumes:
             self.forget()
         earlier = self.folder.name in self._runs()
-        self.put(self.folder / INTENT, json.dumps(intent).encode())
+        self.put(self.folder / INTENT, json.dumps(announced).encode())
         if others := self._runs() - {self.folder.name}:
             if not earlier:
                 self.place.remove([self.name(self.folder / INTENT)])
@@ -204,14 +214,13 @@ class StoreJournal:
             self.end_beats()
             with suppress(StorageError):
                 if self._is_ours(self.said()):
-                    self._put_beat(error=[type(error).__name__, str(error)])
+                    self._put_beat((type(error).__name__, str(error)))
             raise
 
     def _source(self) -> str:
         """Returns the state of the source that the last run of this command has read."""
-        with suppress(ValueError, TypeError, KeyError):
-            return str(json.loads(self._get(self.folder / INTENT) or b"")["source"])
-        return ""
+        found = _decoded(self._get(self.folder / INTENT), Intent)
+        return found["source"] if found else ""
 
     def remove(self) -> None:
         """Removes the journal of this run, which is published."""
@@ -235,7 +244,7 @@ class StoreJournal:
         """
         first = {name: self.said(name) for name in self._runs()}
         end = time.monotonic() + LIVE_S
-        while time.monotonic() < end and any("error" not in (s or {}) for s in first.values()):
+        while time.monotonic() < end and any(s is None or s.error is None for s in first.values()):
             time.sleep(min(1.0, LIVE_S / 4))
             for name, said in first.items():
                 if self.said(name) != said:
@@ -251,11 +260,8 @@ class StoreJournal:
         self.place.list()
         found = set()
         for folder in self.destination.root.glob(f"{STAGING}*"):
-            # SourceError: that run has ended since the listing
-            with suppress(SourceError, OSError, TypeError, KeyError, ValueError):
-                stand_in.whole(folder / INTENT)
-                if json.loads((folder / INTENT).read_bytes())["unit"] == self.destination.unit:
-                    found.add(folder.name)
+            if (there := intent(folder)) and there["unit"] == self.destination.unit:
+                found.add(folder.name)
         return found
 
     # ---- beats
@@ -278,13 +284,13 @@ class StoreJournal:
         """Returns the beat of a rank in the last listing."""
         return self.place.objects.get(self.name(self.folder / BEAT / str(rank)))
 
-    def said(self, run: str = "") -> dict[str, Any] | None:
-        """Returns the last beat of rank 0 of a run (""; this one), None if there is none."""
+    def said(self, run: str = "") -> Beat | None:
+        """Returns the last beat of rank 0 of a run ("": this one), None if there is none."""
         folder = self.destination.root / run if run else self.folder
         data = self._get(folder / BEAT / "0")
-        return json.loads(data) if data else None
+        return _decoded(data, Beat)
 
-    def refuse_if_over(self) -> dict[str, Any]:
+    def refuse_if_over(self) -> Beat:
         """Returns the last beat of rank 0. Raises Over if the run is over, and on other ranks the
         error of rank 0.
         """
@@ -298,13 +304,13 @@ class StoreJournal:
             raise_error_of(said)
         return said
 
-    def _is_ours(self, said: dict[str, Any] | None) -> bool:
-        return said is not None and said["id"] == self.id
+    def _is_ours(self, said: Beat | None) -> bool:
+        return said is not None and said.id == self.id
 
-    def _put_beat(self, **more: Any) -> None:
+    def _put_beat(self, error: tuple[str, str] | None = None) -> None:
         self._number += 1
-        said = {"id": self.id, "beat": self._number, "ready": self.ready, **more}
-        self.put(self.folder / BEAT / str(self.rank), json.dumps(said).encode())
+        said = Beat(self.id, self._number, self.ready, error)
+        self.put(self.folder / BEAT / str(self.rank), msgspec.json.encode(said))
 
     def _beat(self) -> bool:
         """Changes the beat of this rank; returns whether the run is not over."""
@@ -313,6 +319,13 @@ class StoreJournal:
                 return False
             self._put_beat()
         return True
+
+
+def _decoded(data: bytes | None, kind: type[T]) -> T | None:
+    """Returns the content of an object of the journal, None if it is not there or damaged."""
+    with suppress(ValueError, RecursionError):
+        return msgspec.json.decode(data or b"", type=kind)
+    return None
 
 
 class _Beats:
@@ -332,10 +345,10 @@ class _Beats:
         self.thread.join()
 
 
-def raise_error_of(said: dict[str, Any]) -> None:
+def raise_error_of(said: Beat) -> None:
     """Raises the error that a beat of rank 0 reports, if any."""
-    if "error" in said:
-        name, text = said["error"]
+    if said.error is not None:
+        name, text = said.error
         kind = getattr(errors, name, StorageError)
         known = isinstance(kind, type) and issubclass(kind, errors.MckptError)
         raise (kind if known else StorageError)(*f"rank 0: {text}".split("\n"))

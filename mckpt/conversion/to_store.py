@@ -278,8 +278,8 @@ class _Job:
                 first = first or said
                 if said != first or waited > QUIET_S:  # it is not that of an earlier run
                     raise_error_of(said)
-                if said != first and said["ready"]:
-                    journal.id, journal.ready = said["id"], True
+                if said != first and said.ready:
+                    journal.id, journal.ready = said.id, True
                     return None
             if now - changed > START_S:
                 raise StorageError(

@@ -28,7 +28,7 @@ GENERATION = "generation"
 def generation(folder: Path) -> str:
     """Returns the generation of a journal, "" if there is none."""
     try:
-        return (folder / GENERATION).read_text()
+        return (folder / GENERATION).read_text(errors="replace")
     except FileNotFoundError:
         return ""
 
@@ -58,7 +58,7 @@ class Journal:
     def __init__(self, folder: Path, work: Work, outputs: Sequence[TargetFile]) -> None:
         self.folder = folder
         crc = isal_zlib.crc32(
-            repr([(folder / GENERATION).read_text(), *((o.path, o.size) for o in outputs)]).encode()
+            repr([generation(folder), *((o.path, o.size) for o in outputs)]).encode()
         )
         for part in (work.copies, work.slabs):
             crc = isal_zlib.crc32(np.ascontiguousarray(part).view("u1"), crc)
@@ -82,7 +82,7 @@ class Journal:
     def unit(self, unit: int) -> np.ndarray | None:
         """Returns the ranges that a unit wrote, None if it is not finished."""
         body = self._get(f"{unit:08d}")
-        return None if body is None else np.frombuffer(body, RANGE)
+        return None if body is None or len(body) % RANGE.itemsize else np.frombuffer(body, RANGE)
 
     def write(self, unit: int, ranges: np.ndarray) -> None:
         """Stores the ranges of a finished unit, whose data must be synced before.
@@ -94,7 +94,7 @@ class Journal:
     def sum(self, file: int) -> str | None:
         """Returns the checksum of a file, None if it is not finished, "" if none was wanted."""
         body = self._get(f"file{file:08d}")
-        return None if body is None else body.decode()
+        return None if body is None else body.decode(errors="replace")
 
     def write_sum(self, file: int, checksum: str) -> None:
         """Stores the checksum of a finished file."""

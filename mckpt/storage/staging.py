@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import TypedDict
 
 from mckpt.errors import SourceError
 from mckpt.storage import stand_in
@@ -75,11 +76,28 @@ def intended(root: Path, staging: Path | None) -> set[str]:
     """
     names: set[str] = set()
     for folder in staging_directories(root) if staging is None else [staging]:
-        # SourceError: that run has ended since the store was listed
-        with suppress(SourceError, OSError, ValueError, TypeError, KeyError):
-            stand_in.whole(folder / INTENT)
-            names.update(json.loads((folder / INTENT).read_bytes())["files"])
+        if found := intent(folder):
+            names.update(found["files"])
     return names
+
+
+class Intent(TypedDict):
+    """The content of INTENT."""
+
+    unit: str | None
+    source: str  # the state of the source that the run reads
+    files: list[str]  # relative to the destination's root
+
+
+def intent(folder: Path) -> Intent | None:
+    """Returns the intent in a staging directory, None if there is none that can be read."""
+    import msgspec  # 8 ms, and few commands look for staging directories of stores
+
+    # SourceError: that run has ended since the store was listed
+    with suppress(SourceError, OSError, ValueError, RecursionError):
+        stand_in.whole(folder / INTENT)
+        return msgspec.json.decode((folder / INTENT).read_bytes(), type=Intent)
+    return None
 
 
 def refuse_half_sent(folder: Path) -> None:
@@ -148,11 +166,11 @@ def marked(staging: Path) -> dict[str, set[str]]:
     """What runs with this staging directory were putting in place when they were killed: the
     identities of each name.
     """
-    with suppress(OSError, ValueError, AttributeError, TypeError):  # there is none, mostly
-        return {
-            name: set(identities)
-            for name, identities in json.loads((staging / PUBLISHING).read_text()).items()
-        }
+    import msgspec
+
+    with suppress(OSError, ValueError, RecursionError):  # there is none, mostly
+        found = (staging / PUBLISHING).read_bytes()
+        return msgspec.json.decode(found, type=dict[str, set[str]])
     return {}
 
 

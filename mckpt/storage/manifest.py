@@ -1,0 +1,74 @@
+"""mckpt.json, the manifest of a checkpoint: what mckpt wrote, and of what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+
+from mckpt.errors import SourceError
+from mckpt.storage.files import read_json
+from mckpt.storage.staging import MANIFEST
+
+BESIDE = "../hf/"  # begins the name of a file in DST/hf, as the directory of a checkpoint sees it
+_MAX_BYTES = 1 << 28
+
+
+class Recorded(TypedDict):
+    """A file that mckpt wrote."""
+
+    bytes: Annotated[int, msgspec.Meta(ge=0)]
+    checksum: str  # crc32:0a1b2c3d; "" if none was wanted
+
+
+class _MappingFile(TypedDict):
+    digest: str
+
+
+class _Source(TypedDict, total=False):
+    format: str
+    iteration: int
+
+
+class Manifest(TypedDict, total=False):
+    """The entries of a manifest that mckpt reads; there are others, for people."""
+
+    plan: str  # digest of all that decides the output
+    read: str  # the state of the source
+    source: _Source
+    family: str  # named by the user
+    mapping_file: _MappingFile
+    form: str
+    dims: dict[str, Any]
+    casts: list[str]
+    inexact: dict[str, str]
+    carried: dict[str, Any]
+    dropped: list[str]
+    files: dict[str, Recorded]
+    hf: dict[str, Recorded]  # the files in DST/hf
+
+
+def read(directory: Path) -> Manifest:
+    """Returns a directory's mckpt.json; {} if there is none.
+
+    Raises SourceError if it is not one that mckpt writes, or names files outside of the checkpoint.
+    """
+    path = directory / MANIFEST
+    if not path.exists():
+        return {}
+    found: Manifest = read_json(path, _MAX_BYTES)
+    try:
+        msgspec.convert(found, Manifest)
+    except msgspec.ValidationError as e:
+        raise SourceError(f"{path}: is not as mckpt writes it: {e}; {_CURE}") from None
+    for name in (*found.get("files", ()), *found.get("hf", ())):
+        # an absolute name has an empty part
+        if "\0" in name or {"", ".."} & set(name.removeprefix(BESIDE).split("/")):
+            raise SourceError(
+                f"{path}: names {name!r}, which no file in a checkpoint can be; {_CURE}"
+            )
+    return found
+
+
+_CURE = f"copy the checkpoint again, or move {MANIFEST} away to read it without what that records"
