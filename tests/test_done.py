@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import mckpt as package
 from mckpt.execute import comparing
 from tests.door import edit_json, good, mckpt, refused, tree
 from tests.door import hf as tiny_hf
@@ -125,6 +126,16 @@ def test_a_source_that_has_changed_is_not_done(work: Path, command: str) -> None
     refused(6, *words, args=line, untouched=work)
     good(*line, "--overwrite")
     assert "is done already" in good(*line).out
+
+
+def test_a_source_that_changes_after_it_was_judged_is_not_done(work: Path) -> None:
+    planned = package.plan(work / "hf", work / "out")
+    planned.run()
+    touch(work / "hf")
+    verdict = planned.judge()
+    change(weights(work / "hf"))
+    planned.settle(verdict)
+    assert planned.judge().manifest is None
 
 
 def test_what_differs_is_named(work: Path) -> None:

@@ -298,7 +298,7 @@ def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options)
     document(json.dumps(planned.json()) if as_json else planned.summary())
     manifest, why = None, ""
     if not options["overwrite"]:
-        manifest, why = planned.judge(_teller(as_json))
+        manifest, why, _ = planned.judge(_teller(as_json))
     if manifest is None:
         try:
             for note in planned.check(options.get("check_replicas", False)):

@@ -31,6 +31,7 @@ class Verdict(NamedTuple):
 
     manifest: dict[str, Any] | None
     why: str = ""
+    state: State | None = None  # of the source, whose content was found in the destination
 
 
 def judge(
@@ -51,7 +52,7 @@ def judge(
         return Verdict(None, f"The files differ: {gone[0]}")
     state = State.of(plan)
     if manifest.get("read") == str(state):
-        return Verdict(manifest)
+        return Verdict(manifest, state=state)
     if look:
         tell(
             f"{plan.source.path}: was moved, touched or changed since {here} was made of it;"
@@ -60,17 +61,18 @@ def judge(
         checksum = _checksum(manifest)
         found = differing(plan, here, checksum, MEMORY)
         if not found and State.of(plan) == state:
-            return Verdict(manifest)
+            return Verdict(manifest, state=state)
         if found and _was_changed(found, manifest["files"].get(os.path.relpath(found, here))):
             return Verdict(None, f"The files differ: {found}: was changed after it was written")
     return Verdict(None, f"The source differs: {plan.source.path} has other values now")
 
 
-def settle(plan: Plan, manifest: Mapping[str, Any]) -> None:
+def settle(plan: Plan, verdict: Verdict) -> None:
     """Does what is left of the run that made the destination, if it was killed: the tracker, and
     its staging directory. Then notes the state of the source, for which the content was the same.
     """
-    destination, state = plan.destination, State.of(plan)
+    destination, manifest, state = plan.destination, verdict.manifest, verdict.state
+    assert manifest is not None and state is not None
     if destination.unit is not None:
         destination.tracker.settle(destination.unit)
     known = str(manifest.get("read"))

@@ -158,15 +158,13 @@ class Plan:
 
         return judge(self, tell=tell)
 
-    def settle(self, manifest: Mapping[str, Any]) -> None:
-        """Does what a run that was killed at its end left undone, and notes that the source, as it
-        is now, is that of the destination.
-
-        manifest: that of `judge`.
+    def settle(self, verdict: Verdict) -> None:
+        """Does what a run that was killed at its end left undone, and notes that the source of a
+        `verdict` of `judge` is that of the destination.
         """
         from mckpt.conversion.done import settle
 
-        settle(self, manifest)
+        settle(self, verdict)
 
     def check(self, check_replicas: bool = False) -> list[str]:
         """Raises the error that `run` would raise before it moves a byte; returns sentences on the

@@ -84,11 +84,11 @@ def done_already(
     else raises `refusal`, which `make_plan` raised, with what differs.
     """
     planned = make_plan(source, dst, target, update_tracker=update_tracker, helps=True)
-    manifest, why = planned.judge(tell)
-    if manifest is None:
-        raise refusal.with_hint(*filter(None, [why])) from None
-    planned.settle(manifest)
-    return planned, manifest
+    verdict = planned.judge(tell)
+    if verdict.manifest is None:
+        raise refusal.with_hint(*filter(None, [verdict.why])) from None
+    planned.settle(verdict)
+    return planned, verdict.manifest
 
 
 def default_format(source: Checkpoint, kept: bool) -> str:

@@ -80,10 +80,10 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     with destination.staging(key, str(before), how.resume, ranks.name) as staging, session:
         # other ranks would take the output for an old one that --overwrite replaces
         ends = how.resume and in_place(staging) and not (destination.overwrite and ranks.size > 1)
-        if ends and (found := done.judge(plan).manifest) is not None:
+        if ends and (verdict := done.judge(plan)).manifest is not None:
             discard(staging)  # the earlier run was killed after its output was in place
-            done.settle(plan, found)
-            return found
+            done.settle(plan, verdict)
+            return verdict.manifest
         session.open()
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
             said = dropped(plan, how.check_replicas)

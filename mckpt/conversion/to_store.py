@@ -88,13 +88,11 @@ class _Job:
         said = dropped(plan, self.how.check_replicas)
         journal.refuse_occupied()
         with journal.announced(str(self.before), self.how.resume):
-            found = (
-                judge(plan).manifest if journal.resumes and not plan.destination.overwrite else None
-            )
-            if found is not None:  # it was killed after its output was in place
-                settle(plan, found)
+            ends = journal.resumes and not plan.destination.overwrite
+            if ends and (verdict := judge(plan)).manifest is not None:
+                settle(plan, verdict)  # it was killed after its output was in place
                 journal.remove()
-                return found
+                return verdict.manifest
             self._send_side()
             sums = self._send_all()
             check_unchanged(plan, self.before)
