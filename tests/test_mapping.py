@@ -224,6 +224,10 @@ BROKEN: dict[str, tuple[str, str]] = {
         "tensors:\n  a: {of: [1, 2], pack: concat}\n",
         r"my\.yaml:2: a: `of` names tensors, not \[1, 2\]",
     ),
+    "a tensor that is a number": (
+        "tensors:\n  5: embed.weight\n",
+        r"my\.yaml:2: 5 is no name of a tensor",
+    ),
     "a list": ("- a\n- b\n", r"my\.yaml: a mapping file holds keys and values, not list"),
     "nothing": ("", r"my\.yaml: a mapping file holds keys and values, not NoneType"),
     "a key that is no name": (

@@ -147,10 +147,11 @@ def _wrong_usage(error: click.ClickException) -> int:
             document(error.format_message(), err=True)
         else:
             ctx = error.ctx if isinstance(error, click.UsageError) else None
-            hint = (
-                [ctx.get_usage(), f"Try '{ctx.command_path} --help' for help.", ""] if ctx else []
-            )
-            echo(*hint, f"Error: {error.format_message()}", err=True)
+            if ctx is not None:
+                document(
+                    f"{ctx.get_usage()}\nTry '{ctx.command_path} --help' for help.\n\n", err=True
+                )
+            echo(f"Error: {error.format_message()}", err=True)
         if origin:
             echo(origin.strip(), err=True)
         return error.exit_code

@@ -348,7 +348,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
         flags=root.get("flags") or {},
         run_flags=root.get("run_flags") or {},
         said=expressions("said"),
-        expect={k: tuple(v) for k, v in (root.get("expect") or {}).items()},
+        expect={k: tuple(v) for k, v in (root.get("expect") or {}).items() if v is not None},
         refused=_read_refuse(root, expression, problems),
         warned=_read_inexact(root, expression, problems),
         # a key that a dim reads is inert only in the file that this one extends

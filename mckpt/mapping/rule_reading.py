@@ -114,6 +114,9 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
         return
     for key, value in node.items():
         where = node.lines[key]
+        if not isinstance(key, str):
+            problems.append(f"{where}: {key!r} is no name of a tensor")
+            continue
         for spec in value if isinstance(value, list) else [value]:
             try:
                 expanded = list(expand(key, spec))
