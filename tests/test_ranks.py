@@ -402,7 +402,7 @@ def test_an_interrupt_ends_all_workers_at_once(source: Path, tmp_path: Path) -> 
     """The same command then completes the output."""
     arguments = ["hf-to-megatron", source, tmp_path / "out", "--workers", "3", "--threads", "1"]
     environ = {k: v for k, v in environment(0, 1, tmp_path).items() if not k.startswith("MCKPT_")}
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         before = len(list((tmp_path / "out").glob(".mckpt-*/done/0*")))
         process = subprocess.Popen(
             door.command_line(*arguments, before=SLOW),
