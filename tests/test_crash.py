@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from mckpt.errors import SourceError
+from mckpt.storage import descriptors
+from mckpt.storage.files import checksum_of
 from tests.crash.power import Disk
 from tests.door import run
 
@@ -41,3 +44,14 @@ def test_a_power_cut_loses_what_was_not_synced() -> None:
     assert lost("fsync", "out/b") == {None, b"12"}
     assert lost("fsync", "out") == {b"12"}
     assert lost("write", "out/b", data=b"34") == {b"12", b"34"}
+
+
+def test_a_file_that_ends_early_has_no_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest would state the checksum of a part."""
+    (tmp_path / "file").write_bytes(b"1234")
+    assert checksum_of(tmp_path / "file") == checksum_of(b"1234")
+    monkeypatch.setattr(descriptors, "pread", lambda fd, size, at: b"")
+    with pytest.raises(SourceError, match="ends after 0 of 4 bytes"):
+        checksum_of(tmp_path / "file")

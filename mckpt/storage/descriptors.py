@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from mckpt.errors import SourceError
 from mckpt.storage import stand_in
 from mckpt.storage.stand_in import Holes
 
@@ -71,12 +72,16 @@ def preadv(fd: int, views: Sequence[memoryview], at: int) -> int:
 
 
 def blocks(path: str | Path, size: int = BLOCK) -> Iterator[bytes]:
-    """Yields the bytes of a file in blocks."""
+    """Yields the bytes of a file in blocks; raises SourceError if it ends before its size."""
     fd = open_file(path)
     try:
         at = 0
         while block := pread(fd, size, at):
             yield block
             at += len(block)
+        if at < (whole := os.fstat(fd).st_size):
+            raise SourceError(
+                f"{path}: ends after {at:,} of {whole:,} bytes; run the command again"
+            )
     finally:
         close(fd)
