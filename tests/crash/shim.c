@@ -263,6 +263,18 @@ int ftruncate(int fd, off_t size) {
 }
 int ftruncate64(int fd, off_t size) { return ftruncate(fd, size); }
 
+int truncate(const char *path, off_t size) {
+    REAL(truncate);
+    if (hit(TRUNCATE, path)) return -1;
+    if (!recorded(path)) return real(path, size);
+    pthread_mutex_lock(&lock);
+    int result = real(path, size);
+    if (result == 0) record(TRUNCATE, path, "", 0, size);
+    pthread_mutex_unlock(&lock);
+    return result;
+}
+int truncate64(const char *path, off_t size) { return truncate(path, size); }
+
 int fsync(int fd) {
     REAL(fsync);
     if (mode == OFF) return real(fd);
