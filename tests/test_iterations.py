@@ -150,6 +150,11 @@ def test_old_output_is_removed_and_nothing_else(training: Path, tmp_path: Path) 
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["10", "15", "20", "3"]
     assert "notes.txt, which mckpt did not write" in said.err and "has no mckpt.json" in said.err
     (tmp_path / "out/10/notes.txt").unlink()
+    # what a run left that was killed while it removed a directory
+    (tmp_path / "out/.mckpt-removed-5.over").mkdir()
+    assert "interrupted" not in good("inspect", tmp_path / "out/20").out
+    good(*line, "20", "--keep", 3)
+    assert not list((tmp_path / "out").glob(".mckpt-*"))
     # save directories of their own, with files of the user in the shared hf
     line = ("reshard", training / "run", tmp_path / "each/{iteration}", "--iterations")
     good(*line, "5,10,15")

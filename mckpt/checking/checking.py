@@ -90,8 +90,10 @@ def _stated(source: Checkpoint, out: Checked) -> dict[str, str]:
 def _pointers(source: Checkpoint) -> list[str]:
     """Returns a sentence for each file beside the weights that a conversion could not copy."""
     root = source.side_directory if source.is_megatron else source.path
+    if root is None:
+        return []
     out = []
-    for name in side_files(root).kept if root is not None else ():
+    for name in side_files(root).kept:
         try:
             stamp_to_copy(root / name)
         except SourceError as e:

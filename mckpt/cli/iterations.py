@@ -42,7 +42,7 @@ from mckpt.formats.megatron.save_directory import (
     unit_name,
 )
 from mckpt.storage import stand_in, stores
-from mckpt.storage.staging import MANIFEST, STAGING
+from mckpt.storage.staging import MANIFEST, OVER, STAGING, sweep
 from mckpt.values.sizes import parse_duration
 
 REST_S = 5.0  # seconds between two looks at a checkpoint, in which nothing may have changed
@@ -351,7 +351,10 @@ class _Run:
             with suppress(Unprinted):  # `end` reports it
                 echo(f"iteration {iteration}: {outcome.text}", err=outcome.exit_code != 0)
         if self.keep is not None and not outcome.exit_code and not self.options["dry_run"]:
-            for number, path in list(self.place.outputs().items())[: -self.keep]:
+            outputs = self.place.outputs()
+            for root in {path.parent for path in outputs.values()}:
+                sweep(root)
+            for number, path in list(outputs.items())[: -self.keep]:
                 self.tell(remove(path) or f"iteration {number}: {path} was removed (--keep)")
 
     def tell(self, text: str) -> None:
@@ -497,7 +500,7 @@ def remove(path: Path) -> str:
         return f"{path}: is kept, because {path.parent / TRACKER} names it"
     if stand_in.remove(path):
         return ""
-    aside = path.with_name(f"{STAGING}removed-{path.name}")
+    aside = path.with_name(f"{STAGING}removed-{path.name}{OVER}")
     shutil.rmtree(aside, ignore_errors=True)
     os.rename(path, aside)
     shutil.rmtree(aside)

@@ -26,7 +26,6 @@ from mckpt.storage.staging import (
     INTENT,
     LOCK,
     MANIFEST,
-    OVER,
     REPLACED,
     SOURCE,
     STAGING,
@@ -38,6 +37,7 @@ from mckpt.storage.staging import (
     locked,
     marked,
     staging_directories,
+    sweep,
     sync,
 )
 
@@ -250,8 +250,7 @@ class Destination:
                         discard(folder)
                 finally:
                     os.close(held)
-        for over in self.root.glob(f"{STAGING}*{OVER}"):
-            shutil.rmtree(over, ignore_errors=True)
+        sweep(self.root)
 
     def tracker_note(self) -> str | None:
         """Returns a note if the tracker will still name another checkpoint, else None."""

@@ -44,12 +44,12 @@ class Overflow(UsageError):
     `tensor` is the number of the copy's tensor, for a caller that knows its name.
     """
 
-    def __init__(self, tensor: int, where: str) -> None:
-        super().__init__(f"tensor {tensor}: {where}")
-        self.tensor, self.place = tensor, where
+    def __init__(self, tensor: int, place: str) -> None:
+        super().__init__(f"tensor {tensor}: {place}")
+        self.tensor, self.place = tensor, place
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Overflow, (self.tensor, self.where)  # for a process that raises it to another
+        return Overflow, (self.tensor, self.place)  # for a process that raises it to another
 
 
 @dataclass(frozen=True, eq=False)

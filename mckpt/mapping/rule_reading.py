@@ -29,7 +29,7 @@ Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
 class _Scope(NamedTuple):
     """The rules of one node of a file, and what is put before their keys."""
 
-    rules: Node
+    rules: object  # a Node, unless the file is wrong
     prefix: str = ""  # of the stored keys
     logical: str = ""  # the prefix of the logical tensors
     instead: tuple[str, Expression | None] | None = None  # another prefix, and when

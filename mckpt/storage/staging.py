@@ -25,7 +25,7 @@ LOCK = "lock"  # in a staging directory: locked while a run works there
 # in a staging directory: {name: [identity]} of its output, some of which may stand in DST already
 PUBLISHING = "publishing"
 REPLACED = "replaced"  # in a staging directory: what stood in DST, until the new output is complete
-OVER = ".over"  # ends the name of a staging directory that is being removed
+OVER = ".over"  # ends the name of a directory that is being removed
 # in a staging directory: the state of the source whose bytes are in it
 SOURCE = "source"
 
@@ -200,6 +200,12 @@ def discard(folder: Path) -> None:
     with suppress(OSError):
         os.replace(folder, over)
     shutil.rmtree(over, ignore_errors=True)
+
+
+def sweep(root: Path) -> None:
+    """Removes what killed runs left in `root` of directories that they were removing."""
+    for over in root.glob(f"{STAGING}*{OVER}"):
+        shutil.rmtree(over, ignore_errors=True)
 
 
 def identity(path: Path) -> str:
