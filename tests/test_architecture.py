@@ -36,7 +36,8 @@ def words(table: dict[str, str]) -> dict[str, set[str]]:
 
 CORE = "errors geometry mapping progress storage values"
 UPPER = (
-    "api progress checking checkpoint conversion errors formats geometry launching mapping storage"
+    "api progress checking checkpoint conversion errors formats geometry launching mapping pages"
+    " storage"
 )
 # What the modules of a package, or a module outside of all packages, may import of mckpt. Arrows
 # point down only.
@@ -56,6 +57,7 @@ MAY = words(
         "conversion": f"{CORE} checkpoint containers execute formats",
         "checking": f"{CORE} checkpoint containers execute formats",
         "api": f"{CORE} checking checkpoint containers conversion execute formats",
+        "pages": f"{CORE} checkpoint conversion formats",
         "launching": "errors execute",
         "verification": UPPER,
         "cli": f"{UPPER} execute values verification",

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from mckpt.verification import charts, markup, report
+from mckpt.pages import markup
+from mckpt.verification import charts, report
 from mckpt.verification.verdict import Verdict
 
 HOSTILE = '<script>alert(1)</script>"><img src=//x onerror=1>&lt;\x00\x1b\u202e\udcff'

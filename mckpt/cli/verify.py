@@ -89,13 +89,14 @@ def verify(
 
     Exit code 0: pass; 1: fail or incomplete.
     """
+    from mckpt.pages import document
     from mckpt.verification import card as cards
     from mckpt.verification import levels
     from mckpt.verification import report as page
 
     for file in (report, card):
         if file is not None:
-            page.refuse(file)  # before the models run, which takes minutes
+            document.refuse(file)  # before the models run, which takes minutes
     options["settings"] = parse_settings(options)
     start = time.perf_counter()
     with progress.phases(as_json) as tell:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mckpt.verification.markup import Markup, listed, say, section, table, tag
+from mckpt.pages.markup import Markup, listed, say, section, table, tag
 
 X_LABELS = 12  # at most, on an x axis
 LEFT, TOP = 78, 48  # of every plot, in units of its SVG

@@ -7,16 +7,13 @@ that does not load has no logits, and level `bytes` has no points.
 from __future__ import annotations
 
 import math
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
 from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
-from mckpt.verification import charts
-from mckpt.verification.charts import layer_of, say_sizes
-from mckpt.verification.markup import (
+from mckpt.pages import document
+from mckpt.pages.markup import (
     NOTHING,
     Markup,
     listed,
@@ -29,14 +26,11 @@ from mckpt.verification.markup import (
     tag,
     terms,
 )
+from mckpt.verification import charts
+from mckpt.verification.charts import layer_of, say_sizes
 from mckpt.verification.verdict import CLEAN, FAULT, Verdict
 
 STYLE = Path(__file__).with_name("report.css")
-HEAD = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-"""
 
 
 def page(verdict: Verdict) -> str:
@@ -55,29 +49,12 @@ def page(verdict: Verdict) -> str:
     )
     shown = [_header(verdict), _reasons(verdict)]
     shown += [make(facts) for fact, make in sections if facts.get(fact)]
-    style = f"<style>\n{STYLE.read_text(encoding='utf-8')}</style>\n"
-    return f"{HEAD}{style}{tag('title', title)}</head><body>\n{tag('main', *shown)}</body></html>\n"
+    return document.page(title, STYLE, *shown)
 
 
 def write(verdict: Verdict, path: str | Path) -> None:
     """Writes the page, whole or not at all; raises OSError if that fails."""
-    target = Path(path)
-    beside = target.with_name(f".mckpt-{secrets.token_hex(8)}")
-    try:
-        with beside.open("xb") as file:
-            file.write(page(verdict).encode())
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
-
-
-def refuse(path: str | Path) -> None:
-    """Raises UsageError if a page cannot be written to `path`."""
-    folder = Path(path).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
-        raise UsageError(
-            f"{path}: cannot be written: {folder} must be a directory that may be written to"
-        )
+    document.write(page(verdict), path)
 
 
 # -------------------------------------------------------------------------------------- the verdict

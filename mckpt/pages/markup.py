@@ -1,4 +1,4 @@
-"""Builds HTML and SVG elements for the report.
+"""Builds HTML and SVG elements for the pages.
 
 `text` is the only place where text becomes `Markup`, and it escapes the text: a hostile path or
 tensor name cannot become an element.

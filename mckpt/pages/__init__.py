@@ -1,0 +1,1 @@
+"""HTML pages that need nothing beside them: their elements, and the pictures of a checkpoint."""
