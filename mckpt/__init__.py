@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         repair,
         reshard,
     )
+    from mckpt.conversion.plan import PlannedCopy
     from mckpt.progress import Progress
     from mckpt.verification.levels import verify
     from mckpt.verification.verdict import Verdict
@@ -35,6 +36,7 @@ __all__ = [
     "Checkpoint",
     "Parallel",
     "Plan",
+    "PlannedCopy",
     "Progress",
     "Verdict",
     "check",
@@ -57,6 +59,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     homes = {
+        "PlannedCopy": "conversion.plan",
         "Progress": "progress",
         "Verdict": "verification.verdict",
         "verify": "verification.levels",

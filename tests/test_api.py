@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -97,6 +98,50 @@ def test_a_slice_converts_to_a_torch_tensor(dist_dir):
     assert found.dtype == torch.bfloat16 and np.array_equal(
         found.float().numpy(), wanted.astype("f4")
     )
+
+
+def test_numpy_and_dlpack_take_tensors(src, dist_dir, monkeypatch):
+    torch = pytest.importorskip("torch")
+    wanted = tiny.tensors(tiny.config("qwen3"))["model.embed_tokens.weight"]
+    for path in (src, dist_dir):
+        tensor = package.open(path).tensors()["embed.weight"][3:9]
+        assert np.array_equal(np.asarray(tensor).view("u2"), wanted[3:9].view("u2"))
+        assert np.asarray(tensor, "f4").dtype == "f4" and np.array(tensor, copy=True).shape[0] == 6
+        with pytest.raises(ValueError, match="leave copy=False out"):
+            np.asarray(tensor, copy=False)
+        found = torch.from_dlpack(tensor)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, tensor.torch())
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(BufferError, match=r"embed\.weight is bfloat16.*install torch"):
+        tensor.__dlpack__()
+
+
+def test_numpy_dtypes_need_no_torch_for_dlpack(tmp_path, monkeypatch):
+    tensor = package.open(hf(tmp_path / "src", dtype="float32"))["embed.weight"]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert np.array_equal(np.from_dlpack(tensor), tensor.numpy())
+
+
+def test_the_copies_of_a_plan_are_data(src, tmp_path):
+    plan = package.plan(src, tmp_path / "d", format="torch", tp=2, dtype="fp32")
+    out = {file.path: np.zeros(file.size, "u1") for file in plan.outputs}
+    for copy in plan.copies():
+        assert (copy.source_dtype, copy.target_dtype) == ("bfloat16", "float32")
+        assert not copy.added and not copy.scaled
+
+        def view(data, at, strides, dtype, shape=copy.shape):
+            strides = [n * np.dtype(dtype).itemsize for n in strides]
+            return np.ndarray(shape, dtype, data, at, strides)
+
+        data = np.fromfile(copy.source, "u1")
+        values = view(data, copy.source_offset, copy.source_strides, ml_dtypes.bfloat16)
+        view(out[copy.target], copy.target_offset, copy.target_strides, "f4")[...] = values
+    plan.run()
+    made = tree(plan.destination.path)
+    for path, data in out.items():
+        found = np.frombuffer(made[path], "u1")
+        assert np.array_equal(data[data != 0], found[data != 0])
+    assert sum(data.any() for data in out.values()) == 2  # the files of the ranks
 
 
 def test_python_plans_and_converts(src, torch_dir, tmp_path):

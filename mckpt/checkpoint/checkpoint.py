@@ -558,6 +558,10 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     def reader(self) -> Reader:
         return Reader(self.layout)
 
+    def tensors(self) -> Mapping[str, LogicalTensor]:
+        """Returns the logical tensors by name, which are those of the checkpoint as a mapping."""
+        return self.reader
+
     def __getitem__(self, name: str) -> LogicalTensor:
         return self.reader[name]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from mckpt.checkpoint.tensor import LazyTensor
 from mckpt.errors import SourceError, counted
 from mckpt.geometry.box import (
     Box,
@@ -27,16 +28,13 @@ from mckpt.values.casting import cast, shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
 
-if TYPE_CHECKING:
-    import torch
-
 BLOCK_BYTES = 8 << 20  # of either side that is in memory at once when tensors are scanned
 # In bytes. Rows of at least this length are read directly into their place; shorter rows are read
 # together through a buffer.
 DIRECT = 16 << 10
 
 
-class LogicalTensor:
+class LogicalTensor(LazyTensor):
     """One logical tensor, or a box of it. `numpy()` and `torch()` read; slicing does not."""
 
     def __init__(
@@ -50,13 +48,6 @@ class LogicalTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(n for axis, n in enumerate(self._box.shape) if axis not in self._dropped)
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * itemsize(self.dtype)
-
-    def __len__(self) -> int:
-        return self.shape[0]
 
     def __getitem__(self, index: Any) -> LogicalTensor:
         """Returns a box of the tensor, for integers, slices of step 1, and at most one `...`."""
@@ -95,30 +86,8 @@ class LogicalTensor:
         """Returns the number that the stored values have been shifted by."""
         return self._reader.offset(self.name)
 
-    def numpy(self, buffer: np.ndarray | None = None) -> np.ndarray:
-        """Reads and returns the elements; dtypes that numpy lacks are those of ml_dtypes.
-
-        buffer: an array of bytes, whose first `nbytes` bytes receive the elements.
-        """
-        return (
-            self._reader.read(self.name, self._box, buffer)
-            .view(numpy_dtype(self.dtype))
-            .reshape(self.shape)
-        )
-
-    def torch(self) -> torch.Tensor:
-        """Reads the elements and returns them as a torch tensor."""
-        import torch
-
-        raw = self._reader.read(self.name, self._box)
-        return (
-            torch.from_numpy(raw.view(np.uint8).reshape(-1))
-            .view(getattr(torch, self.dtype))
-            .reshape(self.shape)
-        )
-
-    def __repr__(self) -> str:
-        return f"LogicalTensor({self.name}, {list(self.shape)}, {self.dtype})"
+    def _read(self, buffer: np.ndarray | None = None) -> np.ndarray:
+        return self._reader.read(self.name, self._box, buffer)
 
 
 class Reader(Mapping[str, "LogicalTensor"]):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from mckpt.conversion.target import Target
 from mckpt.errors import counted, printable, shown
 from mckpt.execute.ranks import Ranks
 from mckpt.geometry.box import Layout, gaps
-from mckpt.geometry.join import Joined
+from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.progress import OnProgress, watched
 from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
@@ -30,6 +30,25 @@ if TYPE_CHECKING:
     from threading import Event
 
     from mckpt.conversion.done import Verdict
+
+
+class PlannedCopy(NamedTuple):
+    """One copy of a plan: a grid of `shape` elements that are cast on their way from one file into
+    another. Element [i, j] lies i * strides[0] + j * strides[1] elements behind the offset.
+    """
+
+    tensor: str  # the logical tensor that the elements belong to
+    source: str  # path of the file
+    source_offset: int  # bytes
+    source_strides: tuple[int, int]  # elements
+    source_dtype: str
+    target: str  # path of the file, relative to the new checkpoint
+    target_offset: int  # bytes
+    target_strides: tuple[int, int]  # elements
+    target_dtype: str
+    shape: tuple[int, int]
+    added: float  # a number that is added to each value
+    scaled: bool  # whether the elements of one side are quantised: values are codes times scales
 
 
 @dataclass(eq=False)
@@ -56,6 +75,28 @@ class Plan:
     def nbytes(self) -> int:
         """Returns the size of all files to be written, in bytes."""
         return sum(o.size for o in self.outputs)
+
+    def copies(self) -> Iterator[PlannedCopy]:
+        """Yields all copies, in the order of the source files. A large plan has a million."""
+        sources, outputs = self.source.layout.files, self.outputs
+        for row in self.joined.copies:
+            c = dict(zip(COPY.names or (), row.item(), strict=True))
+            cast = self.joined.casts[c["cast"]]
+            wide, width = dtypes.itemsize(cast.source), dtypes.itemsize(cast.target)
+            yield PlannedCopy(
+                self.joined.name(c["tensor"]),
+                str(sources[c["src_file"]]),
+                c["src_at"],
+                (c["src_pitch"] // wide, c["src_step"] // wide),
+                cast.source,
+                outputs[c["dst_file"]].path,
+                c["dst_at"],
+                (c["dst_pitch"] // width, c["dst_step"] // width),
+                cast.target,
+                (c["rows"], c["run"]),
+                cast.offset,
+                c["grid"] != UNSCALED,
+            )
 
     def json(self) -> dict[str, Any]:
         """Returns the plan as plain data."""
