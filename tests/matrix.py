@@ -1,4 +1,4 @@
-"""Makes docs/judges.md and the README's table of families from what the judges found.
+"""Makes docs/judges.md and the table of docs/models.md from what the judges found.
 
     JUDGED=$PWD/judged.jsonl .ci/run        # all tests, with both versions of megatron-core
     python -m tests.matrix judged.jsonl
@@ -21,10 +21,10 @@ from mckpt import mapping
 from tests import made_models, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, PAGE, README = (
-    ROOT / name for name in ("docs/judged.json", "docs/judges.md", "README.md")
+RESULTS, PAGE, MODELS = (
+    ROOT / name for name in ("docs/judged.json", "docs/judges.md", "docs/models.md")
 )
-# the README's table is between these two lines
+# the table of docs/models.md is between these two lines
 BEGIN, CLOSE = "<!-- table: tests/matrix.py writes it -->\n", "\n<!-- end -->\n"
 KEYS = ("judge", "case", "dialect", "format", "megatron_core")
 Row = dict[str, Any]  # a line that tests.judging.record writes
@@ -133,7 +133,9 @@ def page(results: list[Row]) -> str:
 
 
 def families(results: list[Row]) -> str:
-    """Returns the README's table: every architecture, and its strongest judge in each dialect."""
+    """Returns the table of docs/models.md: every architecture, and its strongest judge in each
+    dialect.
+    """
     judged: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for result in results:
         architecture = _config(result["case"])["architectures"][0]
@@ -164,9 +166,9 @@ def strongest(results: list[Row]) -> str:
     return f"{judge}, {worst:.1e}" if worst else judge
 
 
-def with_families(readme: str, results: list[Row]) -> str:
-    """Returns the text of the README with this table in place of its own."""
-    head, _, rest = readme.partition(BEGIN)
+def with_families(text: str, results: list[Row]) -> str:
+    """Returns the text of docs/models.md with this table in place of its own."""
+    head, _, rest = text.partition(BEGIN)
     return head + BEGIN + families(results) + CLOSE + rest.partition(CLOSE)[2]
 
 
@@ -202,7 +204,7 @@ def write(results: list[Row]) -> None:
     lines = ",\n".join(json.dumps(result) for result in results)
     RESULTS.write_text(f"[\n{lines}\n]\n")
     PAGE.write_text(page(results))
-    README.write_text(with_families(README.read_text(), results))
+    MODELS.write_text(with_families(MODELS.read_text(), results))
 
 
 def joined(new: list[Row], old: list[Row]) -> list[Row]:

@@ -26,7 +26,7 @@ import pytest
 from mckpt.geometry.packing import PACKINGS
 from mckpt.mapping import reading, rule_reading
 from mckpt.mapping.hub import FOLDER
-from tests import made_models, matrix
+from tests import cli_page, made_models, matrix
 from tests.test_family_models import ENCODERS, UNLOADABLE
 from tests.tiny import CASES
 
@@ -257,8 +257,47 @@ def test_the_tables_are_those_of_the_last_judged_run_and_of_the_families() -> No
     """`python -m tests.matrix` writes them again after a family's text has changed."""
     results = matrix.read()
     assert (ROOT / "docs" / "judges.md").read_text() == matrix.page(results)
-    readme = (ROOT / "README.md").read_text()
-    assert readme == matrix.with_families(readme, results)
+    models = matrix.MODELS.read_text()
+    assert models == matrix.with_families(models, results)
+
+
+def test_the_reference_of_commands_is_that_of_the_program() -> None:
+    assert cli_page.PAGE.read_text() == cli_page.page(), "run: python -m tests.cli_page"
+
+
+def test_every_link_and_every_page_that_a_text_names_exists() -> None:
+    texts = [
+        *PAGES,
+        ROOT / "CHANGELOG.md",
+        *ROOT.glob("examples/*.md"),
+        *ROOT.glob("benchmarks/*.md"),
+    ]
+    texts += [
+        path for part in ("mckpt", "mappings", "tests") for path in ROOT.glob(f"{part}/**/*.py")
+    ]
+    wrong = []
+    for path in texts:
+        text = path.read_text()
+        named = {ROOT / name for name in re.findall(r"\bdocs/[\w-]+\.(?:md|json)\b", text)}
+        if path.suffix == ".md":
+            links = re.findall(r"\]\((?!\w+:)([^)#]*)", text)
+            named |= {path.parent / link for link in links if link}
+        wrong += [f"{path.relative_to(ROOT)} names {one}" for one in named if not one.exists()]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_anchor_of_a_link_is_a_heading() -> None:
+    for path in PAGES:
+        for link, anchor in re.findall(r"\]\((?!\w+:)([^)#]*)#([^)]+)\)", path.read_text()):
+            page = path.parent / link if link else path
+            heads = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+            slugs = {re.sub(r"[^\w -]", "", head).lower().replace(" ", "-") for head in heads}
+            assert anchor in slugs, f"{path.name}: {link}#{anchor}"
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", (ROOT / "docs" / "index.md").read_text()))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"index.md"}
 
 
 @pytest.mark.skipif("JUDGED" in os.environ, reason="this run makes the results for the tables")

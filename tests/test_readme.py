@@ -45,9 +45,11 @@ def test_ci_runs_the_judges_with_the_newest_megatron_core_too() -> None:
         )
 
 
-def test_the_readme_names_every_command_and_no_other() -> None:
-    named = set(re.findall(r"^mckpt ([a-z-]+)", README, re.M))
-    assert named == set(cli.commands)
+def test_the_readme_is_short_and_names_no_command_that_does_not_exist() -> None:
+    assert len(README.encode()) <= 8192
+    named = set(re.findall(r"(?:^|`)mckpt ([a-z-]+)", README, re.M))
+    assert len(named) > 8
+    assert not named - set(cli.commands)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_every_command_has_help(command: tuple[str, ...]) -> None:
     assert len(result.output.splitlines()) > 4
 
 
-def test_every_exit_code_is_in_the_readme() -> None:
+def test_every_exit_code_is_in_its_table() -> None:
     from mckpt import errors
 
     codes = {
@@ -69,5 +71,5 @@ def test_every_exit_code_is_in_the_readme() -> None:
         if isinstance(e, type) and issubclass(e, errors.MckptError)
     }
     assert codes | {0, 1, 129, 130, 143} == {
-        int(c) for c in re.findall(r"^\| (\d+) \|", README, re.M)
+        int(c) for c in re.findall(r"^\| (\d+) \|", (ROOT / "docs/exit-codes.md").read_text(), re.M)
     }

@@ -74,7 +74,7 @@ name_variables(cli)
 
 
 def main() -> None:
-    """Runs `mckpt`, reports an error on stderr, and exits with its code (README, Exit codes)."""
+    """Runs `mckpt`, reports an error on stderr, and exits with its code (docs/exit-codes.md)."""
     # numpy starts a thread for each core when it is imported, and mckpt uses none of them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # A plan has 10**6 objects that live until the end. Walking them in each collection took a tenth
