@@ -398,6 +398,7 @@ def test_conversions_import_nothing_heavy(tiny_model: TinyModel, tmp_path: Path)
         ["diff", a, b, "--atol", "0"],
         ["inspect", b, "--megatron-args"],
         ["mappings", "list"],
+        ["doctor"],
         ["mappings", "show", "llama"],
     ]
     python(COMMANDS.format(heavy=HEAVY), json.dumps(lines))

@@ -26,7 +26,7 @@ import pytest
 from mckpt.geometry.packing import PACKINGS
 from mckpt.mapping import reading, rule_reading
 from mckpt.mapping.hub import FOLDER
-from tests import cli_page, made_models, matrix
+from tests import made_models, matrix
 from tests.test_family_models import ENCODERS, UNLOADABLE
 from tests.tiny import CASES
 
@@ -259,10 +259,6 @@ def test_the_tables_are_those_of_the_last_judged_run_and_of_the_families() -> No
     assert (ROOT / "docs" / "judges.md").read_text() == matrix.page(results)
     models = matrix.MODELS.read_text()
     assert models == matrix.with_families(models, results)
-
-
-def test_the_reference_of_commands_is_that_of_the_program() -> None:
-    assert cli_page.PAGE.read_text() == cli_page.page(), "run: python -m tests.cli_page"
 
 
 def test_every_link_and_every_page_that_a_text_names_exists() -> None:

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from mckpt.cli import cli
+from tests import cli_page
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -50,6 +51,10 @@ def test_the_readme_is_short_and_names_no_command_that_does_not_exist() -> None:
     named = set(re.findall(r"(?:^|`)mckpt ([a-z-]+)", README, re.M))
     assert len(named) > 8
     assert not named - set(cli.commands)
+
+
+def test_the_reference_of_commands_is_that_of_the_program() -> None:
+    assert cli_page.PAGE.read_text() == cli_page.page(), "run: python -m tests.cli_page"
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from mckpt.cli.check import check
 from mckpt.cli.compat import compat
 from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
 from mckpt.cli.diff import diff
+from mckpt.cli.doctor import doctor
 from mckpt.cli.echo import document, echo
 from mckpt.cli.environment import name_variables, refuse_unknown, set_by
 from mckpt.cli.inspect import inspect
@@ -68,6 +69,7 @@ for _command in (
     run_job,
     compat,
     mappings,
+    doctor,
 ):
     cli.add_command(_command)
 name_variables(cli)
