@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 
 from mckpt import formats
 from mckpt.checking import checking
-from mckpt.checkpoint import comparison
-from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint import checkpoint, comparison
 from mckpt.checkpoint.known import Known
 from mckpt.conversion import planning, pushing
 from mckpt.conversion.plan import Plan
@@ -32,7 +31,36 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
-Source = Union[str, Path, Checkpoint]  # noqa: UP007
+    from mckpt.conversion.hf_tensors import HfTensors
+
+
+class Checkpoint(checkpoint.Checkpoint):
+    """A checkpoint of any format, as a mapping of its logical tensors, which are neither fused nor
+    sharded.
+
+    `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else.
+    """
+
+    def hf_tensors(self) -> HfTensors:
+        """Returns the tensors that the Hugging Face directory of this model has, by name: those
+        that `convert` with format="hf" would write, byte for byte. Reads headers only.
+
+        Raises the errors of that conversion, such as MappingError for a model that no family
+        computes, and UsageError if several do: `open` then needs `family` or `like`.
+        """
+        from mckpt.conversion.hf_tensors import HfTensors
+
+        return HfTensors(self)
+
+    def hf_config(self) -> dict[str, Any]:
+        """Returns the config.json that the Hugging Face directory of this model has.
+
+        Raises the errors of `hf_tensors`.
+        """
+        return self.hf_tensors().config
+
+
+Source = Union[str, Path, checkpoint.Checkpoint]  # noqa: UP007
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -312,11 +340,11 @@ def push(
 # -------------------------------------------------------------------------- keywords -> dataclasses
 
 
-def _opened(source: Source) -> Checkpoint:
-    return source if isinstance(source, Checkpoint) else Checkpoint(source)
+def _opened(source: Source) -> checkpoint.Checkpoint:
+    return source if isinstance(source, checkpoint.Checkpoint) else Checkpoint(source)
 
 
-def _target(source: Checkpoint, options: Mapping[str, Any]) -> Target:
+def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target:
     """Returns the target that the keywords describe."""
     given = {name: value for name, value in options.items() if value is not None}
     sizes = {name: given[name] for name in _SIZES if name in given}
@@ -348,7 +376,7 @@ def _place(options: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _write(
-    source: Checkpoint,
+    source: checkpoint.Checkpoint,
     dst: str | Path,
     target: Target,
     options: Mapping[str, Any],

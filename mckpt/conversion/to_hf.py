@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
@@ -51,15 +51,22 @@ from mckpt.mapping import MappingFile
 from mckpt.storage.files import TargetFile, mode_of, read_file
 
 
-def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
-    """Returns the plan of a Hugging Face directory.
+class Export(NamedTuple):
+    """The Hugging Face directory that a checkpoint becomes."""
+
+    source: Checkpoint  # with the padding rows, if they are kept
+    wanted: Wanted
+    config: bytes  # content of config.json
+    inexact: dict[str, str]  # features that the user accepts to lose: name -> reason
+    notes: list[str]
+
+
+def export_of(source: Checkpoint, target: Target) -> Export:
+    """Returns the description of a Hugging Face directory.
 
     config.json is copied from the directory that describes the model. If there is none, it is made
     from the dims.
     """
-    tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
-    if not source.known.like:
-        refuse_changed(source, side_files(Path(tokenizer)).kept if tokenizer else ())
     if target.keep_padding:
         source = source.padded() or source
     _ = source.layout  # damage is reported before dims that do not fit
@@ -90,6 +97,15 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         text = _json({**json.loads(text), QUANTISED: how})
         said = WRITTEN[target.quantize].said()
         notes.append(f"the weights of linear layers are written as {said}; they are rounded")
+    return Export(source, wanted, text, inexact, [note, *notes])
+
+
+def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
+    """Returns the plan of a Hugging Face directory."""
+    tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
+    if not source.known.like:
+        refuse_changed(source, side_files(Path(tokenizer)).kept if tokenizer else ())
+    source, wanted, text, inexact, notes = export_of(source, target)
     layout, outputs = destination.format.lay_out(wanted)
     kept = mapping_to_keep(source)
     if kept is not None:
@@ -106,9 +122,9 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         source,
         source,
         target,
-        family,
+        wanted.names.mapping,
         inexact,
-        [note, *notes, *shifted(joined)],
+        [*notes, *shifted(joined)],
         max_shard_size=target.max_shard_size,
         **({"quantize": target.quantize} if target.quantize else {}),
         config=hashlib.sha256(text).hexdigest(),

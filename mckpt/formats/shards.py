@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mckpt.lazy import numpy as np
@@ -68,6 +69,15 @@ def place(rows: list[Row], most: int, stem: str) -> Placed:
     at += np.array([len(heads[f]) for f in file_of])
     outputs = [TargetFile.headed(n, h, e) for n, h, e in zip(names, heads, ends, strict=True)]
     return Placed(names, np.array(file_of, "i4"), at, outputs)
+
+
+def tensors_of(output: TargetFile) -> Iterator[tuple[Row, int]]:
+    """Yields the tensors of a file that `place` made, and the byte at which each starts."""
+    ((_, head),) = output.fixed(None)
+    for key, entry in json.loads(head[struct.calcsize("<Q") :]).items():
+        if key != "__metadata__":
+            row = Row(key, dtypes.OF_SAFETENSORS[entry["dtype"]], tuple(entry["shape"]))
+            yield row, len(head) + entry["data_offsets"][0]
 
 
 def cut(sizes: list[int], most: int) -> list[int]:
