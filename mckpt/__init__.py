@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mckpt import errors
+from mckpt.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mckpt.api import (
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
         repair,
         reshard,
     )
-    from mckpt.conversion.plan import PlannedCopy
+    from mckpt.conversion.plan_data import PlannedCopy
     from mckpt.progress import Progress
     from mckpt.verification.levels import verify
     from mckpt.verification.verdict import Verdict
 
-__version__ = "0.1.0"
 __all__ = [
     "Checkpoint",
     "Parallel",
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     homes = {
-        "PlannedCopy": "conversion.plan",
+        "PlannedCopy": "conversion.plan_data",
         "Progress": "progress",
         "Verdict": "verification.verdict",
         "verify": "verification.levels",

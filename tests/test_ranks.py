@@ -363,7 +363,7 @@ def test_a_destination_without_permission_is_refused(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Root may write everywhere, so the test replaces os.access."""
-    planned = mckpt.plan(source, tmp_path / "a" / "out", helps=True)
+    planned = mckpt.plan(source, tmp_path / "a" / "out")
     monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
     with pytest.raises(errors.StorageError, match=f"no permission to write to {tmp_path}$"):
         planned.destination.refuse(planned.destination.staging_directory("x"), "")

@@ -406,9 +406,9 @@ def _run(
     planned: Plan, settings: dict[str, Any], ranks: Any, num_workers: int, as_json: bool
 ) -> dict[str, Any]:
     """Runs the plan as rank 0, with workers and progress; returns the manifest."""
-    from mckpt import launching
+    from mckpt.execute.workers import workers
 
-    others = launching.workers(ranks, num_workers, lambda rank: planned.run(**settings, ranks=rank))
+    others = workers(ranks, num_workers, lambda rank: planned.run(**settings, ranks=rank))
     try:
         with others as all_ranks, progress.showing("writing", as_json) as shown:
             return planned.run(

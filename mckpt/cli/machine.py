@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from mckpt import __version__, mapping
+from mckpt import mapping
 from mckpt.errors import MckptError
+from mckpt.version import __version__
 
 # Packages that no extra requires. Transformer Engine has a package for each version of CUDA.
 OTHERS = ("transformer-engine", "transformer-engine-cu12", "transformer-engine-cu13")

@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from mckpt import __version__, errors
+from mckpt import errors
 from mckpt.cli import signals
 from mckpt.cli.check import check
 from mckpt.cli.compat import compat
@@ -32,6 +32,7 @@ from mckpt.cli.train import train
 from mckpt.cli.verify import verify
 from mckpt.errors import MckptError, StorageError, Unprinted, UsageError
 from mckpt.storage import stand_in
+from mckpt.version import __version__
 
 INTERNAL_ERROR = 70
 SIGNALLED = 128  # the exit code of an interrupted command, less the number of the signal

@@ -7,19 +7,16 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mckpt.checkpoint.description import changed_files
 from mckpt.conversion.identity import State, key_of
+from mckpt.conversion.plan_data import PlanData
 from mckpt.errors import StorageError, shown
 from mckpt.execute.checksums import KINDS
 from mckpt.storage import stand_in
 from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
-
-if TYPE_CHECKING:
-    from mckpt.conversion.plan import Plan
-
 
 MEMORY = 64 << 20  # bytes of the buffers of a comparison
 
@@ -35,7 +32,7 @@ class Verdict(NamedTuple):
 
 
 def judge(
-    plan: Plan, look: bool = True, tell: Callable[[str], None] = lambda text: None
+    plan: PlanData, look: bool = True, tell: Callable[[str], None] = lambda text: None
 ) -> Verdict:
     """Tells whether the destination holds what this plan would write: made by the same plan of the
     same source, with every file there in its size.
@@ -67,7 +64,7 @@ def judge(
     return Verdict(None, f"The source differs: {plan.source.path} has other values now")
 
 
-def settle(plan: Plan, verdict: Verdict) -> None:
+def settle(plan: PlanData, verdict: Verdict) -> None:
     """Does what is left of the run that made the destination, if it was killed: the tracker, and
     its staging directory. Then notes the state of the source, for which the content was the same.
     """
@@ -82,7 +79,7 @@ def settle(plan: Plan, verdict: Verdict) -> None:
         _note(destination.path / MANIFEST, known, str(state))
 
 
-def differing(plan: Plan, folder: Path, checksum: str, max_memory: int) -> str:
+def differing(plan: PlanData, folder: Path, checksum: str, max_memory: int) -> str:
     """Returns the path of a file in `folder` that differs from what the plan would write now, ""
     if there is none.
     """
@@ -110,7 +107,7 @@ def _was_changed(path: str, stated: Mapping[str, Any] | None) -> bool:
     return bool(wanted) and checksum_of(path, wanted.partition(":")[0]) != wanted
 
 
-def _other_plan(plan: Plan, manifest: Mapping[str, Any]) -> str:
+def _other_plan(plan: PlanData, manifest: Mapping[str, Any]) -> str:
     """Returns a sentence on the facts in which the plan of a manifest is another one."""
     facts = json.loads(shown(json.dumps(plan.facts)))
     apart = [name for name, value in facts.items() if manifest.get(name) != value]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mckpt import __version__, mapping
+from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_casts
@@ -23,6 +23,7 @@ from mckpt.formats.megatron.optimizer import holds_state, is_state
 from mckpt.geometry.join import Joined
 from mckpt.mapping import MappingFile
 from mckpt.values import dtypes, quantisation
+from mckpt.version import __version__
 
 
 def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:

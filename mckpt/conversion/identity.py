@@ -9,13 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from mckpt.conversion.plan_data import PlanData
 from mckpt.storage import stand_in
 from mckpt.storage.files import Stamp, stamp
-
-if TYPE_CHECKING:
-    from mckpt.conversion.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -25,7 +22,7 @@ class State:
     stamps: Sequence[Stamp]
 
     @classmethod
-    def of(cls, plan: Plan, refresh: bool = False) -> State:
+    def of(cls, plan: PlanData, refresh: bool = False) -> State:
         """Looks at the files; with `refresh` also at the stores in which they are."""
         files = [*plan.source.layout.files, *map(str, plan.copied)]
         if refresh:
@@ -43,7 +40,7 @@ class State:
         return _digest([one.shared for one in self.stamps])
 
 
-def key_of(plan: Plan, checksum: str, shared: str) -> str:
+def key_of(plan: PlanData, checksum: str, shared: str) -> str:
     """Returns a digest of the bytes that a run writes; the same command has the same one, on all
     its ranks.
 

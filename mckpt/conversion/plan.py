@@ -1,29 +1,14 @@
-"""The plan of a conversion: all copies and files as data, proved from headers."""
+"""A plan with the methods that run it. The modules that do so are imported on first use."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.destination import Destination
-from mckpt.conversion.side_files import SideFiles
-from mckpt.conversion.target import Target
-from mckpt.errors import counted, printable, shown
+from mckpt.conversion.plan_data import PlanData
 from mckpt.execute.ranks import Ranks
-from mckpt.geometry.box import Layout, gaps
-from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.progress import OnProgress, watched
 from mckpt.storage import stand_in
-from mckpt.storage.files import TargetFile
-from mckpt.values import dtypes
 from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -32,161 +17,8 @@ if TYPE_CHECKING:
     from mckpt.conversion.done import Verdict
 
 
-class PlannedCopy(NamedTuple):
-    """One copy of a plan: a grid of `shape` elements that are cast on their way from one file into
-    another. Element [i, j] lies i * strides[0] + j * strides[1] elements behind the offset.
-    """
-
-    tensor: str  # the logical tensor that the elements belong to
-    source: str  # path of the file
-    source_offset: int  # bytes
-    source_strides: tuple[int, int]  # elements
-    source_dtype: str
-    target: str  # path of the file, relative to the new checkpoint
-    target_offset: int  # bytes
-    target_strides: tuple[int, int]  # elements
-    target_dtype: str
-    shape: tuple[int, int]
-    added: float  # a number that is added to each value
-    scaled: bool  # whether the elements of one side are quantised: values are codes times scales
-
-
-@dataclass(eq=False)
-class Plan:
+class Plan(PlanData):
     """A conversion that is proved from headers alone. Nothing is written before `run`."""
-
-    source: Checkpoint
-    destination: Destination
-    target: Target
-    joined: Joined
-    layout: Layout
-    outputs: list[TargetFile]
-    side: SideFiles
-    copied: list[Path]  # the source files that are copied whole
-    facts: dict[str, Any]  # the content of the manifest
-    remarks: list[str]  # sentences for the user on files that the output does not have
-
-    @cached_property
-    def digest(self) -> str:
-        """Returns a digest of everything that determines the bytes of the output."""
-        return hashlib.sha256(shown(json.dumps(self.facts, sort_keys=True)).encode()).hexdigest()
-
-    @property
-    def nbytes(self) -> int:
-        """Returns the size of all files to be written, in bytes."""
-        return sum(o.size for o in self.outputs)
-
-    def copies(self) -> Iterator[PlannedCopy]:
-        """Yields all copies, in the order of the source files. A large plan has a million."""
-        sources, outputs = self.source.layout.files, self.outputs
-        for row in self.joined.copies:
-            c = dict(zip(COPY.names or (), row.item(), strict=True))
-            cast = self.joined.casts[c["cast"]]
-            wide, width = dtypes.itemsize(cast.source), dtypes.itemsize(cast.target)
-            yield PlannedCopy(
-                self.joined.name(c["tensor"]),
-                str(sources[c["src_file"]]),
-                c["src_at"],
-                (c["src_pitch"] // wide, c["src_step"] // wide),
-                cast.source,
-                outputs[c["dst_file"]].path,
-                c["dst_at"],
-                (c["dst_pitch"] // width, c["dst_step"] // width),
-                cast.target,
-                (c["rows"], c["run"]),
-                cast.offset,
-                c["grid"] != UNSCALED,
-            )
-
-    def json(self) -> dict[str, Any]:
-        """Returns the plan as plain data."""
-        copies = self.joined.copies
-        padding = sum(
-            int(gaps(s.pieces, s.numel)[0][:, 1].sum()) * len(s) * dtypes.itemsize(s.dtype)
-            for s in self.layout.stored
-            if s.padding
-        )
-        moved = (
-            np.bincount(copies["cast"], copies["rows"] * copies["run"], len(self.joined.casts))
-            .astype("i8")
-            .tolist()
-        )
-        return {
-            "source": {
-                "path": str(self.source.path),
-                "format": self.source.format,
-                "files": len(self.source.layout.files),
-                "tensors": len(self.source),
-                "parallel": str(self.source.parallel),
-                "mapping": self.source.mapping.name,
-            },
-            "target": {
-                "path": str(self.destination.path),
-                "format": self.target.format,
-                "parallel": str(self.target.parallel),
-                "mapping": self.facts["mapping"]["name"],
-                "tensors": sum(map(len, self.layout.stored)),
-                "files": [{"path": o.path, "bytes": o.size} for o in self.outputs],
-                "bytes": self.nbytes,
-            },
-            "copies": len(copies),
-            "casts": {
-                f"{a} -> {b}": n
-                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
-                if a != b and not offset
-            },
-            "offsets": {
-                f"{a} {offset:+g} -> {b}": n
-                for (a, b, offset), n in zip(self.joined.casts, moved, strict=True)
-                if offset
-            },
-            "padding_bytes": int(padding),
-            "carried": self.facts.get("carried"),
-            "ignored": dict(_short(self.source.layout.ignored)),
-            "optimizer": self.facts.get("optimizer"),
-            "left_behind": self.facts.get("left_behind", self.source.left_behind()),
-            "inexact": self.facts["inexact"],
-            "notes": [*self.facts["notes"], *self.remarks],
-            "plan": self.digest,
-        }
-
-    def summary(self) -> str:
-        """Returns the plan as text for people."""
-        p = self.json()
-        s, t = p["source"], p["target"]
-        sizes = [  # a Hugging Face directory is not sharded
-            f", {self.source.parallel}" * self.source.is_megatron,
-            f", {self.target.parallel}" * self.destination.format.megatron,
-        ]
-        lines = [
-            (
-                f"{s['format']} {s['path']} ({s['mapping']}{sizes[0]}):"
-                f" {counted(s['tensors'], 'logical tensor')} in {counted(s['files'], 'file')}"
-            ),
-            (
-                f"  -> {t['format']} {t['path']} ({t['mapping']}{sizes[1]}):"
-                f" {counted(t['tensors'], 'stored tensor')}, {counted(len(t['files']), 'file')},"
-                f" {t['bytes']:,} bytes"
-            ),
-            (
-                f"{p['copies']:,} copies; every element of the target is written exactly once;"
-                " every element of the source is used or listed below as ignored"
-            ),
-        ]
-        lines += [f"cast {k}: {n:,} elements" for k, n in p["casts"].items()]
-        lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(
-            p["padding_bytes"]
-        )
-        if held := p["carried"]:
-            lines.append(
-                f"carried unchanged: {counted(held['tensors'], 'tensor')}, {held['bytes']:,} bytes"
-            )
-        if state := p["optimizer"]:
-            lines += _optimizer_lines(state, not self.destination.helps)
-        lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]
-        lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
-        lines += [f"inexact: {text}" for text in p["inexact"].values()]
-        return "\n".join(map(printable, lines + p["notes"]))
 
     def judge(self, tell: Callable[[str], None] = lambda text: None) -> Verdict:
         """Tells whether the destination holds already what `run` would write.
@@ -213,7 +45,7 @@ class Plan:
 
         Reads the padding of the vocabulary, and the tensors that have copies.
         """
-        from mckpt.conversion.run import dropped
+        from mckpt.conversion.moving import dropped
 
         self.destination.check()
         self.side.check_unchanged()
@@ -244,7 +76,7 @@ class Plan:
         core. engine: "ray" lets the nodes of a Ray cluster copy (docs/scale.md); both numbers are
         then those of each process there. tell: called with notes for the user that are not errors.
         """
-        from mckpt.conversion.run import How, cluster_of
+        from mckpt.conversion.moving import How, cluster_of
 
         if stand_in.of(self.destination.root) is None:
             from mckpt.conversion.run import run
@@ -262,43 +94,3 @@ class Plan:
             tell,
         )
         return run(self, how, ranks or Ranks())
-
-
-def _optimizer_lines(state: Mapping[str, Any], compared: bool) -> Iterator[str]:
-    """Yields sentences on the optimizer that is kept; `state` is its entry in the manifest.
-
-    compared: whether the master copies are compared with the weights already.
-    """
-    proved = f"; of {counted(state['proved'], 'weight')} the master copy, when rounded, " + (
-        "will be compared with the weight"
-        if not compared
-        else "is the weight within the precision of fp16"
-        if state.get("half")
-        else "is the weight bit for bit"
-    )
-    yield (
-        f"optimizer ({state['stored_as']}): {', '.join(state['states'])} are kept"
-        + proved * bool(state["proved"])
-    )
-    if found := state.get("loss_scalers"):
-        yield "loss scaler: " + ", ".join(f"{k} {v:g}" for k, v in found[0].items()) + " are kept"
-    if state.get("no_loss_scaler"):
-        yield (
-            "loss scaler: the run trained in fp16, and its checkpoint has none, so training goes on"
-            " with --initial-loss-scale"
-        )
-    if num := state["unproved"]:
-        yield f"{counted(num, 'weight')} have no master copy that could prove their states' names"
-    if without := state["without"]:
-        yield f"parameters without optimizer state: {', '.join(without[:8])}" + (
-            f" and {len(without) - 8:,} more" * (len(without) > 8)
-        )
-
-
-def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields the ignored keys and their reasons; keys with the same reason are counted."""
-    by_reason: dict[str, list[str]] = {}
-    for key, why in ignored.items():
-        by_reason.setdefault(why, []).append(key)
-    for why, keys in by_reason.items():
-        yield (keys[0] if len(keys) == 1 else f"{keys[0]} and {len(keys) - 1:,} more"), why

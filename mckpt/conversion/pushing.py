@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mckpt import __version__
 from mckpt.checkpoint import description
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError, UsageError
@@ -19,6 +18,7 @@ from mckpt.formats.hf_files import INDEX
 from mckpt.storage import hub
 from mckpt.storage.files import stamp_to_copy
 from mckpt.storage.staging import MANIFEST, unfinished
+from mckpt.version import __version__
 
 # {iteration}, or with a width: {iteration:07d}
 _ITERATION = re.compile(r"\{iteration(:0?\d*d)?\}")

@@ -3,70 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from mckpt.conversion import done
 from mckpt.conversion.identity import State, key_of
+from mckpt.conversion.moving import How, check_unchanged, dropped, manifest_of, move
+from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.publishing import publish
-from mckpt.errors import DestinationError, SourceError, StorageError, UsageError
-from mckpt.execute.checksums import KINDS
-from mckpt.execute.engine import Cluster, Overflow, execute
+from mckpt.errors import DestinationError, StorageError
 from mckpt.execute.ranks import Gone, Ranks, Session
-from mckpt.execute.ray_tasks import RayCluster
-from mckpt.geometry.join import Joined
-from mckpt.progress import OnProgress
-from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import MANIFEST, discard, in_place
 
-if TYPE_CHECKING:
-    from mckpt.conversion.plan import Plan
 
-
-OWN_HEAD = (
-    "config.json says that the embedding is also the output layer (tied). transformers 5 ignores"
-    " that where the output layer of the file differs, and uses both; transformers 4 ignores the"
-    " output layer of the file. For the first give --set tied=false; for the second remove that"
-    " tensor."
-)
-
-
-@dataclass(frozen=True)
-class How:
-    """The settings of one run of a plan. `Plan.run` explains them."""
-
-    max_memory: int  # bytes
-    threads: int
-    checksum: str
-    allow_overflow: bool
-    resume: bool
-    check_replicas: bool
-    cluster: Cluster | None
-    progress: OnProgress | None
-    tell: Callable[[str], None]
-
-    def __post_init__(self) -> None:
-        if type(self.threads) is not int or self.threads < 0:
-            raise UsageError(f"threads is {self.threads!r}, and must be a whole number from 0 on")
-        if self.checksum not in KINDS:
-            raise UsageError(f"checksum is {self.checksum!r}, and must be {' or '.join(KINDS)}")
-
-
-def cluster_of(engine: str) -> Cluster | None:
-    """Returns the machines that `engine` names, None if this process does the work itself."""
-    if engine == "ray":
-        return RayCluster()
-    if engine != "local":
-        raise UsageError(f"engine {engine!r}: is neither local nor ray")
-    return None
-
-
-def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
+def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
     before = State.of(plan)
     key = key_of(plan, how.checksum, before.shared)
@@ -98,45 +48,7 @@ def run(plan: Plan, how: How, ranks: Ranks) -> dict[str, Any]:
     return manifest
 
 
-def check_unchanged(plan: Plan, before: State, look: Callable[[], str] | None = None) -> State:
-    """Returns the state of the source files now. Raises SourceError if they are not as they were
-    when the run began.
-
-    look: compares what was written with the source, and returns what differs. It decides if the
-    state is another one, as after a chmod.
-    """
-    now = State.of(plan, refresh=True)
-    if now == before or (look and not look() and State.of(plan, refresh=True) == now):
-        return now
-    raise SourceError(
-        f"{plan.source.path}: was changed while it was read; run the command again when"
-        " nothing writes there"
-    )
-
-
-def manifest_of(
-    plan: Plan, state: State, said: Sequence[str], sums: Sequence[str]
-) -> dict[str, Any]:
-    """Returns the content of mckpt.json after a run.
-
-    state: that of the source files. said: the notes on what was dropped. sums: a checksum
-    for each file of the plan.
-    """
-    files = {
-        file.path: {"bytes": file.size, "checksum": checksum}
-        for file, checksum in zip(plan.outputs, sums, strict=True)
-    }
-    return {
-        **plan.facts,
-        "plan": plan.digest,
-        "read": str(state),
-        "dropped": said,
-        "files": files,
-        **plan.side.recorded(),
-    }
-
-
-def _move(plan: Plan, session: Session, how: How) -> list[str]:
+def _move(plan: PlanData, session: Session, how: How) -> list[str]:
     """Copies this rank's share of the bytes; returns the checksum of each file."""
     joined = plan.joined
     return move(
@@ -152,59 +64,7 @@ def _move(plan: Plan, session: Session, how: How) -> list[str]:
     )
 
 
-def move(
-    joined: Joined,
-    sources: Sequence[str],
-    staging: Path,
-    outputs: Sequence[TargetFile],
-    copies: np.ndarray,
-    grids: np.ndarray,
-    how: How,
-    session: Session | None = None,
-    progress: OnProgress | None = None,
-) -> list[str]:
-    """Makes files of a plan in the directory data of `staging`; returns their checksums.
-
-    copies, grids: those of the plan that write `outputs`, with the numbers of these files.
-    """
-    try:
-        return execute(
-            copies,
-            joined.casts,
-            sources,
-            outputs,
-            staging / "data",
-            max_memory=how.max_memory,
-            threads=how.threads,
-            checksum=how.checksum,
-            allow_overflow=how.allow_overflow,
-            grids=grids,
-            session=session,
-            cluster=how.cluster,
-            progress=progress,
-        )
-    except Overflow as e:
-        raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
-
-
-def dropped(plan: Plan, check_replicas: bool) -> list[str]:
-    """Returns sentences on the values that the conversion drops. Raises SourceError if copies of
-    one tensor differ; those of a Megatron source are compared only if `check_replicas`.
-    """
-    source = plan.source
-    look = check_replicas or not source.is_megatron
-    if look and (apart := source.reader.check_replicas()):
-        tied = not source.is_megatron and source.dims["tied"]
-        raise SourceError.of(
-            f"{source.path}: holds different copies of one tensor, and mckpt cannot tell which"
-            " one is right:",
-            apart,
-            OWN_HEAD * tied,
-        )
-    return source.reader.padding()
-
-
-def _help(plan: Plan, session: Session, how: How) -> dict[str, Any]:
+def _help(plan: PlanData, session: Session, how: How) -> dict[str, Any]:
     """Copies the share of a rank other than 0, then waits until rank 0 has published."""
     destination = plan.destination
 

@@ -12,11 +12,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mckpt.conversion.groups import part
 from mckpt.conversion.identity import State
-from mckpt.conversion.run import How, move
+from mckpt.conversion.moving import How, move
+from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Sent, StoreJournal
 from mckpt.errors import SourceError
@@ -24,9 +25,6 @@ from mckpt.execute.engine import KNEE, Step, Tick
 from mckpt.geometry.join import Joined
 from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile, stamp
-
-if TYPE_CHECKING:
-    from mckpt.conversion.plan import Plan
 
 FILES = 2  # files that are sent at the same time, each in several parts
 
@@ -53,7 +51,7 @@ class Sender:
     @classmethod
     def of(
         cls,
-        plan: Plan,
+        plan: PlanData,
         journal: StoreJournal,
         how: How,
         state: State,

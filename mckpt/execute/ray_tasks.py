@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mckpt import __version__, errors
+from mckpt import errors
 from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
 from mckpt.execute.engine import Step, Task, Tick
 from mckpt.execute.mover import Overflow
@@ -25,6 +25,7 @@ from mckpt.execute.ranks import DEAD_S, Ranks, patience
 from mckpt.execute.threads import TICK
 from mckpt.storage import stand_in
 from mckpt.storage.stand_in import StandIn
+from mckpt.version import __version__
 
 # Tasks of a step for each process that the cluster has room for: nodes differ in speed, and the
 # last tasks of a step leave nodes idle.

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
-from mckpt import __version__
 from mckpt.errors import MckptError, MissingExtra, SourceError, StorageError, UsageError
+from mckpt.version import __version__
 
 T = TypeVar("T")
 

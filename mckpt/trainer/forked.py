@@ -9,16 +9,14 @@ would import torch itself.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable
 
-from mckpt.launching import PR_SET_PDEATHSIG
+from mckpt.execute.workers import end_with_parent
 from mckpt.trainer import points
 
 # modules that build.py, load.py and train.py import in their functions
@@ -69,7 +67,7 @@ def fork_ranks(run: Callable[[], None]) -> int:
 
 def _be_rank(rank: int, run: Callable[[], None]) -> None:
     """Calls the function in a fork and ends it."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     code = 1
     try:

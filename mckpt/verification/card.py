@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mckpt import __version__
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.known import Known
 from mckpt.errors import StorageError
@@ -18,6 +17,7 @@ from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.storage.staging import STAGING
 from mckpt.verification.verdict import Verdict, finite
+from mckpt.version import __version__
 
 BLOCK = 1 << 20  # bytes that one thread reads at once
 MOST = 16  # numbers in a list that the card shows

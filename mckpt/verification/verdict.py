@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mckpt import __version__, errors
+from mckpt import errors
 from mckpt.errors import MckptError
 from mckpt.verification.locating import locate, say_where
 from mckpt.verification.measuring import (
@@ -30,6 +30,7 @@ from mckpt.verification.measuring import (
     too_far,
 )
 from mckpt.verification.pair import LISTED, Pair, Values
+from mckpt.version import __version__
 
 # A pass needs fp32 logits that differ by at most 1 / CLEAN tolerances. docs/gpu-verification.md has
 # 295 clean runs; the closest one stayed 4.28 times below its tolerance.
