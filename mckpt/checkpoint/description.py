@@ -215,8 +215,8 @@ def require_vocab_size(
     known: Mapping[str, Any],
     said: Mapping[str, Any],
 ) -> None:
-    """VocabSizeUnknown if neither the args of a checkpoint nor anything else says its unpadded
-    vocab_size.
+    """Raises VocabSizeUnknown if neither the args of a checkpoint nor another source contains its
+    unpadded vocab_size.
     """
     if dialect.said_of("vocab_size", args) or "vocab_size" in {**known, **said}:
         return
@@ -230,9 +230,9 @@ def require_vocab_size(
 
 
 def completed(root: Path, known: Mapping[str, Any]) -> Dims:
-    """The known dims of a checkpoint without args, and the neutral values of all others.
+    """Returns the known dims of a checkpoint without args, and the neutral values of all others.
 
-    UsageError names the dims that have no neutral value.
+    Raises UsageError, which names the dims that have no neutral value.
     """
     dims = mapping.hub().dims
     missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]

@@ -26,7 +26,7 @@ MODEL_ARGS = (
     "num_experts",
     "padded_vocab_size",
 )
-# words of the text form in the place of keys of the JSON
+# labels in the text form for keys of the JSON
 LABELS = {
     "unit": "directory",
     "files": "files with weights",
@@ -108,8 +108,9 @@ def stored_model(directory: Path) -> tuple[dict[str, Any], dict[str, tuple[int, 
 
 
 def check_mapping(file: Path, config: Path | None, model: Path | None = None) -> list[str]:
-    """Lines that describe a family file, and the model of a config.json or of a directory;
-    MappingError where they do not fit.
+    """Returns lines that describe a family file, and the model of a config.json or of a directory.
+
+    Raises MappingError if they do not fit.
     """
     family = mapping.load("hf", str(file))
     lines = [
@@ -178,7 +179,9 @@ def _held_twice(bound: list[Bound]) -> list[str]:
 
 
 def _misfits(file: Path, here: set[str], dialect: MappingFile, dims: Dims) -> list[str]:
-    """Why a dialect cannot hold the logical tensors `here`, or would not compute the same."""
+    """Returns why a dialect cannot hold the logical tensors `here`, or would not compute the same.
+    Empty if it can and does.
+    """
     chosen = {name: values[0] for name, values in dialect.choices.items()}
     names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
     there = {n for b in names.bound() for n in b.rule.of}

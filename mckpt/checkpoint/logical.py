@@ -246,9 +246,9 @@ class Reader(Mapping[str, "LogicalTensor"]):
         return np.array_equal(mine, theirs)
 
     def padding(self) -> list[str]:
-        """Returns a sentence for each stored key that has values of no logical tensor which are not
-        zero: padding of the vocabulary. It says how many rows (or values, of a flat buffer), and
-        the largest one.
+        """Returns a sentence for each stored key whose padding of the vocabulary is not zero. The
+        sentence contains the number of rows (or of values, in a flat buffer) that are not zero, and
+        the largest value.
         """
         found: dict[tuple[str, str], tuple[int, float]] = {}
         for s in self._layout.stored:

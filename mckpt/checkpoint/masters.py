@@ -24,7 +24,8 @@ from mckpt.values.dtypes import itemsize, numpy_dtype
 
 KNOWN = ("adam", "sgd", "muon")  # values of --optimizer
 ORDERS = ("transformer_impl", "experts", "mtp_inner")
-# of a weight that one thread compares at once; with all temporary arrays it holds ten times as much
+# bytes of a weight that one thread compares at a time; with its temporary arrays it needs ten times
+# as much memory
 PROOF_BYTES = 512 << 10
 # Master copies in fp16 have one scale for the shard of a weight, with which its largest element is
 # 2**15. These are the largest differences from the weight: as a share of the weight, the roundings

@@ -43,7 +43,7 @@ class Sent(msgspec.Struct):
     path: str
     bytes: int
     checksum: str
-    version: str  # of the object; "" if the store tells none
+    version: str  # of the object; "" if the store reports none
     run: str  # the id of the run that sent it
 
 

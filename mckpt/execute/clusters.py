@@ -1,5 +1,5 @@
-"""Copies that move together: one buffer that each source byte enters once, and that is written in
-the longest runs.
+"""Copies that move together through one buffer: each source byte is read into it once, and each
+target row is written from it in the longest runs.
 
 Geometry only: no file, no thread.
 
@@ -18,8 +18,8 @@ from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.values import casting, quantisation
 from mckpt.values.dtypes import numpy_dtype
 
-# Bytes between two spans that are read and dropped, rather than starting another read: memcpy moves
-# as many in the 1.5 us of a system call.
+# Up to so many bytes between two spans are read and dropped instead of starting another read:
+# memcpy moves as many in the 1.5 us of a system call.
 GAP = 8 << 10
 # bytes; a transposed source is read in runs of at least this, the page that the kernel reads anyway
 SECTOR = 4 << 10

@@ -205,7 +205,7 @@ def execute(
     if earlier and (there := run.bytes_there()):
         session.tell(continues(there, total))
 
-    moved = False  # all bytes, by all ranks
+    moved = False  # whether all ranks have moved all bytes
 
     def tick() -> None:
         session.beat(run.bytes_done, run.files_done)
@@ -295,18 +295,18 @@ class _Run:
         self.open: dict[int, list[Range]] = {}  # unit that is not done -> the ranges written so far
 
     def copy(self, units: range, tick: Tick) -> None:
-        """Copies those of these units that are not done."""
+        """Copies the units that are not done yet."""
         self.load(units)
         self.crew.each(self.todo(units, self.job.threads), self.targets_of, self.move, tick)
 
     def end(self, files: range, tick: Tick) -> None:
-        """Ends those of these files that are not ended, once all their units are done."""
+        """Ends the files that are not ended yet, once all their units are done."""
         self.load_all(files, tick)
         unended = [file for file in files if self.journal.sum(file) is None]
         self.crew.each(iter(unended), lambda file: frozenset([file]), self.finish, tick)
 
     def load(self, units: range) -> None:
-        """Learns which of these units an earlier run has done."""
+        """Reads from the journal which of these units an earlier run has done."""
         for unit, ranges in self.journal.load(units).items():
             self.done[unit] = ranges
             first, last = np.searchsorted(self.work.slabs["unit"], [unit, unit + 1]).tolist()

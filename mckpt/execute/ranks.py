@@ -4,7 +4,7 @@ each other.
 The processes exchange small files in the staging directory. A shared filesystem is enough: no port,
 no library.
 
-    ranks/{r}    a line that changes while rank r lives; it tells how far the rank is
+    ranks/{r}    a line that changes while rank r lives; it contains the progress of the rank
     done/        the journal: the work that is done, by any rank
 
 A run has steps. Each rank does its share of a step, reports that in its line, and goes on when rank
@@ -77,7 +77,7 @@ class Ranks:
 
     run: identifies the run, "" if the launcher does not.
     local: the number of ranks that share this machine.
-    names: the environment variables that say so, for messages.
+    names: the environment variables that contain rank and size, for messages.
     ended: whether a rank is known to have ended; False if that cannot be known.
     """
 
@@ -96,7 +96,7 @@ class Ranks:
         """
         for rank, size, local, run in LAUNCHERS:
             if rank in environ and size in environ:
-                # Slurm writes 4(x16),2 for its nodes; the number of the first serves for all
+                # Slurm writes 4(x16),2 for its nodes; the number of the first node is used for all
                 here = re.match(r"[1-9]\d*", environ.get(local, ""))
                 try:
                     found = cls(
@@ -158,8 +158,8 @@ class Gone(StorageError):
 class Session:
     """The ranks of one run at work in one staging directory.
 
-    Methods raise the error of another rank that failed. `tell` gets sentences that people should
-    read.
+    Methods raise the error of another rank that failed. `tell` is called with sentences for
+    people.
 
     From `open` or `join` to the end of the `with` block a thread reports that this rank lives,
     whatever the rank is busy with.
@@ -221,7 +221,7 @@ class Session:
 
         finished: whether the run is done and published; its argument is whether rank 0 has been
             silent as long as a dead rank.
-        refuse: raises the error with which rank 0 is refused before it has a place to report it.
+        refuse: raises the error that stops rank 0 before it has a directory in which to report it.
 
         Raises Gone if the run is finished, the error of rank 0 if it failed before this rank came,
         the error of `refuse`, and StorageError if rank 0 does not begin within START_S.

@@ -30,9 +30,9 @@ from mckpt.version import __version__
 # Tasks of a step for each process that the cluster has room for: nodes differ in speed, and the
 # last tasks of a step leave nodes idle.
 PARTS = 8
-# as long as an autoscaler takes to start a node, a cluster may have no node with a CPU
+# for a cluster that has no node with a CPU until its autoscaler has started one
 CORES_UNKNOWN = 1
-ANSWER_S = 10  # seconds; Ray itself knocks for a quarter of an hour where nothing answers
+ANSWER_S = 10  # seconds; Ray itself tries for a quarter of an hour if nothing answers
 
 
 def require() -> None:

@@ -1,1 +1,1 @@
-"""Where bytes live: local files."""
+"""Where bytes are stored: local files, the Hugging Face Hub, object stores."""

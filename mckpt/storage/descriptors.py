@@ -1,5 +1,5 @@
-"""File descriptors for reading: of local files, and of files of a stand-in, whose bytes come from a
-store.
+"""File descriptors for reading local files, and files of a stand-in, whose bytes are downloaded
+from a store.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mckpt.storage.stand_in import Holes
 LONG = 256 << 10
 BLOCK = 1 << 20  # bytes of `blocks`
 
-_remote: dict[int, Holes] = {}  # the descriptors of files that are not here whole
+_remote: dict[int, Holes] = {}  # the descriptors of files that are not completely here
 
 
 def open_file(path: str | Path) -> int:
@@ -39,7 +39,7 @@ def is_remote(fd: int) -> bool:
 
 
 def any_remote(paths: Iterable[str | Path]) -> bool:
-    """Returns whether some of these files are not here whole."""
+    """Returns whether some of these files are not completely on this machine."""
     return any(stand_in.holes(path) is not None for path in paths)
 
 

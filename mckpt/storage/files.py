@@ -58,8 +58,8 @@ def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
 def read_json(path: str | Path, limit: int) -> Any:
     """Returns the content of a small JSON file.
 
-    Raises StorageError if it cannot be read, SourceError if it is too large or not JSON, or has
-    half of a surrogate pair, which no text can be printed with.
+    Raises StorageError if it cannot be read, SourceError if it is too large or not JSON, or
+    contains half of a surrogate pair, which cannot be printed.
     """
     try:
         found = json.loads(read_file(path, limit))
@@ -81,7 +81,7 @@ def checksum_of(data: Path | str | bytes, kind: str = "crc32") -> str:
 
 
 class Made(Protocol):
-    """Bytes that are made when they are written; their number is known before."""
+    """A piece of a file that is made when it is written, and whose size is known before."""
 
     @property
     def nbytes(self) -> int: ...
@@ -101,7 +101,7 @@ class TargetFile(NamedTuple):
     path: str  # in the staging directory
     size: int  # bytes
     fixed: Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]
-    mode: int = 0o666  # permissions, of which the umask takes some away
+    mode: int = 0o666  # permissions, before the umask applies
 
     @classmethod
     def whole(cls, path: str, data: bytes) -> TargetFile:
@@ -155,14 +155,14 @@ class TargetFile(NamedTuple):
 
 
 def mode_of(source: Path) -> int:
-    """Returns the permissions of a copy of a file: nobody else can read it who cannot read the
-    file.
+    """Returns the permissions of a copy of a file: whoever cannot read the file cannot read the
+    copy.
     """
     return os.stat(source).st_mode & 0o666 | 0o600
 
 
 class Stamp(NamedTuple):
-    """Tells the content of a file from what was there before, without reading it."""
+    """Facts about a file that change with its content, and that are known without reading it."""
 
     bytes: int
     mtime: int  # ns; of an object in a store, Object.time
@@ -172,7 +172,7 @@ class Stamp(NamedTuple):
 
     @property
     def shared(self) -> tuple[int, int]:
-        """The part on which all machines agree that see the file."""
+        """The part that is the same on all machines that see the file."""
         return self.bytes, self.mtime
 
 

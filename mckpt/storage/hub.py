@@ -20,8 +20,8 @@ from mckpt.version import __version__
 
 T = TypeVar("T")
 
-# org/name[@revision]; hf:// in front says that no local directory is meant, and Path has made
-# hf:/ of it. Only with hf:// may the organisation be missing.
+# org/name[@revision]; hf:// in front means that this is no local directory; Path turns it into
+# hf:/. Only with hf:// may the organisation be missing.
 _NAME = re.compile(
     r"(?:(?:(?P<scheme>hf:/{1,2})(?:[A-Za-z0-9][\w.-]*/)?)|[A-Za-z0-9][\w.-]*/)"
     r"[A-Za-z0-9_][\w.-]*(?:@[A-Za-z0-9][\w./+-]*)?"
@@ -212,7 +212,7 @@ def upload(
 
     A repeated call sends only large files that the Hub does not have yet.
 
-    stale: whether a file of the branch that is not among `files` is to be removed. Raises the
+    stale: returns whether to remove a file of the branch that is not among `files`. Raises the
     errors of `fetch`, and StorageError if the Hub does not list all files afterwards.
     """
     hub = _library(f"uploading to {name} on the Hugging Face Hub", None)
@@ -258,7 +258,7 @@ def upload(
 
 
 def _library(doing: str, name: Name | None) -> ModuleType:
-    """Returns huggingface_hub, whose log then shows no query of a URL, and which draws progress
+    """Returns huggingface_hub, after it was told to log no queries of URLs and to draw progress
     bars on a terminal only.
     """
     try:
@@ -291,7 +291,7 @@ def _quiet(record: logging.LogRecord) -> bool:
 
 
 def without_queries(text: str) -> str:
-    """Returns a text in which each URL has lost its query, which may contain a signature."""
+    """Returns a text without the queries of its URLs, which may contain a signature."""
     return _QUERY.sub(r"\1?...", text)
 
 
@@ -303,7 +303,7 @@ def _download(name: Name) -> str:
 
 def _retried(name: Name, call: Callable[[], T]) -> T:
     """Calls a function of huggingface_hub, which already repeats some requests itself. Busy servers
-    and lost connections are tried again after WAITS, or when the server says.
+    and lost connections are tried again after WAITS, or after the time that the server asks for.
     """
     for tries, wait in enumerate((*WAITS, None), 1):
         try:
@@ -351,8 +351,8 @@ def _raise(
     response: Any,
     tries: int,
 ) -> NoReturn:
-    """Raises the error to show for one of huggingface_hub, or the same one if it is no error of the
-    Hub, such as a full disk.
+    """Raises the error of mckpt that explains an error of huggingface_hub. An error of another
+    kind, such as a full disk, is raised unchanged.
     """
     from huggingface_hub import constants, errors
 
@@ -392,7 +392,7 @@ def _raise(
     if caused(errors.OfflineModeIsEnabled):
         raise SourceError(
             f"{name}: does not exist as a directory here, and is not complete in the cache"
-            f" {constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids to download it. Unset it, or"
+            f" {constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids downloading it. Unset it, or"
             f" download the model elsewhere: {_download(name)}"
         ) from None
     if status is not None or any(map(_is_lost_connection, causes)):

@@ -1,4 +1,4 @@
-"""mckpt.json, the manifest of a checkpoint: what mckpt wrote, and of what."""
+"""mckpt.json, the manifest of a checkpoint: what mckpt wrote, and from which source."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mckpt.errors import SourceError
 from mckpt.storage.files import read_json
 from mckpt.storage.staging import MANIFEST
 
-BESIDE = "../hf/"  # begins the name of a file in DST/hf, as the directory of a checkpoint sees it
+BESIDE = "../hf/"  # prefix of the files in DST/hf, whose paths are relative to a checkpoint
 _MAX_BYTES = 1 << 28
 
 
@@ -19,7 +19,7 @@ class Recorded(TypedDict):
     """A file that mckpt wrote."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0)]
-    checksum: str  # crc32:0a1b2c3d; "" if none was wanted
+    checksum: str  # crc32:0a1b2c3d; "" if none was computed
 
 
 class _MappingFile(TypedDict):
@@ -32,7 +32,7 @@ class _Source(TypedDict, total=False):
 
 
 class Manifest(TypedDict, total=False):
-    """The entries of a manifest that mckpt reads; there are others, for people."""
+    """The entries of a manifest that mckpt reads. Other entries are for people."""
 
     plan: str  # digest of all that decides the output
     read: str  # the state of the source
@@ -63,12 +63,12 @@ def read(directory: Path) -> Manifest:
     except msgspec.ValidationError as e:
         raise SourceError(f"{path}: is not as mckpt writes it: {e}; {_CURE}") from None
     for name in (*found.get("files", ()), *found.get("hf", ())):
-        # an absolute name has an empty part
+        # the first part of an absolute name is empty
         if "\0" in name or {"", ".."} & set(name.removeprefix(BESIDE).split("/")):
             raise SourceError(
-                f"{path}: names {name!r}, which no file in a checkpoint can be; {_CURE}"
+                f"{path}: names {name!r}, which cannot be a file of a checkpoint; {_CURE}"
             )
     return found
 
 
-_CURE = f"copy the checkpoint again, or move {MANIFEST} away to read it without what that records"
+_CURE = f"copy the checkpoint again, or move {MANIFEST} away to read the checkpoint without it"

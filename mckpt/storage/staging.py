@@ -17,15 +17,17 @@ from typing import TypedDict
 from mckpt.errors import SourceError
 from mckpt.storage import stand_in
 
-# begins the name of a directory in which a run of mckpt writes until its output is complete
+# prefix of a directory in which a run of mckpt writes until its output is complete
 STAGING = ".mckpt-"
 MANIFEST = "mckpt.json"
 INTENT = "intent.json"  # in a staging directory of an object store: the names that a run writes
 LOCK = "lock"  # in a staging directory: locked while a run works there
-# in a staging directory: {name: [identity]} of its output, some of which may stand in DST already
+# in a staging directory: {name: [identity]} of its output, a part of which may be in DST already
 PUBLISHING = "publishing"
-REPLACED = "replaced"  # in a staging directory: what stood in DST, until the new output is complete
-OVER = ".over"  # ends the name of a directory that is being removed
+REPLACED = (
+    "replaced"  # in a staging directory: the old content of DST, until the new one is complete
+)
+OVER = ".over"  # suffix of a directory that is being removed
 # in a staging directory: the state of the source whose bytes are in it
 SOURCE = "source"
 
@@ -71,8 +73,8 @@ def staging_directories(root: Path) -> list[Path]:
 
 
 def intended(root: Path, staging: Path | None) -> set[str]:
-    """Returns the names, relative to `root`, that unfinished runs into an object store write: those
-    with this staging directory, or (None) all.
+    """Returns the files, relative to `root`, that unfinished runs into an object store will write:
+    the run with this staging directory, or with None all runs.
     """
     names: set[str] = set()
     for folder in staging_directories(root) if staging is None else [staging]:
@@ -102,7 +104,7 @@ def intent(folder: Path) -> Intent | None:
 
 def refuse_half_sent(folder: Path) -> None:
     """Raises SourceError if a run into an object store is still sending the checkpoint in this
-    directory, or was interrupted: its intent is there, and not yet its manifest.
+    directory, or was interrupted: its intent is there, but its manifest is not yet.
     """
     found = stand_in.of(folder)
     if found is None or (folder / MANIFEST).exists():
@@ -149,8 +151,8 @@ def locked(path: Path) -> bool:
 
 
 def mark(output: dict[str, Path], staging: Path) -> None:
-    """Writes down what is about to be put in place, beside what runs killed before had put
-    there.
+    """Records which files are about to move to their final places, in addition to the files that
+    killed runs have recorded.
     """
     found = marked(staging)
     for name, there in output.items():
@@ -163,20 +165,20 @@ def mark(output: dict[str, Path], staging: Path) -> None:
 
 
 def marked(staging: Path) -> dict[str, set[str]]:
-    """What runs with this staging directory were putting in place when they were killed: the
-    identities of each name.
+    """Returns the files that killed runs with this staging directory were moving to their final
+    places: the identities of each name.
     """
     import msgspec
 
-    with suppress(OSError, ValueError, RecursionError):  # there is none, mostly
+    with suppress(OSError, ValueError, RecursionError):  # most often there is no such file
         found = (staging / PUBLISHING).read_bytes()
         return msgspec.json.decode(found, type=dict[str, set[str]])
     return {}
 
 
 def in_place(folder: Path) -> bool:
-    """Returns whether all output of the run with this staging directory is in place, so that the
-    run was killed after that, while it cleaned up.
+    """Returns whether all output of the run with this staging directory is in its final place. Such
+    a run was killed while it cleaned up.
     """
     output, root = marked(folder), folder.parent
     with suppress(OSError):
@@ -190,10 +192,10 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def discard(folder: Path) -> None:
-    """Removes a staging directory that is of no use any more.
+    """Removes a staging directory that is no longer needed.
 
-    Renames it first, because other ranks write into it as long as they find it. What cannot be
-    removed stays: the output is in place, and a later run removes the rest.
+    Renames it first, because other ranks write into it as long as they find it. Files that cannot
+    be removed stay: the output is in place, and a later run removes the rest.
     """
     over = folder.with_name(f"{folder.name}{OVER}")
     shutil.rmtree(over, ignore_errors=True)
@@ -203,15 +205,14 @@ def discard(folder: Path) -> None:
 
 
 def sweep(root: Path) -> None:
-    """Removes what killed runs left in `root` of directories that they were removing."""
+    """Removes directories in `root` that killed runs had begun to remove."""
     for over in root.glob(f"{STAGING}*{OVER}"):
         shutil.rmtree(over, ignore_errors=True)
 
 
 def identity(path: Path) -> str:
-    """Tells a file from all others that may have its name; a rename leaves it.
-
-    Of a directory: that of the first file below.
+    """Returns a text that differs between files of the same name, and that a rename does not
+    change. For a directory, it is the identity of the first file below it.
     """
     if path.is_dir() and not path.is_symlink():
         path = min(_files(path), default=path)

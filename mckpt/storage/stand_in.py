@@ -269,7 +269,7 @@ def whole(path: str | Path) -> None:
 
 
 def refresh(path: Path) -> None:
-    """Looks again at the store of a path; does nothing for a path of this machine."""
+    """Lists the store of a path again; does nothing for a path of this machine."""
     if (found := of(path)) is not None:
         found.list()
 
@@ -312,8 +312,8 @@ def remove(folder: Path) -> bool:
 
 
 def temporary() -> Path:
-    """Returns a new directory, which is removed when this process ends. Those of processes that
-    were killed are removed first.
+    """Returns a new directory, which is removed when this process ends. Directories of killed
+    processes are removed first.
     """
     if not _held:
         atexit.register(clean)

@@ -21,14 +21,15 @@ from mckpt.storage.hub import without_queries
 
 T = TypeVar("T")
 
-# Path has made s3:/ of s3://. hf:// names a model on the Hub (storage.hub).
+# Path turns s3:// into s3:/. hf:// names a model on the Hub (storage.hub).
 _URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 # Without credentials, the libraries ask the machine's cloud for them, at these addresses.
 _UNKNOWN = re.compile(
     r"(?i)credential|169\.254|latest/api/token|metadata\.google|metadata/identity"
 )
-# A listing that is not found lacks its bucket: a name without objects is an empty listing.
+# These errors of a listing mean that the bucket is missing: a prefix without objects gives an empty
+# listing.
 _NO_BUCKET = re.compile(
     r"NoSuchBucket|ContainerNotFound|bucket does not exist|list request:.* 404 Not Found"
 )
@@ -72,11 +73,11 @@ class Object(NamedTuple):
 
     size: int  # bytes
     version: str  # changes with the content: an ETag, mostly; "" if the store has none
-    changed: int  # ns since 1970; 0 if the store does not say
+    changed: int  # ns since 1970; 0 if the store does not report it
 
     @property
     def time(self) -> int:
-        """Returns a time in ns that another version does not have: stores tell whole seconds."""
+        """Returns a time in ns that differs between versions: stores report whole seconds."""
         return self.changed // 10**9 * 10**9 + zlib.crc32(self.version.encode()) % 10**9
 
 
@@ -97,7 +98,7 @@ class Store(Protocol):
 
     def write(self, name: str, data: bytes | Path) -> str:
         """Creates or replaces an object; readers see it when it is complete. Returns its version,
-        "" if the store tells none.
+        "" if the store reports none.
         """
 
     def remove(self, names: Iterable[str]) -> None:
@@ -157,7 +158,7 @@ class _Obstore:
             container, _, host = bucket.partition("@")
             where = {"container_name": container, "account_name": host.split(".")[0]}
         given = _s3_options() if kind == "S3" else {}
-        # http only for an address of the user's that begins so: those of the clouds are https
+        # This matters for an address that the user gives as http://; the clouds' own are https.
         client = {"allow_http": True, "timeout": "120s", "connect_timeout": "20s"}
         self.store = _said(
             url, lambda: make(**where, **given, client_options=client, retry_config=RETRIES)
@@ -286,7 +287,7 @@ class _Fsspec:
         def found() -> Any:
             data = self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b""
             if version:
-                # asked behind the read, as fsspec has no condition to read under
+                # checked after the read, because fsspec cannot make a read depend on a version
                 self.fs.invalidate_cache(path.rpartition("/")[0])
                 if _described(self.fs.info(path)).version != version:
                     raise _Changed
@@ -328,7 +329,7 @@ def _described(info: Mapping[str, Any]) -> Object:
                 found = found.timestamp()
             if isinstance(found, (int, float)):
                 changed = int(found * 1e9)
-            else:  # a text: any number of seconds that changes with all of it will do
+            else:  # a text: its hash, as seconds, changes when the text does
                 changed = zlib.crc32(str(found).encode()) * 10**9
             break
     return Object(int(info["size"] or 0), version, changed)
@@ -430,8 +431,8 @@ def _raise(place: str, error: Exception, tries: int) -> NoReturn:
 
 
 def _first_line(error: Exception) -> str:
-    """Returns the message of a library without what follows it, and without queries of URLs. Of an
-    answer in XML or HTML it has the code and the message.
+    """Returns the first line of a library's message, without queries of URLs. For an answer in XML
+    or HTML, it contains the code and the message of the answer.
     """
     text = re.sub(r"\s+Debug source:.*", "", str(error).strip(), flags=re.DOTALL)
     text, *markup = re.split(r"\s*(?=<[?!]?[A-Za-z])", text, maxsplit=1)

@@ -12,8 +12,8 @@ TOKEN_TYPES = 2  # kinds of tokens that pretrain_bert.py gives a model with the 
 
 
 def chosen(args: Namespace) -> bool:
-    """Returns whether these args are of a BertModel. Megatron's own args do not tell, so
-    the reader of the args adds the checkpoint's dialect to them.
+    """Returns whether these args describe a BertModel. Megatron's own args have no entry for that,
+    so the reader of the args adds the checkpoint's dialect to them.
     """
     return getattr(args, "dialect", None) == DIALECT
 

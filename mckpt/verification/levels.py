@@ -284,7 +284,8 @@ def _run(
 
     try:
         run("", {**sizes, "cp": 1})
-        # where nothing runs in fp32, which alone tells small faults: the same once more
+        # Context parallelism does not run in fp32, and only fp32 shows small faults. So the run at
+        # cp 1 is judged, and then the same is run again at the size that was asked for.
         if sizes["cp"] > 1:
             run(".cp", sizes)
     except MckptError as e:
