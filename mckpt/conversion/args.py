@@ -33,7 +33,7 @@ PER_LAYER = "non_homogeneous_layers"  # in the common state: where Megatron-Core
 
 @dataclass(frozen=True)
 class Decided:
-    """A Megatron checkpoint of which all but its args is decided."""
+    """A new Megatron checkpoint: all decisions from which its args follow."""
 
     source: Checkpoint
     moved: Checkpoint  # the source with its padded vocabulary
@@ -68,7 +68,7 @@ def args_of(decided: Decided) -> Args:
     """
     source, target, dialect = decided.source, decided.target, decided.names.mapping
     written = _new_args(decided)
-    # a dense model's args say nothing of its layers: they are alike
+    # the args of a dense model do not describe its layers, which are alike
     own = {} if decided.changes_dialect else source.args or {}
     said = dialect.say_choices({**written, **own})
     if source.args is None or source.opened.common is None:
@@ -112,8 +112,8 @@ def given_of(decided: Decided) -> dict[str, Any]:
 
 
 def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> dict[str, Any]:
-    """The common state of a Megatron source with some args replaced, and without what belongs to
-    an optimizer or the like.
+    """Returns the common state of a Megatron source with some args replaced, and without the
+    entries of the optimizer and of other states.
     """
     ignored, left = decided.names.mapping.ignore, decided.source.left_behind()
     fields = common.changed(_python(replaced))
@@ -190,7 +190,7 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
 
 
 def _python(args: dict[str, Any]) -> dict[str, Any]:
-    """Args with dtypes as torch's own objects, the way Megatron keeps them."""
+    """Returns args with dtypes as torch's own objects, as Megatron stores them."""
     return {
         k: (
             safe_pickle.torch_dtype(v.removeprefix("torch."))

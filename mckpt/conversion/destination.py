@@ -125,7 +125,7 @@ class Destination:
             names = [p.relative_to(self.root).as_posix() for p in there]
             return [n for n in names if n not in intent and not n.startswith(STAGING)]
         half: dict[str, set[str]] = {}
-        # output that is all in place is complete, and `done` judges it
+        # a run whose output is all in place is over: `done` judges that output
         runs = (p for p in staging_directories(self.root) if not in_place(p))
         for folder in runs if staging is None else [staging]:
             for name, identities in marked(folder).items():
@@ -166,7 +166,7 @@ class Destination:
         return self.root / f"{STAGING}{plan[:16]}"
 
     def uses(self, folder: Path) -> None:
-        """Notes the staging directory of the running plan."""
+        """Remembers the staging directory of the running plan."""
         self._staging = folder
 
     def manifest(self) -> dict[str, Any]:
@@ -235,8 +235,8 @@ class Destination:
             self.clean()
 
     def clean(self, *plans: str) -> None:
-        """Removes what killed runs left of the staging directories that they were removing, and
-        those of these plans, whose output is in place.
+        """Removes the staging directories that killed runs had begun to remove, and those of these
+        plans, whose output is in place.
         """
         place = stand_in.of(self.root)
         for plan in plans:

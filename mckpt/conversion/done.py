@@ -1,4 +1,4 @@
-"""Whether a destination holds already what a plan would write."""
+"""Decides whether a destination already holds the output of a plan."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Verdict(NamedTuple):
 def judge(
     plan: PlanData, look: bool = True, tell: Callable[[str], None] = lambda text: None
 ) -> Verdict:
-    """Tells whether the destination holds what this plan would write: made by the same plan of the
+    """Decides whether the destination holds the output of this plan: made by the same plan from the
     same source, with every file there in its size.
 
-    look: where the source files are not the same by their state, compare the content, which takes
-    as long as a conversion; else they count as changed.
+    look: if the state of the source files differs, compare the content, which takes as long as a
+    conversion. Without it, they count as changed.
     """
     manifest, here = plan.destination.manifest(), plan.destination.path
     if not manifest:
@@ -65,8 +65,8 @@ def judge(
 
 
 def settle(plan: PlanData, verdict: Verdict) -> None:
-    """Does what is left of the run that made the destination, if it was killed: the tracker, and
-    its staging directory. Then notes the state of the source, for which the content was the same.
+    """Completes the run that made the destination, if it was killed: updates the tracker and
+    removes its staging directory. Then records the state of the source, whose content was the same.
     """
     destination, manifest, state = plan.destination, verdict.manifest, verdict.state
     assert manifest is not None and state is not None
@@ -108,7 +108,7 @@ def _was_changed(path: str, stated: Mapping[str, Any] | None) -> bool:
 
 
 def _other_plan(plan: PlanData, manifest: Mapping[str, Any]) -> str:
-    """Returns a sentence on the facts in which the plan of a manifest is another one."""
+    """Returns a sentence on the facts in which the plan of a manifest differs from this one."""
     facts = json.loads(shown(json.dumps(plan.facts)))
     apart = [name for name, value in facts.items() if manifest.get(name) != value]
     if apart == ["source"]:
@@ -119,8 +119,8 @@ def _other_plan(plan: PlanData, manifest: Mapping[str, Any]) -> str:
 def _note(path: Path, known: str, state: str) -> None:
     """Writes another state of the source into a manifest.
 
-    It has the same length, and is written in place of the other one. Whatever a crash leaves of it
-    is a manifest, whose state fits this source or none.
+    The new state has the same length, and overwrites the old one. So a crash leaves a manifest in
+    any case, whose state fits this source or no source.
     """
     with suppress(OSError, StorageError):  # such as a destination that is read-only
         if (place := stand_in.of(path)) is not None:

@@ -114,7 +114,7 @@ def facts_of(
 
 
 def shifted(joined: Joined) -> list[str]:
-    """Returns notes on the tensors whose stored values differ by a number between both sides."""
+    """Returns notes on the tensors that one side stores with a number added to each value."""
     out = []
     for number, cast in enumerate(joined.casts):
         if cast.offset:

@@ -1,6 +1,7 @@
-"""The identity of what a run reads: by it a run knows its own output and its own interrupted work.
+"""The identity of the source of a run, by which a later run recognises the output and the
+interrupted work of the same command.
 
-A file that has the same size, mtime, ctime and inode is the same. Where one of them differs, the
+A file that has the same size, mtime, ctime and inode is the same. If one of them differs, the
 content decides (`done`).
 """
 
@@ -23,7 +24,7 @@ class State:
 
     @classmethod
     def of(cls, plan: PlanData, refresh: bool = False) -> State:
-        """Looks at the files; with `refresh` also at the stores in which they are."""
+        """Returns the state of the files now; with `refresh`, lists the stores that have them."""
         files = [*plan.source.layout.files, *map(str, plan.copied)]
         if refresh:
             for place in {id(one): one for one in map(stand_in.of, files) if one}.values():
@@ -36,7 +37,7 @@ class State:
 
     @property
     def shared(self) -> str:
-        """Returns the part on which all machines agree that see the files."""
+        """Returns the part that is the same on all machines that see the files."""
         return _digest([one.shared for one in self.stamps])
 
 

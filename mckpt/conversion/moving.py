@@ -111,11 +111,11 @@ def dropped(plan: PlanData, check_replicas: bool) -> list[str]:
 
 
 def check_unchanged(plan: PlanData, before: State, look: Callable[[], str] | None = None) -> State:
-    """Returns the state of the source files now. Raises SourceError if they are not as they were
-    when the run began.
+    """Returns the state of the source files now. Raises SourceError if they have changed since the
+    run began.
 
-    look: compares what was written with the source, and returns what differs. It decides if the
-    state is another one, as after a chmod.
+    look: compares the output with the source, and returns what differs. It is called if the state
+    has changed, which also happens without a change of the content, as after a chmod.
     """
     now = State.of(plan, refresh=True)
     if now == before or (look and not look() and State.of(plan, refresh=True) == now):

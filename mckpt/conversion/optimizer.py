@@ -30,7 +30,7 @@ from mckpt.formats.megatron.optimizer import (
 # keys of the common state that are kept with an optimizer
 SCHEDULER = ("opt_param_scheduler", "lr_scheduler")
 KEPT = ("optimizer", "distrib_optim.pt", LAYER_WISE, *SCHEDULER)
-# random states are those of ranks, which other sizes do not have
+# random states belong to the ranks of the saved sizes
 RANDOM = (
     *("rng_state", "rerun_state_machine", "rerun_state_machine_state"),
     *("random_rng_state", "np_rng_state", "torch_rng_state", "cuda_rng_state"),
@@ -57,7 +57,7 @@ def keeps(source: Checkpoint, target: Target) -> bool:
 
 
 def left_behind(source: Checkpoint, kept: bool) -> list[str]:
-    """Returns what a conversion does not take with it. kept: whether the optimizer is taken."""
+    """Returns what a conversion leaves behind. kept: whether it takes the optimizer along."""
     if not kept:
         return source.left_behind()
     fields = source.opened.common.fields if source.opened.common else {}
@@ -120,8 +120,8 @@ def groups(
 
 
 def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scaler]:
-    """Returns the loss scaler of each optimizer of a rank of the target; none if the source has
-    none.
+    """Returns the loss scaler of each optimizer of a rank of the target; [] if the source has no
+    loss scaler.
     """
     assert source.optimizer is not None
     return rescaled(source.optimizer.scalers, _count(names, megatron))
@@ -176,12 +176,12 @@ def facts(source: Checkpoint, look: bool) -> dict[str, Any]:
     optimizer, args = source.optimizer, source.args or {}
     assert optimizer is not None
     proof = prove(source, look)
-    # a constant scale (--loss-scale) is none that changes
+    # with --loss-scale the scale is constant, and no loss scaler is saved
     unscaled = bool(args.get("fp16")) and not optimizer.scalers and not args.get("loss_scale")
     return {
         "stored_as": optimizer.form,
         "states": optimizer.states,
-        # that of a constant scale has no numbers
+        # the scaler of a constant scale has no numbers
         **({"loss_scalers": optimizer.scalers} if any(optimizer.scalers) else {}),
         **({"no_loss_scaler": True} if unscaled else {}),
         **proof._asdict(),

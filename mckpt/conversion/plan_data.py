@@ -181,7 +181,7 @@ class PlanData:
 
 
 def _optimizer_lines(state: Mapping[str, Any], compared: bool) -> Iterator[str]:
-    """Yields sentences on the optimizer that is kept; `state` is its entry in the manifest.
+    """Yields sentences on the optimizer that is kept. `state` is its entry in the manifest.
 
     compared: whether the master copies are compared with the weights already.
     """

@@ -80,8 +80,8 @@ def done_already(
     update_tracker: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> tuple[Plan, dict[str, Any]]:
-    """Returns the plan and the manifest if `dst` holds already what the conversion would write;
-    else raises `refusal`, which `make_plan` raised, with what differs.
+    """Returns the plan and the manifest if `dst` already holds the output of the conversion. Else
+    raises `refusal`, the error of `make_plan`, with a sentence on the difference.
     """
     planned = make_plan(source, dst, target, update_tracker=update_tracker, helps=True)
     verdict = planned.judge(tell)

@@ -1,4 +1,4 @@
-"""Why a plan is refused. Each function raises one error, or returns because the plan may go on."""
+"""The reasons to refuse a plan. Each function raises one error, or returns if there is none."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The journal of a run whose destination is an object store: what the run is about to write, who
-lives, and which files are in their place.
+"""The journal of a run whose destination is an object store: the files that the run will write, the
+ranks that are alive, and the files that are in their place.
 
     DST/.mckpt-<plan>/intent.json    the names that this run writes
     DST/.mckpt-<plan>/beat/<rank>    changes while the rank lives
@@ -48,7 +48,7 @@ class Sent(msgspec.Struct):
 
 
 class Beat(msgspec.Struct):
-    """The last that a rank has told."""
+    """The last report of a rank."""
 
     id: str  # of its run
     beat: int
@@ -119,7 +119,7 @@ class StoreJournal:
         return {n: one for n, one in self._entries().items() if self._is_still(n, one)}
 
     def add(self, number: int, entry: Sent) -> None:
-        """Writes down that a file is in its place."""
+        """Records that a file is in its place."""
         self.put_ours(self.folder / SENT / str(number), msgspec.json.encode(entry))
 
     def forget(self) -> None:
@@ -187,7 +187,7 @@ class StoreJournal:
 
     @contextmanager
     def announced(self, source: str, resume: bool) -> Iterator[None]:
-        """Writes down, as rank 0, what this run is about to put in place, and that it lives.
+        """Records, as rank 0, the files that this run will put in place, and that the run is alive.
 
         resume: whether files that an earlier run of this command sent count as sent, if it read the
         same state of the `source`. Raises DestinationError if another run writes this checkpoint.

@@ -122,7 +122,7 @@ def lay_out(tensors: Sequence[Stored], most: int) -> tuple[Layout, list[TargetFi
 
 
 def joined(layout: Layout, other: Layout) -> Layout:
-    """Returns a layout with the tensors and files of another one behind its own."""
+    """Returns a layout with the tensors and files of another one after its own."""
     files = list(dict.fromkeys([*layout.files, *other.files]))
     number = np.array([files.index(file) for file in other.files], "i4")
     moved = [replace(s, file=number[s.file]) for s in other.stored]

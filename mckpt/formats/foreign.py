@@ -1,5 +1,5 @@
-"""What other programs put around a model: wrappers that add to the names of its tensors, adapters,
-and directories of their own.
+"""Models as other programs save them: with wrappers that add to the names of the tensors, with
+adapters, or in directories of another layout.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-# Parts of names that stand wherever a module was wrapped, and the wrapper
+# Parts of names that a wrapper adds at each module that it wraps -> the wrapper
 _INSIDE = {
     "_orig_mod": "torch.compile",
     "_fsdp_wrapped_module": "FSDP",
     "_checkpoint_wrapped_module": "activation checkpointing",
 }
-# Starts of all names of a model, and the wrapper
+# Prefixes of all names of a model -> the wrapper
 _AROUND = {
     "module.": "DistributedDataParallel or DeepSpeed",
     "pretrained_model.": "TRL's model with a value head",
@@ -72,7 +72,7 @@ _NEMO_1 = (
     "a checkpoint of NeMo 1. Export it with the convert_*_nemo_to_hf.py of its model, in"
     " scripts/checkpoint_converters of NeMo"
 )
-# Patterns of names that a directory has, all of them, and what it is then
+# Patterns of file names -> the description of a directory that has files for all of them
 _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
     (("weights", "context"), _NEMO),
     (("*.nemo",), _NEMO_1),
@@ -95,7 +95,7 @@ _DIRECTORIES: tuple[tuple[tuple[str, ...], str], ...] = (
 
 
 def unwrapped(names: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the names of a model's tensors without those of wrappers, and what was taken off.
+    """Returns the names of a model's tensors without the parts of wrappers, and these parts.
 
     The names stay as they are if an adapter is among them, or if two would become the same.
     """

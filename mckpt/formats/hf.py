@@ -255,7 +255,7 @@ class HuggingFace:
                 problems.missing(f"{key} in {self._file(key)} has scales, and {weight} {what}")
         problems.unknown(unknown, family.path.name)
         if problems and self.quantisation.refused:
-            problems.damaged = True  # in front, as all others may follow from it
+            problems.damaged = True  # listed first, because all others may follow from it
             problems.insert(
                 0,
                 f"config.json says {QUANTISED} {_short(quantised_by(self.config))}:"

@@ -23,7 +23,7 @@ READ = (
 )
 FLOATS = ("float32", "bfloat16", "float16")
 MX_BLOCK = 32  # elements of mxfp4 that share a scale
-# Scales and similar tensors beside the weights, which no weight's value depends on.
+# The reasons to ignore tensors beside the weights: no weight's value depends on them.
 ACTIVATIONS = "a scale of activations, which training in bfloat16 does not use"
 PACKED_SHAPE = "the shape of a packed weight, which the dims give as well"
 
@@ -32,20 +32,20 @@ class Scheme(NamedTuple):
     """The form of quantised weights [rows, columns] of some modules."""
 
     encoding: Encoding
-    codes: str  # what a weight's key has more in the key of its elements
-    scales: str  # and in the key of its scales
+    codes: str  # what the key of a weight's elements has after the weight's key
+    scales: str  # what the key of its scales has after the weight's key
     block: tuple[int | None, int | None]  # rows and columns that share a scale; None: all
     dtypes: tuple[str, ...] = FLOATS  # that the scales may have
     transposed: bool = False  # the elements are stored as the transpose of the weight
     targets: tuple[str, ...] = ("Linear",)  # the modules, as compressed-tensors names them
 
     def held(self, shape: tuple[int, int]) -> tuple[int, int]:
-        """Returns the rows and columns as which a weight is stored."""
+        """Returns the rows and columns of the stored form of a weight."""
         return shape[::-1] if self.transposed else shape
 
     def shape(self, shape: tuple[int, int]) -> tuple[int, ...] | None:
         """Returns the shape of the stored elements of a weight; None if its columns do not fill
-        them.
+        whole elements.
         """
         rows, columns = self.held(shape)
         if self.encoding == MXFP4:

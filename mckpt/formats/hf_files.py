@@ -27,8 +27,8 @@ class Found(NamedTuple):
 
     files: list[str]
     entries: Entries  # the tensors in their headers
-    problems: list[str]  # of how the files fit together
-    wrappers: list[str]  # what was taken off the names of all tensors
+    problems: list[str]  # contradictions between the files
+    wrappers: list[str]  # prefixes that were removed from the names of all tensors
 
 
 def weight_files(root: Path) -> Found:
@@ -61,7 +61,7 @@ def _weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
     elif (root / INDEX[kind]).exists():
         weight_map, names = _weight_map(root / INDEX[kind])
         named_by = f"named by {INDEX[kind]}"
-        # transformers would read this one, others the index
+        # transformers would read this file, other programs the index
         if SINGLE[kind] not in names and (root / SINGLE[kind]).exists():
             problems.append(
                 f"both {SINGLE[kind]} and {INDEX[kind]} are there, and either may be meant:"
@@ -132,9 +132,9 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     raw = read_file(path)
     try:
         there = [name for name in os.listdir(path.parent) if name.isascii()]
-    except OSError:  # a directory may be for passing through
+    except OSError:  # a directory may permit opening its files, but not listing them
         there = []
-    # one string for each file, where all are there, not for each tensor
+    # If all files are there, all tensors of one file share the string with its name.
     for file in (Literal[tuple(there or [""])], str):
         weight_map: Any = types.GenericAlias(dict, (str, file))
         try:
@@ -143,7 +143,7 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
             )
             break
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            pass  # a file that is not there is told later
+            pass  # a missing file is reported later
     else:
         raise SourceError(
             f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted"

@@ -30,7 +30,7 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
     if name is None:
         return Path(path)
     root = hub.fetch(name, SMALL)
-    # the directory of a snapshot is named after its commit, so a branch that moves does not matter
+    # the directory of a snapshot has the name of its commit, so a branch may move meanwhile
     at_commit = name._replace(revision=root.name)
     if weights:
         for kind in INDEX:

@@ -93,7 +93,7 @@ class QuantisedTensors:
             )
             if not alike.any():
                 continue
-            # where a tensor holds all experts, the part of each of them begins further on
+            # in a tensor of all experts, the part of each expert begins after the one before
             expert = weights.experts[alike] if weights.axes else 0
             ats = self.entries.at[rows[alike]] + expert * held[0] * width
             grid = math.prod(scheme.grids(shape)[0])
@@ -210,7 +210,7 @@ class QuantisedTensors:
         fit: np.ndarray,
         problems: Problems,
     ) -> None:
-        """Reports those of the weights `fit` that are views with strides, or whose scales are."""
+        """Reports the weights among `fit` that are views with strides, or whose scales are."""
         strided = [k.strides is not None for k in self.entries.kinds]
         views = fit & (self.entries.are(rows, strided) | self.entries.are(scale_rows, strided))
         for i in np.flatnonzero(views).tolist():
@@ -220,8 +220,8 @@ class QuantisedTensors:
             )
 
     def ignored(self, left: Iterable[str]) -> dict[str, str]:
-        """Returns those of the tensors in no rule that stand beside quantised weights, and why they
-        are not used.
+        """Returns the tensors without a rule that belong to quantised weights, and why they are not
+        used.
         """
         beside = self.quantisation.beside
         return {key: why for key in left for suffix, why in beside.items() if key.endswith(suffix)}
@@ -251,7 +251,8 @@ def target_scales(
 ) -> Scales:
     """Returns the scales of weights of one shape that are to be written.
 
-    weights, scales: the byte of each weight, and of its scales. files: those of the scales.
+    weights, scales: the first byte of each weight, and of its scales. files: those that contain the
+    scales.
     """
     rows, columns = scheme.blocks(shape)
     kind = quantisation.SCALES.index(scheme.dtypes[0])

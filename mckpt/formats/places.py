@@ -46,8 +46,8 @@ def target(path: str | Path) -> Path:
 
 def _stand_in(url: stores.Url) -> Path:
     if is_unit_name(url.name) and "/" in url.path:
-        # the tracker and hf/, which lie beside the checkpoint, belong to it, and the journals
-        # tell whether it is complete
+        # the tracker and hf/, which are beside the checkpoint, belong to it, and the journals
+        # show whether it is complete
         parts = (f"{url.name}/", _SIDE, STAGING)
         parent = url.parent
         root = stand_in.load(

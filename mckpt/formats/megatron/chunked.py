@@ -35,8 +35,8 @@ Keys = Callable[[Bound], list[Key]]  # the keys of a rule
 
 
 def stacked_keys(b: Bound) -> list[Key]:
-    """Returns the keys of tensors whose leading axes are the layers and experts that their keys do
-    not name.
+    """Returns the keys of stacked tensors. Their leading axes are the layers and experts, unless
+    the key names these.
     """
     return [(key, layer, 0) for key, layer in b.global_keys()]
 
@@ -61,8 +61,8 @@ class Chunked(ABC):
 
     @abstractmethod
     def check_sizes(self) -> None:
-        """Raises SourceError for files that do not have the size of what they hold, though it be
-        something that nothing reads.
+        """Raises SourceError for files whose size does not fit their content, even if nothing reads
+        that content.
         """
 
     @abstractmethod

@@ -28,8 +28,8 @@ from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
 from mckpt.values.dtypes import itemsize
 
-MODEL = "model."  # how the keys of weights begin in torch_dcp and fsdp_dtensor
-# bytes of a .metadata among which the first keys are
+MODEL = "model."  # prefix of the keys of weights in torch_dcp and fsdp_dtensor
+# bytes at the beginning of a .metadata that contain the first keys
 HEAD = 1 << 20
 
 
@@ -93,8 +93,8 @@ class Directory(Chunked):
         return torch_spans.spans(items + beside, problems)
 
     def check_sizes(self) -> None:
-        """SourceError for files that end before their last item does, though it be one that nothing
-        reads.
+        """Raises SourceError for files that end before the end of their last item, even if nothing
+        reads that item.
         """
         ends = dict.fromkeys(self.files, 0)
         last: dict[str, str] = {}

@@ -18,7 +18,7 @@ from mckpt.mapping import Dims, MappingFile
 from mckpt.storage.files import read_file
 
 RUN_CONFIG = "run_config.yaml"
-TRAIN_STATE = "train_state.pt"  # counters of the training run; Bridge does without it
+TRAIN_STATE = "train_state.pt"  # counters of the training run; Megatron-Bridge loads without it
 _MAX_BYTES = 1 << 24
 # the args of parallel sizes that have another name here
 _SIZES = {
@@ -35,9 +35,10 @@ _CHECKPOINT = {
 def run_config_dims(
     path: Path, file: MappingFile, known: Mapping[str, Any], said: Mapping[str, Any]
 ) -> Dims:
-    """Returns the dims that a run_config.yaml says.
+    """Returns the dims that a run_config.yaml states.
 
-    known: dims from elsewhere; MappingError if the file denies one. said: dims that win over it.
+    known: dims from elsewhere; raises MappingError if the file contradicts one. said: dims that
+    replace those of the file.
     """
     # the model does not depend on these, so a run may have chosen others
     free = {n: v for n, v in known.items() if n in file.dims and file.dims[n].free}
@@ -73,7 +74,7 @@ def model_section(
             inner = inner.setdefault(step, {})
         inner[last] = value
     section |= sizes(parallel)
-    file.read(section, source=RUN_CONFIG)  # which refuses what no provider has
+    file.read(section, source=RUN_CONFIG)  # raises MappingError for what no provider has
     return section
 
 

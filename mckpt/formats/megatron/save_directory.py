@@ -51,8 +51,8 @@ def iterations_of(path: Path) -> list[int]:
 
 
 def find(path: Path, iteration: int | None = None) -> Unit:
-    """The checkpoint that `path` means: itself, or of a save directory the one its tracker (or
-    `iteration`) names.
+    """Returns the checkpoint that `path` names: the directory itself, or in a save directory the
+    iteration that the tracker file or `iteration` names.
     """
     path = path.resolve()
     tracker = path / TRACKER
@@ -124,13 +124,15 @@ class Tracker:
         stand_in.push(self.path)
 
     def settle(self, unit: str) -> None:
-        """Lets it name a checkpoint that is in place already, if it would after a run."""
+        """Does for a checkpoint that is in place already what a run does at its end: lets the
+        tracker name it, unless it names a later one.
+        """
         if self.moves_to(unit) and self.says() != _as_tracked(unit):
             self.move_to(unit)
 
     def note(self, unit: str) -> str | None:
-        """What to say when it will go on naming another checkpoint than this one; None if it will
-        name this one.
+        """Returns a sentence if the tracker will still name another checkpoint after a run; None if
+        it will name this one.
         """
         if self.moves_to(unit) or (now := self.says()) == _as_tracked(unit):
             return None

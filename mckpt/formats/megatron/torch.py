@@ -75,13 +75,13 @@ class Rank(NamedTuple):
 
     file: int
     models: list[dict[str, Entry | None]]
-    beside: list[str]  # keys of the file that are no model
+    beside: list[str]  # keys of the file that belong to no model
 
 
 class Torch:
     """An opened `torch` checkpoint.
 
-    The pickles of all ranks are read when their tensors are asked for, those of rank 0 at once.
+    The pickle of rank 0 is read at once, those of the other ranks when their tensors are needed.
     """
 
     quantised, notes = False, ()

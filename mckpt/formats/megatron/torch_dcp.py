@@ -8,7 +8,7 @@ common.pt. A state dict of dicts and lists is stored; the names on the path to a
     optimizer.fp32_from_fp16_params.G.I      its fp32 master copy, the I-th of group G
     optimizer.optimizer.param_groups.G.lr    an object, as are args, iteration and the like
 
-Without master copies, as in fp32, `optimizer.` stands once.
+Without master copies, as in fp32, keys begin with `optimizer.` once and not twice.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TorchDcp:
 
     @cached_property
     def held(self) -> dict[str, str]:
-        """The weights: the name that a dialect has -> the name without the prefix."""
+        """Returns the weights: the dialect's name -> the stored name without the prefix."""
         names = (
             k.removeprefix(self.prefix) for k in self.metadata.tensors if k.startswith(self.prefix)
         )

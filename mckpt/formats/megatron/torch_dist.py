@@ -91,7 +91,8 @@ class TorchDist:
     """An opened checkpoint of Megatron-Core's dist_checkpointing: `torch_dist`, or `zarr` with the
     same keys.
 
-    The index of the directory is read, and of the chunks only what tells where their data begins.
+    Reads the index of the directory, and of each chunk only the header, which shows where the data
+    begins.
     """
 
     quantised, notes = False, ()
@@ -148,7 +149,7 @@ class TorchDist:
         return found[1][0] if found and found[1] else None
 
     def beside(self, dialect: MappingFile) -> list[str]:
-        """Keys of what is no weight (optimizer, random states), cut at their first dot or slash."""
+        """Returns the keys of optimizer, random states and the like, up to a dot or slash."""
         held = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
         names = [k for k in held if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {
@@ -312,7 +313,7 @@ class TorchDist:
 
     def _form(self) -> str:
         """Returns how the optimizer's state is stored. The common state names it from megatron-core
-        0.13 on; without that name the keys tell.
+        0.13 on; without that name, the keys show it.
         """
         marks = self.common.fields.get("content_metadata") or {}
         if (kind := optimizer.sharding_of(self.common.fields.get("optimizer"))) is not None:
@@ -324,7 +325,7 @@ class TorchDist:
         else:
             flat = bool(self.metadata.flattened)
             supposed = optimizer.MODEL_SPACE if flat else optimizer.NOT_DISTRIBUTED
-            if by_layers:  # whose content_metadata names a form that it does not have
+            if by_layers:  # its content_metadata names a form that it does not have
                 return supposed
         return str(marks.get("distrib_optim_sharding_type", supposed))
 

@@ -157,7 +157,7 @@ def _place(parts: list[_Part], num_layers: int) -> tuple[_Placed, list[int]]:
 
 
 def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
-    """The chunks of one part as `.metadata` lists them: by key, and where their items are."""
+    """Returns the chunks of one part as `.metadata` lists them, by key, and their items."""
     b, index = part.bound, {"layer": own.layer, "expert": own.expert}
     offsets = np.empty((len(own.part), len(part.shape)), "i8")
     for axis, offset in enumerate([*(index[i] for i in b.rule.stacked()), *part.region.offset]):
@@ -213,8 +213,8 @@ def _data_files(
     cuts: list[int],
     objects: list[tuple[torch_file.TorchFile, list[str]]],
 ) -> tuple[list[Items], list[TargetFile]]:
-    """The .distcp files of these names, with the objects behind the chunks of the last; and the
-    items of the objects.
+    """Returns the .distcp files of these names, of which the last one also contains the objects,
+    and the items of the objects.
     """
     held = [part.container for part in parts]
     at, number, items = placed.at, placed.part, []
@@ -251,8 +251,8 @@ def _small_files(wanted: Wanted) -> list[TargetFile]:
 
 
 def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Items of these bytes, one behind the other in files of about the same size -> file [items],
-    byte in it [items], cuts [files + 1].
+    """Distributes items of these sizes, in bytes and in this order, over files of about the same
+    size. Returns file [items], first byte in it [items], and cuts [files + 1].
 
     File i holds the items from cuts[i] to cuts[i + 1].
     """
@@ -265,8 +265,8 @@ def _in_files(sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, list[int]]:
 
 
 def regions_of(b: Bound, whole: Any, dtype: str, parallel: Parallel) -> list[Box]:
-    """The chunks of one layer's tensor: the whole of it, or what each rank of the target holds
-    where it is large.
+    """Returns the chunks of one layer's tensor: one chunk, or for a large tensor the shard of each
+    rank of the target.
     """
     ways = parallel.expert_tp if "expert" in b.rule.indices else parallel.tp
     try:
@@ -303,8 +303,11 @@ def object_keys(b: Bound, scope: Scope) -> list[str]:
 def _fixed(
     at: np.ndarray, number: np.ndarray, held: list[torch_file.TorchFile]
 ) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
-    """What is no tensor data in a file of items, which begin `at` these bytes; `number` of each is
-    the one of `held` that it is like.
+    """Returns the function that yields all bytes of a file of items but the tensor data
+    (`TargetFile.fixed`).
+
+    at: the byte at which each item begins. number: for each item, the index of its container in
+    `held`.
     """
 
     def fixed(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:

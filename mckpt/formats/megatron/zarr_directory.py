@@ -31,8 +31,8 @@ from mckpt.storage.files import read_json, unreadable
 from mckpt.values.dtypes import itemsize
 
 ARRAY = ".zarray"
-LOCKS = ".sync"  # ends the names of directories of lock files, which a save leaves behind
-OBJECT = "shard_"  # begins the file names of objects
+LOCKS = ".sync"  # suffix of directories of lock files, which a save leaves behind
+OBJECT = "shard_"  # prefix of the files of objects
 # numpy's names of dtypes; Megatron-Core writes the name of bfloat16, which numpy lacks
 DTYPES = {
     **{"bfloat16": "bfloat16", "<f8": "float64", "<f4": "float32", "<f2": "float16"},
@@ -40,7 +40,7 @@ DTYPES = {
     "|b1": "bool",
 }
 NAMES = {name: code for code, name in DTYPES.items()}
-# what a .zarray says of arrays whose chunks are plain bytes
+# the entries of a .zarray whose chunks are plain bytes
 PLAIN = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 
 
