@@ -419,6 +419,11 @@ DIST = {
         3,
         ("common.pt",),
     ),
+    "common.pt with a word as content_metadata": (
+        lambda src: save_pt(src / "release/common.pt", {"content_metadata": "word"}, {}),
+        3,
+        ("common.pt", "content_metadata is a str"),
+    ),
     "common.pt of a list": (
         lambda src: save_pt(src / "release/common.pt", [1], {}),
         3,

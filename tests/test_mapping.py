@@ -66,6 +66,10 @@ BROKEN: dict[str, tuple[str, str]] = {
         ),
         r"my\.yaml:3: `instead` of foo\. wants `key` and `when`",
     ),
+    "mtp as a list": (
+        "extends: llama\nblocks:\n  foo.:\n    mtp: [b.]\n    tensors: {a.weight: /embed.weight}\n",
+        r"my\.yaml:3: `mtp` of foo\. needs a prefix",
+    ),
     "a dim that says nothing": (
         "extends: llama\ndims:\n  head_dim: {default: '128'}\n",
         r"my\.yaml:3: head_dim has no key, no const and no read",

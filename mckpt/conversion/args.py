@@ -85,7 +85,7 @@ def args_of(decided: Decided) -> Args:
         written = {**written, **{k: v for k, v in source.args.items() if v is not None}, **kept}
     if target.layer_keys is not None and decided.destination.format.global_keys:
         marked = {PER_LAYER: target.layer_keys == "per_layer"}
-        common["content_metadata"] = {**common.get("content_metadata", {}), **marked}
+        common["content_metadata"] = {**(common.get("content_metadata") or {}), **marked}
     layers = target.layer_keys or _implied_layers(decided, said)
     return Args(written, common, layers, said.get("layers"))
 
@@ -122,7 +122,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
     if decided.optimizer:
         out |= optimizer.common_state(decided.moved, decided.destination.format)
     if decided.changes_dialect and "content_metadata" in out:
-        marks = out["content_metadata"]
+        marks = out["content_metadata"] or {}
         out["content_metadata"] = {k: v for k, v in marks.items() if k != PER_LAYER}
     return out
 

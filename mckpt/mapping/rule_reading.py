@@ -71,7 +71,8 @@ def _scopes(
     rules = [_group(root, name, where, problems).get(section) for name in block.get("groups") or ()]
     rules.append(block.get(section))
     mtp = block.get("mtp")
-    if isinstance(mtp, dict) and not isinstance(mtp.get("key"), str):
+    key = mtp.get("key") if isinstance(mtp, dict) else mtp
+    if mtp is not None and not isinstance(key, str):
         problems.append(f"{where}: `mtp` of {prefix} needs a prefix, or `key` with the prefix")
         mtp = None
     mtp = {"key": mtp} if isinstance(mtp, str) else mtp

@@ -22,6 +22,9 @@ class Common:
     def __init__(self, fields: dict[str, Any], where: str, as_object: bool = False) -> None:
         """as_object: it is an object of the checkpoint, not a file."""
         self.fields, self.where, self.as_object = fields, where, as_object
+        if not isinstance(marks := fields.get("content_metadata") or {}, dict):
+            kind = type(marks).__name__
+            raise SourceError(f"{where}: content_metadata is a {kind}, and must be a dict")
         record = fields.get("args")
         try:
             self.args: dict[str, Any] | None = (
