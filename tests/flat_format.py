@@ -21,13 +21,13 @@ from mckpt.formats.base import (
     Format,
     Names,
     Shown,
-    Wanted,
     best_choices,
     dtype_of,
     packed,
     shapes_of,
 )
 from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
@@ -123,21 +123,21 @@ def _stored(
             )
 
 
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
-    scope, bound = wanted.names.scope(), wanted.names.bound()
+def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
+    scope, bound = request.names.scope(), request.names.bound()
     tensors: dict[str, dict[str, Any]] = {}
     end = 0
     for b in bound:
-        whole = packed(b.rule, scope, wanted.padded_vocab_size)
-        dtype = dtype_of(b.rule, wanted.dtypes)
+        whole = packed(b.rule, scope, request.padded_vocab_size)
+        dtype = dtype_of(b.rule, request.dtypes)
         for key, _ in b.global_keys():
             shape = [*b.axes(scope), *whole.shape]
             tensors[key] = {"dtype": dtype, "shape": shape, "at": end}
             end += math.prod(shape) * itemsize(dtype)
     at = {key: tensor["at"] for key, tensor in tensors.items()}
     dtypes = {key: tensor["dtype"] for key, tensor in tensors.items()}
-    stored = list(_stored(wanted.names, wanted.padded_vocab_size, at, dtypes))
-    args = safe_pickle.plain(safe_pickle.fields(wanted.common["args"]))
+    stored = list(_stored(request.names, request.padded_vocab_size, at, dtypes))
+    args = safe_pickle.plain(safe_pickle.fields(request.common["args"]))
     index = json.dumps({"args": args, "tensors": tensors}).encode()
     files = [TargetFile.headed(DATA, b"", end), TargetFile.whole(INDEX, index)]
     return Layout([DATA], stored, shapes_of(bound, scope)), files

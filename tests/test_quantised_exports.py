@@ -14,8 +14,8 @@ import pytest
 import mckpt
 from mckpt import mapping
 from mckpt.errors import UsageError
-from mckpt.formats.base import Names, Wanted
-from mckpt.formats.hf import lay_out, unquantised
+from mckpt.formats.base import Names
+from mckpt.formats.hf import HuggingFaceRequest, lay_out, unquantised
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import hub
 from tests import tiny
@@ -37,13 +37,13 @@ CASES: dict[str, tuple[str, dict[str, Any], Parallel, str]] = {
 ROUTERS = ("gate", "shared_expert_gate")
 
 
-def published(model: str) -> Wanted:
+def published(model: str) -> HuggingFaceRequest:
     """Returns an fp8 export of a published model, of its config alone."""
     config = json.loads((tiny.FIXTURES / "configs" / f"{model}.json").read_text())
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     names = Names(family, family.read(config), {}, Parallel())
     dtypes = {name: "bfloat16" for b in names.bound() for name in b.rule.of}
-    return Wanted(names, dtypes, 10**13, quantize="fp8")
+    return HuggingFaceRequest(names, dtypes, 10**13, quantize="fp8")
 
 
 def arrays_of(directory: Path) -> dict[str, np.ndarray]:

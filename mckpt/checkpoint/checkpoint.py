@@ -23,6 +23,8 @@ from mckpt.errors import (
 from mckpt.formats import carried, foreign, hf_hub, places
 from mckpt.formats.base import Names, Opened
 from mckpt.formats.hf_config import CONFIG, is_side_file, read_config
+from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.interface import as_megatron
 from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.formats.megatron.run_config import (
     RUN_CONFIG,
@@ -288,10 +290,16 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             for n, v in taken.items()
         ]
 
+    @property
+    def common(self) -> Common | None:
+        """Returns Megatron's args and other plain values; None for a Hugging Face directory."""
+        megatron = as_megatron(self.opened)
+        return megatron.common if megatron else None
+
     @cached_property
     def args(self) -> dict[str, Any] | None:
         """Returns Megatron's args as plain values; None if the checkpoint has none."""
-        return self.opened.common.args if self.opened.common else None
+        return self.common.args if self.common else None
 
     @cached_property
     def unknown_args(self) -> dict[str, Any]:
@@ -494,7 +502,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def names(self) -> Names:
         """Returns the mapping, dims and choices that turn stored keys into logical tensors."""
-        stated = self.opened.common.stated if self.opened.common else {}
+        stated = self.common.stated if self.common else {}
         dims, said = self.dims, self.mapping.say_choices(stated)
         self._check_sizes(dims)
         names = Names(self.mapping, dims, said, self.parallel)
@@ -525,7 +533,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def optimizer(self) -> Optimizer | None:
         """Returns the optimizer's state, None if the checkpoint has none."""
-        return masters.read(self.opened, self.names)
+        megatron = as_megatron(self.opened)
+        return masters.read(megatron, self.names) if megatron else None
 
     @cached_property
     def carried(self) -> Layout | None:

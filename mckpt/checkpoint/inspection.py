@@ -44,9 +44,9 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
     """
     opened = source.opened
     out: dict[str, Any] = {"path": str(source.path), "format": source.format}
-    if opened.common is not None:
-        args = opened.common.args or {}
-        out["iteration"] = opened.common.fields.get("iteration")
+    if source.common is not None:
+        args = source.common.args or {}
+        out["iteration"] = source.common.fields.get("iteration")
         out["unit"] = str(opened.root)
         sizes = opened.parallel().args()
         out["parallel"] = {k: v for k, v in sizes.items() if v not in (None, False)}

@@ -14,8 +14,9 @@ from typing import Any
 
 from mckpt.checkpoint.logical import LogicalTensor, Reader
 from mckpt.errors import SourceError, UsageError
-from mckpt.formats.base import Names, Opened
+from mckpt.formats.base import Names
 from mckpt.formats.carried import joined
+from mckpt.formats.megatron.interface import OpenedMegatron
 from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_state
 from mckpt.formats.megatron.optimizer_links import is_muon
 from mckpt.geometry.box import Layout
@@ -42,7 +43,7 @@ HALF_LEAST = 2.0**-38
 HALF_INEXACT, HALF_SPREAD = 0.25, 4.0
 
 
-def read(opened: Opened, names: Names) -> Optimizer | None:
+def read(opened: OpenedMegatron, names: Names) -> Optimizer | None:
     """Returns the optimizer's state of a checkpoint, None if it has none.
 
     Flat buffers have the parameters in an order that follows from choices which the keys of
@@ -50,7 +51,7 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
     """
     refuse_others(opened, names)
     first = opened.optimizer(names)
-    args = (opened.common.args if opened.common else None) or {}
+    args = opened.common.args or {}
     if first is not None and args.get("optimizer") == "muon" and not is_muon(first.groups):
         raise UsageError(
             f"{opened.root}: has the state of Muon as megatron-core before 0.19 saved it, which"
@@ -72,11 +73,11 @@ def read(opened: Opened, names: Names) -> Optimizer | None:
     return first
 
 
-def refuse_others(opened: Opened, names: Names) -> None:
+def refuse_others(opened: OpenedMegatron, names: Names) -> None:
     """Raises UsageError if the checkpoint holds the state of an optimizer that mckpt does not
     know.
     """
-    args = (opened.common.args if opened.common else None) or {}
+    args = opened.common.args or {}
     name = args.get("optimizer") or KNOWN[0]
     held = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
     if held and name not in KNOWN:

@@ -78,7 +78,7 @@ class HfTensors(Mapping[str, HfTensor]):
         export = export_of(source.borrowing(), Target(format=formats.HUGGING_FACE))
         self.config: dict[str, Any] = json.loads(export.config)
         self._source = export.source
-        self._layout, outputs = formats.get(formats.HUGGING_FACE).lay_out(export.wanted)
+        self._layout, outputs = formats.get(formats.HUGGING_FACE).lay_out(export.request)
         self._rows = {
             row.key: (row, number, at)
             for number, output in enumerate(outputs[: len(self._layout.files)])

@@ -66,7 +66,7 @@ def _unit(source: Checkpoint, target: Target) -> str:
         return unit_name(target.iteration)
     if source.unit is not None and is_unit_name(source.unit.name):
         return source.unit.name
-    common = source.opened.common
+    common = source.common
     iteration = common.fields.get("iteration") if common else None
     return unit_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
 

@@ -30,8 +30,8 @@ from mckpt.conversion.side_files import SideFiles, refuse_changed
 from mckpt.conversion.target import Target
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats import carried, places
-from mckpt.formats.base import Names, Wanted
-from mckpt.formats.hf import unquantised
+from mckpt.formats.base import Names
+from mckpt.formats.hf import HuggingFaceRequest, unquantised
 from mckpt.formats.hf_config import (
     CONFIG,
     GENERATION,
@@ -55,7 +55,7 @@ class Export(NamedTuple):
     """The Hugging Face directory that a checkpoint becomes."""
 
     source: Checkpoint  # with the padding rows, if they are kept
-    wanted: Wanted
+    request: HuggingFaceRequest
     config: bytes  # content of config.json
     inexact: dict[str, str]  # features that the user accepts to lose: name -> reason
     notes: list[str]
@@ -85,7 +85,7 @@ def export_of(source: Checkpoint, target: Target) -> Export:
     form = form_of(source, family)
     names = Names(family, source.dims, {} if form is None else {"form": form}, Parallel())
     refuse_misfit(source, names, family.path.name)
-    wanted = Wanted(
+    request = HuggingFaceRequest(
         names,
         kinds,
         target.max_shard_size,
@@ -93,11 +93,11 @@ def export_of(source: Checkpoint, target: Target) -> Export:
         quantize=target.quantize,
     )
     if target.quantize:
-        how = quantisation_config(target.quantize, unquantised(wanted))
+        how = quantisation_config(target.quantize, unquantised(request))
         text = _json({**json.loads(text), QUANTISED: how})
         said = WRITTEN[target.quantize].said()
         notes.append(f"the weights of linear layers are written as {said}; they are rounded")
-    return Export(source, wanted, text, inexact, [note, *notes])
+    return Export(source, request, text, inexact, [note, *notes])
 
 
 def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
@@ -105,8 +105,8 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
     if not source.known.like:
         refuse_changed(source, side_files(Path(tokenizer)).kept if tokenizer else ())
-    source, wanted, text, inexact, notes = export_of(source, target)
-    layout, outputs = destination.format.lay_out(wanted)
+    source, request, text, inexact, notes = export_of(source, target)
+    layout, outputs = destination.format.lay_out(request)
     kept = mapping_to_keep(source)
     if kept is not None:
         outputs.append(TargetFile.whole(MAPPING, kept[1]))
@@ -122,7 +122,7 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
         source,
         source,
         target,
-        wanted.names.mapping,
+        request.names.mapping,
         inexact,
         [*notes, *shifted(joined)],
         max_shard_size=target.max_shard_size,

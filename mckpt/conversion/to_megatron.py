@@ -43,7 +43,7 @@ from mckpt.conversion.side_files import SideFiles, refuse_changed
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
-from mckpt.formats.base import Names, Wanted
+from mckpt.formats.base import Names
 from mckpt.formats.hf_config import (
     CONFIG,
     QUANTISED,
@@ -53,6 +53,7 @@ from mckpt.formats.hf_config import (
     side_files,
 )
 from mckpt.formats.megatron import megatron_args
+from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.join import join
@@ -98,10 +99,9 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     groups = optimizer.groups(moved, names, fixed, megatron) if kept else []
     scalers = optimizer.scalers(moved, names, megatron) if kept else []
     layout, outputs = destination.format.lay_out(
-        Wanted(
+        MegatronRequest(
             names,
             kinds,
-            target.max_shard_size,
             padded,
             args.common,
             target.common_as_object,

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 from mckpt.containers.entries import Entry, Kind, Span
 from mckpt.errors import MAX_LISTED, CoverError, SourceError, UsageError
 from mckpt.formats import foreign
-from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.optimizer import Optimizer
 from mckpt.geometry.box import Layout, Piece, Stored, restride
 from mckpt.geometry.packing import PACKINGS, Packed, PackingError, padded
 from mckpt.geometry.parallel import Parallel
@@ -48,24 +46,14 @@ class Names(NamedTuple):
         return self.parallel.stages(count, self.dims["mtp_layers"])
 
 
-class Wanted(NamedTuple):
-    """The description of a new checkpoint: the input of Format.lay_out."""
+@dataclass(frozen=True)
+class LayoutRequest:
+    """The description of a new checkpoint: the input of Format.lay_out. Each family of formats adds
+    what it needs in a subclass.
+    """
 
     names: Names
     dtypes: dict[str, str]  # of each logical tensor, by template
-    max_shard_size: int  # bytes
-    padded_vocab_size: int = 0  # rows
-    common: Mapping[str, Any] = {}  # Megatron's args and other plain values
-    common_as_object: bool = False
-    carried: tuple[Stored, ...] = ()  # of the source: tensors to write unchanged
-    # whether the optimizer whose states are written is distributed; `dtypes` names the states
-    distributed: bool = True
-    quantize: str | None = None  # the form in which the weights of linear layers are quantised
-    # the param_groups of each optimizer of a rank, two if experts have one of their own; none
-    # without an optimizer
-    groups: Sequence[Sequence[Mapping[str, Any]]] = ()
-    # the loss scaler of each of them, or none
-    scalers: Sequence[dict[str, Any]] = ()
 
 
 class Shown(NamedTuple):
@@ -82,10 +70,6 @@ class Opened(Protocol):
 
     root: Path
     format: Format
-
-    @property
-    def common(self) -> Common | None:
-        """Returns Megatron's args and other plain values; None for a Hugging Face directory."""
 
     @property
     def notes(self) -> Sequence[str]:
@@ -118,9 +102,6 @@ class Opened(Protocol):
         Raises SourceError with everything that is missing, left over or of another shape.
         """
 
-    def optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state, None if the checkpoint has none."""
-
     def show(self, most: int | None) -> Shown:
         """Returns the first `most` tensors, and the number of all."""
 
@@ -139,7 +120,8 @@ class Format:
     megatron: bool  # True: a dialect names its keys; False: a family of Hugging Face does
     detect: Callable[[Path], bool]  # whether a directory looks like a checkpoint of this format
     open: Callable[[Path], Opened]
-    lay_out: Callable[[Wanted], tuple[Layout, list[TargetFile]]]
+    # takes the LayoutRequest of this format's family
+    lay_out: Callable[[Any], tuple[Layout, list[TargetFile]]]
     # File names, as patterns, that a checkpoint consists of: --overwrite replaces nothing else.
     parts: tuple[str, ...]
     global_keys: bool = False  # keys are those of the whole model, not of each rank's modules

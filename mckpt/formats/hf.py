@@ -8,6 +8,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import (
     Format,
+    LayoutRequest,
     Names,
     Problems,
     Shown,
-    Wanted,
     best_choices,
     dtype_of,
     packed,
@@ -54,10 +55,17 @@ def detect(path: Path) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class HuggingFaceRequest(LayoutRequest):
+    """The description of a new Hugging Face directory."""
+
+    max_shard_size: int  # bytes
+    carried: tuple[Stored, ...] = ()  # of the source: tensors to write unchanged
+    quantize: str | None = None  # the form in which the weights of linear layers are quantised
+
+
 class HuggingFace:
     """An opened Hugging Face directory. Only headers are read."""
-
-    common = None  # Megatron's args and the like
 
     def __init__(self, path: str | Path) -> None:
         self.format = FORMAT
@@ -143,9 +151,6 @@ class HuggingFace:
             path = self.files[e.file]
             if not path.endswith(".bin"):
                 yield Span(key, path, e.at, math.prod(e.shape) * dtypes.itemsize(e.dtype), e.dtype)
-
-    def optimizer(self, names: Names) -> None:
-        """Returns None: a Hugging Face directory has no optimizer's state."""
 
     def layout(self, names: Names) -> Layout:
         """Returns the logical box that each stored tensor holds.
@@ -296,19 +301,19 @@ def _short(value: Any) -> str:
 # ------------------------------------------------------------------------------------------ writing
 
 
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the safetensors files of a model and their index: layer by layer, cut so that no
     file grows past `max_shard_size` bytes.
     """
-    dims, kinds, scope = wanted.names.dims, wanted.dtypes, wanted.names.scope()
-    bound = [b for b in wanted.names.bound() if b.rule.written]
-    scheme = WRITTEN[wanted.quantize] if wanted.quantize else None
+    dims, kinds, scope = request.names.dims, request.dtypes, request.names.scope()
+    bound = [b for b in request.names.bound() if b.rule.written]
+    scheme = WRITTEN[request.quantize] if request.quantize else None
     # (rank in the file order, tensor, rule, instance, whether it is the scales of the one before)
     ranked: list[tuple[int, Row, int, int, bool]] = []
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
         held, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
-        form = scheme if quantises(wanted, b) else None
+        form = scheme if quantises(request, b) else None
         keys = b.keys()
         for i in range(0, len(keys), math.prod(axes)):
             layer = int(b.layers[i // len(b.experts)])
@@ -324,11 +329,11 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
                 row = Row(keys[i] + form.scales, form.dtypes[0], grid)
                 ranked.append((order, row, r, i, True))
     ranked.sort(key=lambda row: row[0])
-    rows = [*carried.rows(wanted.carried), *(row[1] for row in ranked)]
-    placed = place(rows, wanted.max_shard_size, STEM)
-    first = len(wanted.carried)
+    rows = [*carried.rows(request.carried), *(row[1] for row in ranked)]
+    placed = place(rows, request.max_shard_size, STEM)
+    first = len(request.carried)
     index_of = {(r, i, is_scales): n for n, (*_, r, i, is_scales) in enumerate(ranked, first)}
-    stored = carried.placed(wanted.carried, placed)
+    stored = carried.placed(request.carried, placed)
     for r, b in enumerate(bound):
         whole = packed(b.rule, scope)
         shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of, b.rule.transposed)
@@ -336,7 +341,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
         part = np.arange(len(layers)) % math.prod(b.axes(scope))  # of a tensor of all experts
         index = np.array([index_of[r, int(i), False] for i in np.arange(len(layers)) - part])
         dtype, scales = dtype_of(b.rule, kinds), None
-        if scheme and quantises(wanted, b):
+        if scheme and quantises(request, b):
             scale_index = np.array([index_of[r, i, True] for i in range(len(layers))])
             scales = target_scales(
                 scheme,
@@ -379,28 +384,28 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     return Layout(placed.names, stored, shapes), outputs
 
 
-def quantises(wanted: Wanted, b: Bound) -> bool:
+def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
     """Returns whether the weights of a rule are quantised. Raises UsageError for weights that no
     loader reads in this form.
     """
-    if wanted.quantize is None or not hub().quantised.issuperset(b.rule.of):
+    if request.quantize is None or not hub().quantised.issuperset(b.rule.of):
         return False
-    stacked = b.axes(wanted.names.scope())
+    stacked = b.axes(request.names.scope())
     if stacked or b.rule.transposed:
         held = "the weights of all experts" if stacked else "the transpose of a matrix"
         raise UsageError(
-            f"--quantize {wanted.quantize}: {b.rule.key} holds {held}, which no loader reads with"
+            f"--quantize {request.quantize}: {b.rule.key} holds {held}, which no loader reads with"
             " scales of blocks; leave the option out"
         )
     return True
 
 
-def unquantised(wanted: Wanted) -> list[str]:
+def unquantised(request: HuggingFaceRequest) -> list[str]:
     """Returns the modules whose weights are matrices and keep their dtype."""
-    scope = wanted.names.scope()
-    kept = [s.key for s in wanted.carried if len(s.shape) == 2]
-    for b in wanted.names.bound():
-        if len(packed(b.rule, scope).shape) == 2 and not quantises(wanted, b):
+    scope = request.names.scope()
+    kept = [s.key for s in request.carried if len(s.shape) == 2]
+    for b in request.names.bound():
+        if len(packed(b.rule, scope).shape) == 2 and not quantises(request, b):
             kept += b.keys()
     return [key.removesuffix(".weight") for key in kept if key.endswith(".weight")]
 

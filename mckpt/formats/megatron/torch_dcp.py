@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from mckpt.containers.entries import Span
 from mckpt.errors import SourceError
-from mckpt.formats.base import Format, Names, Problems, Shown, Wanted, best_choices, shapes_of
+from mckpt.formats.base import Format, Names, Problems, Shown, best_choices, shapes_of
 from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.dcp_directory import (
@@ -32,6 +32,7 @@ from mckpt.formats.megatron.dcp_directory import (
     names_of,
     single_keys,
 )
+from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import MASTER, NOT_DISTRIBUTED, Optimizer, state_bound
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
@@ -268,7 +269,7 @@ class TorchDcp:
         return out
 
 
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     # Every Format has this member. A target of this format is refused before, because the table of
     # formats lists it as one that is only read; this line would be a mistake of mckpt.
     raise NotImplementedError("the format is read only")

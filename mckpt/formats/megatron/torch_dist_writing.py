@@ -6,12 +6,14 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata
 from mckpt.errors import UsageError
-from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
+from mckpt.formats.base import dtype_of, packed, shapes_of
+from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import (
     common_of,
     is_wrapped,
@@ -67,19 +69,19 @@ class _Placed(NamedTuple):
         return _Placed(*(column[rows] for column in self))
 
 
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of one checkpoint: a chunk for each layer and expert; large chunks are cut
     by the target's tp.
     """
-    if wanted.groups:
-        wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
-        chain = links(wanted.groups)
-        distributed = [wanted.distributed and not link.matrices for link in chain]
-        plain = common_of(wanted.groups, wanted.scalers, distributed, wrapped)
-        wanted = wanted._replace(common={**wanted.common, "optimizer": plain})
-    scope, bound = wanted.names.scope(), _bound(wanted)
-    tensors, parts = _parts(wanted, bound)
-    placed, cuts = _place(parts, wanted.names.dims["num_layers"])
+    if request.groups:
+        wrapped = is_wrapped(request.distributed, request.dtypes)
+        chain = links(request.groups)
+        distributed = [request.distributed and not link.matrices for link in chain]
+        plain = common_of(request.groups, request.scalers, distributed, wrapped)
+        request = replace(request, common={**request.common, "optimizer": plain})
+    scope, bound = request.names.scope(), _bound(request)
+    tensors, parts = _parts(request, bound)
+    placed, cuts = _place(parts, request.names.dims["num_layers"])
     files = [f"__{i}_0.distcp" for i in range(len(cuts) - 1)]
     chunks: list[Chunks] = []
     items: list[Items] = []
@@ -89,43 +91,43 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
         more, places = _indexed(part, own)
         chunks += more
         items.append(places)
-        stored.append(_stored(wanted, part, own))
-    objects = _objects(wanted)
+        stored.append(_stored(request, part, own))
+    objects = _objects(request)
     places_of_objects, outputs = _data_files(files, parts, placed, cuts, objects)
     names = [key for _, keys in objects for key in keys]
     index = emit_metadata(tensors, names, chunks, [*items, *places_of_objects], files)
-    outputs += [TargetFile.pieces(METADATA, index), *_small_files(wanted)]
+    outputs += [TargetFile.pieces(METADATA, index), *_small_files(request)]
     return Layout(files, stored, shapes_of(bound, scope)), outputs
 
 
-def _bound(wanted: Wanted) -> list[Bound]:
+def _bound(request: MegatronRequest) -> list[Bound]:
     """Returns the rules of all weights, each with those of its optimizer's states behind it."""
-    scope, muon = wanted.names.scope(), is_muon(wanted.groups)
+    scope, muon = request.names.scope(), is_muon(request.groups)
     out = []
-    for b in wanted.names.bound():
+    for b in request.names.bound():
         out.append(b)
-        states = states_of(b, wanted.dtypes)
+        states = states_of(b, request.dtypes)
         whole = muon and bool(states) and is_matrix(b, len(packed(b.rule, scope).shape))
-        distributed = wanted.distributed and not whole
+        distributed = request.distributed and not whole
         out += [state_bound(b, state, prefix_of(state, distributed)) for state in states]
     return out
 
 
 def _parts(
-    wanted: Wanted, bound: list[Bound]
+    request: MegatronRequest, bound: list[Bound]
 ) -> tuple[dict[str, tuple[str, tuple[int, ...]]], list[_Part]]:
     """The dtype and shape of each stored tensor, by key; and the parts that all rules are cut into.
 
     UsageError if two rules with one key have different dtypes.
     """
-    scope, parallel = wanted.names.scope(), wanted.names.parallel
+    scope, parallel = request.names.scope(), request.names.parallel
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     # of 10**5 chunks all but a few are alike
     containers: dict[tuple[str, tuple[int, ...]], torch_file.TorchFile] = {}
     parts = []
     for b in bound:
-        whole = packed(b.rule, scope, wanted.padded_vocab_size)
-        dtype, axes = dtype_of(b.rule, wanted.dtypes), b.axes(scope)
+        whole = packed(b.rule, scope, request.padded_vocab_size)
+        dtype, axes = dtype_of(b.rule, request.dtypes), b.axes(scope)
         for key, _ in b.global_keys():
             if (known := tensors.get(key)) is not None and known[0] != dtype:
                 raise UsageError(f"{key} would hold {known[0]} and {dtype}; give --dtype")
@@ -177,10 +179,10 @@ def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
     return chunks, Items(keys, number, offsets, own.file, own.at, part.container.size)
 
 
-def _stored(wanted: Wanted, part: _Part, own: _Placed) -> Stored:
+def _stored(request: MegatronRequest, part: _Part, own: _Placed) -> Stored:
     """Returns the chunks of one part as boxes of logical tensors."""
     rule = part.bound.rule
-    whole = packed(rule, wanted.names.scope(), wanted.padded_vocab_size)
+    whole = packed(rule, request.names.scope(), request.padded_vocab_size)
     shape, pieces = buffer(whole, [part.region], rule.of)
     return Stored(
         rule.key,
@@ -196,13 +198,13 @@ def _stored(wanted: Wanted, part: _Part, own: _Placed) -> Stored:
     )
 
 
-def _objects(wanted: Wanted) -> list[tuple[torch_file.TorchFile, list[str]]]:
+def _objects(request: MegatronRequest) -> list[tuple[torch_file.TorchFile, list[str]]]:
     """Returns the objects beside the chunks: each container, and the keys stored with it."""
-    scope, dialect = wanted.names.scope(), wanted.names.mapping
+    scope, dialect = request.names.scope(), request.names.mapping
     empty = [key for b in dialect.bind(scope, dialect.objects) for key in object_keys(b, scope)]
     out = [(torch_file.lay_out([None], "archive"), empty)]
-    if wanted.common_as_object:
-        out.append((torch_file.lay_out([wanted.common], "archive"), [COMMON_OBJECT]))
+    if request.common_as_object:
+        out.append((torch_file.lay_out([request.common], "archive"), [COMMON_OBJECT]))
     return out
 
 
@@ -236,16 +238,16 @@ def _data_files(
     ]
 
 
-def _small_files(wanted: Wanted) -> list[TargetFile]:
+def _small_files(request: MegatronRequest) -> list[TargetFile]:
     """Lays out common.pt, unless the common state is an object, and the marker, the last file."""
     marker = {
         k: v
         for k, v in MARKER_LONG.items()
-        if not (wanted.common_as_object and k.startswith("common"))
+        if not (request.common_as_object and k.startswith("common"))
     }
     out = [TargetFile.whole(MARKER, json.dumps(marker).encode())]
-    if not wanted.common_as_object:
-        laid = torch_file.lay_out(wanted.common, "common")
+    if not request.common_as_object:
+        laid = torch_file.lay_out(request.common, "common")
         out.insert(0, TargetFile(COMMON, laid.size, laid.fixed))
     return out
 

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.errors import UsageError
-from mckpt.formats.base import Names, Wanted
+from mckpt.formats.base import Names
 from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import (
     MASTER,
     MASTER_KEYS,
@@ -44,27 +45,27 @@ FLAT = "float32"  # of the flat buffers, whatever the optimizer keeps in memory
 
 
 def lay_out(
-    wanted: Wanted, grid: list[tuple[int, int]], num_files: int
+    request: MegatronRequest, grid: list[tuple[int, int]], num_files: int
 ) -> tuple[list[Stored], list[TargetFile]]:
     """Lays out distrib_optim.pt of every directory.
 
     grid: the tensor and expert ranks that have a directory in each pipeline stage. num_files: of
     the layout, in front of these.
     """
-    names = wanted.names
-    args = Common(dict(wanted.common), "the new checkpoint").args or {}
+    names = request.names
+    args = Common(dict(request.common), "the new checkpoint").args or {}
     held: dict[str, dict[int, Optimizer]] = {
         directory: {} for directory in directories(names.parallel, grid)
     }
     for one in optimizers(
         names,
-        wanted.dtypes,
-        wanted.padded_vocab_size,
-        expert_chain=len(wanted.groups) > 1,
+        request.dtypes,
+        request.padded_vocab_size,
+        expert_chain=len(request.groups) > 1,
         bucket_size=bucket_size(args),
     ):
         held[_directory(names, one)][one.chain] = one
-    states = _states(wanted)
+    states = _states(request)
     # the files of one stage differ in their data alone
     containers: dict[tuple[int, ...], torch_file.TorchFile] = {}
     outputs: list[TargetFile] = []
@@ -73,7 +74,7 @@ def lay_out(
     for file, (directory, here) in enumerate(held.items(), num_files):
         kind = (*(one.pp for one in here.values()), *here)
         if kind not in containers:
-            value = [_value(here.get(i), states, args) for i in range(len(wanted.groups))]
+            value = [_value(here.get(i), states, args) for i in range(len(request.groups))]
             containers[kind] = torch_file.lay_out(value if len(value) > 1 else value[0], STEM)
         laid = containers[kind]
         outputs.append(TargetFile(f"{directory}/{FILE}", laid.size, laid.fixed))
@@ -112,9 +113,9 @@ def _directory(names: Names, one: Optimizer) -> str:
     )
 
 
-def _states(wanted: Wanted) -> list[str]:
+def _states(request: MegatronRequest) -> list[str]:
     """Returns the names of all states, the master copy first, as Megatron has it."""
-    found = {name.partition("@")[2] for name in wanted.dtypes} - {""}
+    found = {name.partition("@")[2] for name in request.dtypes} - {""}
     return sorted(found, key=lambda state: (state != MASTER, state))
 
 
@@ -175,20 +176,20 @@ def _stored(kind: _Kind, places: list[tuple[int, int, int, int]]) -> Stored:
 # --------------------------------------------- not distributed: tensors beside those of the model
 
 
-def contents(wanted: Wanted, p: int) -> tuple[Any, dict[tuple[int, str, str], str]]:
+def contents(request: MegatronRequest, p: int) -> tuple[Any, dict[tuple[int, str, str], str]]:
     """Returns the `optimizer` in the files of pipeline stage `p`, and the storage of each tensor in
     it, by virtual stage, key of the weight and state.
 
     A distributed optimizer has its param_groups there, and its tensors in another file.
     """
-    wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
+    wrapped = is_wrapped(request.distributed, request.dtypes)
     storages: dict[tuple[int, str, str], str] = {}
     out = []
-    for chain, groups in enumerate(wanted.groups):
+    for chain, groups in enumerate(request.groups):
         inner: dict[str, Any] = {"param_groups": [dict(group) for group in groups]}
         one: dict[str, Any] = {"optimizer": inner} if wrapped else inner
-        if not wanted.distributed:
-            members, masters = _grouped(wanted, chain, p, storages)
+        if not request.distributed:
+            members, masters = _grouped(request, chain, p, storages)
             numbers = iter(range(sum(map(len, members))))
             inner["state"] = {}
             for group, states in zip(inner["param_groups"], members, strict=True):
@@ -196,37 +197,37 @@ def contents(wanted: Wanted, p: int) -> tuple[Any, dict[tuple[int, str, str], st
                 inner["state"] |= dict(zip(group["params"], states, strict=True))
             if wrapped:
                 one["fp32_from_fp16_params"] = masters
-        if wanted.scalers:
-            one[SCALER] = scaler_record(wanted.scalers[chain], chain)
+        if request.scalers:
+            one[SCALER] = scaler_record(request.scalers[chain], chain)
         out.append(one)
     return out[0] if len(out) == 1 else out, storages
 
 
 def _grouped(
-    wanted: Wanted, chain: int, p: int, storages: dict[tuple[int, str, str], str]
+    request: MegatronRequest, chain: int, p: int, storages: dict[tuple[int, str, str], str]
 ) -> tuple[list[list[dict[str, Any]]], list[list[Any]]]:
     """Returns the states and the master copies of each param_group's parameters, in their order.
 
     Adds the storage of each to `storages`.
     """
-    groups = wanted.groups[chain]
-    args = Common(dict(wanted.common), "the new checkpoint").args or {}
+    groups = request.groups[chain]
+    args = Common(dict(request.common), "the new checkpoint").args or {}
     members: list[list[dict[str, Any]]] = [[] for _ in groups]
     masters: list[list[Any]] = [[] for _ in groups]
     chunks = registered(
-        wanted.names, wanted.dtypes, wanted.padded_vocab_size, chain=0, expert_chain=False, p=p
+        request.names, request.dtypes, request.padded_vocab_size, chain=0, expert_chain=False, p=p
     )
-    link = links(wanted.groups)[chain]
+    link = links(request.groups)[chain]
     for v, slots in enumerate(chunks):
         for slot in slots:
-            parameter = slot.of(0, wanted.names.parallel)
+            parameter = slot.of(0, request.names.parallel)
             if not link.updates(slot.kept.bound, len(parameter.shape)):
                 continue
             number = group_of(parameter, groups, args)
             tensors = {}
-            for state in states_of(slot.kept.bound, wanted.dtypes, aliases=True):
+            for state in states_of(slot.kept.bound, request.dtypes, aliases=True):
                 key = storages[v, slot.key, state] = f"optimizer.{len(storages)}"
-                dtype = wanted.dtypes[f"{slot.kept.bound.rule.of[0]}@{state}"]
+                dtype = request.dtypes[f"{slot.kept.bound.rule.of[0]}@{state}"]
                 tensors[state] = safe_pickle.tensor(dtype, parameter.shape, key)
             if (master := tensors.pop(MASTER, None)) is not None:
                 masters[number].append(master)

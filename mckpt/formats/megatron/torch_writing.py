@@ -7,8 +7,9 @@ from collections import OrderedDict
 from typing import Any
 
 from mckpt.containers import safe_pickle, torch_file
-from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
+from mckpt.formats.base import dtype_of, packed, shapes_of
 from mckpt.formats.megatron import torch_optimizer_writing
+from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import state_bound, states_of
 from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, shards
 from mckpt.geometry.box import Layout, Stored
@@ -22,19 +23,19 @@ _Place = tuple[int, str, str]  # virtual stage, key of the weight, state
 _Places = dict[_Place, int]  # the first byte in the files of a stage
 
 
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of every rank.
 
     Files of one pipeline stage differ in their data alone, so each stage's container is laid out
     once. The state of a distributed optimizer has files of its own.
     """
-    dims, parallel = wanted.names.dims, wanted.names.parallel
-    scope, bound = wanted.names.scope(), [b for b in wanted.names.bound() if b.rule.written]
+    dims, parallel = request.names.dims, request.names.parallel
+    scope, bound = request.names.scope(), [b for b in request.names.bound() if b.rule.written]
     grid = parallel.files(bool(dims["num_experts"]))
     cut = [
         (b, shard)
         for b in bound
-        for shard in shards(b, packed(b.rule, scope, wanted.padded_vocab_size), parallel, grid)
+        for shard in shards(b, packed(b.rule, scope, request.padded_vocab_size), parallel, grid)
     ]
     shape_of = {id(b): shard.shape for b, shard in cut}
 
@@ -42,7 +43,7 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
     outputs: list[TargetFile] = []
     at_of: list[_Places] = []  # for each stage
     for p in range(parallel.pp):
-        value, storages = _contents(wanted, [(b, shape_of[id(b)]) for b in bound], p)
+        value, storages = _contents(request, [(b, shape_of[id(b)]) for b in bound], p)
         laid = torch_file.lay_out(value, STEM)
         at_of.append({key: laid.data[storage][0] for key, storage in storages.items()})
         for t, e in grid:
@@ -51,17 +52,17 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
             outputs.append(TargetFile(path, laid.size, laid.fixed))
 
     number = {place: i for i, place in enumerate(places)}
-    stored = [_stored(wanted, b, shard, number, at_of) for b, shard in cut]
-    is_parameter = wanted.names.mapping.registration.is_parameter
+    stored = [_stored(request, b, shard, number, at_of) for b, shard in cut]
+    is_parameter = request.names.mapping.registration.is_parameter
     states = {
-        id(b): states_of(b, wanted.dtypes, aliases=True) for b in bound if is_parameter(b.rule.key)
+        id(b): states_of(b, request.dtypes, aliases=True) for b in bound if is_parameter(b.rule.key)
     }
-    if wanted.groups and wanted.distributed:
-        more, files = torch_optimizer_writing.lay_out(wanted, grid, len(outputs))
+    if request.groups and request.distributed:
+        more, files = torch_optimizer_writing.lay_out(request, grid, len(outputs))
         stored, outputs = stored + more, outputs + files
-    elif wanted.groups:
+    elif request.groups:
         stored += [
-            _stored(wanted, b, shard, number, at_of, state)
+            _stored(request, b, shard, number, at_of, state)
             for b, shard in cut
             for state in states.get(id(b), ())
         ]
@@ -70,15 +71,15 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
 
 
 def _contents(
-    wanted: Wanted, bound: list[tuple[Bound, tuple[int, ...]]], p: int
+    request: MegatronRequest, bound: list[tuple[Bound, tuple[int, ...]]], p: int
 ) -> tuple[dict[str, Any], dict[_Place, str]]:
     """Returns the content of the pickle of each file of pipeline stage `p`, and the storage of each
     tensor in it.
 
     bound: the rules, and the shapes of their shards.
     """
-    dialect, dims, _, parallel = wanted.names
-    stage = wanted.names.stages()[p]
+    dialect, dims, _, parallel = request.names
+    stage = request.names.stages()[p]
     models: list[OrderedDict[str, Any]] = [OrderedDict() for _ in range(parallel.vpp)]
     storages: dict[_Place, str] = {}
     held = [
@@ -88,15 +89,15 @@ def _contents(
     ]
     if dialect.nested:  # programs that read dicts of dicts expect layer after layer
         held.sort(key=lambda one: _order(one[0], one[3]))
-    if wanted.groups:  # the order of a model's keys is that of the optimizer's parameters
+    if request.groups:  # the order of a model's keys is that of the optimizer's parameters
         registration = dialect.registration
         parameters = {key for *_, key in held if registration.is_parameter(key)}
         place = {key: i for i, key in enumerate(registration.sorted(parameters))}
         held.sort(key=lambda one: place.get(one[4], len(place)))
     for b, shape, v, _, key in held:
         storage = storages[v, key, WEIGHT] = str(len(storages))
-        models[v][key] = safe_pickle.tensor(dtype_of(b.rule, wanted.dtypes), shape, storage)
-    for b in dialect.bind(wanted.names.scope(), dialect.objects):
+        models[v][key] = safe_pickle.tensor(dtype_of(b.rule, request.dtypes), shape, storage)
+    for b in dialect.bind(request.names.scope(), dialect.objects):
         for v, _, _, key in instances(b, stage, p, parallel, dims, 0):
             models[v][key] = None
     states = [_nested(model, dialect.nested) for model in models]
@@ -105,10 +106,10 @@ def _contents(
         if parallel.vpp == 1
         else {f"model{v}": state for v, state in enumerate(states)}
     )
-    if not wanted.groups:
-        return {**wanted.common, **named}, storages
-    optimizer, more = torch_optimizer_writing.contents(wanted, p)
-    return {**wanted.common, **named, "optimizer": optimizer}, storages | more
+    if not request.groups:
+        return {**request.common, **named}, storages
+    optimizer, more = torch_optimizer_writing.contents(request, p)
+    return {**request.common, **named, "optimizer": optimizer}, storages | more
 
 
 def _order(b: Bound, layer: int) -> float:
@@ -132,7 +133,7 @@ def _nested(model: OrderedDict[str, Any], prefixes: tuple[str, ...]) -> dict[str
 
 
 def _stored(
-    wanted: Wanted,
+    request: MegatronRequest,
     b: Bound,
     shard: Shard,
     number: dict[tuple[int, int, int], int],
@@ -149,8 +150,8 @@ def _stored(
         piece._replace(tensor=f"{piece.tensor}@{state}", offset=named.offset) if state else piece
         for piece in shard.pieces
     )
-    _, dims, _, parallel = wanted.names
-    stages = wanted.names.stages()
+    _, dims, _, parallel = request.names
+    stages = request.names.stages()
     rows = [
         (layer, expert, number[p, t, e], at_of[p][v, key, state])
         for p in range(parallel.pp)
@@ -160,7 +161,7 @@ def _stored(
     layer, expert, file, at = np.array(rows, "i8").reshape(-1, 4).T
     return Stored(
         f"{b.rule.key} ({state})" if state else b.rule.key,
-        dtype_of(named, wanted.dtypes),
+        dtype_of(named, request.dtypes),
         shard.shape,
         pieces,
         layer.astype("i4"),

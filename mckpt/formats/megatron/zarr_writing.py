@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from mckpt.containers import torch_file
 from mckpt.errors import UsageError
-from mckpt.formats.base import Wanted, dtype_of, packed, shapes_of
+from mckpt.formats.base import dtype_of, packed, shapes_of
+from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import (
     MODEL_SPACE,
     common_of,
@@ -45,17 +46,17 @@ class _Part(NamedTuple):
     nbytes: int  # of a chunk
 
 
-def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
+def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """Lays out the files of one checkpoint: a chunk for each layer and expert; large chunks are cut
     by the target's tp.
     """
     arrays: dict[str, Array] = {}
-    parts = [part for b in _bound(wanted) for part in _parts(wanted, b, arrays)]
+    parts = [part for b in _bound(request) for part in _parts(request, b, arrays)]
     # layer by layer, as the source has them
     order = sorted(
         (layer, number, i)
         for number, part in enumerate(parts)
-        for i, layer in enumerate(_layers(wanted, part.bound))
+        for i, layer in enumerate(_layers(request, part.bound))
     )
     file = [np.empty(len(part.names), "i4") for part in parts]
     names: list[str] = []
@@ -66,11 +67,11 @@ def lay_out(wanted: Wanted) -> tuple[Layout, list[TargetFile]]:
         outputs.append(TargetFile.headed(names[-1], b"", parts[number].nbytes))
     stored = [_stored(part, own) for part, own in zip(parts, file, strict=True)]
     outputs += [TargetFile.whole(f"{key}/{ARRAY}", array.text()) for key, array in arrays.items()]
-    shapes = shapes_of(_bound(wanted), wanted.names.scope())
-    return Layout(names, stored, shapes), [*outputs, *_objects(wanted), *_small_files(wanted)]
+    shapes = shapes_of(_bound(request), request.names.scope())
+    return Layout(names, stored, shapes), [*outputs, *_objects(request), *_small_files(request)]
 
 
-def _bound(wanted: Wanted) -> list[Bound]:
+def _bound(request: MegatronRequest) -> list[Bound]:
     """Returns the rules of all weights, each with those of its optimizer's states behind it.
 
     The keys of states are those of megatron-core up to 0.14, which names the master copy as an
@@ -78,22 +79,22 @@ def _bound(wanted: Wanted) -> list[Bound]:
     begin with its number.
     """
     out = []
-    for b in wanted.names.bound():
-        chained = f"chained_{int('expert' in b.rule.indices)}." if len(wanted.groups) > 1 else ""
-        states = states_of(b, wanted.dtypes)
+    for b in request.names.bound():
+        chained = f"chained_{int('expert' in b.rule.indices)}." if len(request.groups) > 1 else ""
+        states = states_of(b, request.dtypes)
         out += [b, *(state_bound(b, s, chained + prefix_of(s, distributed=False)) for s in states)]
     return out
 
 
-def _parts(wanted: Wanted, b: Bound, arrays: dict[str, Array]) -> list[_Part]:
+def _parts(request: MegatronRequest, b: Bound, arrays: dict[str, Array]) -> list[_Part]:
     """Returns the parts of one rule, and adds its arrays.
 
     Raises UsageError if another rule has the same key and another dtype.
     """
-    scope = wanted.names.scope()
-    whole = packed(b.rule, scope, wanted.padded_vocab_size)
-    dtype, axes = dtype_of(b.rule, wanted.dtypes), b.axes(scope)
-    regions = _grid(regions_of(b, whole, dtype, wanted.names.parallel), whole.shape)
+    scope = request.names.scope()
+    whole = packed(b.rule, scope, request.padded_vocab_size)
+    dtype, axes = dtype_of(b.rule, request.dtypes), b.axes(scope)
+    regions = _grid(regions_of(b, whole, dtype, request.names.parallel), whole.shape)
     array = Array(dtype, (*axes, *whole.shape), (*(1,) * len(axes), *regions[0].shape))
     keys = [key for key, _ in b.global_keys()]  # one for each layer, or one for all
     for key in keys:
@@ -126,11 +127,11 @@ def _grid(regions: list[Box], shape: tuple[int, ...]) -> list[Box]:
     return regions if regular and tiles(regions, shape) is None else [whole_box(shape)]
 
 
-def _layers(wanted: Wanted, b: Bound) -> list[int]:
+def _layers(request: MegatronRequest, b: Bound) -> list[int]:
     """Returns the place of each of a rule's instances in the order of the files."""
     if "layer" in b.rule.indices:
         return [layer + 1 for layer in b.instances()[0].tolist()]
-    last = wanted.names.dims["num_layers"] + 1
+    last = request.names.dims["num_layers"] + 1
     return [0 if b.rule.stage == "first" else last] * len(b.instances()[0])
 
 
@@ -153,33 +154,33 @@ def _stored(part: _Part, file: np.ndarray) -> Stored:
     )
 
 
-def _objects(wanted: Wanted) -> list[TargetFile]:
+def _objects(request: MegatronRequest) -> list[TargetFile]:
     """Returns the files of the objects, which are empty."""
-    scope, dialect = wanted.names.scope(), wanted.names.mapping
+    scope, dialect = request.names.scope(), request.names.mapping
     laid = torch_file.lay_out(None, "archive")
     bound = dialect.bind(scope, dialect.objects)
     keys = itertools.chain.from_iterable(object_keys(b, scope) for b in bound)
     return [TargetFile(f"{key}.pt", laid.size, laid.fixed) for key in keys]
 
 
-def _small_files(wanted: Wanted) -> list[TargetFile]:
+def _small_files(request: MegatronRequest) -> list[TargetFile]:
     """Lays out common.pt, and the marker, the last file."""
-    laid = torch_file.lay_out(_common(wanted), "common")
+    laid = torch_file.lay_out(_common(request), "common")
     marker = json.dumps({**MARKER_LONG, "sharded_backend": "zarr"}).encode()
     return [TargetFile(COMMON, laid.size, laid.fixed), TargetFile.whole(MARKER, marker)]
 
 
-def _common(wanted: Wanted) -> dict[str, Any]:
+def _common(request: MegatronRequest) -> dict[str, Any]:
     """Returns the common state, which describes the optimizer as old releases do."""
-    if not wanted.groups:
-        return dict(wanted.common)
-    wrapped = is_wrapped(wanted.distributed, wanted.dtypes)
-    distributed = [wanted.distributed] * len(wanted.groups)
-    plain = common_of(wanted.groups, wanted.scalers, distributed, wrapped, MODEL_SPACE)
-    form = {"distrib_optim_sharding_type": MODEL_SPACE} if wanted.distributed else {}
+    if not request.groups:
+        return dict(request.common)
+    wrapped = is_wrapped(request.distributed, request.dtypes)
+    distributed = [request.distributed] * len(request.groups)
+    plain = common_of(request.groups, request.scalers, distributed, wrapped, MODEL_SPACE)
+    form = {"distrib_optim_sharding_type": MODEL_SPACE} if request.distributed else {}
     marks = {
         k: v
-        for k, v in wanted.common.get("content_metadata", {}).items()
+        for k, v in request.common.get("content_metadata", {}).items()
         if not k.startswith(("distrib_optim_", "chained_optim_"))
     }
-    return {**wanted.common, "content_metadata": {**marks, **form}, "optimizer": plain}
+    return {**request.common, "content_metadata": {**marks, **form}, "optimizer": plain}
