@@ -30,6 +30,7 @@ from mckpt.cli.options import (
     dialect_option,
     dtype_option,
     family_options,
+    html_option,
     inexact_option,
     json_option,
     keep_padding_option,
@@ -203,6 +204,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
 @dtype_option
 @inexact_option
 @overwrite_option
+@html_option
 @json_option
 def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> None:
     """Print the plan of a conversion; write nothing.
@@ -296,6 +298,11 @@ def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options)
     """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
     planned, as_json = _plan(source, dst, target, options, helps=True), options["as_json"]
     document(json.dumps(planned.json()) if as_json else planned.summary())
+    if (html := options.get("html")) is not None:
+        from mckpt.pages import document as page
+        from mckpt.pages import picture
+
+        page.write(picture.of_plan(planned), html)
     manifest, why = None, ""
     if not options["overwrite"]:
         manifest, why, _ = planned.judge(_teller(as_json))

@@ -13,10 +13,12 @@ from mckpt.cli.options import (
     PATH,
     command,
     family_options,
+    html_option,
     iteration_option,
     json_option,
     open_source,
 )
+from mckpt.errors import UsageError
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -32,16 +34,24 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Print the flags with which Megatron's training program builds this model.",
 )
+@html_option
 @json_option
-def inspect(path: Path, flags: bool, as_json: bool, **options: Any) -> None:
+def inspect(path: Path, flags: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """Print what a directory contains.
 
     That is the format, the model, the parallel sizes and the tensors of the checkpoint.
     """
     from mckpt.formats import places
 
+    if flags and html:
+        raise UsageError("--megatron-args and --html: give one of them")
     with places.streamed(path) as directory:
-        _inspect(open_source(directory, options), flags, as_json)
+        source = open_source(directory, options)
+        _inspect(source, flags, as_json)
+        if html is not None:
+            from mckpt.pages import document, picture
+
+            document.write(picture.of_checkpoint(source), html)
 
 
 def _inspect(source: Checkpoint, flags: bool, as_json: bool) -> None:

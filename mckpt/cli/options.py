@@ -228,6 +228,23 @@ destination_argument = click.argument("dst", type=PATH)
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
+
+def _page(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
+    """Returns the path of a page; raises UsageError if it cannot be written."""
+    if path is not None:
+        from mckpt.pages import document
+
+        document.refuse(path)
+    return path
+
+
+html_option = click.option(
+    "--html",
+    type=FILE,
+    callback=_page,
+    help="Also write one HTML file with a map of the layers and a list of all tensors.",
+)
+
 like_option = model_option(
     "--like",
     type=DIRECTORY,

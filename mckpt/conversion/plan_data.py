@@ -17,6 +17,7 @@ from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
 from mckpt.conversion.target import Target
 from mckpt.errors import counted, printable, shown
+from mckpt.formats.base import Names
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import COPY, UNSCALED, Joined
 from mckpt.storage.files import TargetFile
@@ -51,6 +52,7 @@ class PlanData:
     target: Target
     joined: Joined
     layout: Layout
+    names: Names  # of the target
     outputs: list[TargetFile]
     side: SideFiles
     copied: list[Path]  # the source files that are copied whole

@@ -133,7 +133,19 @@ def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Pla
     )
     side, copied = SideFiles(destination.root, {}), list(copies.values())
     remarks = [*left_out(roots), *_lacking(copies, source)]
-    return Plan(source, destination, target, joined, layout, outputs, side, copied, facts, remarks)
+    return Plan(
+        source,
+        destination,
+        target,
+        joined,
+        layout,
+        request.names,
+        outputs,
+        side,
+        copied,
+        facts,
+        remarks,
+    )
 
 
 def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]:

@@ -157,7 +157,9 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: Target) 
     )
     root = _side_root(source)
     remarks = left_out([] if root is None else [root])
-    return Plan(moved, destination, target, joined, layout, outputs, side, [], facts, remarks)
+    return Plan(
+        moved, destination, target, joined, layout, names, outputs, side, [], facts, remarks
+    )
 
 
 def _form(source: Checkpoint) -> dict[str, str | None]:

@@ -54,6 +54,15 @@ def say(value: Any) -> str:
     return "-" if value is None else f"{value:,}"
 
 
+def size(nbytes: float) -> str:
+    """Returns a number of bytes with three digits and a decimal unit."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 999.5 and len(units) > 1:
+        nbytes /= 1000
+        units.pop(0)
+    return f"{nbytes:.3g} {units[0]}" if nbytes < 999.5 else f"{nbytes:,.0f} {units[0]}"
+
+
 def share(value: float) -> str:
     """Returns a share in percent, rounded down: 100% means all."""
     return f"{math.floor(value * 1e4) / 1e2:g}%" if math.isfinite(value) else str(value)
