@@ -37,7 +37,7 @@ def watched(progress: OnProgress | None, cancel: Event | None) -> OnProgress | N
 
     def watch(now: Progress) -> None:
         if cancel.is_set():
-            raise Cancelled("cancelled; the same call goes on where it stopped")
+            raise Cancelled("cancelled; the same call continues where it stopped")
         if progress is not None:
             progress(now)
 

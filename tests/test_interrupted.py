@@ -395,7 +395,7 @@ def test_an_interrupted_run_is_reported_and_is_not_a_checkpoint(tmp_path, src, t
                 left.name,
                 "interrupted",
                 share,
-                "The same command goes on",
+                "The same command continues",
             )
             for command in (("inspect", dst), ("megatron-to-hf", dst, tmp_path / "d")):
                 refused(3, *words, args=command, untouched=tmp_path)

@@ -508,12 +508,12 @@ def test_a_fault_that_passes_is_survived(cli, server, fetched, local, monkeypatc
         (Fault("PUT", r"mp_rank_01", "403", 99), ("refused access", "credentials")),
         (
             Fault("PUT", r"mp_rank_01", "500", 99),
-            ("answered with an error", "goes on where it stopped"),
+            ("answered with an error", "continues where it stopped"),
         ),
         (Fault("PUT", r"mckpt.json|metadata.json", "503", 99), ("answered with an error",)),
         (
             Fault("PUT", r"mp_rank_01", "503", 99),
-            ("answered with an error", "goes on where it stopped"),
+            ("answered with an error", "continues where it stopped"),
         ),
         (Fault("GET", r"model.safetensors", "cut", 99), ("model.safetensors",)),
         (Fault("PUT", r"mckpt.json", "500", 99), ("mckpt.json",)),
@@ -591,7 +591,7 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     sent = {n.split("/")[-2] for n in server.keys(bucket) if n.endswith("model_optim_rng.pt")}
     assert left and 0 < len(sent) < 4
     said = cli("inspect", "s3:m", code=3).err
-    assert f"{len(sent)} files are in place" in said and "goes on where it stopped" in said
+    assert f"{len(sent)} files are in place" in said and "continues where it stopped" in said
     assert (
         "already contains"
         in cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, "--dtype", "fp16", code=6).err

@@ -43,7 +43,9 @@ def test_a_signal_interrupts_and_the_same_command_goes_on(
     _, said = process.communicate(timeout=20)
     last = said.splitlines()[-1]
     assert process.returncode == code and "Traceback" not in said, said
-    assert last == f"mckpt: interrupted by {number.name}; the same command goes on where it stopped"
+    assert (
+        last == f"mckpt: interrupted by {number.name}; the same command continues where it stopped"
+    )
     assert list(dst.glob(".mckpt-*/data/mckpt.json"))
     good("hf-to-megatron", src, dst)
     assert not list(dst.glob(".mckpt-*"))

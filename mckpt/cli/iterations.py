@@ -404,7 +404,7 @@ def _stoppable(job: _Run) -> Iterator[None]:
     except KeyboardInterrupt:
         if job.converting:
             raise
-        job.tell("stopped by a signal; the same command goes on")
+        job.tell("stopped by a signal; the same command continues")
 
 
 # ---------------------------------------------------------------------------- complete, and at rest

@@ -136,7 +136,7 @@ def _interrupted(error: BaseException) -> int:
     cause = error.__cause__ or error
     number = cause.number if isinstance(cause, signals.Interrupted) else signal.SIGINT
     resumable = not {"verify", "train"} & set(sys.argv[1:2])
-    cure = "; the same command goes on where it stopped" if resumable else ""
+    cure = "; the same command continues where it stopped" if resumable else ""
     name = signal.Signals(number).name
     return _fail("Interrupted", f"interrupted by {name}{cure}", code=SIGNALLED + number)
 

@@ -21,19 +21,19 @@ class Plan(PlanData):
     """A conversion that is proved from headers alone. Nothing is written before `run`."""
 
     def judge(self, tell: Callable[[str], None] = lambda text: None) -> Verdict:
-        """Tells whether the destination holds already what `run` would write.
+        """Decides whether the destination already holds the output of `run`.
 
-        The files of the source are the same if their size, mtime, ctime and inode are; else their
-        content is compared with the destination. Checksums of the destination are not compared;
-        `mckpt check` does so. tell: called with a note before a comparison.
+        The files of the source count as the same if their size, mtime, ctime and inode are; else
+        their content is compared with the destination. Checksums of the destination are not
+        compared; `mckpt check` does so. tell: called with a note before a comparison.
         """
         from mckpt.conversion.done import judge
 
         return judge(self, tell=tell)
 
     def settle(self, verdict: Verdict) -> None:
-        """Does what a run that was killed at its end left undone, and notes that the source of a
-        `verdict` of `judge` is that of the destination.
+        """Completes a run that was killed at its end, and records that the source in a `verdict` of
+        `judge` is the source of the destination.
         """
         from mckpt.conversion.done import settle
 

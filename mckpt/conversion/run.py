@@ -28,7 +28,7 @@ def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
     if ranks.size == 1:  # before any file is created
         said = dropped(plan, how.check_replicas)
     with destination.staging(key, str(before), how.resume, ranks.name) as staging, session:
-        # other ranks would take the output for an old one that --overwrite replaces
+        # other ranks would take this output for an old one that --overwrite replaces
         ends = how.resume and in_place(staging) and not (destination.overwrite and ranks.size > 1)
         if ends and (verdict := done.judge(plan)).manifest is not None:
             discard(staging)  # the earlier run was killed after its output was in place

@@ -76,7 +76,7 @@ class Sender:
 
     @property
     def threads(self) -> int:
-        """The cores that a process which sends keeps busy."""
+        """The number of cores that a sending process keeps busy."""
         return self.how.threads or KNEE
 
     def mark(self) -> str:
@@ -89,7 +89,7 @@ class Sender:
         return self.journal.folder
 
     def do(self, step: Step, items: range, tick: Tick) -> None:
-        """Makes and sends these groups, but for the files that the journal has."""
+        """Makes and sends these groups, without the files that the journal lists."""
         self._refuse_other_source()
         self.send([self.groups[i] for i in items], self.journal.sent())
 
@@ -111,8 +111,8 @@ class Sender:
         done: dict[int, Sent],
         report: Callable[[int], None] = lambda number: None,
     ) -> None:
-        """Makes and sends the files of these groups that are not in `done`, and adds them; the next
-        group is made while one is sent.
+        """Makes and sends the files of these groups that are not in `done`, and adds them to it.
+        While one group is sent, the next one is made.
 
         report: called with the number of each file that is in its place.
         """

@@ -69,8 +69,8 @@ class SideFiles:
         """Raises DestinationError if an existing DST/hf differs from this one in any byte.
         Otherwise a checkpoint would be read with the wrong config.
 
-        In an object store a killed run may have sent some of the files: the config comes last of
-        those that a model has, and carried tensors after it.
+        In an object store a killed run may have sent some of the files. A run sends the config
+        after the other files of a model, and then the carried tensors.
         """
         self.check_unchanged()
         if not self.files or not os.path.lexists(self.path):

@@ -66,7 +66,7 @@ class StoreJournal:
 
     files: the path of each file of the plan, by number.
     ready: whether the old checkpoint is removed, so that files may be sent.
-    resumes: whether this run, as rank 0, goes on with the work of an earlier one.
+    resumes: whether this run, as rank 0, continues the work of an earlier one.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ class StoreJournal:
     # ---- beats
 
     def live(self) -> None:
-        """Tells other ranks and runs from now on that this rank lives."""
+        """Begins to report to other ranks and runs that this rank is alive."""
         self._put_beat()
         self._beats = _Beats(self._beat)
 

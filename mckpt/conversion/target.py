@@ -28,7 +28,7 @@ class Target:
     """The form of the new checkpoint: its format, and the options of its contents.
 
     Raises UsageError for a value that a field cannot have. Which fields a conversion takes depends
-    on its source and format: `refusals.refuse_options` tells.
+    on its source and format: `refusals.refuse_options` decides.
     """
 
     format: str = formats.MEGATRON
@@ -73,5 +73,5 @@ class Target:
 
     @property
     def experts_option(self) -> str:
-        """The flag that sets `grouped_experts` to the value that it has."""
+        """Returns the flag that sets `grouped_experts` to its present value."""
         return "--grouped-experts" if self.grouped_experts else "--sequential-experts"

@@ -12,8 +12,8 @@ next ones are made. So the local disk needs room for two groups, and memory does
 An upload is visible when it is complete, so no object is ever half-written. A killed run leaves its
 journal; the same command sends only what is missing. The journal is removed at the end.
 
-Ranks share the groups, and know of each other through the journal alone. With a cluster, tasks on
-its nodes do the groups.
+Ranks share the groups, and communicate through the journal alone. With a cluster, tasks on its
+nodes make and send the groups.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Job:
 
     def _send_side(self) -> None:
         """Sends the files of DST/hf that are not there; they are the same for all checkpoints of a
-        save directory. The config comes last, and tells that all are there.
+        save directory. The config comes last: its presence shows that all are there.
         """
         side = self.plan.side
         side.refuse_other()
@@ -223,7 +223,7 @@ class _Job:
                 if time.monotonic() - quiet > QUIET_S:
                     raise StorageError(
                         f"{journal.folder}: rank 0 has not been heard of for {QUIET_S:.0f} s; start"
-                        " the run again: it goes on"
+                        " the run again: it continues"
                     )
                 time.sleep(1.0)
         except Over:

@@ -8,7 +8,7 @@ with checksums computed on the way.
     threads    hands out the slabs
     files      opens, reads, writes and syncs the files
     checksums  combines the crc32 of what was written into that of a whole file
-    journal    remembers the finished units, so that the same call goes on after a kill
+    journal    remembers the finished units, so that the same call continues after a kill
     ranks      shares the units between processes
     ray_tasks  or between the nodes of a Ray cluster
     comparing  compares files with those that a run would write
@@ -253,7 +253,7 @@ def execute(
 
 
 def continues(there: int, total: int) -> str:
-    """Returns the note of a run that goes on with the work of an earlier one; both in bytes."""
+    """Returns the note of a run that continues the work of an earlier one; both in bytes."""
     units = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "bytes"))
     scale, unit = next(one for one in units if total >= one[0])
     return f"continues: {there / scale:.2f} of {total / scale:.2f} {unit} are there"

@@ -20,9 +20,9 @@ from mckpt.storage import descriptors
 from mckpt.storage.files import TargetFile
 
 _CURES = {
-    errno.ENOSPC: "free some space and run the same command again: it goes on",
-    errno.EDQUOT: "raise the quota or free some space and run the same command again: it goes on",
-    errno.EIO: "the device failed; check it, then run the same command again: it goes on",
+    errno.ENOSPC: "free some space and run the same command again: it continues",
+    errno.EDQUOT: "raise the quota or free some space and run the same command again: it continues",
+    errno.EIO: "the device failed; check it, then run the same command again: it continues",
     errno.EACCES: "check the permissions",
     errno.EROFS: "the filesystem is read-only",
 }

@@ -7,9 +7,9 @@ no library.
     ranks/{r}    a line that changes while rank r lives; it contains the progress of the rank
     done/        the journal: the work that is done, by any rank
 
-A run has steps. Each rank does its share of a step, reports that in its line, and goes on when rank
-0 reports that all ranks are done. Rank 0 reads the line of every rank, and the others read that of
-rank 0. No rank lists the results of the others, which is slow on a shared filesystem.
+A run has steps. Each rank does its share of a step, reports that in its line, and continues when
+rank 0 reports that all ranks are done. Rank 0 reads the line of every rank, and the others read
+that of rank 0. No rank lists the results of the others, which is slow on a shared filesystem.
 
 A process is alive while its line changes, so that no two clocks are compared. Rank 0 does the rest
 of a dead rank's share. If that rank is alive after all, both write the same bytes to the same
@@ -282,7 +282,7 @@ class Session:
         if self.ranks.rank and not self.lives(0):
             raise StorageError(
                 f"{self.staging}: rank 0 has not been heard of for {DEAD_S:.0f} s; start the run"
-                " again: it goes on"
+                " again: it continues"
             )
 
     def done(self) -> list[int]:
@@ -421,7 +421,7 @@ def _error_of(rank: int, name: str, message: str) -> Exception:
         return kind(*f"rank {rank}: {message}".split("\n"))
     if name in ("KeyboardInterrupt", "Interrupted"):
         how = message or "interrupted"
-        return StorageError(f"rank {rank} was {how}; start the run again: it goes on")
+        return StorageError(f"rank {rank} was {how}; start the run again: it continues")
     return RuntimeError(f"rank {rank}: {message}")
 
 
@@ -440,7 +440,7 @@ def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -
         tick()
     raise StorageError(
         f"{what}: was written by another rank and is not there after {DEAD_S:.0f} s; run the same"
-        " command again: it goes on"
+        " command again: it continues"
     )
 
 

@@ -107,8 +107,8 @@ class RayCluster:
         except ray.exceptions.RayError as error:
             what = " ".join(str(error).split())
             raise StorageError(
-                f"Ray could not run a part of the work: {what} Run the same command again: it goes"
-                " on"
+                f"Ray could not run a part of the work: {what} Run the same command again: it"
+                " continues"
             ) from error
         finally:
             for ref in running:

@@ -399,8 +399,8 @@ def _raise(
         last = next((e for e in causes if _is_lost_connection(e)), error)
         reason = f"HTTP {status}" if status is not None else _first_line(last)
         raise StorageError(
-            f"{name}: no answer from {where} after {tries} tries: {reason}. The same command goes"
-            " on with the files that are missing"
+            f"{name}: no answer from {where} after {tries} tries: {reason}. The same command"
+            " continues with the files that are missing"
         ) from None
     raise error
 

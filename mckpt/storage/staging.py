@@ -54,14 +54,14 @@ def unfinished(root: Path) -> str | None:
             num = len(list((folder / "sent").glob("*")))
             sentences.append(
                 f"A run of mckpt is writing here, or was interrupted ({folder.name}): {num:,} files"
-                " are in place. The same command goes on where it stopped."
+                " are in place. The same command continues where it stopped."
             )
         elif locked(folder / LOCK):
             sentences.append(f"A run of mckpt is writing here ({folder.name}): {share}.")
         else:
             sentences.append(
                 f"A run of mckpt was interrupted here ({folder.name}): {share}. The same command"
-                " goes on where it stopped."
+                " continues where it stopped."
             )
     return " ".join(sentences) or None
 

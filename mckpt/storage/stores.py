@@ -425,7 +425,7 @@ def _raise(place: str, error: Exception, tries: int) -> NoReturn:
         raise error
     what = "answered with an error" if "status code: " in str(error) else "gave no answer"
     raise StorageError(
-        f"{place}: the store {what} (tries: {tries}): {why}. The same command goes on where it"
+        f"{place}: the store {what} (tries: {tries}): {why}. The same command continues where it"
         " stopped"
     ) from None
 
