@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         push,
         repair,
         reshard,
+        write,
     )
     from mckpt.conversion.plan_data import PlannedCopy
     from mckpt.progress import Progress
@@ -49,6 +50,7 @@ __all__ = [
     "repair",
     "reshard",
     "verify",
+    "write",
 ]
 
 

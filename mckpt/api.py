@@ -112,13 +112,18 @@ class Options(MegatronOptions, total=False):
     quantize: Literal["fp8"]  # the weights of linear layers
 
 
-class RunOptions(TypedDict, total=False):
-    """The options of a run; `Plan.run` explains them."""
+class MoveOptions(TypedDict, total=False):
+    """The options of moving bytes; `Plan.run` explains them."""
 
     max_memory: int | str
     threads: int
     checksum: Literal["crc32", "sha256", "none"]
     allow_overflow: bool
+
+
+class RunOptions(MoveOptions, total=False):
+    """The options of a run; `Plan.run` explains them."""
+
     resume: bool
     check_replicas: bool
     engine: Literal["local", "ray"]
@@ -126,6 +131,10 @@ class RunOptions(TypedDict, total=False):
 
 class _Conversion(Options, RunOptions, total=False):
     """The options of a conversion and of its run."""
+
+
+class _Write(Options, MoveOptions, total=False):
+    """The options of a conversion whose source is a stream."""
 
 
 class _Reshard(MegatronOptions, RunOptions, total=False):
@@ -235,6 +244,55 @@ def convert(
     """
     source = _opened(src)
     return _write(source, dst, _target(source, options), options, progress, cancel)
+
+
+@_lists(_Write)
+def write(
+    dst: str | Path,
+    config: Mapping[str, Any] | str | Path,
+    tensors: Iterable[tuple[str, Any]],
+    *,
+    family: str | None = None,
+    mapping: str | Path | None = None,
+    vocab_size: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    progress: OnProgress | None = None,
+    cancel: Event | None = None,
+    **options: Unpack[_Write],
+) -> dict[str, Any]:
+    """Writes a checkpoint of any format from a stream of Hugging Face tensors, and returns the
+    content of mckpt.json.
+
+    The plan is made and proved from `config` before the first tensor is taken. Each tensor is taken
+    once and moved to its places, so the memory holds `max_memory` bytes and one tensor. If a tensor
+    is missing, unknown, repeated or of another shape or dtype, nothing is published.
+
+    config: the content of config.json, or a directory or Hub name whose config.json and tokenizer
+        describe the model.
+    tensors: pairs of a name and an array, in any order: arrays of numpy, tensors of torch, or those
+        of a checkpoint.
+    family, mapping, vocab_size, settings: as for `open`.
+    dtypes: dtypes of tensors, by name, in which * stands for any text. The others have the dtype of
+        the config, or else of the first tensor.
+
+    The other keywords are those of `plan` and of `Plan.run`. The default format is torch_dist.
+    Raises the errors of `convert`, and SourceError for the tensors.
+    """
+    from mckpt.conversion import streaming
+
+    known = Known(
+        family=family,
+        mapping=None if mapping is None else str(mapping),
+        vocab_size=vocab_size,
+        settings=settings or {},
+    )
+    given: Mapping[str, Any] = options
+    moved = {name: given[name] for name in MoveOptions.__annotations__ if name in given}
+    with streaming.opened(config, tensors, known, dtypes or {}) as (source, stream):
+        target, place = _target(source, options), _place(options)
+        planned = planning.make_plan(source, dst, target, same_format=True, **place)
+        return streaming.run(planned, stream, **moved, progress=watched(progress, cancel))
 
 
 @_lists(_Reshard)

@@ -21,6 +21,8 @@ from mckpt.formats.shards import Row, tensors_of
 from mckpt.geometry.join import Joined, join
 from mckpt.values.dtypes import itemsize
 
+FILE = 44  # bits of a byte's place in a file of 16 TiB
+
 
 class HfTensor(LazyTensor):
     """One tensor under its name in the Hugging Face directory, or rows of it. `tensor[2]` and
@@ -61,7 +63,7 @@ class HfTensor(LazyTensor):
         out = np.empty(self.nbytes, "u1") if buffer is None else buffer.view("u1")[: self.nbytes]
         if len(out):
             width = self._row.nbytes // (self._row.shape[0] if self._row.shape else 1)
-            self._of.read(self.name, self._rows.start * width, memoryview(out))
+            self._of.read(self.name, self._rows.start * width, out.data)
         return out
 
 
@@ -86,20 +88,21 @@ class HfTensors(Mapping[str, HfTensor]):
         }
 
     @cached_property
-    def _joined(self) -> tuple[Joined, np.ndarray]:
-        """The copies that fill all tensors, and these copies in the order of the target."""
+    def _joined(self) -> tuple[Joined, np.ndarray, np.ndarray]:
+        """The copies that fill all tensors, these copies in the order of the target, and the places
+        at which they start: the number of the file, shifted by FILE, and the byte.
+        """
         joined = join(self._source.layout, self._layout)
-        order = np.lexsort((joined.copies["dst_at"], joined.copies["dst_file"]))
-        return joined, joined.copies[order]
+        at = (joined.copies["dst_file"].astype("i8") << FILE) + joined.copies["dst_at"]
+        order = np.argsort(at)
+        return joined, joined.copies[order], at[order]
 
     def read(self, name: str, skipped: int, out: memoryview) -> None:
         """Reads into `out` the bytes of a tensor behind its first `skipped` bytes."""
         row, file, at = self._rows[name]
-        joined, copies = self._joined
-        first, last = np.searchsorted(copies["dst_file"], [file, file + 1])
-        copies = copies[first:last]
-        first, last = np.searchsorted(copies["dst_at"], [at, at + row.nbytes])
-        start = at + skipped
+        joined, copies, starts = self._joined
+        place, start = (file << FILE) + at, at + skipped
+        first, last = np.searchsorted(starts, [place, place + row.nbytes])
         copies = copies[first:last]
         if len(out) < row.nbytes:
             copies = _within(copies, itemsize(row.dtype), start, start + len(out))

@@ -32,15 +32,17 @@ def make_plan(
     overwrite: bool = False,
     update_tracker: bool = False,
     helps: bool = False,
+    same_format: bool = False,
 ) -> Plan:
     """Returns the plan that converts `source` to `dst`.
 
     helps: this process is not rank 0, so it does not check whether the destination is occupied.
+    same_format: a Hugging Face source may become a directory of the same tensors.
     """
     source = source.borrowing()
     format = formats.get(target.format)
     plain = not (source.is_megatron or source.quantised or source.opened.notes or target.quantize)
-    if not format.megatron and plain:
+    if not (format.megatron or same_format) and plain:
         raise UsageError(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
             " quantised, so there is nothing to convert"

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
 from mckpt.errors import StorageError
-from mckpt.storage.staging import REPLACED, STAGING, discard, in_place, mark, sync
+from mckpt.storage.staging import MANIFEST, REPLACED, STAGING, discard, in_place, mark, sync
 
 
-def publish(destination: Destination, staging: Path, side: SideFiles) -> None:
-    """Moves the staged data to its final place. The files of DST/hf are there before the checkpoint
-    appears.
+def publish(
+    destination: Destination, staging: Path, side: SideFiles, manifest: Mapping[str, Any]
+) -> None:
+    """Moves the staged data and their manifest to their final place. The files of DST/hf are there
+    before the checkpoint appears.
     """
+    (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     try:
         data = staging / "data"
         for folder, _, names in os.walk(data):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.publishing import publish
 from mckpt.errors import DestinationError, StorageError
 from mckpt.execute.ranks import Gone, Ranks, Session
-from mckpt.storage.staging import MANIFEST, discard, in_place
+from mckpt.storage.staging import discard, in_place
 
 
 def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
@@ -41,8 +40,7 @@ def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
         look = partial(done.differing, plan, staging / "data", how.checksum, how.max_memory)
         now = check_unchanged(plan, before, look)
         manifest = manifest_of(plan, now, said, sums)
-        (staging / "data" / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        publish(destination, staging, plan.side)
+        publish(destination, staging, plan.side, manifest)
         if staging.exists():
             how.tell(f"{staging}: cannot be removed now; the same command removes it")
     return manifest

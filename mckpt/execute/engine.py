@@ -9,6 +9,8 @@ with checksums computed on the way.
     files      opens, reads, writes and syncs the files
     checksums  combines the crc32 of what was written into that of a whole file
     journal    remembers the finished units, so that the same call continues after a kill
+    batches    does the copies a few at a time, as their sources come
+    reading    does copies into memory
     ranks      shares the units between processes
     ray_tasks  or between the nodes of a Ray cluster
     comparing  compares files with those that a run would write
@@ -429,45 +431,59 @@ class _Run:
         self.journal.write_sum(file, self._finish(file, memory, check))
 
     def _finish(self, file: int, memory: memoryview, check: Callable[[], None]) -> str:
-        """Writes the fixed bytes of one file, syncs it, and returns its checksum."""
-        output, checksum = self.job.outputs[file], self.job.checksum
-        ranges = self.ranges(file)
-        with self.targets.held([file]) as fds:
-            fd, path = fds[file], self.targets.paths[file]
-
-            def pieces(at: int, nbytes: int) -> Iterator[memoryview]:
-                size = min(PIECE, len(memory))
-                for start in range(at, at + nbytes, size):
-                    check()
-                    view = memory[: min(size, at + nbytes - start)]
-                    read_at(fd, view, start, path)
-                    yield view
-
-            def crc_of_bytes(at: int, nbytes: int) -> int:
-                crc = 0
-                for view in pieces(at, nbytes):
-                    crc = isal_zlib.crc32(view, crc)
-                return crc
-
-            sums = RangeSums(ranges, crc_of_bytes) if checksum == "crc32" else None
-            fixed: list[Range] = []
-            for at, data in output.fixed(sums.crc if sums else None):
-                assert at >= 0 and at + len(data) <= output.size, (
-                    f"{path}: fixed bytes at {at} end beyond its {output.size} bytes"
-                )
-                write_at(fd, memoryview(data), at, path)
-                fixed.append((file, at, len(data), isal_zlib.crc32(data)))
-            self.targets.sync(file, os.fsync)
-            if sums:
-                return f"crc32:{RangeSums([*ranges, *fixed], crc_of_bytes).crc(0, output.size):08x}"
-            if checksum == "none":
-                return ""
-            digest = hashlib.sha256()
-            for view in pieces(0, output.size):
-                digest.update(view)
-            return f"sha256:{digest.hexdigest()}"
+        output, ranges = self.job.outputs[file], self.ranges(file)
+        return finished(self.targets, file, output, ranges, self.job.checksum, memory, check)
 
     def close(self) -> None:
         """Closes all files."""
         self.mover.sources.close()
         self.targets.close()
+
+
+def finished(
+    targets: OpenFiles,
+    file: int,
+    output: TargetFile,
+    ranges: Sequence[Range],
+    checksum: str,
+    memory: memoryview,
+    check: Callable[[], None],
+) -> str:
+    """Writes the fixed bytes of one file, syncs it, and returns its checksum.
+
+    ranges: what copies wrote into it.
+    """
+    with targets.held([file]) as fds:
+        fd, path = fds[file], targets.paths[file]
+
+        def pieces(at: int, nbytes: int) -> Iterator[memoryview]:
+            size = min(PIECE, len(memory))
+            for start in range(at, at + nbytes, size):
+                check()
+                view = memory[: min(size, at + nbytes - start)]
+                read_at(fd, view, start, path)
+                yield view
+
+        def crc_of_bytes(at: int, nbytes: int) -> int:
+            crc = 0
+            for view in pieces(at, nbytes):
+                crc = isal_zlib.crc32(view, crc)
+            return crc
+
+        sums = RangeSums(ranges, crc_of_bytes) if checksum == "crc32" else None
+        fixed: list[Range] = []
+        for at, data in output.fixed(sums.crc if sums else None):
+            assert at >= 0 and at + len(data) <= output.size, (
+                f"{path}: fixed bytes at {at} end beyond its {output.size} bytes"
+            )
+            write_at(fd, memoryview(data), at, path)
+            fixed.append((file, at, len(data), isal_zlib.crc32(data)))
+        targets.sync(file, os.fsync)
+        if sums:
+            return f"crc32:{RangeSums([*ranges, *fixed], crc_of_bytes).crc(0, output.size):08x}"
+        if checksum == "none":
+            return ""
+        digest = hashlib.sha256()
+        for view in pieces(0, output.size):
+            digest.update(view)
+        return f"sha256:{digest.hexdigest()}"

@@ -1,0 +1,352 @@
+"""Writes a checkpoint from a stream of Hugging Face tensors.
+
+The Hugging Face directory of the model is laid out first, from config.json, as files of holes. Its
+plan is that of any other directory. Each tensor that comes is written to its place there, the
+copies that read it are done, and the place becomes a hole again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mckpt import formats
+from mckpt.checkpoint import description
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.tensor import LazyTensor
+from mckpt.containers.entries import Entry
+from mckpt.conversion.identity import State, key_of
+from mckpt.conversion.moving import How, manifest_of
+from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.publishing import publish
+from mckpt.conversion.target import MAX_SHARD_SIZE
+from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_as
+from mckpt.execute.batches import Batches
+from mckpt.execute.files import write_at
+from mckpt.execute.mover import Overflow
+from mckpt.formats import places
+from mckpt.formats.base import Names, Wanted
+from mckpt.formats.hf import HuggingFace
+from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config, side_files
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import Bound, key_pattern
+from mckpt.mapping.forms import part
+from mckpt.progress import OnProgress, Progress
+from mckpt.storage import stand_in
+from mckpt.storage.files import TargetFile
+from mckpt.storage.staging import discard
+from mckpt.values import dtypes
+from mckpt.values.sizes import parse_size
+
+Named = tuple[str, Any]  # a tensor of the stream
+_DTYPES = ("dtype", "torch_dtype")  # keys of config.json, in transformers 5 and 4
+
+
+@contextmanager
+def opened(
+    config: Mapping[str, Any] | str | Path,
+    tensors: Iterable[Named],
+    known: Known,
+    kinds: Mapping[str, str],
+) -> Iterator[tuple[Checkpoint, Stream]]:
+    """Yields the Hugging Face directory that the stream would be, whose tensors are holes, and the
+    stream.
+
+    config: the content of config.json, or the place of its directory. kinds: dtypes of tensors, by
+    patterns of their names.
+
+    Raises MappingError if config.json does not describe a model that mckpt knows, and UsageError
+    if the stream cannot be all of it.
+    """
+    coming = iter(tensors)
+    if (first := next(coming, None)) is None:
+        raise SourceError("stream: has no tensors")
+    folder = stand_in.temporary()
+    show_as(str(folder), "stream")
+    try:
+        if isinstance(config, Mapping):
+            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        else:
+            given = places.local(config, weights=False)
+            read_config(given)  # raises the error of a file that is not there
+            for name in (CONFIG, *side_files(given).kept):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(given / name, folder / name)
+        _lay_out(folder, first, known, kinds)
+        source = Checkpoint(folder, known)
+        yield source, Stream(source, itertools.chain([first], coming))
+    finally:
+        stand_in.discard(folder)
+
+
+def _lay_out(folder: Path, first: Named, known: Known, kinds: Mapping[str, str]) -> None:
+    """Makes the weight files of a directory that has a config.json."""
+    config, where = read_config(folder), str(folder / CONFIG)
+    if quantised_by(config):
+        raise UsageError(
+            f"{where}: has {QUANTISED}, and the tensors of a stream are not quantised; leave it"
+            " out, and give dequantised tensors, such as those of hf_tensors()"
+        )
+    family = description.family_for(config, known.family_name, where)
+    dims = family.read(config, known.dims, where, known.dims, "--set")
+    forms = [name for name, form in family.forms.items() if not form.carried]
+    if family.forms and not forms:
+        raise UsageError(
+            f"{where}: a model of family {family.name} has tensors whose shapes config.json does"
+            " not determine; save it as a directory, and convert that"
+        )
+    texts = (place.get(key) for place in (part(config, family.inside), config) for key in _DTYPES)
+    dtype = next((dtypes.parse(text) for text in texts if isinstance(text, str)), None)
+    found: tuple[list[Bound], list[TargetFile]] | None = None
+    for chosen in [{"form": form} for form in forms] or [{}]:
+        names = Names(family, dims, chosen, Parallel())
+        bound, of = names.bound(), dict[str, str]()
+        for b in bound:
+            own = [kind for pattern, kind in kinds.items() if _matches(b, pattern)]
+            kind = dtypes.parse(own[0]) if own else dtype or _described(first[1])[0]
+            of.update(dict.fromkeys(b.rule.of, kind))
+        outputs = formats.get(formats.HUGGING_FACE).lay_out(Wanted(names, of, MAX_SHARD_SIZE))[1]
+        if found is None or any(_matches(b, first[0]) for b in bound):
+            found = bound, outputs
+    assert found is not None
+    for pattern in kinds:
+        if not any(_matches(b, pattern) for b in found[0]):
+            raise UsageError(f"dtypes: no tensor of the model has a name like {pattern!r}")
+    for output in found[1]:
+        with open(folder / output.path, "wb") as file:
+            file.truncate(output.size)
+            for at, data in output.fixed(None):
+                file.seek(at)
+                file.write(data)
+
+
+def _matches(bound: Bound, pattern: str) -> bool:
+    return any(fnmatchcase(key, pattern) for key in bound.keys())  # noqa: SIM118
+
+
+def _described(array: Any) -> tuple[str, tuple[int, ...]]:
+    """Returns the dtype and the shape of an array, as mckpt names them."""
+    if isinstance(array, LazyTensor):
+        return array.dtype, array.shape
+    if not hasattr(array, "dtype"):
+        array = np.asarray(array)
+    return str(array.dtype).removeprefix("torch."), tuple(array.shape)
+
+
+def _bytes_of(array: Any) -> memoryview:
+    """Returns the bytes of an array, row by row."""
+    if isinstance(array, LazyTensor):
+        array = array.numpy()
+    elif hasattr(array, "detach"):  # torch, whose bfloat16 numpy does not take
+        import torch
+
+        array = array.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    array = np.asarray(array)
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return np.ascontiguousarray(array).reshape(-1).view("u1").data
+
+
+class Stream:
+    """Tensors that come one by one, and the holes of the directory that they would be."""
+
+    def __init__(self, source: Checkpoint, tensors: Iterable[Named]) -> None:
+        self.tensors = tensors
+        assert isinstance(source.opened, HuggingFace)
+        self.entries = source.opened.entries
+        self.family = source.mapping
+        self._seen: set[str] = set()
+        form = self.family.form(source.names.choices)
+        ignored = (*self.family.computed, *self.family.ignore)
+        self._ignored = [key_pattern(form.rename(pattern)) for pattern in ignored]
+        # names that are copies of one logical tensor -> that tensor, its layer and expert
+        self._of: dict[str, tuple[Any, ...]] = {}
+        self._sums: dict[tuple[Any, ...], tuple[str, bytes]] = {}
+        bound = source.names.bound()
+        copied = {b.rule.of for b in bound if b.rule.alias}
+        for b in (b for b in bound if b.rule.of in copied):
+            for key, *at in zip(b.keys(), *(n.tolist() for n in b.instances()), strict=True):
+                self._of[key] = (b.rule.of, *at)
+
+    def __iter__(self) -> Iterator[tuple[Entry, memoryview]]:
+        """Yields the place of each tensor, and its bytes.
+
+        Raises SourceError for a tensor that the model does not have, that came before or that has
+        another shape or dtype, and at the end for those that are missing.
+        """
+        for name, array in self.tensors:
+            dtype, shape = _described(array)
+            if name in self._seen:
+                raise SourceError(f"{name}: came twice in the stream")
+            self._seen.add(name)
+            if name in self.entries:
+                self._check(name, dtype, shape)
+            elif name not in self._of:
+                if any(pattern.fullmatch(name) for pattern in self._ignored):
+                    continue
+                raise SourceError(
+                    f"{name} {list(shape)}: is in no rule of {self.family.path.name}, so the model"
+                    " that config.json describes does not have it"
+                )
+            data = _bytes_of(array)
+            if name in self._of:
+                self._compare(name, hashlib.sha256(data).digest())
+            if name in self.entries:
+                yield self.entries[name], data
+        if missing := [name for name in self.entries.names if name not in self._seen]:
+            raise SourceError.of(
+                f"the stream ended without {counted(len(missing), 'tensor')} of the model that"
+                " config.json describes:",
+                missing,
+                "If the model is one without them, say so with `settings`, such as"
+                " settings={'mtp_layers': 0}.",
+            )
+
+    def _check(self, name: str, dtype: str, shape: tuple[int, ...]) -> None:
+        entry = self.entries[name]
+        if shape != entry.shape:
+            raise SourceError(
+                f"{name}: is {list(shape)} in the stream, and should be {list(entry.shape)} by"
+                " config.json"
+            )
+        if dtype != entry.dtype:
+            raise SourceError(
+                f"{name}: is {dtype} in the stream, and should be {entry.dtype}; cast it, or give"
+                f" dtypes={{{name!r}: {dtype!r}}}, in which * stands for any text"
+            )
+
+    def _compare(self, name: str, digest: bytes) -> None:
+        other, known = self._sums.setdefault(self._of[name], (name, digest))
+        if known != digest:
+            raise SourceError(
+                f"{name}: differs from {other}, and config.json says that both are one tensor;"
+                " give settings={'tied': False} if they are an output layer and an embedding"
+            )
+
+
+def run(
+    plan: PlanData,
+    stream: Stream,
+    *,
+    max_memory: int | str = "64MiB",
+    threads: int = 0,
+    checksum: str = "crc32",
+    allow_overflow: bool = False,
+    progress: OnProgress | None = None,
+) -> dict[str, Any]:
+    """Runs the plan of the directory that the stream would be, and returns the manifest. If it
+    fails, nothing is left in the destination. The keywords are those of `Plan.run`.
+    """
+    memory = parse_size(max_memory, "--max-memory")
+    how = How(memory, threads, checksum, allow_overflow, False, False, None, progress, _ignore)
+    root = plan.destination.root
+    if stand_in.of(root) is not None:
+        raise UsageError(
+            f"{root}: a stream is written to a directory of this machine; write it there, and"
+            " convert or copy it to the store"
+        )
+    plan.side.check_unchanged()
+    there, state = root.exists(), State.of(plan)
+    try:
+        # the same key every time, so that what a killed run left is found and replaced
+        with plan.destination.staging(
+            key_of(plan, how.checksum, "stream"), str(state), resume=False
+        ) as staging:
+            try:
+                sums = _move(plan, how, stream, staging / "data")
+            except BaseException:
+                discard(staging)  # no later run can continue a stream
+                raise
+            manifest = manifest_of(plan, state, [], sums)
+            publish(plan.destination, staging, plan.side, manifest)
+            return manifest
+    except BaseException as error:
+        if not there:
+            with suppress(OSError):
+                root.rmdir()
+        if isinstance(error, Cancelled):
+            raise Cancelled("cancelled; nothing was written") from None
+        raise
+
+
+def _move(plan: PlanData, how: How, stream: Stream, data: Path) -> list[str]:
+    """Writes the files of the plan into the directory `data`; returns their checksums."""
+    joined, sources = plan.joined, list(map(str, plan.source.layout.files))
+    copies, at = joined.copies, np.ascontiguousarray(joined.copies["src_at"])
+    bounds = np.searchsorted(
+        np.ascontiguousarray(copies["src_file"]), np.arange(len(sources) + 1)
+    ).tolist()
+    total = int(sum(s.numel * len(s) * dtypes.itemsize(s.dtype) for s in plan.source.layout.stored))
+    done = held = 0
+    todo: list[np.ndarray] = []
+    # half of the memory holds tensors that wait, the other half is for buffers
+    most = how.max_memory // 2
+
+    def tick() -> None:
+        if how.progress is not None:
+            how.progress(Progress(done, total, 0, len(plan.outputs)))
+
+    batches = Batches(
+        joined.casts,
+        joined.grids,
+        sources,
+        plan.outputs,
+        data,
+        max_memory=most,
+        threads=how.threads,
+        checksum=how.checksum,
+        allow_overflow=how.allow_overflow,
+    )
+
+    def move() -> None:
+        nonlocal done, held
+        tick()
+        if todo:
+            moved = np.concatenate(todo)
+            batches.do(moved, tick)
+            for file in set(moved["src_file"].tolist()):
+                size = os.stat(sources[file]).st_size
+                os.truncate(sources[file], 0)
+                os.truncate(sources[file], size)
+        done, held = done + held, 0
+        todo.clear()
+
+    try:
+        for entry, view in stream:
+            first, last = bounds[entry.file : entry.file + 2]
+            inside = np.searchsorted(at[first:last], [entry.at, entry.at + len(view)]) + first
+            todo.append(copies[slice(*inside.tolist())])
+            _fill(sources[entry.file], view, entry.at)
+            held += len(view)
+            if held >= most:
+                move()
+        move()
+        sums = batches.end(tick)
+    except Overflow as e:
+        raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
+    finally:
+        batches.close()
+    if how.progress is not None:
+        how.progress(Progress(total, total, len(sums), len(sums)))
+    return sums
+
+
+def _fill(path: str, view: memoryview, at: int) -> None:
+    """Writes the bytes of a tensor to its place."""
+    with open(path, "r+b") as file:
+        write_at(file.fileno(), view, at, path)
+
+
+def _ignore(text: str) -> None:
+    pass
