@@ -75,12 +75,12 @@ class Parallel:
                     f" {self.pp}"
                 )
             object.__setattr__(self, "vpp", len(listed) // self.pp)
-        if self.pp * self.vpp > MAX_SIZE or math.lcm(self.tp, self.expert_tp * self.ep) > MAX_SIZE:
-            raise UsageError(f"{self}: more than {MAX_SIZE} ranks or stages")
         for name in ("first_stage_layers", "last_stage_layers"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")
+        if self.pp * self.vpp > MAX_SIZE or math.lcm(self.tp, self.expert_tp * self.ep) > MAX_SIZE:
+            raise UsageError(f"{self}: more than {MAX_SIZE} ranks or stages")
         uneven = self.first_stage_layers is not None or self.last_stage_layers is not None
         accounted = self.account_for_embedding or self.account_for_loss
         if uneven + accounted + (self.layout is not None) + (self.stage_sizes is not None) > 1:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
-from mckpt.errors import UsageError
+from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names, Problems, group, shapes_of
 from mckpt.formats.megatron.optimizer import (
     CURE,
@@ -65,6 +65,10 @@ _Key = tuple[int, int, int, str]  # optimizer, dp_group_idx, gbuf_idx and dtype 
 _Whole = tuple[tuple[Piece, ...], int, int]
 
 
+# what reading an object of another structure raises
+_MISBUILT = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+
+
 def group_of(key: str) -> tuple[int, int, str] | None:
     """Returns the optimizer, the dp_group_idx and the rest of a key of a flat optimizer."""
     found = _GROUP.fullmatch(key.partition("/")[0])
@@ -83,16 +87,20 @@ def buffers(value: Any, data: Ranges, file: int, chain: int, number: int) -> Ext
     """Returns the buffers in the object `param_state` of one model-parallel rank.
 
     data: the places of its storages in the file with this number. chain, number: of its key.
+    Raises SourceError if the object is not built as Megatron builds it.
     """
     out: Extents = {}
-    for chunk, held in value.items():
-        for dtypes, states in held.items() if isinstance(held, dict) else ():
-            for name, record in states.items():
-                if (view := safe_pickle.as_tensor(record)) is not None:
-                    entry = entry_of(view, data, file)
-                    state = MASTER if name in MASTER_KEYS else name
-                    place = Place(chain, number, chunk, dtypes[0].name, 0, state)
-                    out[place] = [Extent(0, entry.shape[0], entry.dtype, file, entry.at)]
+    try:
+        for chunk, held in value.items():
+            for dtypes, states in held.items() if isinstance(held, dict) else ():
+                for name, record in states.items():
+                    if (view := safe_pickle.as_tensor(record)) is not None:
+                        entry = entry_of(view, data, file)
+                        state = MASTER if name in MASTER_KEYS else name
+                        place = Place(chain, number, chunk, dtypes[0].name, 0, state)
+                        out[place] = [Extent(0, entry.shape[0], entry.dtype, file, entry.at)]
+    except _MISBUILT as e:
+        raise _misbuilt("param_state", chain, e) from None
     return out
 
 
@@ -101,14 +109,25 @@ def unpadded(extents: Extents, numels: Any, chain: int, number: int) -> Extents:
 
     numels: the object `per_bucket_numel_unpadded`, which has the elements of each bucket without
     padding, by the number of the buffer and its dtypes. chain, number: of its key.
+    Raises SourceError if the object is not built as Megatron builds it.
     """
     out = dict(extents)
-    for place, found in extents.items():
-        if (place.chain, place.group) == (chain, number):
-            listed = {dtypes[0].name: n for dtypes, n in numels[place.chunk].items()}
-            most = int(listed[place.dtype][place.bucket])
-            out[place] = [e._replace(high=min(e.high, most)) for e in found if e.low < most]
+    try:
+        for place, found in extents.items():
+            if (place.chain, place.group) == (chain, number):
+                listed = {dtypes[0].name: n for dtypes, n in numels[place.chunk].items()}
+                most = int(listed[place.dtype][place.bucket])
+                out[place] = [e._replace(high=min(e.high, most)) for e in found if e.low < most]
+    except _MISBUILT as e:
+        raise _misbuilt("per_bucket_numel_unpadded", chain, e) from None
     return out
+
+
+def _misbuilt(name: str, chain: int, error: Exception) -> SourceError:
+    return SourceError(
+        f"the object {name} of optimizer {chain} is not built as Megatron builds it:"
+        f" {type(error).__name__}: {error}"
+    )
 
 
 def layout(

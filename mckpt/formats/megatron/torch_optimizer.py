@@ -306,7 +306,7 @@ def _listed(
                 )
                 for group, own in zip(listed, masters, strict=True)
             ]
-        except (KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             problems.missing(f"{contents.path}: its optimizer is incomplete")
             return
         yield from _grouped(contents, groups, [p for chunk in chunks for p in chunk], problems)
