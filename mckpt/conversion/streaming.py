@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from mckpt import formats
 from mckpt.checkpoint import description
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.known import Known
@@ -36,8 +35,8 @@ from mckpt.execute.batches import Batches
 from mckpt.execute.files import write_at
 from mckpt.execute.mover import Overflow
 from mckpt.formats import places
-from mckpt.formats.base import Names, Wanted
-from mckpt.formats.hf import HuggingFace
+from mckpt.formats.base import Names
+from mckpt.formats.hf import HuggingFace, HuggingFaceRequest, lay_out
 from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config, side_files
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, key_pattern
@@ -116,7 +115,7 @@ def _lay_out(folder: Path, first: Named, known: Known, kinds: Mapping[str, str])
             own = [kind for pattern, kind in kinds.items() if _matches(b, pattern)]
             kind = dtypes.parse(own[0]) if own else dtype or _described(first[1])[0]
             of.update(dict.fromkeys(b.rule.of, kind))
-        outputs = formats.get(formats.HUGGING_FACE).lay_out(Wanted(names, of, MAX_SHARD_SIZE))[1]
+        outputs = lay_out(HuggingFaceRequest(names, of, MAX_SHARD_SIZE))[1]
         if found is None or any(_matches(b, first[0]) for b in bound):
             found = bound, outputs
     assert found is not None
