@@ -168,6 +168,17 @@ def test_imports_form_no_cycle() -> None:
     assert [m for m in MODULES if m in reach(m)] == []
 
 
+def test_names_of_optimizer_state_come_from_its_door() -> None:
+    """Other modules import names from the package, or whole modules of it."""
+    package = "formats.megatron.optimizer"
+    parts = {f"mckpt.{m}" for m in MODULES if m.startswith(f"{package}.")}
+    assert parts
+    for module in MODULES:
+        names = imported(module, types=True)
+        if not module.startswith(package):
+            assert not {n for n in names if n.rpartition(".")[0] in parts}, module
+
+
 def test_every_package_has_an_import_rule() -> None:
     assert {folder(m) for m in MODULES} - {"__init__", "__main__", "lazy"} == set(MAY)
 

@@ -18,7 +18,7 @@ import pytest
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError
-from mckpt.formats.megatron import layer_wise
+from mckpt.formats.megatron.optimizer import layer_wise
 from mckpt.geometry.parallel import Parallel
 from tests.door import Pt, good, refused
 from tests.test_optimizer_files import change_args

@@ -15,7 +15,7 @@ from megatron.core import __version__
 
 from mckpt import mapping
 from mckpt.formats.base import Names
-from mckpt.formats.megatron.optimizer_buckets import bucket_step, optimizers, rounded
+from mckpt.formats.megatron.optimizer.buckets import bucket_step, optimizers, rounded
 from mckpt.geometry.parallel import Parallel
 from tests.judged_models import DENSE, LLAMA3, MOE, QWEN3, TE
 from tests.judging import explain, judge

@@ -22,13 +22,19 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.optimizer import prove
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
-from mckpt.formats.megatron import flat_optimizer, torch_optimizer
-from mckpt.formats.megatron import optimizer_links as links
 from mckpt.formats.megatron.common_state import Common
-from mckpt.formats.megatron.flat_optimizer import places
-from mckpt.formats.megatron.optimizer import groups_of, regrouped, rescaled, scalers_of, unkept
-from mckpt.formats.megatron.optimizer_buckets import Parameter
-from mckpt.formats.megatron.torch_optimizer_writing import group_of
+from mckpt.formats.megatron.optimizer import chains as links
+from mckpt.formats.megatron.optimizer import flat, torch_reading
+from mckpt.formats.megatron.optimizer.buckets import Parameter
+from mckpt.formats.megatron.optimizer.flat import places
+from mckpt.formats.megatron.optimizer.state import (
+    groups_of,
+    regrouped,
+    rescaled,
+    scalers_of,
+    unkept,
+)
+from mckpt.formats.megatron.optimizer.torch_writing import group_of
 from mckpt.geometry.box import range_boxes
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping.registration import Registration
@@ -247,14 +253,14 @@ def test_low_bits_of_master_copies_are_refused(
     assert "is portable already" in good("repair", portable).out
     change_args(monkeypatch, precise | {"bf16": True})
     refused(2, "low 16 bits", "--no-optimizer", args=("repair", portable))
-    buffers = flat_optimizer.buffers
+    buffers = flat.buffers
 
-    def short(*given: Any) -> flat_optimizer.Extents:
+    def short(*given: Any) -> flat.Extents:
         found = buffers(*given)
         return {place: [e._replace(dtype="int16") for e in found[place]] for place in found}
 
     if saved.name == "dp_zero_gather_scatter":
-        monkeypatch.setattr(flat_optimizer, "buffers", short)
+        monkeypatch.setattr(flat, "buffers", short)
         args = ("reshard", saved, tmp_path / "out", "--target-tp", 1)
         refused(2, "low 16 bits", "--no-optimizer", args=args)
 
@@ -299,11 +305,11 @@ def test_master_copies_in_fp16_are_near_their_weight_and_no_other(dtype: str) ->
 def test_ranks_without_experts_have_one_optimizer_in_old_releases(tmp_path: Path) -> None:
     chain = links.links([[], []])
     for listed, wanted in (([1], [None]), ([1, 2], [False, True])):
-        found = torch_optimizer._optimizers("x", listed, [], chain)
+        found = torch_reading._optimizers("x", listed, [], chain)
         assert [one for one, _ in found] == listed
         assert [link.experts for link in links.links([[]] * len(listed))] == wanted
     with pytest.raises(SourceError, match="x: has 3 optimizers, and the first rank has 2; copy"):
-        list(torch_optimizer._optimizers("x", [1, 2, 3], [], chain))
+        list(torch_reading._optimizers("x", [1, 2, 3], [], chain))
 
 
 def test_the_trainer_refuses_another_order_of_parameters() -> None:

@@ -17,8 +17,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.carried import joined
 from mckpt.formats.megatron.interface import OpenedMegatron
-from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_state
-from mckpt.formats.megatron.optimizer_links import is_muon
+from mckpt.formats.megatron.optimizer import LAYER_WISE, MASTER, Optimizer, is_muon, is_state
 from mckpt.geometry.box import Layout
 from mckpt.lazy import numpy as np
 from mckpt.values.dtypes import itemsize, numpy_dtype

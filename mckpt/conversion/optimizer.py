@@ -14,13 +14,13 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.target import Target
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format, Names
-from mckpt.formats.megatron import optimizer_links
 from mckpt.formats.megatron.optimizer import (
     FULLY_RESHARDABLE,
     LAYER_WISE,
     LOW_BITS,
     MASTER,
     Scaler,
+    chains,
     is_state,
     regrouped,
     rescaled,
@@ -112,11 +112,11 @@ def groups(
     """
     assert source.optimizer is not None
     count, groups = _count(names, megatron), source.optimizer.groups
-    if not optimizer_links.is_muon(groups):
+    if not chains.is_muon(groups):
         return regrouped(groups, count)
-    by_layers = bool((source.args or {}).get(optimizer_links.BY_LAYERS))
-    optimizer_links.refuse_target(fixed_sizes, by_layers, megatron)
-    return optimizer_links.regrouped(groups, names, count > 1, by_layers)
+    by_layers = bool((source.args or {}).get(chains.BY_LAYERS))
+    chains.refuse_target(fixed_sizes, by_layers, megatron)
+    return chains.regrouped(groups, names, count > 1, by_layers)
 
 
 def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scaler]:

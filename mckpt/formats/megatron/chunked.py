@@ -19,7 +19,7 @@ from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Entry, Span
 from mckpt.containers.torch_spans import Item
 from mckpt.formats.base import Names, Problems, Shown, group, packed
-from mckpt.formats.megatron.flat_optimizer import Extent
+from mckpt.formats.megatron.optimizer import flat
 from mckpt.geometry.box import Box, Stored, range_boxes, row_major
 from mckpt.geometry.packing import buffer
 from mckpt.mapping import Bound
@@ -210,13 +210,15 @@ class Chunked(ABC):
             for box in range_boxes(shard, offsets[-1], offsets[-1] + sizes[-1])
         ]
 
-    def extents(self, key: str) -> Iterator[Extent]:
+    def extents(self, key: str) -> Iterator[flat.Extent]:
         """Yields the chunks of a tensor of one axis."""
         dtype, _, chunks = self.metadata.tensors[key]
         with Files(self.root) as files:
             for offsets, sizes in chunks:
                 low = offsets[0]
-                yield Extent(low, low + sizes[0], dtype, *self.place(key, offsets, sizes, files))
+                yield flat.Extent(
+                    low, low + sizes[0], dtype, *self.place(key, offsets, sizes, files)
+                )
 
 
 class Files:

@@ -33,11 +33,14 @@ from mckpt.formats.base import (
     packed,
     shapes_of,
 )
-from mckpt.formats.megatron import layer_wise, torch_optimizer
 from mckpt.formats.megatron.common_state import Common, has_tensors
-from mckpt.formats.megatron.optimizer import LAYER_WISE, Optimizer
-from mckpt.formats.megatron.optimizer_buckets import bucket_size
-from mckpt.formats.megatron.torch_optimizer import Contents, Source
+from mckpt.formats.megatron.optimizer import (
+    LAYER_WISE,
+    Optimizer,
+    buckets,
+    layer_wise,
+    torch_reading,
+)
 from mckpt.formats.megatron.torch_shards import (
     FILE,
     FILES,
@@ -159,7 +162,7 @@ class Torch:
         }
         out = [k for k, counts in named.items() if counts]
         first = self.root / self.directories[0]
-        files = (torch_optimizer.FILE, LAYER_WISE)
+        files = (torch_reading.FILE, LAYER_WISE)
         return out + [name for name in files if any(first.glob(name))]
 
     def show(self, most: int | None) -> Shown:
@@ -259,17 +262,17 @@ class Torch:
         """
         files = list(self.files)
 
-        def contents(directory: str, name: str) -> Contents | None:
+        def contents(directory: str, name: str) -> torch_reading.Contents | None:
             path = str(self.root / directory / name)
             if not os.path.exists(path):
                 return None
             if path not in files:
                 files.append(path)
-            return Contents(*self._parse(path), files.index(path), path)
+            return torch_reading.Contents(*self._parse(path), files.index(path), path)
 
         grid = self._grid(names, Problems(f"the files of {self.root} do not match its args:"))
         rows = self.padded_vocab(names.mapping)
-        source = Source(
+        source = torch_reading.Source(
             names,
             grid,
             rows,
@@ -277,11 +280,11 @@ class Torch:
             contents,
             files,
             str(self.root),
-            bucket_size(self.common.args or {}),
+            buckets.bucket_size(self.common.args or {}),
         )
         if dealt := layer_wise.files(self.root, self.directories):
             return layer_wise.read(source, dealt, self.common.args or {})
-        return torch_optimizer.read(source)
+        return torch_reading.read(source)
 
     def _grid(self, names: Names, problems: Problems) -> list[tuple[int, int]]:
         """Returns the tensor and expert ranks that have a file in each pipeline stage.

@@ -31,12 +31,11 @@ from mckpt.formats.base import (
     best_choices,
     shapes_of,
 )
-from mckpt.formats.megatron import flat_optimizer, optimizer
+from mckpt.formats.megatron import optimizer
 from mckpt.formats.megatron.chunked import Chunked
 from mckpt.formats.megatron.common_state import Common, has_tensors
 from mckpt.formats.megatron.dcp_directory import MODEL, Directory, has_keys
-from mckpt.formats.megatron.optimizer import Optimizer
-from mckpt.formats.megatron.optimizer_links import BY_LAYERS
+from mckpt.formats.megatron.optimizer import BY_LAYERS, Optimizer, flat
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
@@ -154,7 +153,7 @@ class TorchDist:
         names = [k for k in held if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {
             "optimizer"
-            if optimizer.split_key(k) or flat_optimizer.group_of(k)
+            if optimizer.split_key(k) or flat.group_of(k)
             else k.replace("/", ".").split(".")[0]
             for k in names
             if "_extra_state" not in k
@@ -253,7 +252,7 @@ class TorchDist:
     @property
     def _has_flat(self) -> bool:
         keys = (*self.metadata.tensors, *self.metadata.objects)
-        return any(flat_optimizer.group_of(key) for key in keys)
+        return any(flat.group_of(key) for key in keys)
 
     def _flat_optimizer(self, names: Names, rest: bool = False) -> Optimizer | None:
         """Returns the optimizer's state of flat buffers, None if there are none.
@@ -263,17 +262,17 @@ class TorchDist:
         marks = self.common.fields.get("content_metadata") or {}
         kind = optimizer.sharding_of(self.common.fields.get("optimizer")) or "distributed"
         form = str(marks.get("distrib_optim_sharding_type", kind))
-        objects = {k: found for k in self.metadata.objects if (found := flat_optimizer.group_of(k))}
+        objects = {k: found for k in self.metadata.objects if (found := flat.group_of(k))}
         extents = {
             place: list(self.directory.extents(key))
             for key in self.metadata.tensors
-            if (place := flat_optimizer.place_of(key)) is not None
+            if (place := flat.place_of(key)) is not None
         }
         for key, (chain, number, what) in objects.items():
             if what == "param_state":
                 (value, *_), data = self.directory.object(key)
                 file = self.directory.number[self.metadata.items[key, None][0]]
-                extents |= flat_optimizer.buffers(value, data, file, chain, number)
+                extents |= flat.buffers(value, data, file, chain, number)
         if not extents:
             return None
         local = names._replace(choices={**names.choices, "keys": "local"})
@@ -298,14 +297,12 @@ class TorchDist:
                 scalers[chain] = optimizer.scalers_of({what: value}, data, path)[0]
             elif what == "per_bucket_numel_unpadded":
                 numels = self.directory.object(key)[0][0]
-                extents = flat_optimizer.unpadded(extents, numels, chain, number)
+                extents = flat.unpadded(extents, numels, chain, number)
         listed = [groups[chain] for chain in sorted(groups)]
-        keys = frozenset(
-            k for k in (*self.metadata.tensors, *objects) if flat_optimizer.group_of(k)
-        )
+        keys = frozenset(k for k in (*self.metadata.tensors, *objects) if flat.group_of(k))
         return Optimizer(
             form,
-            flat_optimizer.layout(extents, local, dtypes, rows, self.directory.paths, rest),
+            flat.layout(extents, local, dtypes, rows, self.directory.paths, rest),
             optimizer.groups_of(listed, str(self.root)),
             keys,
             [scalers[chain] for chain in sorted(scalers)],

@@ -16,12 +16,14 @@ from mckpt.formats.base import dtype_of, packed, shapes_of
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import (
     common_of,
+    is_matrix,
+    is_muon,
     is_wrapped,
+    links,
     prefix_of,
     state_bound,
     states_of,
 )
-from mckpt.formats.megatron.optimizer_links import is_matrix, is_muon, links
 from mckpt.geometry.box import Box, Layout, Stored, whole_box
 from mckpt.geometry.packing import PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel

@@ -8,9 +8,8 @@ from typing import Any
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.formats.base import dtype_of, packed, shapes_of
-from mckpt.formats.megatron import torch_optimizer_writing
 from mckpt.formats.megatron.interface import MegatronRequest
-from mckpt.formats.megatron.optimizer import state_bound, states_of
+from mckpt.formats.megatron.optimizer import state_bound, states_of, torch_writing
 from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, shards
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
@@ -58,7 +57,7 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
         id(b): states_of(b, request.dtypes, aliases=True) for b in bound if is_parameter(b.rule.key)
     }
     if request.groups and request.distributed:
-        more, files = torch_optimizer_writing.lay_out(request, grid, len(outputs))
+        more, files = torch_writing.lay_out(request, grid, len(outputs))
         stored, outputs = stored + more, outputs + files
     elif request.groups:
         stored += [
@@ -108,7 +107,7 @@ def _contents(
     )
     if not request.groups:
         return {**request.common, **named}, storages
-    optimizer, more = torch_optimizer_writing.contents(request, p)
+    optimizer, more = torch_writing.contents(request, p)
     return {**request.common, **named, "optimizer": optimizer}, storages | more
 
 

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Problems, shapes_of
-from mckpt.formats.megatron.optimizer import (
+from mckpt.formats.megatron.optimizer.chains import Link, links
+from mckpt.formats.megatron.optimizer.state import (
     CURE,
     LAYER_WISE,
     MASTER,
@@ -31,8 +32,7 @@ from mckpt.formats.megatron.optimizer import (
     decays,
     groups_of,
 )
-from mckpt.formats.megatron.optimizer_links import Link, links
-from mckpt.formats.megatron.torch_optimizer import (
+from mckpt.formats.megatron.optimizer.torch_reading import (
     KEYS,
     Contents,
     Found,

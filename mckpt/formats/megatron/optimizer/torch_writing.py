@@ -11,16 +11,7 @@ from mckpt.errors import UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.interface import MegatronRequest
-from mckpt.formats.megatron.optimizer import (
-    MASTER,
-    MASTER_KEYS,
-    SCALER,
-    decays,
-    is_wrapped,
-    scaler_record,
-    states_of,
-)
-from mckpt.formats.megatron.optimizer_buckets import (
+from mckpt.formats.megatron.optimizer.buckets import (
     Buffer,
     Optimizer,
     Parameter,
@@ -29,8 +20,17 @@ from mckpt.formats.megatron.optimizer_buckets import (
     optimizers,
     registered,
 )
-from mckpt.formats.megatron.optimizer_links import links
-from mckpt.formats.megatron.torch_optimizer import FILE
+from mckpt.formats.megatron.optimizer.chains import links
+from mckpt.formats.megatron.optimizer.state import (
+    MASTER,
+    MASTER_KEYS,
+    SCALER,
+    decays,
+    is_wrapped,
+    scaler_record,
+    states_of,
+)
+from mckpt.formats.megatron.optimizer.torch_reading import FILE
 from mckpt.formats.megatron.torch_shards import directories
 from mckpt.geometry.box import Piece, Stored
 from mckpt.lazy import numpy as np

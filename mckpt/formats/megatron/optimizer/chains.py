@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mckpt.errors import UsageError
 from mckpt.formats.base import Names, packed
-from mckpt.formats.megatron.optimizer import decays
+from mckpt.formats.megatron.optimizer.state import decays
 from mckpt.mapping import Bound
 
 SINCE = [0, 19]  # the megatron-core that was judged

@@ -10,7 +10,7 @@
 
 A model with experts on ranks of their own has a list of two of these. Neither names parameters, but
 both have them in the order in which the model registers them, which is that of the keys of `model`.
-`optimizer_buckets` says where a flat buffer has them.
+`buckets` says where a flat buffer has them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, Problems, group, packed, shapes_of
-from mckpt.formats.megatron import optimizer_buckets
-from mckpt.formats.megatron.optimizer import (
+from mckpt.formats.megatron.optimizer import buckets
+from mckpt.formats.megatron.optimizer.chains import Link, links
+from mckpt.formats.megatron.optimizer.state import (
     CURE,
     MASTER,
     MASTER_KEYS,
@@ -36,7 +37,6 @@ from mckpt.formats.megatron.optimizer import (
     scalers_of,
     state_bound,
 )
-from mckpt.formats.megatron.optimizer_links import Link, links
 from mckpt.formats.megatron.torch_shards import FILE as MODEL
 from mckpt.formats.megatron.torch_shards import Shard, directories, instances, shards
 from mckpt.geometry.box import Layout, Piece, Stored
@@ -272,13 +272,13 @@ def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int
     copied = {b.rule.of for b in source.names.bound() if b.rule.alias}
     shared = next((p for p in parameters if p.bound.rule.of in copied), None)
     registered = [
-        optimizer_buckets.Parameter(
+        buckets.Parameter(
             p.key, p.entry.dtype, p.entry.shape, p.shard.pieces, p.layer, p.expert, p is shared
         )
         for p in parameters
     ]
     for size in dict.fromkeys((None, source.bucket_size)):
-        for buffer in optimizer_buckets.lay_out(registered, bucket_size=size):
+        for buffer in buckets.lay_out(registered, bucket_size=size):
             if sum(buffer.numels) == total:
                 return [buffer.start(placed.bucket) + placed.start for placed in buffer.placed]
     return None

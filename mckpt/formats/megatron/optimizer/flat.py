@@ -23,15 +23,15 @@ from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names, Problems, group, shapes_of
-from mckpt.formats.megatron.optimizer import (
+from mckpt.formats.megatron.optimizer.buckets import PARAMETER_STEP as STEP
+from mckpt.formats.megatron.optimizer.buckets import Buffer, Parameter, optimizers, rounded
+from mckpt.formats.megatron.optimizer.state import (
     CURE,
     LOW_BITS,
     MASTER,
     MASTER_KEYS,
     state_bound,
 )
-from mckpt.formats.megatron.optimizer_buckets import PARAMETER_STEP as STEP
-from mckpt.formats.megatron.optimizer_buckets import Buffer, Parameter, optimizers, rounded
 from mckpt.geometry.box import Layout, Piece, Stored, clip
 from mckpt.values.dtypes import itemsize
 

@@ -1,0 +1,73 @@
+"""The state of optimizers, in all forms in which Megatron's formats keep it.
+
+This package exports what other packages know of it: what a state is, and which optimizers a rank
+has. `flat`, `layer_wise` and `torch_reading` read the forms that have no key for each weight,
+`torch_writing` writes the files of torch, and `buckets` says where a flat buffer has a parameter.
+"""
+
+from __future__ import annotations
+
+from mckpt.formats.megatron.optimizer.chains import BY_LAYERS, is_matrix, is_muon, links
+from mckpt.formats.megatron.optimizer.state import (
+    CURE,
+    FULLY_RESHARDABLE,
+    LAYER_WISE,
+    LOW_BITS,
+    MASTER,
+    MASTER_KEYS,
+    MODEL_SPACE,
+    NOT_DISTRIBUTED,
+    SCALER,
+    Optimizer,
+    Scaler,
+    common_of,
+    groups_of,
+    holds_state,
+    is_state,
+    is_wrapped,
+    keys_of,
+    loads_at_its_sizes,
+    prefix_of,
+    regrouped,
+    rescaled,
+    scalers_of,
+    sharding_of,
+    split_key,
+    state_bound,
+    states_of,
+    unkept,
+)
+
+__all__ = [
+    "BY_LAYERS",
+    "CURE",
+    "FULLY_RESHARDABLE",
+    "LAYER_WISE",
+    "LOW_BITS",
+    "MASTER",
+    "MASTER_KEYS",
+    "MODEL_SPACE",
+    "NOT_DISTRIBUTED",
+    "SCALER",
+    "Optimizer",
+    "Scaler",
+    "common_of",
+    "groups_of",
+    "holds_state",
+    "is_matrix",
+    "is_muon",
+    "is_state",
+    "is_wrapped",
+    "keys_of",
+    "links",
+    "loads_at_its_sizes",
+    "prefix_of",
+    "regrouped",
+    "rescaled",
+    "scalers_of",
+    "sharding_of",
+    "split_key",
+    "state_bound",
+    "states_of",
+    "unkept",
+]
