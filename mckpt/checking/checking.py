@@ -17,17 +17,18 @@ from mckpt.progress import OnProgress
 from mckpt.storage.files import stamp_to_copy
 from mckpt.storage.staging import MANIFEST
 
-TENSORS = (".safetensors", ".bin", ".distcp", ".pt")  # end the names of files with tensors
-OTHER_FORM = "consolidated"  # begins the names of weights in the form of Mistral
+TENSORS = (".safetensors", ".bin", ".distcp", ".pt")  # suffixes of files with tensors
+OTHER_FORM = "consolidated"  # prefix of weights in the form of Mistral
 
 
 @dataclass
 class Checked:
     """The result of a check."""
 
-    # what a loader would fail at, or load wrongly without a word
+    # findings at which a loader would fail, or silently load wrong values
     damaged: list[str] = field(default_factory=list)
-    # what a loader takes, and what is seldom meant: values that are not finite, copies that differ
+    # findings that a loader accepts, and that are rarely intended: values that are not finite,
+    # copies that differ
     suspicious: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # what could not be checked, and why
     files: int = 0

@@ -24,7 +24,7 @@ from mckpt.storage.staging import MANIFEST
 from mckpt.values.dtypes import itemsize
 
 SLAB = 8 << 20  # bytes that a thread reads at once
-LONGEST = 16  # bytes of an element, at most: an element that begins in a slab may end behind it
+LONGEST = 16  # bytes of an element, at most: an element that begins in a slab may end after it
 THREADS = 16  # at most
 # Bytes whose values are looked at together: their temporary array stays in the processor's cache.
 TILE = 256 << 10
@@ -208,7 +208,7 @@ def _compare(file: _File) -> tuple[int, list[str]]:
         return len(file.records), broken
     whole = _crc_of(file.ranges, 0, file.size) if kind == "crc32" else None
     mine = checksum_of(file.path, kind) if whole is None else f"{kind}:{whole:08x}"
-    if mine != file.stated and not broken:  # else the record says where
+    if mine != file.stated and not broken:  # else the finding on the record is more exact
         broken.append(
             f"{file.path}: has the checksum {mine}, and {MANIFEST} states {file.stated}: it was"
             " changed after it was written, or not copied well"
