@@ -10,7 +10,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 
@@ -142,7 +142,7 @@ class _Reshard(MegatronOptions, RunOptions, total=False):
 
 
 _SIZES = tuple(name for name in Sizes.__annotations__ if name != "parallel")
-_DEFAULTS = {field.name: field.default for field in fields(Target)}
+_DEFAULTS = {f.name: None if f.default is MISSING else f.default for f in fields(Target)}
 
 
 def _lists(options: Any) -> Callable[[F], F]:

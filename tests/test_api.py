@@ -177,6 +177,7 @@ def test_all_functions_list_their_keywords():
         ("convert", {"format", "tp", "max_memory", "threads", "progress", "cancel"}),
         ("reshard", {"format", "tp", "no_optimizer", "max_memory"}),
         ("repair", {"max_memory", "threads"}),
+        ("write", {"format", "tp", "dtypes", "settings", "max_memory", "progress", "cancel"}),
         ("verify", {"level", "tp", "device", "tokens"}),
     ):
         found = inspect.signature(getattr(package, name)).parameters
