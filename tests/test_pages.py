@@ -150,6 +150,28 @@ def test_page_of_an_export_has_the_shards_of_each_tensor(planned: Path, tmp_path
     )
 
 
+def test_parts_of_stacked_tensors_have_names_of_their_own(moe: Path, tmp_path: Path) -> None:
+    good("plan", moe, tmp_path / "dst", "--html", tmp_path / "a.html")
+    page = Page(tmp_path / "a.html")
+    assert len({name for name, *_ in page.sides[0]}) == len(page.sides[0])
+    qkv = "decoder.layers.self_attention.linear_qkv.weight[1]"
+    ((_, origin),) = (one for one in made_of(page).items() if one[0][0] == qkv)
+    assert origin == [f"model.layers.1.self_attn.{x}_proj.weight" for x in "qkv"]
+
+
+def test_keys_of_a_hybrid_model_have_numbers_of_their_own(moe: Path, tmp_path: Path) -> None:
+    """Attention and mlp of one layer are two layers there."""
+    sizes = ("--pp", 2, "--html", tmp_path / "a.html")
+    good("plan", moe, tmp_path / "a", "--to", "torch", "--target-dialect", "hybrid", *sizes)
+    more = ("--dialect", "hybrid", "--pp", 2)
+    good("hf-to-megatron", moe, tmp_path / "a", "--format", "torch", *more)
+    found = {
+        (name, file): (dtype, shape)
+        for name, file, dtype, shape, *_ in Page(tmp_path / "a.html").sides[0]
+    }
+    assert found == stored(tmp_path / "a" / "release")
+
+
 def test_map_has_the_bytes_of_each_rank(planned: Path) -> None:
     source = api.open(planned / "dst")
     rows = bytes_map.Rows(source.names)

@@ -63,11 +63,9 @@ class Numbering:
 
     def __init__(self, names: Names, local: bool) -> None:
         self.names, self.local = names, local
-        # several rules may have one key, such as those of the layers of multi-token prediction
-        self._by_key: dict[str, list[Bound]] = {}
+        # several rules may name one tensor, such as those of the layers of multi-token prediction
         self._by_name: dict[str, list[Bound]] = {}
         for b in names.bound():
-            self._by_key.setdefault(b.rule.key, []).append(b)
             for name in b.rule.of:
                 self._by_name.setdefault(name, []).append(b)
         self._places = {
@@ -81,9 +79,8 @@ class Numbering:
         """Returns the numbers that stand for the fields of the key of each tensor; none if the key
         has no fields or their numbers are not known.
         """
-        weight = s.pieces[0].tensor.partition("@")[0]
-        bound = self._by_key.get(s.key) or self._by_name.get(weight, [])
-        if s.carried or not bound or not _FIELD.search(s.key):
+        bound = self._bound(s)
+        if s.carried or not bound or not _FIELD.search(self.template(s)):
             return {}
         b = bound[0]
         if b.rule.shared:  # the tensors do not say which of the layers they are of
@@ -99,6 +96,18 @@ class Numbering:
         if self.local and "expert" in b.rule.indices:
             experts = experts % (self.names.dims["num_experts"] // self.names.parallel.ep)
         return {"layer": numbers, "expert": experts, "mtp": numbers - b.num_layers}
+
+    def template(self, s: Stored) -> str:
+        """Returns the key with its fields, and with the indices of a part of a stacked tensor."""
+        bound = self._bound(s)
+        parts = bound[0].rule.stacked() if bound and not s.carried else ()
+        return s.key + (f"[{','.join(f'{{{index}}}' for index in parts)}]" if parts else "")
+
+    def _bound(self, s: Stored) -> list[Bound]:
+        """Returns the rules of stored tensors; of an optimizer's state, those of its weight."""
+        weight = s.pieces[0].tensor.partition("@")[0]
+        named = self._by_name.get(weight, [])
+        return [b for b in named if b.rule.key == s.key] or named
 
     def keys(self, s: Stored) -> list[str]:
         """Returns the key of each tensor."""
@@ -121,7 +130,9 @@ def groups(layout: Layout, numbering: Numbering) -> list[Group]:
     out = []
     for s in layout.stored:
         fields = numbering.of(s)
-        words = _FIELD.split(s.key) if fields else [carried.key_of(s) if s.carried else s.key]
+        words = [carried.key_of(s) if s.carried else s.key]
+        if fields:
+            words = _FIELD.split(numbering.template(s))
         kind = "weight"
         if s.carried:
             kind = "carried"

@@ -194,12 +194,14 @@ def _tensors(data: list[dict[str, Any]]) -> Markup:
         [
             tag("p", tag("label", "Search ", find), " ", which, class_="search"),
             tag("p", id="found"),
+            tag("p", "A name that ends with [n] is the part n of a tensor that holds several."),
             tag("div", tag("table", id="rows"), class_="wide"),
             tag("button", "Show more", id="more", type="button", hidden=""),
             tag("noscript", "The list of tensors needs JavaScript."),
         ]
     )
-    opened = tag("details", tag("summary", counted(count, "tensor")), inner, id="tensors")
+    summary = tag("summary", f"{count:,} tensors and parts of tensors")
+    opened = tag("details", summary, inner, id="tensors")
     return section("Tensors", opened)
 
 
@@ -275,7 +277,9 @@ def _map(
     lane_head = [tag("th", "optimizer state", class_="lane")] if lane is not None else []
     heads = []
     if ranks:
-        stages = [tag("th", group[0].head, colspan=len(group)) for group in ranks]
+        stages = [
+            tag("th", g[0].head + f", {g[0].label}" * (len(g) > 1), colspan=len(g)) for g in ranks
+        ]
         heads.append(tag("tr", tag("th", ""), *stages, *lane_head))
         lane_head = [tag("th", "all ranks", class_="lane")] * len(lane_head)
     every_tenth = 1 if len(columns) <= MAX_NUMBERS else 10
@@ -326,7 +330,7 @@ def _sums(ranks: Sequence[Sequence[Column]], lane: np.ndarray | None) -> Iterato
         ("a rank", [size(n) for n in total], "" if lane is None else size(int(lane.sum()))),
         ("of the mean", [f"{n / mean:.0%}" for n in total], ""),
     ):
-        kinds = ("most" if n == max(total) > mean else "sum" for n in total)
+        kinds = ("most" if n == max(total) > 1.005 * mean else "sum" for n in total)
         cells = [
             tag("td", text, colspan=len(columns), class_=kind)
             for text, columns, kind in zip(texts, ranks, kinds, strict=True)
