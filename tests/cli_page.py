@@ -38,7 +38,8 @@ def _commands(group: click.Group, path: str) -> Iterator[tuple[str, click.Comman
 
 
 def _command(command: click.Command, path: str) -> str:
-    with click.Context(command, info_name=path) as ctx:
+    # click keeps the help option that a context makes for a command: it must be that of the program
+    with click.Context(command, info_name=path, **cli.context_settings) as ctx:
         usage = " ".join(command.collect_usage_pieces(ctx))
         sections: dict[str, list[tuple[str, str]]] = {}
         for option in command.params:
