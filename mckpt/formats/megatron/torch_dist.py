@@ -257,7 +257,7 @@ class TorchDist:
     def _flat_optimizer(self, names: Names, rest: bool = False) -> Optimizer | None:
         """Returns the optimizer's state of flat buffers, None if there are none.
 
-        rest: they have no matrices, which Muon keeps elsewhere.
+        rest: the buffers contain no matrices, because Muon stores the state of those elsewhere.
         """
         marks = self.common.fields.get("content_metadata") or {}
         kind = optimizer.sharding_of(self.common.fields.get("optimizer")) or "distributed"

@@ -186,7 +186,7 @@ def optimizers(
         several buckets by it.
     registered: returns the keys of the state dicts of a pipeline rank, which are in the order of
         registration. Without it, the dialect has the order.
-    rest: without the matrices, which Muon updates.
+    rest: leave out the matrices, which Muon updates.
 
     Raises SourceError if `registered` lacks a parameter.
     """

@@ -23,16 +23,16 @@ from mckpt.formats.base import Names, packed
 from mckpt.formats.megatron.optimizer.state import decays
 from mckpt.mapping import Bound
 
-SINCE = [0, 19]  # the megatron-core that was judged
+SINCE = [0, 19]  # the first megatron-core with which Muon was tested
 BY_LAYERS = "use_layer_wise_distributed_optimizer"  # an arg
 Groups = Sequence[Sequence[Mapping[str, Any]]]
 
 
 class Link(NamedTuple):
-    """The parameters of one optimizer of a chain. None: it does not matter."""
+    """The parameters that one optimizer of a chain updates."""
 
-    matrices: bool | None = None
-    experts: bool | None = None
+    matrices: bool | None = None  # True: matrices only; False: no matrices; None: both
+    experts: bool | None = None  # True: those of experts only; False: all others; None: both
 
     def updates(self, b: Bound, num_axes: int) -> bool:
         """Returns whether this optimizer updates the parameter of a rule, with so many axes."""

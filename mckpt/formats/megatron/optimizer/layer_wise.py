@@ -185,8 +185,9 @@ def _is_optimizer(one: Any) -> bool:
 
 
 def _combined(files: list[Contents]) -> list[Any]:
-    """Returns the optimizers of all files as one: each group as a rank has it that has parameters
-    of it, because no other counts its steps. Raises SourceError if their numbers differ.
+    """Returns the optimizers of all files as one. Each group is that of a rank with parameters of
+    the group, because other ranks do not count its steps. Raises SourceError if the numbers of
+    groups differ.
     """
     counts = [[len(one["optimizer"]["param_groups"]) for one in file.value] for file in files]
     for file, count in zip(files, counts, strict=True):
@@ -232,8 +233,8 @@ def _placed(
 def _mine(
     listed: list[_Place], parallel: Parallel, tp: int, number: int, num_ranks: int
 ) -> list[_Place]:
-    """Returns the parameters of one data-parallel rank, in the order in which its groups have
-    them: with several ranks, that of their sizes.
+    """Returns the parameters of one data-parallel rank in the order of its groups. With several
+    ranks, this is the order of their sizes.
     """
     if num_ranks == 1:
         return listed

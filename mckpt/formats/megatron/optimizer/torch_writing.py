@@ -49,8 +49,8 @@ def lay_out(
 ) -> tuple[list[Stored], list[TargetFile]]:
     """Lays out distrib_optim.pt of every directory.
 
-    grid: the tensor and expert ranks that have a directory in each pipeline stage. num_files: of
-    the layout, in front of these.
+    grid: the tensor and expert ranks that have a directory in each pipeline stage. num_files: the
+    number of files in the layout that come before these.
     """
     names = request.names
     args = Common(dict(request.common), "the new checkpoint").args or {}
