@@ -60,10 +60,11 @@ class _Place(NamedTuple):
 
 
 def deal(numels: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank that has each parameter, by their numbers of elements.
+    """Returns the rank that has each parameter.
 
-    The smallest is dealt first, to rank 0. The dealer goes to the last rank and back, which gets
-    one at each end of its way twice: of two ranks, to 0 1 1 0 0 1 1 0.
+    numels: the number of elements of each parameter. The smallest parameter goes to rank 0, the
+    next one to rank 1, and so on to the last rank and back again. The last rank and rank 0 get two
+    in a row where the direction changes: for two ranks, 0 1 1 0 0 1 1 0.
     """
     loop = [*range(num_ranks), *reversed(range(num_ranks))]
     ranks = [0] * len(numels)
