@@ -135,7 +135,7 @@ class PlanData:
             },
             "padding_bytes": int(padding),
             "carried": self.facts.get("carried"),
-            "ignored": dict(_short(self.source.layout.ignored)),
+            "ignored": dict(grouped(self.source.layout.ignored)),
             "optimizer": self.facts.get("optimizer"),
             "left_behind": self.facts.get("left_behind", self.source.left_behind()),
             "inexact": self.facts["inexact"],
@@ -213,7 +213,7 @@ def _optimizer_lines(state: Mapping[str, Any], compared: bool) -> Iterator[str]:
         )
 
 
-def _short(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def grouped(ignored: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """Yields the ignored keys and their reasons; keys with the same reason are counted."""
     by_reason: dict[str, list[str]] = {}
     for key, why in ignored.items():

@@ -12,7 +12,7 @@ import numpy as np
 
 from mckpt.checkpoint import inspection
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.plan_data import PlanData, grouped
 from mckpt.errors import MckptError, UsageError, counted, printable, shown
 from mckpt.formats.base import Format, Names
 from mckpt.geometry.box import Layout
@@ -60,7 +60,7 @@ def of_checkpoint(source: Checkpoint) -> str:
     rows = [(inspection.LABELS.get(k, k), v) for k, v in found.items() if k not in left]
     facts = {
         "Carried unchanged": found.get("carried"),
-        "Ignored": side.layout.ignored,
+        "Ignored": dict(grouped(side.layout.ignored)),
         "Left behind": source.left_behind(),
         "Inexact": source.allowed,
         "Problems": found.get("problems"),
@@ -100,7 +100,7 @@ def of_plan(plan: PlanData) -> str:
         "Padding": found["padding_bytes"] and f"{found['padding_bytes']:,} bytes of zeros",
         "Optimizer": found["optimizer"],
         "Carried unchanged": found["carried"],
-        "Ignored": plan.source.layout.ignored,
+        "Ignored": found["ignored"],
         "Left behind": found["left_behind"],
         "Inexact": found["inexact"],
         "Notes": found["notes"],
@@ -169,16 +169,10 @@ def _plain(value: Any) -> Any:
 
 
 def _fact(value: Any) -> Markup:
-    """Returns a fact of the JSON for people. Keys with the same text are counted."""
+    """Returns a fact of the JSON for people."""
     if isinstance(value, dict):
-        alike: dict[str, list[str]] = {}
-        for key, text in value.items():
-            shown = ", ".join(map(str, text)) if isinstance(text, list) else _plain(text)
-            alike.setdefault(str(shown), []).append(str(key))
-        return terms(
-            (keys[0] + (f" and {len(keys) - 1:,} more" if keys[1:] else ""), text)
-            for text, keys in alike.items()
-        )
+        texts = {k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in value.items()}
+        return terms((k, _plain(v)) for k, v in texts.items() if v not in (None, "", False))
     return listed(value) if isinstance(value, list) else tag("p", value)
 
 
