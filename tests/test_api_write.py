@@ -73,9 +73,9 @@ def made(case: str, directory: Path) -> dict[str, np.ndarray]:
     return arrays
 
 
-@pytest.mark.parametrize("case", ["gpt_oss", "gpt2", "gemma_silu", "granitemoe"])
+@pytest.mark.parametrize("case", ["gpt_oss", "gpt2", "gemma_silu", "qwen3_5_moe"])
 def test_other_packings_are_written_and_read(case: str, tmp_path: Path) -> None:
-    """Experts in one tensor, transposed matrices, norms with an offset."""
+    """Experts in one tensor, transposed matrices, norms with an offset, several forms of names."""
     arrays = made(case, tmp_path / "src")
     mckpt.convert(tmp_path / "src", tmp_path / "a", format="torch_dist")
     mckpt.write(tmp_path / "b", tmp_path / "src", shuffled(arrays), format="torch_dist")

@@ -116,8 +116,11 @@ def _lay_out(folder: Path, first: Named, known: Known, kinds: Mapping[str, str])
             kind = dtypes.parse(own[0]) if own else dtype or _described(first[1])[0]
             of.update(dict.fromkeys(b.rule.of, kind))
         outputs = lay_out(HuggingFaceRequest(names, of, MAX_SHARD_SIZE))[1]
-        if found is None or any(_matches(b, first[0]) for b in bound):
+        fits = any(_matches(b, first[0]) for b in bound)
+        if found is None or fits:
             found = bound, outputs
+        if fits:
+            break
     assert found is not None
     for pattern in kinds:
         if not any(_matches(b, pattern) for b in found[0]):
