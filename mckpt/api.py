@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Union
 from mckpt import formats
 from mckpt.checking import checking
 from mckpt.checkpoint import checkpoint, comparison
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion import planning, pushing
 from mckpt.conversion.plan import Plan
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.errors import DestinationError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.progress import OnProgress, watched
@@ -142,7 +142,7 @@ class _Reshard(MegatronOptions, RunOptions, total=False):
 
 
 _SIZES = tuple(name for name in Sizes.__annotations__ if name != "parallel")
-_DEFAULTS = {f.name: None if f.default is MISSING else f.default for f in fields(Target)}
+_DEFAULTS = {f.name: None if f.default is MISSING else f.default for f in fields(TargetOptions)}
 
 
 def _lists(options: Any) -> Callable[[F], F]:
@@ -196,7 +196,7 @@ def open(
 
     Raises SourceError if the directory is missing, damaged or no checkpoint.
     """
-    known = Known(
+    known = SourceOptions(
         like=like,
         family=family,
         mapping=None if mapping is None else str(mapping),
@@ -281,7 +281,7 @@ def write(
     """
     from mckpt.conversion import streaming
 
-    known = Known(
+    known = SourceOptions(
         family=family,
         mapping=None if mapping is None else str(mapping),
         vocab_size=vocab_size,
@@ -329,7 +329,7 @@ def repair(
     Returns None, and writes nothing, if `src` is such a checkpoint already. Otherwise as `convert`.
     """
     source = _opened(src)
-    target = planning.portable_target(source, Target())
+    target = planning.portable_target(source, TargetOptions())
     return None if target is None else _write(source, dst, target, options, progress, cancel)
 
 
@@ -402,7 +402,7 @@ def _opened(source: Source) -> checkpoint.Checkpoint:
     return source if isinstance(source, checkpoint.Checkpoint) else Checkpoint(source)
 
 
-def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target:
+def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> TargetOptions:
     """Returns the target that the keywords describe."""
     given = {name: value for name, value in options.items() if value is not None}
     sizes = {name: given[name] for name in _SIZES if name in given}
@@ -418,7 +418,7 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
     own = {name: given[name] for name in _DEFAULTS if name in given}
     if "max_shard_size" in own:
         own["max_shard_size"] = parse_size(own["max_shard_size"], "--max-shard-size")
-    return Target(
+    return TargetOptions(
         **{
             **own,
             "format": format,
@@ -436,7 +436,7 @@ def _place(options: Mapping[str, Any]) -> dict[str, bool]:
 def _write(
     source: checkpoint.Checkpoint,
     dst: str | Path,
-    target: Target,
+    target: TargetOptions,
     options: Mapping[str, Any],
     progress: OnProgress | None,
     cancel: Event | None,

@@ -28,7 +28,7 @@ import torch
 from safetensors.torch import load_file
 
 import mckpt
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 
 FOLDER = Path(__file__).parent.parent / "fixtures" / "old"
 DIGESTS, RESHAPED = FOLDER / "digests.json", FOLDER / "reshaped"
@@ -198,7 +198,7 @@ def converted(transformers: Path) -> Iterator[tuple[str, dict[str, torch.Tensor]
 
 def hugging_face(work: Path) -> Path:
     """Writes the model of the case `gpt2 3.0` as a Hugging Face directory."""
-    known = Known(vocab_size=VOCAB)
+    known = SourceOptions(vocab_size=VOCAB)
     save(state_of("gpt2", 3.0, args_of("gpt2")), work / "megatron")
     mckpt.convert(mckpt.Checkpoint(work / "megatron", known), work / "hf", format="hf")
     return work / "hf"

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mckpt
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion import streaming
 from mckpt.execute.batches import Batches
 from tests import made_models, tiny
@@ -64,7 +64,7 @@ def made(case: str, directory: Path) -> dict[str, np.ndarray]:
     gives them; returns the tensors.
     """
     config = {**made_models.config(case), "torch_dtype": "float32"}
-    with streaming.opened(config, [("", np.zeros(1, "f4"))], Known(), {}) as (_, stream):
+    with streaming.opened(config, [("", np.zeros(1, "f4"))], SourceOptions(), {}) as (_, stream):
         shapes = {name: stream.entries[name].shape for name in stream.entries}
     arrays = {name: tiny.values(name, shape) for name, shape in shapes.items()}
     directory.mkdir()

@@ -24,7 +24,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.geometry.parallel import Parallel
@@ -229,7 +229,7 @@ def test_megatron_bridge_writes_the_same_tensors(
     elif not text:
         # its run_config.yaml is not judged here, so config.json describes both
         next(theirs.rglob(RUN_CONFIG)).unlink()
-        known = Known(like=sources / case)
+        known = SourceOptions(like=sources / case)
         assert not mckpt.diff(ours, mckpt.Checkpoint(theirs, known))
     record(
         "Megatron-Bridge",

@@ -10,7 +10,7 @@ import pytest
 
 import mckpt
 from mckpt.checkpoint.inspection import stored_model
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.mapping import draft
 from mckpt.mapping.forms import Form
@@ -212,7 +212,7 @@ def test_a_draft_carries_what_is_around_a_text_model(
     text = draft(*stored_model(model), "model")
     assert "extends: qwen3\n" in text and "config: text_config\n" in text
     (tmp_path / "my.yaml").write_text(text)
-    known = Known(mapping=str(tmp_path / "my.yaml"))
+    known = SourceOptions(mapping=str(tmp_path / "my.yaml"))
     mckpt.convert(mckpt.Checkpoint(model, known), tmp_path / "there")
     mckpt.convert(tmp_path / "there", tmp_path / "again")
     assert not mckpt.diff(

@@ -18,7 +18,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from tests import made_models, tiny
@@ -202,7 +202,7 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
         family = mckpt.open(made / case).mapping
         # the tensors that are not in Megatron's model come from the model's own directory
         like = made / case if mapping.is_part(family.forms) else None
-        known = Known(like=like, family=None if like else family.name)
+        known = SourceOptions(like=like, family=None if like else family.name)
         mckpt.plan(
             mckpt.Checkpoint(work / "saved" / f"{case}-{dialect}", known), back, format="hf"
         ).run()

@@ -276,7 +276,7 @@ def test_an_optimizer_of_fixed_sizes_is_refused_before_a_model_runs(
 def test_a_family_that_chooses_the_dialect_says_so(tiny_model: TinyModel, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: qwen3\narchitectures: [Qwen3ForCausalLM]\ndialect: hybrid\n")
-    known, said = mckpt.Known(mapping=str(mine)), "the other choice: --dialect gpt"
+    known, said = mckpt.SourceOptions(mapping=str(mine)), "the other choice: --dialect gpt"
     plan = mckpt.plan(tiny_model("qwen3"), tmp_path / "a", known=known)
     assert [note for note in plan.facts["notes"] if note.endswith(said)]
     for asked in ({"dialect": "hybrid"}, {"dialect": "gpt"}):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mckpt import mapping
-from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
 from mckpt.errors import MappingError
 from tests import tiny
 from tests.door import edit_json, good, hf, mckpt, refused, shard, tree
@@ -402,7 +402,9 @@ def test_a_family_file_in_a_directory_without_a_manifest_is_used(
     ):  # nothing records which differences were allowed
         _ = Checkpoint(tmp_path / "d").dims
     assert (
-        Checkpoint(tmp_path / "d", Known(settings={"activation": "gelu_tanh"})).dims["activation"]
+        Checkpoint(tmp_path / "d", SourceOptions(settings={"activation": "gelu_tanh"})).dims[
+            "activation"
+        ]
         == "gelu_tanh"
     )
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.geometry.parallel import Parallel
 from tests import made_models, tiny
@@ -159,7 +159,7 @@ def test_the_stock_trainer_loads_and_saves_gated_delta_nets(
     name = f"{case}-{dialect}-{form}"
     assert stock[name]["ok"], explain(stock[name])
     saved = work / "stock" / f"{name}.saved"
-    family = Known(family=case)
+    family = SourceOptions(family=case)
     mckpt.plan(mckpt.Checkpoint(saved, family), tmp_path / "back", format="hf").run(
         check_replicas=True
     )

@@ -14,7 +14,7 @@ import pytest
 import mckpt
 from mckpt import mapping
 from mckpt.checkpoint import inspection
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError
 from tests import tiny
 from tests.test_mapping_config import llama
@@ -410,7 +410,7 @@ def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
     """
     (tmp_path / "mine.yaml").write_text(MINE)
     arrays = mine(tmp_path / "mine")
-    known = Known(mapping=str(tmp_path / "mine.yaml"))
+    known = SourceOptions(mapping=str(tmp_path / "mine.yaml"))
     with pytest.raises(MappingError, match="no family has the architecture MineForCausalLM"):
         mckpt.plan(tmp_path / "mine", tmp_path / "out")
     mckpt.plan(
@@ -470,7 +470,7 @@ def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
     tiny.write_weights(tmp_path / "hf", arrays)
     tiny.write_json(tmp_path / "hf" / "config.json", c)
 
-    known, sizes = Known(mapping=str(tmp_path / "scaled.yaml")), mckpt.Parallel(tp=2, pp=2)
+    known, sizes = SourceOptions(mapping=str(tmp_path / "scaled.yaml")), mckpt.Parallel(tp=2, pp=2)
     wanted: dict[str, Any] = {"format": "torch_dist", "parallel": sizes}
     mckpt.plan(mckpt.Checkpoint(tmp_path / "hf", known), tmp_path / "out", **wanted).run()
     stored = mckpt.open(tmp_path / "out")
@@ -544,7 +544,7 @@ def test_one_error_lists_all_tensors_that_the_other_side_lacks(
     """The family file lacks two norms, and `mappings check` reports the same two."""
     (tmp_path / "mine.yaml").write_text(WITHOUT_NORMS)
     source = tiny_model("llama")
-    known = Known(mapping=str(tmp_path / "mine.yaml"))
+    known = SourceOptions(mapping=str(tmp_path / "mine.yaml"))
     lacking = [
         (
             "final_norm.weight [64] (norm before the output layer): Megatron needs it, and"

@@ -14,7 +14,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion.to_hf import choose_family
 from mckpt.errors import MappingError, UsageError
 from tests import made_models, tiny
@@ -118,7 +118,7 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     if "activation" in inexact:
         return  # the args are those of another gate, which no family has with these norms
 
-    source: Any = SimpleNamespace(named=Known(), dims=again, path=path)
+    source: Any = SimpleNamespace(named=SourceOptions(), dims=again, path=path)
     chosen, note = choose_family(source)
     if family.canonical:
         assert chosen.name == name, note

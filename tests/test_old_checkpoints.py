@@ -15,7 +15,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from tests import tiny
 
@@ -25,12 +25,12 @@ from safetensors.torch import load_file  # noqa: E402
 from tests import legacy_megatron  # noqa: E402
 from tests import old_checkpoints as old  # noqa: E402
 
-KNOWN = Known(vocab_size=old.VOCAB)
+KNOWN = SourceOptions(vocab_size=old.VOCAB)
 # what the converters write beside the model's parameters
 COMPUTED = (".attn.bias", ".masked_bias", "lm_head.weight", "cls.predictions.decoder.weight")
 
 
-def hugging_face(source: Path, known: Known = KNOWN) -> dict[str, Any]:
+def hugging_face(source: Path, known: SourceOptions = KNOWN) -> dict[str, Any]:
     """Converts a checkpoint to Hugging Face beside it, and returns the tensors."""
     out = source.with_name(f"{source.name}-hf")
     mckpt.convert(mckpt.Checkpoint(source, known), out, format="hf")
@@ -56,7 +56,7 @@ def test_the_tensors_are_those_of_the_converters(
     wanted = json.loads(old.DIGESTS.read_text())[f"{kind} {version}"]
     source = old.save(old.state_of(kind, version, old.args_of(kind)), tmp_path / "a")
     # the converters keep the padding of the vocabulary
-    found = hugging_face(source, Known(vocab_size=old.PADDED))
+    found = hugging_face(source, SourceOptions(vocab_size=old.PADDED))
     ours = old.digests(found)
     assert ours == {k: v for k, v in wanted.items() if not k.endswith(COMPUTED)}
     others = {v: json.loads(old.DIGESTS.read_text())[f"{kind} {v}"] for v in (0, 1.0, 2.0)}
@@ -136,7 +136,7 @@ def test_a_checkpoint_without_args_needs_a_config(weights: dict[str, Any], tmp_p
     source = old.save(old.state_of("gpt2", None, None), tmp_path / "bare")
     with pytest.raises(UsageError, match=r"nothing says its num_layers, .*num_heads"):
         hugging_face(source)
-    found = hugging_face(source, Known(like=tmp_path / "a-hf"))
+    found = hugging_face(source, SourceOptions(like=tmp_path / "a-hf"))
     assert equal(found, described) and not equal(found, weights)
 
 
@@ -214,7 +214,7 @@ def test_a_directory_that_accelerate_saves(weights: dict[str, Any], tmp_path: Pa
     (tmp_path / "a" / "latest_checkpointed_iteration.txt").write_text("0")
     for name in ("random_states_0.pkl", "custom_checkpoint_0.pkl", "scheduler.bin"):
         (tmp_path / "a" / name).write_bytes(b"")
-    assert equal(hugging_face(tmp_path / "a", Known()), weights)
+    assert equal(hugging_face(tmp_path / "a", SourceOptions()), weights)
 
 
 # ------------------------------------------------------------------------------ other targets

@@ -11,7 +11,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.geometry.parallel import Parallel
 from tests import published
 from tests.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL
@@ -34,7 +34,7 @@ def test_every_tensor_of_a_published_model_has_a_place(
     config = json.loads((CONFIGS / f"{name}.json").read_text())
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     # transformers has no layers of multi-token prediction, and saves none of their tensors
-    known = Known(settings={"mtp_layers": 0} if family.read(config)["mtp_layers"] else {})
+    known = SourceOptions(settings={"mtp_layers": 0} if family.read(config)["mtp_layers"] else {})
     plan = mckpt.plan(
         mckpt.Checkpoint(models / name, known),
         tmp_path / "out",

@@ -15,7 +15,7 @@ import pytest
 
 import mckpt
 from mckpt import mapping
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.verification.levels import verify
@@ -141,7 +141,7 @@ def test_megatron_core_computes_the_logits_of_transformers(
     config = made_models.config(case)
     settings = {"activation": "relu"} if config["feed_forward_proj"] == "relu" else {}
     settings |= {"activation": "gelu_tanh"} if config["feed_forward_proj"] == "gated-gelu" else {}
-    known = Known(family=mapping.family_with(config["architectures"][0]), settings=settings)
+    known = SourceOptions(family=mapping.family_with(config["architectures"][0]), settings=settings)
     mckpt.plan(
         mckpt.Checkpoint(work / "saved" / case, known), work / "back" / case, format="hf"
     ).run()

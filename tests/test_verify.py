@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mckpt
-from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
 from mckpt.geometry import packing
 from mckpt.geometry.packing import Shape
 from mckpt.verification import verdict
@@ -221,7 +221,7 @@ def test_a_fault_of_the_converter_itself_is_found(
     index = [name for name, _, _ in FAULTS].index("k and v swapped")
     known = (
         Checkpoint(directory / "hf"),
-        Checkpoint(directory / f"fault{index}", Known(like=directory / "hf")),
+        Checkpoint(directory / f"fault{index}", SourceOptions(like=directory / "hf")),
     )
     monkeypatch.setitem(packing.PACKINGS, "qkv", wrong)
     pair = verdict.Pair(
@@ -250,7 +250,7 @@ def test_context_parallelism_is_verified_in_a_second_run(
         )
     left, right = (
         Checkpoint(directory / "hf"),
-        Checkpoint(directory / "clean", Known(like=directory / "hf")),
+        Checkpoint(directory / "clean", SourceOptions(like=directory / "hf")),
     )
     sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
     same = compare_values(left, right)
@@ -282,7 +282,10 @@ def test_one_low_bit_fails_at_every_level(
     The logits of the clean twin stand in for those of the damaged checkpoint.
     """
     path = seed(directory / "clean", tmp_path / "bit", low_bit)
-    left, right = Checkpoint(directory / "hf"), Checkpoint(path, Known(like=directory / "hf"))
+    left, right = (
+        Checkpoint(directory / "hf"),
+        Checkpoint(path, SourceOptions(like=directory / "hf")),
+    )
     x, y = (float(side["embed.weight"].numpy()[3, 5]) for side in (left, right))
     expected = f"embed.weight: 1 element differs, first at [3, 5] ({x:.6g} against {y:.6g})"
     pair = verdict.Pair("checkpoint0", left, right, directory, verdicts["clean"].facts["sizes"], [])

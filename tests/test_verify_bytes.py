@@ -12,7 +12,7 @@ import torch
 import yaml
 
 import mckpt
-from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
 from mckpt.verification.values import compare_values
 from tests import door, tiny
 from tests.test_verify import low_bit
@@ -38,7 +38,7 @@ def test_copies_of_one_tensor_must_agree(tiny_model: TinyModel, tmp_path: Path) 
     door.restate(path)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
-    right = Checkpoint(tmp_path / "megatron", Known(like=source))
+    right = Checkpoint(tmp_path / "megatron", SourceOptions(like=source))
     assert (
         compare_values(Checkpoint(source), right).difference.replicas
         == found.reasons
@@ -159,7 +159,9 @@ def test_ignored_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
         f"model.layers.{layer}.extra.weight": weights["model.norm.weight"] for layer in range(4)
     }
     tiny.write_weights(source, weights)
-    mckpt.plan(mckpt.Checkpoint(source, Known(mapping=str(family))), tmp_path / "megatron").run()
+    mckpt.plan(
+        mckpt.Checkpoint(source, SourceOptions(mapping=str(family))), tmp_path / "megatron"
+    ).run()
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes", mapping=str(family))
     assert (
         found.verdict == "incomplete"

@@ -10,8 +10,8 @@ from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint import description, masters
-from mckpt.checkpoint.known import Known
 from mckpt.checkpoint.logical import LogicalTensor, Reader
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import (
     CoverError,
     MappingError,
@@ -50,8 +50,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     `ckpt["layers.3.attn.q.weight"][:8].numpy()` reads those rows and nothing else.
     """
 
-    def __init__(self, path: str | Path, known: Known | None = None) -> None:
-        self.known = known or Known()
+    def __init__(self, path: str | Path, known: SourceOptions | None = None) -> None:
+        self.known = known or SourceOptions()
         self.path = places.local(path)
         if self.known.like is not None:
             self.known = replace(self.known, like=places.local(self.known.like, weights=False))
@@ -143,7 +143,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return manifest.read(self.unit.path if self.unit else self.path)
 
     @cached_property
-    def named(self) -> Known:
+    def named(self) -> SourceOptions:
         """Returns the user's description. If it names no family, the result has the family file
         kept beside the checkpoint, or the family that its manifest records.
 

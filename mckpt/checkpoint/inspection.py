@@ -8,7 +8,7 @@ from typing import Any
 
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError, SourceError, counted
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names
@@ -120,7 +120,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     if model is not None:
         model = places.local(model)
         config = model / CONFIG
-        source = Checkpoint(model, Known(mapping=str(file)))
+        source = Checkpoint(model, SourceOptions(mapping=str(file)))
         num = source.layout.num_tensors
         lines.append(f"{model}: every stored tensor has a rule, {num} logical tensors in all")
     if config is None:

@@ -57,7 +57,7 @@ from mckpt.storage import stand_in
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
     from mckpt.conversion.plan import Plan
-    from mckpt.conversion.target import Target
+    from mckpt.conversion.target import TargetOptions
     from mckpt.execute.ranks import Ranks
 
 
@@ -254,7 +254,9 @@ def _given_sizes() -> list[str]:
 # ----------------------------------------------------------------------------------- plan and write
 
 
-def _convert(source: Checkpoint, dst: Path, target: Target, options: Options) -> Outcome | None:
+def _convert(
+    source: Checkpoint, dst: Path, target: TargetOptions, options: Options
+) -> Outcome | None:
     """Writes the target, or prints the plan if the options contain --dry-run.
 
     Returns None under a launcher if this is not rank 0.
@@ -294,7 +296,7 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options) -> None:
+def _print_plan(source: Checkpoint, dst: Path, target: TargetOptions, options: Options) -> None:
     """Prints the plan; raises afterwards what a run would raise before it moves a byte."""
     planned, as_json = _plan(source, dst, target, options, helps=True), options["as_json"]
     document(json.dumps(planned.json()) if as_json else planned.summary())
@@ -314,7 +316,9 @@ def _print_plan(source: Checkpoint, dst: Path, target: Target, options: Options)
             raise error.with_hint(*filter(None, [why])) from None
 
 
-def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps: bool) -> Plan:
+def _plan(
+    source: Checkpoint, dst: Path, target: TargetOptions, options: Options, helps: bool
+) -> Plan:
     """Returns the plan; with `helps` it is made even if `dst` is occupied."""
     from mckpt.conversion import planning
 
@@ -331,7 +335,7 @@ def _plan(source: Checkpoint, dst: Path, target: Target, options: Options, helps
 def _write(
     source: Checkpoint,
     dst: Path,
-    target: Target,
+    target: TargetOptions,
     options: Options,
     settings: dict[str, Any],
     ranks: Ranks,
@@ -381,7 +385,11 @@ def _write(
 
 
 def _done(
-    source: Checkpoint, dst: Path, target: Target, options: Options, refusal: DestinationError
+    source: Checkpoint,
+    dst: Path,
+    target: TargetOptions,
+    options: Options,
+    refusal: DestinationError,
 ) -> Outcome:
     """Returns the outcome if `dst` holds already what the conversion would write; else raises
     `refusal`, with what differs.

@@ -1,7 +1,7 @@
 """Options that several commands share, and the dataclasses that are made from them.
 
-An option has the name of the field that it sets, so `Known` and `Target` take their fields from
-the options by name.
+An option has the name of the field that it sets, so `SourceOptions` and `TargetOptions` take their
+fields from the options by name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mckpt import formats
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
-    from mckpt.conversion.target import Target
+    from mckpt.conversion.target import TargetOptions
     from mckpt.geometry.parallel import Parallel
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -269,7 +269,7 @@ family_options = together(
         help="Family of the model (see `mckpt mappings list`), if neither config.json nor"
         " mckpt.json determines it.",
     ),
-    # a str, as in `Known`
+    # a str, as in `SourceOptions`
     model_option(
         "--mapping", type=click.Path(dir_okay=False), help="A family file (YAML) of your own."
     ),
@@ -588,10 +588,12 @@ def run_options(otherwise: str) -> Decorator:
 def open_source(path: Path, options: Options) -> Checkpoint:
     """Opens a checkpoint; the options describe the model."""
     from mckpt.checkpoint.checkpoint import Checkpoint
-    from mckpt.checkpoint.known import Known
+    from mckpt.checkpoint.source_options import SourceOptions
 
     settings = parse_settings(options)
-    return Checkpoint(path, Known(**_fields(Known, options) | {"settings": settings}))
+    return Checkpoint(
+        path, SourceOptions(**_fields(SourceOptions, options) | {"settings": settings})
+    )
 
 
 def parse_settings(options: Options) -> dict[str, Any]:
@@ -606,22 +608,22 @@ def parallel_sizes(options: Options) -> dict[str, Any]:
     return {name: options[name] for name in SIZES}
 
 
-def make_target(options: Options, target_format: str, parallel: Parallel | None) -> Target:
+def make_target(options: Options, target_format: str, parallel: Parallel | None) -> TargetOptions:
     """Returns the target that the options describe; a Hugging Face target has no `parallel`."""
-    from mckpt.conversion.target import Target
+    from mckpt.conversion.target import TargetOptions
     from mckpt.values.sizes import parse_size
 
-    given = _fields(Target, options) | {
+    given = _fields(TargetOptions, options) | {
         "format": target_format,
         "common_as_object": options.get("common_state") == "object",
-        # --iteration may also name the iteration to read, which is a field of `Known`
+        # --iteration may also name the iteration to read, which is a field of `SourceOptions`
         "iteration": options.get("target_iteration"),
     }
     if parallel is not None:
         given["parallel"] = parallel
     if "max_shard_size" in given:
         given["max_shard_size"] = parse_size(given["max_shard_size"], "--max-shard-size")
-    return Target(**given)
+    return TargetOptions(**given)
 
 
 def _fields(kind: type[Any], options: Options) -> dict[str, Any]:

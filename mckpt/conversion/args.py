@@ -10,7 +10,7 @@ from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import true_vocab
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.formats.base import Names
 from mckpt.formats.megatron.common_state import (
     CHECKPOINT_VERSION,
@@ -38,7 +38,7 @@ class Decided:
     source: Checkpoint
     moved: Checkpoint  # the source with its padded vocabulary
     destination: Destination
-    target: Target
+    target: TargetOptions
     names: Names  # of the target; the choice of `layers` follows from the args
     dtype: str  # of most of the weights
     padded_vocab_size: int  # rows

@@ -16,7 +16,7 @@ from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.conversion.refusals import refuse_casts
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.formats import carried
 from mckpt.formats.base import dtypes_of
 from mckpt.formats.megatron.optimizer import holds_state, is_state
@@ -26,7 +26,7 @@ from mckpt.values import dtypes, quantisation
 from mckpt.version import __version__
 
 
-def kinds_of(source: Checkpoint, target: Target) -> tuple[dict[str, str], str]:
+def kinds_of(source: Checkpoint, target: TargetOptions) -> tuple[dict[str, str], str]:
     """Returns the dtype of each logical tensor in the target, and the dtype of most bytes."""
     if target.dtype is not None:
         wanted = dtypes.parse(target.dtype)
@@ -49,7 +49,7 @@ def _states(source: Checkpoint) -> dict[str, str]:
 
 def most_dtype(source: Checkpoint) -> str:
     """Returns the dtype of most of a checkpoint's bytes."""
-    return kinds_of(source, Target())[1]
+    return kinds_of(source, TargetOptions())[1]
 
 
 def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:
@@ -71,7 +71,7 @@ def named_by_user(source: Checkpoint, kept: bool) -> dict[str, Any]:
 def facts_of(
     source: Checkpoint,
     moved: Checkpoint,
-    target: Target,
+    target: TargetOptions,
     file: MappingFile,
     inexact: Mapping[str, str],
     notes: list[str],

@@ -12,7 +12,7 @@ import numpy as np
 from mckpt import formats
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.tensor import LazyTensor
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.conversion.to_hf import export_of
 from mckpt.errors import UsageError
 from mckpt.execute.mover import Overflow
@@ -77,7 +77,7 @@ class HfTensors(Mapping[str, HfTensor]):
         no family computes.
         """
         self._given = source
-        export = export_of(source.borrowing(), Target(format=formats.HUGGING_FACE))
+        export = export_of(source.borrowing(), TargetOptions(format=formats.HUGGING_FACE))
         self.config: dict[str, Any] = json.loads(export.config)
         self._source = export.source
         self._layout, outputs = formats.get(formats.HUGGING_FACE).lay_out(export.request)

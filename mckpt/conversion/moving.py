@@ -29,7 +29,7 @@ OWN_HEAD = (
 
 
 @dataclass(frozen=True)
-class How:
+class RunSettings:
     """The settings of one run of a plan. `Plan.run` explains them."""
 
     max_memory: int  # bytes
@@ -65,7 +65,7 @@ def move(
     outputs: Sequence[TargetFile],
     copies: np.ndarray,
     grids: np.ndarray,
-    how: How,
+    how: RunSettings,
     session: Session | None = None,
     progress: OnProgress | None = None,
 ) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from mckpt.checkpoint import masters
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Format, Names
 from mckpt.formats.megatron.optimizer import (
@@ -51,7 +51,7 @@ class Proof(NamedTuple):
     without: list[str]  # parameters that have no state at all
 
 
-def keeps(source: Checkpoint, target: Target) -> bool:
+def keeps(source: Checkpoint, target: TargetOptions) -> bool:
     """Returns whether a conversion from Megatron to Megatron keeps the optimizer's state."""
     return source.is_megatron and not target.no_optimizer and source.optimizer is not None
 
@@ -65,7 +65,7 @@ def left_behind(source: Checkpoint, kept: bool) -> list[str]:
     return [name for name in source.left_behind() if name not in KEPT] + more
 
 
-def refuse_others(source: Checkpoint, format: Format, target: Target) -> None:
+def refuse_others(source: Checkpoint, format: Format, target: TargetOptions) -> None:
     """Raises UsageError if the source holds what is neither weights nor an optimizer that can be
     kept, unless --no-optimizer says that it is not needed. Random states are always left behind.
     """

@@ -76,13 +76,13 @@ class Plan(PlanData):
         core. engine: "ray" lets the nodes of a Ray cluster copy (docs/scale.md); both numbers are
         then those of each process there. tell: called with notes for the user that are not errors.
         """
-        from mckpt.conversion.moving import How, cluster_of
+        from mckpt.conversion.moving import RunSettings, cluster_of
 
         if stand_in.of(self.destination.root) is None:
             from mckpt.conversion.run import run
         else:
             from mckpt.conversion.to_store import run
-        how = How(
+        how = RunSettings(
             parse_size(max_memory, "--max-memory"),
             threads,
             checksum,

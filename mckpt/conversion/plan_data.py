@@ -15,7 +15,7 @@ import numpy as np
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.side_files import SideFiles
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.errors import counted, printable, shown
 from mckpt.formats.base import Names
 from mckpt.geometry.box import Layout, gaps
@@ -49,7 +49,7 @@ class PlanData:
 
     source: Checkpoint
     destination: Destination
-    target: Target
+    target: TargetOptions
     joined: Joined
     layout: Layout
     names: Names  # of the target

@@ -15,7 +15,7 @@ from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.optimizer import prove
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.refusals import refuse_options
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.conversion.to_hf import plan_hf
 from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
 from mckpt.errors import DestinationError, UsageError
@@ -27,7 +27,7 @@ from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
 def make_plan(
     source: Checkpoint,
     dst: str | Path,
-    target: Target,
+    target: TargetOptions,
     *,
     overwrite: bool = False,
     update_tracker: bool = False,
@@ -60,7 +60,7 @@ def make_plan(
     return (plan_megatron if format.megatron else plan_hf)(source, destination, target)
 
 
-def _unit(source: Checkpoint, target: Target) -> str:
+def _unit(source: Checkpoint, target: TargetOptions) -> str:
     """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
     else from the source's name, else from the source's iteration.
     """
@@ -76,7 +76,7 @@ def _unit(source: Checkpoint, target: Target) -> str:
 def done_already(
     source: Checkpoint,
     dst: str | Path,
-    target: Target,
+    target: TargetOptions,
     refusal: DestinationError,
     *,
     update_tracker: bool = False,
@@ -104,7 +104,7 @@ def default_format(source: Checkpoint, kept: bool) -> str:
     return formats.kept_or_default(source.format) if kept else formats.HUGGING_FACE
 
 
-def portable_target(source: Checkpoint, target: Target) -> Target | None:
+def portable_target(source: Checkpoint, target: TargetOptions) -> TargetOptions | None:
     """Returns the target that makes a training checkpoint loadable at any sizes; None if the source
     is so already.
 
@@ -128,7 +128,7 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
     """Returns the flags of Megatron's training program for any checkpoint: from its dims, and from
     its own args where it has them.
     """
-    dialect = dialect_to_write(source, Target())
+    dialect = dialect_to_write(source, TargetOptions())
     own = {k: v for k, v in (source.args or {}).items() if v is not None}
     try:
         rows = source.opened.padded_vocab(dialect)

@@ -9,7 +9,7 @@ from typing import Any
 from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown, family_for
-from mckpt.conversion.target import MAX_SHARD_SIZE, Target
+from mckpt.conversion.target import MAX_SHARD_SIZE, TargetOptions
 from mckpt.errors import DestinationError, MappingError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
@@ -22,7 +22,7 @@ from mckpt.mapping import Dims, MappingFile
 from mckpt.values import dtypes
 
 
-def refuse_options(target: Target, format: Format, source: Checkpoint) -> None:
+def refuse_options(target: TargetOptions, format: Format, source: Checkpoint) -> None:
     """Raises UsageError for a format that is only read, and for an option that has no effect on
     this conversion.
     """
@@ -48,7 +48,7 @@ def _adapter(source: Checkpoint) -> list[str]:
 
 
 def _without_effect(
-    target: Target, format: Format, source: Checkpoint
+    target: TargetOptions, format: Format, source: Checkpoint
 ) -> Iterator[tuple[str, str]]:
     """Yields the options that are given and have no effect, each with the reason."""
     if target.layer_keys is not None and not format.layer_keys:
@@ -94,7 +94,7 @@ def _without_effect(
         yield f"--dialect {target.dialect}", why
 
 
-def _refuse_unknown_names(target: Target, source: Checkpoint) -> None:
+def _refuse_unknown_names(target: TargetOptions, source: Checkpoint) -> None:
     """Raises UsageError if `allow_inexact` has a name that no error of a conversion prints.
 
     The names are dims, the keys of config.json that the family does not mention, unknown args, and
@@ -119,7 +119,7 @@ def _refuse_unknown_names(target: Target, source: Checkpoint) -> None:
         )
 
 
-def refuse_old_version(target: Target, megatron: list[int]) -> None:
+def refuse_old_version(target: TargetOptions, megatron: list[int]) -> None:
     """Raises UsageError if the chosen megatron-core could not read the checkpoint."""
     if target.common_as_object and megatron < COMMON_OBJECT_SINCE:
         since, asked = (".".join(map(str, v)) for v in (COMMON_OBJECT_SINCE, megatron))
@@ -129,7 +129,7 @@ def refuse_old_version(target: Target, megatron: list[int]) -> None:
         )
 
 
-def refuse_choices(target: Target, dialect: MappingFile) -> None:
+def refuse_choices(target: TargetOptions, dialect: MappingFile) -> None:
     """Raises UsageError for a choice that is asked for and that the dialect does not have."""
     impl, layers = target.transformer_impl, target.layer_keys
     grouped = {None: None, True: "grouped", False: "sequential"}[target.grouped_experts]
@@ -217,7 +217,7 @@ def refuse_unloadable(source: Checkpoint, dialect: MappingFile, facts: Mapping[s
 
 
 def refuse_inexact(
-    found: Mapping[str, str], target: Target, where: str, unknown: Mapping[str, str] = {}
+    found: Mapping[str, str], target: TargetOptions, where: str, unknown: Mapping[str, str] = {}
 ) -> dict[str, str]:
     """Returns `found` and `unknown` if --allow-inexact names both; MappingError lists the rest.
 
@@ -283,7 +283,7 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
         )
 
 
-def refuse_stacked_keys(target: Target, format: Format, implied: str | None) -> None:
+def refuse_stacked_keys(target: TargetOptions, format: Format, implied: str | None) -> None:
     """Raises UsageError if the user asks for one key for all layers, and the args make Megatron
     look for a key of each layer.
 

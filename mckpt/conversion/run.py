@@ -7,7 +7,7 @@ from typing import Any
 
 from mckpt.conversion import done
 from mckpt.conversion.identity import State, key_of
-from mckpt.conversion.moving import How, check_unchanged, dropped, manifest_of, move
+from mckpt.conversion.moving import RunSettings, check_unchanged, dropped, manifest_of, move
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.publishing import publish
 from mckpt.errors import DestinationError, StorageError
@@ -15,7 +15,7 @@ from mckpt.execute.ranks import Gone, Ranks, Session
 from mckpt.storage.staging import discard, in_place
 
 
-def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
+def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
     before = State.of(plan)
     key = key_of(plan, how.checksum, before.shared)
@@ -46,7 +46,7 @@ def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
     return manifest
 
 
-def _move(plan: PlanData, session: Session, how: How) -> list[str]:
+def _move(plan: PlanData, session: Session, how: RunSettings) -> list[str]:
     """Copies this rank's share of the bytes; returns the checksum of each file."""
     joined = plan.joined
     return move(
@@ -62,7 +62,7 @@ def _move(plan: PlanData, session: Session, how: How) -> list[str]:
     )
 
 
-def _help(plan: PlanData, session: Session, how: How) -> dict[str, Any]:
+def _help(plan: PlanData, session: Session, how: RunSettings) -> dict[str, Any]:
     """Copies the share of a rank other than 0, then waits until rank 0 has published."""
     destination = plan.destination
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mckpt.conversion.groups import part
 from mckpt.conversion.identity import State
-from mckpt.conversion.moving import How, move
+from mckpt.conversion.moving import RunSettings, move
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Sent, StoreJournal
@@ -46,14 +46,14 @@ class Sender:
     state: State
     groups: Sequence[Sequence[int]]
     carried: frozenset[int]
-    how: How
+    how: RunSettings
 
     @classmethod
     def of(
         cls,
         plan: PlanData,
         journal: StoreJournal,
-        how: How,
+        how: RunSettings,
         state: State,
         groups: Sequence[Sequence[int]],
         carried: frozenset[int],

@@ -22,11 +22,11 @@ import numpy as np
 
 from mckpt.checkpoint import description
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.checkpoint.tensor import LazyTensor
 from mckpt.containers.entries import Entry
 from mckpt.conversion.identity import State, key_of
-from mckpt.conversion.moving import How, manifest_of
+from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.publishing import publish
 from mckpt.conversion.target import MAX_SHARD_SIZE
@@ -56,7 +56,7 @@ _DTYPES = ("dtype", "torch_dtype")  # keys of config.json, in transformers 5 and
 def opened(
     config: Mapping[str, Any] | str | Path,
     tensors: Iterable[Named],
-    known: Known,
+    known: SourceOptions,
     kinds: Mapping[str, str],
 ) -> Iterator[tuple[Checkpoint, Stream]]:
     """Yields the Hugging Face directory that the stream would be, whose tensors are holes, and the
@@ -89,7 +89,7 @@ def opened(
         stand_in.discard(folder)
 
 
-def _lay_out(folder: Path, first: Named, known: Known, kinds: Mapping[str, str]) -> None:
+def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[str, str]) -> None:
     """Makes the weight files of a directory that has a config.json."""
     config, where = read_config(folder), str(folder / CONFIG)
     if quantised_by(config):
@@ -251,7 +251,9 @@ def run(
     fails, nothing is left in the destination. The keywords are those of `Plan.run`.
     """
     memory = parse_size(max_memory, "--max-memory")
-    how = How(memory, threads, checksum, allow_overflow, False, False, None, progress, _ignore)
+    how = RunSettings(
+        memory, threads, checksum, allow_overflow, False, False, None, progress, _ignore
+    )
     root = plan.destination.root
     if stand_in.of(root) is not None:
         raise UsageError(
@@ -282,7 +284,7 @@ def run(
         raise
 
 
-def _move(plan: PlanData, how: How, stream: Stream, data: Path) -> list[str]:
+def _move(plan: PlanData, how: RunSettings, stream: Stream, data: Path) -> list[str]:
     """Writes the files of the plan into the directory `data`; returns their checksums."""
     joined, sources = plan.joined, list(map(str, plan.source.layout.files))
     copies, at = joined.copies, np.ascontiguousarray(joined.copies["src_at"])

@@ -24,7 +24,7 @@ _CHOICES = {
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetOptions:
     """The form of the new checkpoint: its format, and the options of its contents.
 
     Raises UsageError for a value that a field cannot have. Which fields a conversion takes depends

@@ -27,7 +27,7 @@ from mckpt.conversion.refusals import (
     refuse_uncarried,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.errors import MappingError, UsageError
 from mckpt.formats import carried, places
 from mckpt.formats.base import Names
@@ -61,7 +61,7 @@ class Export(NamedTuple):
     notes: list[str]
 
 
-def export_of(source: Checkpoint, target: Target) -> Export:
+def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     """Returns the description of a Hugging Face directory.
 
     config.json is copied from the directory that describes the model. If there is none, it is made
@@ -100,7 +100,7 @@ def export_of(source: Checkpoint, target: Target) -> Export:
     return Export(source, request, text, inexact, [note, *notes])
 
 
-def plan_hf(source: Checkpoint, destination: Destination, target: Target) -> Plan:
+def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions) -> Plan:
     """Returns the plan of a Hugging Face directory."""
     tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
     if not source.known.like:
@@ -166,7 +166,7 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     return family, family.restate(base, source.dims, corrected), note
 
 
-def _inexact(source: Checkpoint, family: MappingFile, target: Target) -> dict[str, str]:
+def _inexact(source: Checkpoint, family: MappingFile, target: TargetOptions) -> dict[str, str]:
     """Returns the features that config.json cannot express and that the user accepts: name ->
     reason.
 

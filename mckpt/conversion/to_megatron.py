@@ -40,7 +40,7 @@ from mckpt.conversion.refusals import (
     refuse_unloadable,
 )
 from mckpt.conversion.side_files import SideFiles, refuse_changed
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import Names
@@ -64,7 +64,7 @@ from mckpt.storage.files import TargetFile
 MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
 
-def plan_megatron(source: Checkpoint, destination: Destination, target: Target) -> Plan:
+def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOptions) -> Plan:
     """Returns the plan of a Megatron checkpoint of any format."""
     refuse_changed(source)
     dialect = dialect_to_write(source, target)
@@ -168,7 +168,7 @@ def _form(source: Checkpoint) -> dict[str, str | None]:
     return {"form": form_of(source, family)} if family is not None and family.forms else {}
 
 
-def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
+def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:
     """Returns the dialect to write: the one that the user names, else the source's, else its
     family's.
     """
@@ -178,7 +178,7 @@ def dialect_to_write(source: Checkpoint, target: Target) -> MappingFile:
 
 
 def _other_dialect(
-    source: Checkpoint, dialect: MappingFile, megatron: list[int], target: Target
+    source: Checkpoint, dialect: MappingFile, megatron: list[int], target: TargetOptions
 ) -> str | None:
     """Returns the options that write the model in the default dialect, if its family names another
     one, the user names none, and the default one can hold the model for this megatron-core.
@@ -197,7 +197,7 @@ def _other_dialect(
 
 
 def _dialect_notes(
-    source: Checkpoint, dialect: MappingFile, megatron: list[int], target: Target
+    source: Checkpoint, dialect: MappingFile, megatron: list[int], target: TargetOptions
 ) -> list[str]:
     """Returns a note on the dialect that the family chose, if there is another choice."""
     other = _other_dialect(source, dialect, megatron, target)
@@ -209,7 +209,9 @@ def _dialect_notes(
     ]
 
 
-def _parallel(source: Checkpoint, dialect: MappingFile, target: Target, dims: Dims) -> Parallel:
+def _parallel(
+    source: Checkpoint, dialect: MappingFile, target: TargetOptions, dims: Dims
+) -> Parallel:
     """Returns the target's sizes, with the pipeline's stages as the dialect's args state them.
 
     If the dialect changes and the stages do not, each of them keeps its layers.
@@ -247,7 +249,7 @@ class _Vocabulary(NamedTuple):
     notes: list[str]
 
 
-def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> _Vocabulary:
+def _vocabulary(source: Checkpoint, dialect: MappingFile, target: TargetOptions) -> _Vocabulary:
     """Returns the vocabulary of the target: the true one, padded as Megatron pads it at its tp
     (vocab_utils.py), so that the target loads with the launch line that its user has.
 
@@ -290,7 +292,7 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: Target) -> _Vo
 
 
 def _version(
-    source: Checkpoint, dialect: MappingFile, target: Target, destination: Destination
+    source: Checkpoint, dialect: MappingFile, target: TargetOptions, destination: Destination
 ) -> list[int]:
     """Returns the version of the megatron-core that will load the checkpoint: the user's, else the
     newest of those that read the format.
@@ -333,7 +335,7 @@ def padded_rows(dims: Dims, divisible_by: int, tp: int) -> int:
 
 
 def _choices(
-    source: Checkpoint, destination: Destination, target: Target, dialect: MappingFile
+    source: Checkpoint, destination: Destination, target: TargetOptions, dialect: MappingFile
 ) -> dict[str, Any]:
     """Returns the dialect's choices for the target: the user's, else the source's, else Megatron's
     defaults, as far as the dialect has them.
@@ -369,7 +371,7 @@ def _choices(
 
 
 def _inexact(
-    source: Checkpoint, dialect: MappingFile, dims: Dims, impl: str, target: Target
+    source: Checkpoint, dialect: MappingFile, dims: Dims, impl: str, target: TargetOptions
 ) -> dict[str, str]:
     """Returns the features that Megatron computes differently and that the user accepts: name ->
     reason.
@@ -398,7 +400,11 @@ def _inexact(
 
 
 def _lost(
-    source: Checkpoint, dialect: MappingFile, dims: Dims, program: dict[str, Any], target: Target
+    source: Checkpoint,
+    dialect: MappingFile,
+    dims: Dims,
+    program: dict[str, Any],
+    target: TargetOptions,
 ) -> dict[str, str]:
     """Returns the features that another dialect, or a new run_config.yaml, cannot express and that
     the user accepts.

@@ -30,7 +30,7 @@ from mckpt import errors
 from mckpt.conversion.done import judge, settle
 from mckpt.conversion.groups import groups
 from mckpt.conversion.identity import State, key_of
-from mckpt.conversion.moving import How, check_unchanged, dropped, manifest_of
+from mckpt.conversion.moving import RunSettings, check_unchanged, dropped, manifest_of
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.sending import Sender, temporary
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal, raise_error_of
@@ -47,7 +47,7 @@ QUIET_S = 90.0  # seconds without any change after which a rank counts as dead
 START_S = 600.0  # seconds that ranks wait for rank 0 to begin
 
 
-def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
+def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
     job = _Job(plan, how, ranks, State.of(plan))
     return job.help() if ranks.rank else job.lead()
@@ -56,7 +56,7 @@ def run(plan: PlanData, how: How, ranks: Ranks) -> dict[str, Any]:
 class _Job:
     """One run of one plan, as one of its ranks."""
 
-    def __init__(self, plan: PlanData, how: How, ranks: Ranks, before: State) -> None:
+    def __init__(self, plan: PlanData, how: RunSettings, ranks: Ranks, before: State) -> None:
         self.plan, self.how, self.ranks, self.before = plan, how, ranks, before
         destination = self.destination = plan.destination
         folder = destination.staging_directory(key_of(plan, how.checksum, before.shared))

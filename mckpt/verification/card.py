@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import StorageError
 from mckpt.storage import descriptors
 from mckpt.storage.files import unreadable
@@ -45,7 +45,7 @@ def write(
         "mckpt": __version__,
         "checkpoints": {
             "hf": _side(Checkpoint(hf)),
-            "megatron": _side(Checkpoint(megatron, Known(iteration=iteration))),
+            "megatron": _side(Checkpoint(megatron, SourceOptions(iteration=iteration))),
         },
     }
     for key in ("sizes", "ranks", "device", "dtype", "impl", "versions"):

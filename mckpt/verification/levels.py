@@ -27,11 +27,11 @@ from typing import Any, Literal
 
 from mckpt import formats, launching
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.known import Known
+from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion import planning
 from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.refusals import refuse_sizes
-from mckpt.conversion.target import Target
+from mckpt.conversion.target import TargetOptions
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
@@ -159,10 +159,10 @@ def verify_all(
     if options.level not in LEVELS:
         raise UsageError(f"there is no level {options.level!r}; the levels are {', '.join(LEVELS)}")
     left = Checkpoint(
-        hf, Known(family=options.family, mapping=options.mapping, settings=options.settings)
+        hf, SourceOptions(family=options.family, mapping=options.mapping, settings=options.settings)
     )
     if not left.is_megatron and not (options.family or options.mapping) and checkpoints:
-        left = left.named_as(Checkpoint(checkpoints[0], Known(iteration=options.iteration)))
+        left = left.named_as(Checkpoint(checkpoints[0], SourceOptions(iteration=options.iteration)))
         options = replace(options, mapping=left.known.mapping)
     if options.level == "bytes":
         options.tell("comparing all stored values")
@@ -320,7 +320,7 @@ def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
     if not left.quantised and not left.opened.notes:
         return left.path
     copy = work / "plain"
-    planning.make_plan(left, copy, Target(format=formats.HUGGING_FACE)).run(checksum="none")
+    planning.make_plan(left, copy, TargetOptions(format=formats.HUGGING_FACE)).run(checksum="none")
     return copy
 
 
@@ -472,16 +472,16 @@ def reshard(source: Checkpoint, directory: Path, parallel: Parallel) -> None:
     sizes with which they were saved.
     """
     # torch_dist is the same for all versions of megatron-core, and only a new one refuses a model
-    target = Target(
+    target = TargetOptions(
         parallel=parallel, no_optimizer=True, megatron_version=source.mapping.megatron[0]
     )
     planning.make_plan(source, directory, target).run(checksum="none")
 
 
-def _known(left: Checkpoint, options: Options) -> Known:
+def _known(left: Checkpoint, options: Options) -> SourceOptions:
     """Returns the facts from the Hugging Face side that help to read the other."""
     like = None if left.is_megatron else left.path
-    return Known(
+    return SourceOptions(
         iteration=options.iteration,
         like=like,
         family=options.family,

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 import mckpt
 from mckpt.checkpoint import comparison
-from mckpt.checkpoint.checkpoint import Checkpoint, Known
+from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
 from mckpt.verification import levels as verification
 from mckpt.verification.verdict import Values
 from tests.gpu.verification.model import make_model, shrunk
@@ -132,7 +132,7 @@ def change(directory: Path, key: str, damage: Callable[[np.ndarray, dict[str, An
     """Calls `damage` with the dims and the bits, uint16 [rows, columns], of a middle layer's stored
     tensor, and keeps what it changes in place.
     """
-    ckpt = Checkpoint(directory, Known(like=directory.parent / "hf"))
+    ckpt = Checkpoint(directory, SourceOptions(like=directory.parent / "hf"))
     layer = ckpt.dims["num_layers"] // 2
     stored = next(
         s for s in ckpt.layout.stored if s.key.endswith(key) and layer in s.layer.tolist()

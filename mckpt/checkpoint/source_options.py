@@ -11,7 +11,7 @@ from mckpt.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Known:
+class SourceOptions:
     """The user's description of a checkpoint.
 
     For a Megatron checkpoint, `vocab_size` and `settings` replace its args.
