@@ -251,7 +251,9 @@ def test_a_failure_that_would_come_again_ends_the_job() -> None:
         for rule in rules
         if rule["action"] == "FailJob" and "containerName" not in rule["onExitCodes"]
     ]
-    passing = {errors.StorageError.exit_code, errors.Unreported.exit_code, 70}
+    passing = {e.exit_code for e in (errors.StorageError, errors.Unreported, errors.Cancelled)} | {
+        70
+    }
     codes = {
         e.exit_code
         for e in vars(errors).values()

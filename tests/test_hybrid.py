@@ -276,11 +276,12 @@ def test_an_optimizer_of_fixed_sizes_is_refused_before_a_model_runs(
 def test_a_family_that_chooses_the_dialect_says_so(tiny_model: TinyModel, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text("extends: qwen3\narchitectures: [Qwen3ForCausalLM]\ndialect: hybrid\n")
-    known, said = mckpt.SourceOptions(mapping=str(mine)), "the other choice: --dialect gpt"
-    plan = mckpt.plan(tiny_model("qwen3"), tmp_path / "a", known=known)
+    said = "the other choice: --dialect gpt"
+    source = mckpt.open(tiny_model("qwen3"), mapping=mine)
+    plan = mckpt.plan(source, tmp_path / "a")
     assert [note for note in plan.facts["notes"] if note.endswith(said)]
     for asked in ({"dialect": "hybrid"}, {"dialect": "gpt"}):
-        plan = mckpt.plan(tiny_model("qwen3"), tmp_path / "a", known=known, **asked)
+        plan = mckpt.plan(source, tmp_path / "a", **asked)
         assert not [note for note in plan.facts["notes"] if said in note]
     for version, other in (
         ("0.16", "--dialect gpt$"),
@@ -288,4 +289,4 @@ def test_a_family_that_chooses_the_dialect_says_so(tiny_model: TinyModel, tmp_pa
         ("x", "or 0.19.2$"),
     ):
         with pytest.raises(UsageError, match=f"--megatron-version .*(?s:.*){other}"):
-            mckpt.plan(tiny_model("qwen3"), tmp_path / "a", known=known, megatron_version=version)
+            mckpt.plan(source, tmp_path / "a", megatron_version=version)

@@ -203,7 +203,7 @@ def all_ranks_end_with_the_error_of_rank_0(
     assert "does not belong to a checkpoint" in ended[0][1]
     (out / "release" / "notes").unlink()
     assert door.tree(out) == before
-    ended = ranks_end([*arguments, "--workers", 2], (0, 1), tmp_path, run)
+    ended = ranks_end([*arguments, "--tp", 5], (0, 1), tmp_path, run)
     assert [code for code, _ in ended] == [2, 2], ended
 
 

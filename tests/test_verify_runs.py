@@ -171,7 +171,7 @@ NEAR = {"noise": 0, "probe_above": 99, "below": 1.92}
             "noise of bfloat16",
         ),
         ({"logits": {"float32": LOGITS | WEAK_PROBE}}, "could be missed"),
-        ({"logits": {"float32": LOGITS | NEAR}}, "only 1.9 times"),
+        ({"logits": {"float32": LOGITS | NEAR}}, "1/1.92 of the tolerance"),
         ({"tokens": {"judged": 10, "positions": 100, "ties": 3}}, "only 10 of 100"),
     ],
 )

@@ -6,7 +6,7 @@ from importlib.metadata import version
 from typing import Any
 
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.errors import MissingExtra, SourceError, UsageError
+from mckpt.errors import MappingError, MissingExtra, SourceError, UsageError
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, loads_at_its_sizes
 from mckpt.mapping import major_minor
@@ -49,13 +49,17 @@ def require_core(checkpoint: Checkpoint, as_stored: bool = True) -> None:
 def _first_version(checkpoint: Checkpoint) -> list[int]:
     """Returns the first megatron-core that can build the model, with any of IMPLS."""
     dialect = checkpoint.mapping
+    try:
+        dims = checkpoint.dims
+    except MappingError:  # a fault that the verdict names
+        return major_minor(dialect.megatron[0])
     entries = [
         entry.when
         for entry in dialect.warned.values()
         if not entry.loads and "megatron" in entry.when.names
     ]
     (major, oldest), (_, newest) = map(major_minor, dialect.megatron)
-    facts = {**dialect.given, **checkpoint.dims, "pp": 1, "format": checkpoint.format}
+    facts = {**dialect.given, **dims, "pp": 1, "format": checkpoint.format}
     for minor in range(oldest, newest):
         at = [facts | {"megatron": [major, minor], "transformer_impl": impl} for impl in IMPLS]
         if not any(all(when(scope) for scope in at) for when in entries):

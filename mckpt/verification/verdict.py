@@ -112,9 +112,15 @@ def _logits_lines(dtype: str, measured: dict[str, Any]) -> list[str]:
     if "probe_above" in measured:
         out.append(
             f"margins: the logits differ by {_beside(measured['below'])}; a seeded fault moves them"
-            f" by {measured['probe_above']:,.3g} times the tolerance"
+            f" by {_plain(measured['probe_above'])} times the tolerance"
         )
     return out
+
+
+def _plain(number: float) -> str:
+    """Returns a number rounded to three digits, such as 1.92 or 13,100."""
+    text = f"{number:.3g}"
+    return f"{float(text):,.0f}" if "e+" in text else text
 
 
 def _beside(below: float) -> str:
