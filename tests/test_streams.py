@@ -46,7 +46,7 @@ def test_a_signal_interrupts_and_the_same_command_goes_on(
     assert (
         last == f"mckpt: interrupted by {number.name}; the same command continues where it stopped"
     )
-    assert list(dst.glob(".mckpt-*/data/mckpt.json"))
+    assert list(dst.glob(".mckpt-*/data/*"))
     good("hf-to-megatron", src, dst)
     assert not list(dst.glob(".mckpt-*"))
 

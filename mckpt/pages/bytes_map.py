@@ -127,7 +127,7 @@ def by_rank(names: Names, layout: Layout, rows: Rows, padded_vocab: int) -> list
         held = np.array([each[t] for t in rank.tolist()]) * sizes[b.rule.of[0]]
         held *= len(b.experts) // ep if expert else 1
         for p, v, layers in _places(b, stages, names):
-            np.add.at(total[p, v], (slice(None), rows.of(b.rule, layers)), held[:, None])
+            np.add.at(total[p, v].T, rows.of(b.rule, layers), held)
     return [
         column
         for p in range(parallel.pp)

@@ -206,7 +206,8 @@ def origins(joined: Joined, source: Layout, target: Layout) -> list[Mapping[str,
     read = _holder(source.stored, copies["src_file"], copies["src_at"])
     pairs = np.unique(np.stack([made, read], 1), axis=0) if len(copies) else np.empty((0, 2), "i8")
     counts = np.bincount(pairs[:, 0], minlength=sum(map(len, target.stored)))
-    out, first, at = [], 0, 0
+    out: list[Mapping[str, Any]] = []
+    first = at = 0
     for s in target.stored:
         each = counts[first : first + len(s)]
         ids = pairs[at : at + int(each.sum()), 1]
