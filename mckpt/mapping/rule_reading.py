@@ -68,7 +68,13 @@ def _scopes(
         problems.append(
             f"{where}: the block {prefix} may have {', '.join(_BLOCK)}, not {', '.join(strange)}"
         )
-    rules = [_group(root, name, where, problems).get(section) for name in block.get("groups") or ()]
+    groups = block.get("groups") or []
+    if not isinstance(prefix, str) or not isinstance(groups, list):
+        problems.append(
+            f"{where}: the block {prefix} needs a prefix as its key, and `groups` a list"
+        )
+        return
+    rules = [_group(root, str(name), where, problems).get(section) for name in groups]
     rules.append(block.get(section))
     mtp = block.get("mtp")
     key = mtp.get("key") if isinstance(mtp, dict) else mtp
@@ -93,9 +99,12 @@ def _scopes(
 
 def _group(root: Node, name: str, where: str, problems: list[str]) -> Node:
     groups = root.get("groups") or Node()
-    if name not in groups:
-        problems.append(f"{where}: there is no group {name!r}; known: {', '.join(groups)}")
-    return groups.get(name) or Node()
+    if not isinstance(found := groups.get(name), Node):
+        problems.append(
+            f"{where}: there is no group {name!r}; known: {', '.join(map(str, groups))}"
+        )
+        return Node()
+    return found
 
 
 def _numbered(root: Node, prefix: str, expression: Parse) -> tuple[str, Expression | None]:
