@@ -155,7 +155,7 @@ def _lists(options: Any) -> Callable[[F], F]:
         parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         for name, kind in options.__annotations__.items():
             annotation = getattr(kind, "__forward_arg__", kind)
-            default = _DEFAULTS.get(name)
+            default = None if name == "format" else _DEFAULTS.get(name)
             keyword = inspect.Parameter.KEYWORD_ONLY
             parameters.append(
                 inspect.Parameter(name, keyword, default=default, annotation=annotation)
@@ -311,7 +311,10 @@ def reshard(
     source = _opened(src)
     if not source.is_megatron:
         raise UsageError(f"{source.path}: is a Hugging Face directory; `convert` converts it")
-    kept = {"format": formats.kept_or_default(source.format), **options}
+    given = {name: value for name, value in options.items() if value is not None}
+    kept = {"format": formats.kept_or_default(source.format), **given}
+    if not formats.get(str(kept["format"])).megatron:
+        raise UsageError(f"format {kept['format']!r}: is not one of Megatron; `convert` writes it")
     return _write(source, dst, _target(source, kept), options, progress, cancel)
 
 
@@ -372,6 +375,8 @@ def check(
 
     threads: 0 means one per core.
     """
+    if type(threads) is not int or threads < 0:
+        raise UsageError(f"threads is {threads!r}, and must be a whole number from 0 on")
     return checking.check(_opened(source), threads, watched(progress, cancel))
 
 
@@ -430,7 +435,11 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
 
 def _place(options: Mapping[str, Any]) -> dict[str, bool]:
     """Returns the keywords that concern the destination."""
-    return {name: options.get(name, False) for name in ("overwrite", "update_tracker")}
+    given = {name: options.get(name, False) for name in ("overwrite", "update_tracker")}
+    for name, value in given.items():
+        if type(value) is not bool:
+            raise UsageError(f"{name} is {value!r}, and must be True or False")
+    return given
 
 
 def _write(
@@ -442,11 +451,12 @@ def _write(
     cancel: Event | None,
 ) -> dict[str, Any]:
     """Plans a conversion and runs it, unless its output is there already."""
-    run = {name: options[name] for name in RunOptions.__annotations__ if name in options}
+    run = {n: options[n] for n in RunOptions.__annotations__ if options.get(n) is not None}
     try:
         planned = planning.make_plan(source, dst, target, **_place(options))
     except DestinationError as refusal:
         if options.get("overwrite"):
             raise
-        return planning.done_already(source, dst, target, refusal)[1]
+        tracker = bool(options.get("update_tracker"))
+        return planning.done_already(source, dst, target, refusal, update_tracker=tracker)[1]
     return planned.run(**run, progress=progress, cancel=cancel)

@@ -80,5 +80,6 @@ def _keyword(found: re.Match[str]) -> str:
         return f"{keyword} {value}"
     if found[1] == "set":
         name, _, new = value.partition("=")
+        new = {"true": "True", "false": "False"}.get(new, new)
         return f"{keyword}={{{name!r}: {new}}}" if new else f"{keyword}={value}"
     return f"{keyword}={value}"

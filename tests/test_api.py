@@ -203,6 +203,10 @@ def test_all_functions_list_their_keywords():
         ("convert", {"threads": -1}, UsageError, "threads is -1"),
         ("convert", {"max_memory": "64"}, UsageError, "max_memory='64' without a unit"),
         ("convert", {"engine": "spark"}, UsageError, "engine 'spark'"),
+        ("plan", {"dtype": "int8"}, UsageError, "dtype is 'int8', and must be bf16, fp16 or fp32"),
+        ("plan", {"overwrite": "no"}, UsageError, "overwrite is 'no', and must be True or False"),
+        ("plan", {"run_config": 1}, UsageError, "run_config is 1, and must be True or False"),
+        ("plan", {"megatron_version": 0.19}, UsageError, "megatron_version is 0.19"),
         ("reshard", {}, UsageError, "is a Hugging Face directory; `convert` converts it"),
         ("repair", {}, UsageError, "has no optimizer state to repair"),
         ("verify", {"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
@@ -220,6 +224,10 @@ def test_errors_name_the_place_the_cure_and_the_keyword(src, torch_dir, tmp_path
         package.open(torch_dir, iteration=7)
     with pytest.raises(UsageError, match="vocab_size is 0"):
         package.open(src, vocab_size=0)
+    with pytest.raises(UsageError, match="there is no dim 'tid'"):
+        package.open(src, settings={"tid": False})
+    with pytest.raises(UsageError, match="is not one of Megatron"):
+        package.reshard(torch_dir, tmp_path / "no", format="hf")
     package.convert(src, tmp_path / "out", format="torch", tp=2)
     with pytest.raises(package.errors.DestinationError) as caught:
         package.convert(src, tmp_path / "out", format="torch", tp=4)

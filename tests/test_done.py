@@ -163,6 +163,14 @@ def test_an_output_that_has_changed_is_not_done(work: Path, damage: str) -> None
     refused(6, "already contains", f"The files differ: {path}", args=line, untouched=work)
 
 
+def test_a_copied_file_that_the_source_lost_is_a_change(work: Path) -> None:
+    extra, line = work / "hf/chat_template.jinja", ("hf-to-megatron", work / "hf", work / "side")
+    extra.write_text("x")
+    good(*line)
+    extra.unlink()
+    refused(6, "The source differs", "has no chat_template.jinja now", args=line)
+
+
 def test_several_processes_find_it_done(work: Path) -> None:
     line = ("megatron-to-hf", work / "ckpt", work / "out", "--workers", 2)
     good(*line)

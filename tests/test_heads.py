@@ -156,3 +156,12 @@ def test_a_head_without_a_family_is_refused_by_its_class(tmp_path: Path) -> None
         "save the whole",
     )
     refused(4, *words, args=("plan", source, tmp_path / "a"))
+
+
+@pytest.mark.parametrize("end", ["ForRewardModel", "ForProcessRewardModel"])
+def test_a_reward_model_is_no_base_model(end: str) -> None:
+    """Both names end with Model."""
+    from mckpt.mapping import heads
+
+    assert heads.decoder_of(f"Qwen3{end}") == "Qwen3ForCausalLM"
+    assert heads.decoder_of("Qwen3Model") == "Qwen3ForCausalLM"

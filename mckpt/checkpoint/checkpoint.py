@@ -32,7 +32,14 @@ from mckpt.formats.megatron.run_config import (
     read_model,
     run_config_dims,
 )
-from mckpt.formats.megatron.save_directory import MAPPING, Unit, find, is_unit_name, iteration_of
+from mckpt.formats.megatron.save_directory import (
+    MAPPING,
+    Unit,
+    find,
+    is_save_directory,
+    is_unit_name,
+    iteration_of,
+)
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
@@ -78,7 +85,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
                 )
             refuse_half_sent(self.path)
             return found.open(self.path)
-        if other := foreign.program_of(self.path):
+        if not is_save_directory(self.path) and (other := foreign.program_of(self.path)):
             raise SourceError(other)
         self.unit = find(self.path, self.known.iteration)
         refuse_half_sent(self.unit.path)
@@ -228,6 +235,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             }
             if not apart:
                 raise
+            if self.known.trusted:
+                return {**unstored, **apart}
             shown = self.mapping.stored(plain)
             invisible = {
                 n: v
@@ -456,7 +465,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self._again(_with_optimizer=True)
 
     def _again(self, **changed: Any) -> Checkpoint:
-        other = object.__new__(Checkpoint)
+        other = object.__new__(type(self))
         own = ("path", "known", "unit", "opened", "_dims", "_borrows", "_with_optimizer")
         other.__dict__.update({name: getattr(self, name) for name in own} | changed)
         return other

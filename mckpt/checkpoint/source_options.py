@@ -23,8 +23,18 @@ class SourceOptions:
     vocab_size: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
     iteration: int | None = None
+    trusted: bool = False  # the dims win over config.json: no tensor is there yet to be asked
 
     def __post_init__(self) -> None:
+        if not isinstance(self.settings, Mapping):
+            raise UsageError(f"settings is {self.settings!r}, and must be a dict of dims")
+        if self.settings:
+            from mckpt.mapping import hub
+
+            for name in self.settings.keys() - hub().dims.keys():
+                raise UsageError(
+                    f"settings: there is no dim {name!r}; `mckpt mappings show logical` lists them"
+                )
         for name, least in (("vocab_size", 1), ("iteration", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):

@@ -159,7 +159,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
                 raise UsageError("--iteration and --iterations or --watch: give one of them")
             _refuse_ranks(options["workers"])
             job = _Run(convert, src, _Place(dst, to_hf), options, keep)
-            with _stoppable(job):
+            with _stoppable(job, endless=watch and until is None):
                 if watch:
                     job.watch(iterations or "all", pause, until)
                 else:
@@ -395,14 +395,14 @@ class _Run:
 
 
 @contextmanager
-def _stoppable(job: _Run) -> Iterator[None]:
-    """Lets a signal end a command that waits well; a conversion is interrupted, which the next run
-    of the command continues.
+def _stoppable(job: _Run, endless: bool) -> Iterator[None]:
+    """Lets a signal end a command that waits for ever well. A conversion is interrupted, which the
+    next run of the command continues, and so is a command that waits for something.
     """
     try:
         yield
     except KeyboardInterrupt:
-        if job.converting:
+        if job.converting or not endless:
             raise
         job.tell("stopped by a signal; the same command continues")
 
@@ -482,6 +482,8 @@ def remove(path: Path) -> str:
     """
     from mckpt.storage import manifest
 
+    if path.is_symlink():
+        return f"{path}: is kept, because it is a link"
     stand_in.refresh(path)
     roots = [path, *path.glob("iter_*"), *path.glob("release")]
     known = {str(path / TRACKER), str(path / MAPPING)}

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from mckpt.cli import signals
 from mckpt.cli.echo import echo
 from mckpt.cli.options import FILE, command, json_option, own_name
 from mckpt.errors import MckptError, Unreported, UsageError, counted
@@ -85,6 +86,7 @@ def run_job(ctx: click.Context, file: Path, dry_run: bool, as_json: bool) -> int
             unreported, code = error, 0
         except MckptError as error:
             raise error.with_hint(f"{file}: {where} ({step.command}) failed") from None
+        signals.raise_caught()  # --watch ends well by a signal, and the job does not
         if code:
             return end(code, f"{file}: {where} ({step.command}) ended with exit code {code}")
     text = f"{file}: {counted(len(steps), 'step')} done in {time.perf_counter() - start:.2f} s"

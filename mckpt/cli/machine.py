@@ -151,6 +151,8 @@ def _gpus() -> dict[str, Any]:
         said = (done.stdout + done.stderr).strip().partition("\n")[0]
         return {"gpus": [], "gpus_note": f"unknown: nvidia-smi: {said}"}
     rows = [line.split(", ") for line in done.stdout.splitlines()]
+    if strange := next((row for row in rows if len(row) != 3), None):
+        return {"gpus": [], "gpus_note": f"unknown: nvidia-smi: {', '.join(strange)}"}
     gpus = [dict(zip(("name", "memory", "driver"), row, strict=True)) for row in rows]
     return {"gpus": gpus, "gpus_note": None if gpus else "none found by nvidia-smi"}
 
@@ -163,8 +165,13 @@ def _credentials(place: Place) -> dict[str, str | None]:
     files = (os.path.expanduser(os.path.expandvars(name)) for name in place.files)
     names += filter(os.path.exists, files)
     endpoint = next(filter(None, map(os.environ.get, place.endpoints)), None)
-    url = urlsplit(endpoint or "")
-    shown = f"{url.scheme}://{url.netloc.rpartition('@')[2]}" if endpoint else None
+    shown = None
+    if endpoint:
+        try:
+            url = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
+            shown = f"{url.scheme}://{url.netloc.rpartition('@')[2]}".removeprefix("://")
+        except ValueError:
+            shown = "not a URL"
     return {"credentials": next(iter(names), None), "endpoint": shown}
 
 

@@ -135,7 +135,14 @@ def _interrupted(error: BaseException) -> int:
     """Reports a signal; click makes its Abort of the exception that the signal raised."""
     cause = error.__cause__ or error
     number = cause.number if isinstance(cause, signals.Interrupted) else signal.SIGINT
-    resumable = not {"verify", "train"} & set(sys.argv[1:2])
+    resumable = {
+        "hf-to-megatron",
+        "megatron-to-hf",
+        "reshard",
+        "repair",
+        "compat",
+        "run",
+    } & set(sys.argv[1:2])
     cure = "; the same command continues where it stopped" if resumable else ""
     name = signal.Signals(number).name
     return _fail("Interrupted", f"interrupted by {name}{cure}", code=SIGNALLED + number)

@@ -56,6 +56,12 @@ def caught() -> bool:
     return bool(_caught)
 
 
+def raise_caught() -> None:
+    """Raises Interrupted if a signal has come that a command took as its end."""
+    if _caught:
+        raise Interrupted(_caught[-1])
+
+
 def open_streams() -> None:
     """Opens /dev/null in the place of each standard stream that is closed, because the next file
     would get its number, and lets stderr ignore errors: progress and notes that nobody can read end

@@ -47,6 +47,8 @@ def judge(
         return Verdict(None, _other_plan(plan, manifest))
     if gone := [*plan.side.missing(), *changed_files(here, manifest)]:
         return Verdict(None, f"The files differ: {gone[0]}")
+    if gone := sorted(set(manifest.get("hf", ())) - set(plan.side.files)):
+        return Verdict(None, f"The source differs: {plan.source.path} has no {gone[0]} now")
     state = State.of(plan)
     if manifest.get("read") == str(state):
         return Verdict(manifest, state=state)

@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from mckpt.mapping.forms import part
 from mckpt.progress import OnProgress, Progress
 from mckpt.storage import stand_in
 from mckpt.storage.files import TargetFile
-from mckpt.storage.staging import discard
+from mckpt.storage.staging import REPLACED, discard
 from mckpt.values import dtypes
 from mckpt.values.sizes import parse_size
 
@@ -83,7 +84,7 @@ def opened(
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(given / name, folder / name)
         _lay_out(folder, first, known, kinds)
-        source = Checkpoint(folder, known)
+        source = Checkpoint(folder, replace(known, trusted=True))
         yield source, Stream(source, itertools.chain([first], coming))
     finally:
         stand_in.discard(folder)
@@ -97,7 +98,9 @@ def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[st
             f"{where}: has {QUANTISED}, and the tensors of a stream are not quantised; leave it"
             " out, and give dequantised tensors, such as those of hf_tensors()"
         )
-    family = description.family_for(config, known.family_name, where)
+    flat = first[0].startswith(("embed_tokens.", "layers.", "norm."))  # as Qwen3-Embedding
+    keys = ["embed_tokens.weight"] if flat else []
+    family = description.family_for(config, known.family_name, where, keys)
     dims = family.read(config, known.dims, where, known.dims, "--set")
     forms = [name for name, form in family.forms.items() if not form.carried]
     if family.forms and not forms:
@@ -261,7 +264,7 @@ def run(
             " convert or copy it to the store"
         )
     plan.side.check_unchanged()
-    there, state = root.exists(), State.of(plan)
+    made, state = [p for p in (root, *root.parents) if not p.exists()], State.of(plan)
     try:
         # the same key every time, so that what a killed run left is found and replaced
         with plan.destination.staging(
@@ -269,16 +272,20 @@ def run(
         ) as staging:
             try:
                 sums = _move(plan, how, stream, staging / "data")
+                manifest = manifest_of(plan, state, [], sums)
+                publish(plan.destination, staging, plan.side, manifest)
             except BaseException:
-                discard(staging)  # no later run can continue a stream
+                # no later run can continue a stream, but what a killed one replaced is the user's
+                if not (staging / REPLACED).exists():
+                    discard(staging)
+                else:
+                    shutil.rmtree(staging / "data", ignore_errors=True)
                 raise
-            manifest = manifest_of(plan, state, [], sums)
-            publish(plan.destination, staging, plan.side, manifest)
             return manifest
     except BaseException as error:
-        if not there:
-            with suppress(OSError):
-                root.rmdir()
+        with suppress(OSError):
+            for folder in made:
+                folder.rmdir()
         if isinstance(error, Cancelled):
             raise Cancelled("cancelled; nothing was written") from None
         raise

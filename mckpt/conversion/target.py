@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from mckpt import formats
@@ -56,8 +56,9 @@ class TargetOptions:
 
     def __post_init__(self) -> None:
         formats.get(self.format)
-        if self.dtype is not None:
-            dtypes.parse(self.dtype)
+        floats = ("bfloat16", "float16", "float32")
+        if self.dtype is not None and dtypes.parse(self.dtype) not in floats:
+            raise UsageError(f"dtype is {self.dtype!r}, and must be bf16, fp16 or fp32")
         for name, known in _CHOICES.items():
             if (value := getattr(self, name)) is not None and value not in known:
                 raise UsageError(f"{name} is {value!r}, and must be {' or '.join(known)}")
@@ -65,6 +66,15 @@ class TargetOptions:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")
+        for field_ in fields(self):
+            if field_.type == "bool" and type(getattr(self, field_.name)) is not bool:
+                raise UsageError(
+                    f"{field_.name} is {getattr(self, field_.name)!r}, and must be True or False"
+                )
+        if not isinstance(self.megatron_version, str | None):
+            raise UsageError(
+                f"megatron_version is {self.megatron_version!r}, and must be a text such as '0.19'"
+            )
         if isinstance(self.allow_inexact, str):
             raise UsageError(
                 f"allow_inexact is the text {self.allow_inexact!r}, and must be a list of names"

@@ -87,7 +87,12 @@ def side_files(root: Path) -> Beside:
             relative = (here / name).as_posix()
             if name.startswith(".") or name.endswith(WEIGHTS) or relative in (CONFIG, MANIFEST):
                 continue
-            kept = name not in links and is_side_file(relative) and belongs(root / relative, root)
+            kept = (
+                name not in links
+                and is_side_file(relative)
+                and relative.isprintable()  # mckpt.json cannot hold half of a surrogate pair
+                and belongs(root / relative, root)
+            )
             out[not kept].append(relative)
     return out
 

@@ -57,7 +57,8 @@ def _says(value: Any) -> bool:
     """Returns whether an arg has a value that is not a path."""
     if value is None or value is False or (hasattr(value, "__len__") and not len(value)):
         return False
-    return not (isinstance(value, str) and "/" in value)
+    path = isinstance(value, str) and "/" in value and re.search("[A-Za-z]{2}", value)
+    return not path
 
 
 @functools.cache

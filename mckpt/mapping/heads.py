@@ -20,12 +20,17 @@ def _heads() -> tuple[dict[str, dict[str, Any]], str]:
     return parse(FOLDER / "heads.yaml")
 
 
+def _end_of(architecture: str) -> str | None:
+    """Returns the longest key with which the name of a class ends: ForRewardModel, not Model."""
+    return max((e for e in _heads()[0] if architecture.endswith(e)), key=len, default=None)
+
+
 def decoder_of(architecture: str) -> str:
     """Returns the causal language model around the decoder of another class, "" for a class that
     mckpt does not know as such.
     """
-    end = next((e for e in _heads()[0] if e != CAUSAL and architecture.endswith(e)), None)
-    return "" if end is None else architecture.removesuffix(end) + CAUSAL
+    end = _end_of(architecture)
+    return "" if end is None or end == CAUSAL else architecture.removesuffix(end) + CAUSAL
 
 
 def with_head(
@@ -40,7 +45,7 @@ def with_head(
     Raises MappingError for a class with a head if the family's names are not `model.*`.
     """
     heads, digest = _heads()
-    end = next((e for e in heads if architecture.endswith(e)), CAUSAL)
+    end = _end_of(architecture) or CAUSAL
     own = architecture in family.architectures or end == CAUSAL
     if family.forms or not any(rule.key.startswith("model.") for rule in family.rules):
         if own:

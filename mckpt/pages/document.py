@@ -61,7 +61,12 @@ def write(text: str, path: str | Path) -> None:
 def refuse(path: str | Path) -> None:
     """Raises UsageError if a page cannot be written to `path`."""
     folder = Path(path).absolute().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
+    there = Path(path)
+    if (
+        (there.exists() and not there.is_file())
+        or not folder.is_dir()
+        or not os.access(folder, os.W_OK)
+    ):
         raise UsageError(
             f"{path}: cannot be written: {folder} must be a directory that may be written to"
         )

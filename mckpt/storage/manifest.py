@@ -19,7 +19,8 @@ class Recorded(TypedDict):
     """A file that mckpt wrote."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0)]
-    checksum: str  # crc32:0a1b2c3d; "" if none was computed
+    # crc32:0a1b2c3d; "" if none was computed
+    checksum: Annotated[str, msgspec.Meta(pattern=r"^(crc32:[0-9a-f]{8}|sha256:[0-9a-f]{64})?$")]
 
 
 class _MappingFile(TypedDict):
@@ -68,6 +69,8 @@ def read(directory: Path) -> Manifest:
             raise SourceError(
                 f"{path}: names {name!r}, which cannot be a file of a checkpoint; {_CURE}"
             )
+    if found and "files" not in found:
+        raise SourceError(f"{path}: names no files; {_CURE}")
     return found
 
 

@@ -50,6 +50,11 @@ def iterations_of(path: Path) -> list[int]:
     return sorted(int(n.removeprefix("iter_")) for n in names if re.fullmatch(r"iter_\d{7,}", n))
 
 
+def is_save_directory(path: Path) -> bool:
+    """Returns whether a directory has checkpoints of Megatron; verl writes a tracker too."""
+    return path.is_dir() and any(is_unit_name(p.name) and p.is_dir() for p in path.iterdir())
+
+
 def find(path: Path, iteration: int | None = None) -> Unit:
     """Returns the checkpoint that `path` names: the directory itself, or in a save directory the
     iteration that the tracker file or `iteration` names.
