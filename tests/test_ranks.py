@@ -62,6 +62,7 @@ move = e._Run.move
 def slow(*a): time.sleep(0.2); return move(*a)
 e._Run.move = slow
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 """
 
 

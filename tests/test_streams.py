@@ -21,6 +21,7 @@ PUBLISHED = errors.Unreported.exit_code
 STOP = """import os, signal, time
 from mckpt.conversion import run
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
 run.publish = lambda *a, **k: (print('here', flush=True), time.sleep(60))
 """
 

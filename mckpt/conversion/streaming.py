@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -168,8 +168,7 @@ class Stream:
 
     def __init__(self, source: Checkpoint, tensors: Iterable[Named]) -> None:
         self.tensors = tensors
-        assert isinstance(source.opened, HuggingFace)
-        self.entries = source.opened.entries
+        self.entries = cast("HuggingFace", source.opened).entries
         self.family = source.mapping
         self._seen: set[str] = set()
         form = self.family.form(source.names.choices)
