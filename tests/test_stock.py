@@ -98,7 +98,8 @@ def named(case: str, form: str, impl: str) -> str:
 
 def launch_line(checkpoint: Path) -> list[str]:
     """Returns the words that bash reads from the megatron_args.sh of a checkpoint, and checks that
-    megatron_args.json has the same.
+    megatron_args.json has the same. NullTokenizer takes the place of the tokenizer in DST/hf, which
+    a tiny model has not trained.
     """
     unit = checkpoint / "release"
     script = f'. {unit / megatron_args.SHELL} && printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'
@@ -107,6 +108,10 @@ def launch_line(checkpoint: Path) -> list[str]:
     ).stdout.splitlines()
     words = ["../hf" if word == f"{unit}/../hf" else word for word in words]
     assert words == flat(json.loads((unit / megatron_args.JSON).read_text()))
+    if megatron_args.MODEL in words:
+        at = words.index(megatron_args.MODEL)
+        del words[at : at + 2]
+        words[words.index(megatron_args.TYPE) + 1] = "NullTokenizer"
     return words
 
 
