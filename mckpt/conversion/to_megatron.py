@@ -183,8 +183,10 @@ def _other_dialect(
     """Returns the options that write the model in the default dialect, if its family names another
     one, the user names none, and the default one can hold the model for this megatron-core.
     """
+    if source.is_megatron or target.dialect or not source.mapping.dialect:
+        return None  # without loading every dialect
     default = mapping.dialect_for(None, None, source.named.mapping)
-    if source.is_megatron or target.dialect or dialect.name == default.name:
+    if dialect.name == default.name:
         return None
     if not major_minor(default.megatron[0]) <= megatron <= major_minor(default.megatron[1]):
         return None
