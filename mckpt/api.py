@@ -167,6 +167,7 @@ def _lists(options: Any) -> Callable[[F], F]:
             signature.bind(*positional, **keywords)
             return function(*positional, **keywords)
 
+        # mypy knows neither this attribute of functions nor that `checked` takes what F takes
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return checked  # type: ignore[return-value]
 

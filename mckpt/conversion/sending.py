@@ -94,9 +94,8 @@ class Sender:
         self.send([self.groups[i] for i in items], self.journal.sent())
 
     def _refuse_other_source(self) -> None:
-        for file, known in zip(
-            self.sources, self.state.stamps, strict=False
-        ):  # copied files follow
+        stamps = self.state.stamps[: len(self.sources)]  # those of copied files follow
+        for file, known in zip(self.sources, stamps, strict=True):
             if not file.exists() or stamp(file).shared != known.shared:
                 raise SourceError(
                     f"{file}: is not the file that the command reads; mount the source at the same"

@@ -174,7 +174,7 @@ def _read_address(address: str, start: int, nbytes: int) -> Any:
 
     try:
         return obstore.get(store, "", options={"range": (start, start + nbytes)}).bytes()
-    except Exception:
+    except Exception:  # of any kind: huggingface_hub reads the range, and reports its own error
         return None
 
 

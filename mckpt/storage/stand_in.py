@@ -241,6 +241,7 @@ def fill(*folders: Path) -> None:
                 if _is_whole(name, file.object):
                     todo.append(file.fill)
                 else:
+                    # mypy infers no type for a lambda with defaults
                     todo.append(lambda file=file: file.need(0, BLOCK))  # type: ignore[misc]
                     end = file.object.size - 1
                     todo.append(lambda file=file, end=end: file.need(end, 1))  # type: ignore[misc]
@@ -259,6 +260,7 @@ def need(ranges: Iterable[tuple[str, int, int]]) -> None:
         if held[path] is not None
         for block in range(at // BLOCK, -(-(at + nbytes) // BLOCK))
     }
+    # `blocks` has only paths whose entry is not None, which mypy cannot see
     in_threads(lambda one: held[one[0]].need(one[1] * BLOCK, 1), sorted(blocks))  # type: ignore[union-attr]
 
 

@@ -176,6 +176,7 @@ class ZarrDirectory(Chunked):
         total = math.prod(array.grid)
         if absent := total - len(held):
             expected = (np.unravel_index(number, array.grid) for number in range(total))
+            # strict=False, because the search ends at the first chunk that is absent
             first = next(
                 tuple(map(int, index))
                 for index, (other, _) in zip(expected, [*held, (None, "")], strict=False)
