@@ -197,7 +197,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return {
             n: v
             for n, v in (self._recorded if self.is_megatron else {}).items()
-            if n in mapping.hub().dims and (n in self.allowed or "config" in self.allowed)
+            if n in mapping.schema().dims and (n in self.allowed or "config" in self.allowed)
         }
 
     @cached_property
