@@ -19,7 +19,7 @@ from mckpt.mapping.fit import switches
 from mckpt.mapping.forms import is_part
 from mckpt.mapping.lookup import equal
 from mckpt.mapping.nodes import Node
-from mckpt.mapping.reading import inherited, load, names
+from mckpt.mapping.reading import dialect_for, inherited, load, names
 from mckpt.mapping.rule_reading import expand
 from mckpt.mapping.schema import nearest, schema
 
@@ -238,7 +238,7 @@ def _switched_off(gone: Iterable[str], kept: Iterable[str], dims: Dims | None) -
     """Returns the dims that must be false for Megatron to lack the logical tensors `gone`. A dim
     that a tensor of `kept` needs is true.
     """
-    dialect = next(d for d in (load("megatron", n) for n in names("megatron")) if d.default)
+    dialect = dialect_for()
     found = {name for of in gone for name in switches(dialect, of)}
     found -= {name for of in kept for name in switches(dialect, of)}
     return sorted(name for name in found if dims is not None and dims[name])

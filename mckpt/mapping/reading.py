@@ -235,12 +235,20 @@ def dialect_for(
 
     own: the user's family file, which may add rules to it.
     """
-    known = names("megatron")
-    if named := named or (family and family.dialect):
-        if named not in known:
-            raise UsageError(f"no dialect {named!r}; known: {', '.join(known)}")
-        return load("megatron", named, own)
-    return max((load("megatron", name, own) for name in known), key=lambda file: file.default)
+    named = named or (family and family.dialect) or _default_dialect()
+    if named not in (known := names("megatron")):
+        raise UsageError(f"no dialect {named!r}; known: {', '.join(known)}")
+    return load("megatron", named, own)
+
+
+@functools.cache
+def _default_dialect() -> str:
+    """Returns the name of the dialect with `default: true`, and parses no other one."""
+    for name in names("megatron"):
+        path = folder("megatron") / f"{name}.yaml"
+        if "default: true" in path.read_text(encoding="utf-8") and parse(path)[0].get("default"):
+            return name
+    raise MappingError(f"{folder('megatron')}: no dialect has `default: true`")
 
 
 def dialect_of(keys: Iterable[str], own: str | None = None) -> MappingFile:
