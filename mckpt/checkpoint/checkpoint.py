@@ -34,10 +34,10 @@ from mckpt.formats.megatron.run_config import (
 )
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
-    Unit,
+    IterationDirectory,
     find,
+    is_iteration_name,
     is_save_directory,
-    is_unit_name,
     iteration_of,
 )
 from mckpt.geometry.box import Layout
@@ -70,7 +70,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             raise SourceError(
                 other or f"{self.path}: is a file; give the directory of a checkpoint"
             )
-        self.unit: Unit | None = None  # set only for a Megatron save directory
+        self.iteration_directory: IterationDirectory | None = (
+            None  # set only for a Megatron save directory
+        )
         self._dims: Dims | None = None  # set by `with_dims`
         self._borrows = False  # set by `borrowing`
         self._with_optimizer = False  # set by `with_optimizer`
@@ -87,15 +89,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             return found.open(self.path)
         if not is_save_directory(self.path) and (other := foreign.program_of(self.path)):
             raise SourceError(other)
-        self.unit = find(self.path, self.known.iteration)
-        refuse_half_sent(self.unit.path)
-        places.ready(self.path, self.unit.path)
-        if (found := formats.detect(self.unit.path, megatron=True)) is not None:
-            return found.open(self.unit.path)
+        self.iteration_directory = find(self.path, self.known.iteration)
+        refuse_half_sent(self.iteration_directory.path)
+        places.ready(self.path, self.iteration_directory.path)
+        if (found := formats.detect(self.iteration_directory.path, megatron=True)) is not None:
+            return found.open(self.iteration_directory.path)
         if said := unfinished(self.path):
             raise SourceError(f"{self.path}: no checkpoint is here yet. {said}")
         raise SourceError(
-            f"{self.unit.path}: no checkpoint that mckpt knows: neither"
+            f"{self.iteration_directory.path}: no checkpoint that mckpt knows: neither"
             f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}"
         )
 
@@ -114,15 +116,25 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         """Returns the iteration in the name of a Megatron checkpoint's directory; None if the name
         has none.
         """
-        named = self.unit is not None and is_unit_name(self.unit.name)
-        return iteration_of(self.unit.name) if self.unit and named else None
+        named = self.iteration_directory is not None and is_iteration_name(
+            self.iteration_directory.name
+        )
+        return (
+            iteration_of(self.iteration_directory.name)
+            if self.iteration_directory and named
+            else None
+        )
 
     @property
     def root(self) -> Path:
         """Returns the directory that no destination may overlap: the save directory, or the
         directory of the checkpoint itself.
         """
-        return self.unit.root if self.unit and is_unit_name(self.unit.name) else self.path
+        return (
+            self.iteration_directory.root
+            if self.iteration_directory and is_iteration_name(self.iteration_directory.name)
+            else self.path
+        )
 
     @cached_property
     def side_directory(self) -> Path | None:
@@ -130,10 +142,14 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         checkpoint, where Megatron-Bridge and NeMo-RL write it, else in the save directory. None if
         it is missing.
         """
-        if self.unit is None:
+        if self.iteration_directory is None:
             return None
-        saved = [self.unit.root / "hf"] if is_unit_name(self.unit.name) else []
-        sides = [self.unit.path / "hf", *saved]
+        saved = (
+            [self.iteration_directory.root / "hf"]
+            if is_iteration_name(self.iteration_directory.name)
+            else []
+        )
+        sides = [self.iteration_directory.path / "hf", *saved]
         return next((side for side in sides if (side / CONFIG).is_file()), None)
 
     @property
@@ -147,7 +163,9 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     @cached_property
     def manifest(self) -> Manifest:
         """Returns the content of mckpt.json; {} if mckpt did not write this checkpoint."""
-        return manifest.read(self.unit.path if self.unit else self.path)
+        return manifest.read(
+            self.iteration_directory.path if self.iteration_directory else self.path
+        )
 
     @cached_property
     def named(self) -> SourceOptions:
@@ -466,7 +484,15 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def _again(self, **changed: Any) -> Checkpoint:
         other = object.__new__(type(self))
-        own = ("path", "known", "unit", "opened", "_dims", "_borrows", "_with_optimizer")
+        own = (
+            "path",
+            "known",
+            "iteration_directory",
+            "opened",
+            "_dims",
+            "_borrows",
+            "_with_optimizer",
+        )
         other.__dict__.update({name: getattr(self, name) for name in own} | changed)
         return other
 

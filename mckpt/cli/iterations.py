@@ -36,10 +36,10 @@ from mckpt.formats.megatron.save_directory import (
     TRACKER,
     Tracker,
     find,
-    is_unit_name,
+    is_iteration_name,
+    iteration_name,
     iteration_of,
     iterations_of,
-    unit_name,
 )
 from mckpt.storage import stand_in, stores
 from mckpt.storage.staging import MANIFEST, OVER, STAGING, sweep
@@ -314,7 +314,7 @@ class _Run:
             wanted = chosen(text, there)
             pending = {}
             for n in [n for n in there if n in wanted][-self.keep if self.keep else 0 :]:
-                now = look(self.src / unit_name(n))
+                now = look(self.src / iteration_name(n))
                 before, tries = handled.get(n, ([], 0))
                 failed = n in self.outcomes and self.outcomes[n].exit_code != 0
                 if now != before or (failed and tries < TRIES):
@@ -326,7 +326,7 @@ class _Run:
             for n, (before, tries) in pending.items():
                 if until is not None and n > until:
                     handled[n] = before, tries
-                elif look(self.src / unit_name(n)) == before:
+                elif look(self.src / iteration_name(n)) == before:
                     handled[n] = before, tries
                     self.one(n)
             if not pending or any(o.exit_code for o in self.outcomes.values()):
@@ -458,18 +458,22 @@ def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
     if not src.is_dir():
         return None, "is not there"
     try:
-        unit = find(src, iteration)
+        directory = find(src, iteration)
     except (SourceError, UsageError) as e:
         return None, f"{e}".removeprefix(f"{src.resolve()}: ")
-    says = Tracker(unit.root).says() if is_unit_name(unit.name) else ""
-    if not says and unit.path != src.resolve():
+    says = Tracker(directory.root).says() if is_iteration_name(directory.name) else ""
+    if not says and directory.path != src.resolve():
         return None, f"has no {TRACKER} yet"
-    number = iteration_of(unit.name) if says.isdecimal() else None
+    number = iteration_of(directory.name) if says.isdecimal() else None
     if number is not None and number > int(says):
         return None, f"{TRACKER} names {says} and not yet {number}"
-    if not says and any(unit.path.glob("*.distcp")) and not (unit.path / ".metadata").exists():
-        return None, f"{unit.path / '.metadata'} is not there"
-    return unit.path, ""
+    if (
+        not says
+        and any(directory.path.glob("*.distcp"))
+        and not (directory.path / ".metadata").exists()
+    ):
+        return None, f"{directory.path / '.metadata'} is not there"
+    return directory.path, ""
 
 
 # ------------------------------------------------------------------------------------------- --keep

@@ -44,8 +44,8 @@ def bridge_files(decided: Decided) -> list[TargetFile]:
     if (
         carried
         and state.exists()
-        and source.unit is not None
-        and source.unit.name == decided.destination.unit
+        and source.iteration_directory is not None
+        and source.iteration_directory.name == decided.destination.iteration_name
     ):
         out.append(TargetFile.whole(TRAIN_STATE, read_file(state, 1 << 20)))
     return out

@@ -43,14 +43,14 @@ from mckpt.storage.staging import (
 
 
 class Destination:
-    """The place of one checkpoint: a unit of a Megatron save directory, or (unit None) a Hugging
-    Face directory.
+    """The place of one checkpoint: the directory `iteration_name` in a Megatron save directory, or
+    a Hugging Face directory, where that name is None.
     """
 
     def __init__(
         self,
         root: Path,
-        unit: str | None,
+        iteration_name: str | None,
         format: Format,
         source: Path,
         *,
@@ -63,9 +63,9 @@ class Destination:
         helps: do not check yet whether the destination is occupied; the caller calls `check` later,
         or rank 0 checks it.
         """
-        self.root, self.unit, self.format = places.target(root), unit, format
+        self.root, self.iteration_name, self.format = places.target(root), iteration_name, format
         self.overwrite = overwrite
-        self.path = self.root / unit if unit else self.root
+        self.path = self.root / iteration_name if iteration_name else self.root
         self.tracker = Tracker(self.root, update_tracker)
         self._staging: Path | None = None  # staging directory of the running plan
         stand_in.fill(self.root / "hf")
@@ -130,8 +130,8 @@ class Destination:
         for folder in runs if staging is None else [staging]:
             for name, identities in marked(folder).items():
                 half.setdefault(name, set()).update(identities)
-        if self.unit is not None:
-            ours = self.unit in half and identity(self.path) in half[self.unit]
+        if self.iteration_name is not None:
+            ours = self.iteration_name in half and identity(self.path) in half[self.iteration_name]
             return [] if ours else sorted(p.name for p in self.path.iterdir())
         there = sorted(p for p in self.path.iterdir() if not p.name.startswith(STAGING))
         return [p.name for p in there if p.name not in half or identity(p) not in half[p.name]]
@@ -150,7 +150,7 @@ class Destination:
         out = []
         for folder, inner, names in os.walk(self.path):
             here = Path(folder).relative_to(self.path)
-            if self.unit is None and here == Path():
+            if self.iteration_name is None and here == Path():
                 inner[:] = [d for d in inner if not d.startswith(STAGING)]
             links = [d for d in inner if (Path(folder) / d).is_symlink()]
             for name in (*names, *links):
@@ -254,7 +254,7 @@ class Destination:
 
     def tracker_note(self) -> str | None:
         """Returns a note if the tracker will still name another checkpoint, else None."""
-        return None if self.unit is None else self.tracker.note(self.unit)
+        return None if self.iteration_name is None else self.tracker.note(self.iteration_name)
 
     def left_over(self) -> list[tuple[Path, int]]:
         """Returns the staging directories in this destination that neither this plan nor a running

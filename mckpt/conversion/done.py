@@ -72,8 +72,8 @@ def settle(plan: PlanData, verdict: Verdict) -> None:
     """
     destination, manifest, state = plan.destination, verdict.manifest, verdict.state
     assert manifest is not None and state is not None
-    if destination.unit is not None:
-        destination.tracker.settle(destination.unit)
+    if destination.iteration_name is not None:
+        destination.tracker.settle(destination.iteration_name)
     known = str(manifest.get("read"))
     shared = {known.partition(":")[0], state.shared}
     destination.clean(*(key_of(plan, kind, one) for kind in KINDS for one in shared))

@@ -195,7 +195,7 @@ class StoreJournal:
         destination = self.destination
         files = [*self.files, destination.path / MANIFEST]
         names = [os.path.relpath(file, destination.root) for file in files]
-        announced: Intent = {"unit": destination.unit, "source": source, "files": names}
+        announced: Intent = {"unit": destination.iteration_name, "source": source, "files": names}
         self._end_dead_runs()
         self.resumes = resume and self._source() == source
         if not self.resumes:
@@ -260,7 +260,7 @@ class StoreJournal:
         self.place.list()
         found = set()
         for folder in self.destination.root.glob(f"{STAGING}*"):
-            if (there := intent(folder)) and there["unit"] == self.destination.unit:
+            if (there := intent(folder)) and there["unit"] == self.destination.iteration_name:
                 found.add(folder.name)
         return found
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mckpt.errors import DestinationError, SourceError
 from mckpt.formats import hf_hub
-from mckpt.formats.megatron.save_directory import is_unit_name
+from mckpt.formats.megatron.save_directory import is_iteration_name
 from mckpt.storage import hub, stand_in, stores
 from mckpt.storage.staging import STAGING
 
@@ -45,7 +45,7 @@ def target(path: str | Path) -> Path:
 
 
 def _stand_in(url: stores.Url) -> Path:
-    if is_unit_name(url.name) and "/" in url.path:
+    if is_iteration_name(url.name) and "/" in url.path:
         # the tracker and hf/, which are beside the checkpoint, belong to it, and the journals
         # show whether it is complete
         parts = (f"{url.name}/", _SIDE, STAGING)
@@ -63,20 +63,20 @@ def _stand_in(url: stores.Url) -> Path:
     return root
 
 
-def ready(root: Path, unit: Path | None = None) -> None:
+def ready(root: Path, checkpoint: Path | None = None) -> None:
     """Downloads what opening a checkpoint reads: the headers of its files, and those of hf/ beside
     it. Does nothing for directories of this machine.
 
-    unit: the checkpoint; None: a directory without iterations.
+    checkpoint: its directory; None: a directory without iterations.
     """
     found = stand_in.of(root)
     if found is None:
         return
     side = found.root / _SIDE.rstrip("/")
     stand_in.fill(side)
-    if unit is not None:
-        stand_in.fill(unit)
-    elif not any(is_unit_name(name.split("/")[0]) for name in found.objects):
+    if checkpoint is not None:
+        stand_in.fill(checkpoint)
+    elif not any(is_iteration_name(name.split("/")[0]) for name in found.objects):
         stand_in.fill(root)
 
 

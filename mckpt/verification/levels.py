@@ -376,7 +376,7 @@ class _Subject:
         self.cast_back = [] if self.casts else casts_between(right, left)
         saved = right.parallel if right.opened.format.fixed_sizes else Parallel()
         wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
-        where = Path(path) if right.unit is None else right.unit.path
+        where = Path(path) if right.iteration_directory is None else right.iteration_directory.path
         self.pair = Pair(
             name,
             left,
