@@ -43,7 +43,7 @@ from mckpt.formats.megatron.save_directory import (
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, ExpressionError, MappingFile
-from mckpt.storage import manifest, stand_in
+from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.manifest import Manifest, Recorded
 from mckpt.storage.staging import MANIFEST, refuse_half_sent, unfinished
 
@@ -64,7 +64,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
             self.known = replace(self.known, like=places.local(self.known.like, weights=False))
         if not self.path.exists():
             raise SourceError(f"{self.path}: does not exist{hf_hub.hint(self.path)}")
-        stand_in.refuse_empty(self.path)
+        sparse_copy.refuse_empty(self.path)
         if not self.path.is_dir():
             other = foreign.program_of(self.path)
             raise SourceError(

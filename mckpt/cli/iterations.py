@@ -41,7 +41,7 @@ from mckpt.formats.megatron.save_directory import (
     iteration_of,
     iterations_of,
 )
-from mckpt.storage import stand_in, stores
+from mckpt.storage import sparse_copy, stores
 from mckpt.storage.staging import MANIFEST, OVER, STAGING, sweep
 from mckpt.values.sizes import parse_duration
 
@@ -172,7 +172,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
 
 
 def _resolved(dst: Path | None) -> Path | None:
-    """Returns DST; for a URL, the stand-in of the part before {iteration}, and the rest."""
+    """Returns DST; for a URL, the sparse copy of the part before {iteration}, and the rest."""
     url = stores.parse(dst) if dst is not None else None
     if dst is None or url is None:
         return dst
@@ -414,7 +414,7 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
     """Returns the iterations of a save directory that training has completed, and those that it may
     still be writing: Megatron lets the tracker name an iteration after its last file.
     """
-    stand_in.refresh(src)
+    sparse_copy.refresh(src)
     there, says = iterations_of(src), Tracker(src).says()
     if not says.isdecimal():  # no tracker, or the one of a release: nothing says what is complete
         return ([], there) if says else (there, [])
@@ -424,7 +424,7 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
 def look(path: Path) -> Look:
     """Returns name, bytes and mtime of every file below a directory, sorted."""
     out = []
-    stand_in.refresh(path)
+    sparse_copy.refresh(path)
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
@@ -454,7 +454,7 @@ def wait(src: Path, iteration: int | None, patience: float, pause: float) -> Non
 
 def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
     """Returns the directory of a checkpoint if it is complete; else None and what is missing."""
-    stand_in.refresh(src)
+    sparse_copy.refresh(src)
     if not src.is_dir():
         return None, "is not there"
     try:
@@ -488,7 +488,7 @@ def remove(path: Path) -> str:
 
     if path.is_symlink():
         return f"{path}: is kept, because it is a link"
-    stand_in.refresh(path)
+    sparse_copy.refresh(path)
     roots = [path, *path.glob("iter_*"), *path.glob("release")]
     known = {str(path / TRACKER), str(path / MAPPING)}
     for root in roots:
@@ -504,7 +504,7 @@ def remove(path: Path) -> str:
         return f"{path}: is kept, because it {what}"
     if Tracker(path.parent).says() in (path.name, str(int(re.sub(r"\D", "", path.name) or 0))):
         return f"{path}: is kept, because {path.parent / TRACKER} names it"
-    if stand_in.remove(path):
+    if sparse_copy.remove(path):
         return ""
     aside = path.with_name(f"{STAGING}removed-{path.name}{OVER}")
     shutil.rmtree(aside, ignore_errors=True)

@@ -21,7 +21,7 @@ from mckpt.formats import places
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import Tracker
-from mckpt.storage import manifest, stand_in
+from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.staging import (
     INTENT,
     LOCK,
@@ -68,7 +68,7 @@ class Destination:
         self.path = self.root / iteration_name if iteration_name else self.root
         self.tracker = Tracker(self.root, update_tracker)
         self._staging: Path | None = None  # staging directory of the running plan
-        stand_in.fill(self.root / "hf")
+        sparse_copy.fill(self.root / "hf")
         self._refuse_near(source)
         if self.root.exists() and not self.root.is_dir():
             raise DestinationError(f"{self.root}: is a file; give a directory")
@@ -119,7 +119,7 @@ class Destination:
         """
         if not self.path.is_dir():
             return [self.path.name] if os.path.lexists(self.path) else []
-        if stand_in.of(self.root) is not None:
+        if sparse_copy.of(self.root) is not None:
             intent = intended(self.root, staging)
             there = [p for p in sorted(self.path.rglob("*")) if p.is_file()]
             names = [p.relative_to(self.root).as_posix() for p in there]
@@ -238,7 +238,7 @@ class Destination:
         """Removes the staging directories that killed runs had begun to remove, and those of these
         plans, whose output is in place.
         """
-        place = stand_in.of(self.root)
+        place = sparse_copy.of(self.root)
         for plan in plans:
             folder = self.staging_directory(plan)
             if place is not None and not (folder / INTENT).exists():
@@ -261,7 +261,7 @@ class Destination:
         mckpt uses, each with its size on disk in bytes. None in a store, which has no locks.
         """
         out: list[tuple[Path, int]] = []
-        if stand_in.of(self.root) is not None:
+        if sparse_copy.of(self.root) is not None:
             return out
         for folder in staging_directories(self.root):
             with suppress(OSError):

@@ -14,7 +14,7 @@ from mckpt.conversion.identity import State, key_of
 from mckpt.conversion.plan_data import PlanData
 from mckpt.errors import StorageError, shown
 from mckpt.execute.checksums import KINDS
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
 
@@ -125,7 +125,7 @@ def _note(path: Path, known: str, state: str) -> None:
     any case, whose state fits this source or no source.
     """
     with suppress(OSError, StorageError):  # such as a destination that is read-only
-        if (place := stand_in.of(path)) is not None:
+        if (place := sparse_copy.of(path)) is not None:
             place.put(place.name(path), path.read_bytes().replace(known.encode(), state.encode()))
             return
         with open(path, "r+b") as file:

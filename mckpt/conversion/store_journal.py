@@ -26,7 +26,7 @@ import msgspec
 from mckpt import errors
 from mckpt.conversion.destination import Destination
 from mckpt.errors import DestinationError, SourceError, StorageError
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.staging import INTENT, MANIFEST, STAGING, Intent, intent
 from mckpt.storage.stores import Object
 
@@ -74,7 +74,7 @@ class StoreJournal:
     ) -> None:
         self.destination, self.folder, self.files, self.rank = destination, folder, files, rank
         destination.uses(folder)
-        found = stand_in.of(destination.root)
+        found = sparse_copy.of(destination.root)
         assert found is not None
         self.place = found
         self.id = uuid.uuid4().hex

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mckpt.errors import SourceError, UsageError
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import read_file
 from mckpt.storage.staging import sync
 
@@ -126,7 +126,7 @@ class Tracker:
         sync(beside)
         os.rename(beside, self.path)
         sync(self.root)
-        stand_in.push(self.path)
+        sparse_copy.push(self.path)
 
     def settle(self, name: str) -> None:
         """Does for a checkpoint that is in place already what a run does at its end: lets the
