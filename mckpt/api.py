@@ -205,7 +205,7 @@ def open(
         settings=settings or {},
         iteration=iteration,
     )
-    return Checkpoint(path, known)
+    return Checkpoint.open(path, known)
 
 
 @_lists(Options)
@@ -405,7 +405,7 @@ def push(
 
 
 def _opened(source: Source) -> checkpoint.Checkpoint:
-    return source if isinstance(source, checkpoint.Checkpoint) else Checkpoint(source)
+    return source if isinstance(source, checkpoint.Checkpoint) else Checkpoint.open(source)
 
 
 def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> TargetOptions:

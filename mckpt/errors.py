@@ -12,7 +12,7 @@ from collections.abc import Iterable
 MAX_LISTED = 20
 
 
-# Sparse copies of URLs (`storage.sparse_copy`): the text of the path -> the URL.
+# Local directories that stand for a URL (`storage.stand_in`): the text of the path -> the URL.
 _SHOWN: dict[str, str] = {}
 
 
@@ -22,7 +22,9 @@ def show_as(path: str, url: str) -> None:
 
 
 def shown(text: str) -> str:
-    """Returns a text for people, with the URL in the place of the path of each sparse copy."""
+    """Returns a text for people, in which URLs stand in the place of directories that stand for
+    them.
+    """
     for path, url in _SHOWN.items():
         text = text.replace(path, url)
     return text

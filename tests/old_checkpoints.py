@@ -200,7 +200,7 @@ def hugging_face(work: Path) -> Path:
     """Writes the model of the case `gpt2 3.0` as a Hugging Face directory."""
     known = SourceOptions(vocab_size=VOCAB)
     save(state_of("gpt2", 3.0, args_of("gpt2")), work / "megatron")
-    mckpt.convert(mckpt.Checkpoint(work / "megatron", known), work / "hf", format="hf")
+    mckpt.convert(mckpt.Checkpoint.open(work / "megatron", known), work / "hf", format="hf")
     return work / "hf"
 
 

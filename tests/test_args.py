@@ -47,7 +47,7 @@ def ones(tiny_model: TinyModel, tmp_path: Path) -> Path:
 
 def padding(path: Path) -> np.ndarray:
     """Returns the first value of each row of the output layer's padding."""
-    whole = mckpt.open(path).padded()
+    whole = mckpt.open(path).with_padding()
     assert whole is not None
     return whole["lm_head.weight"][193:].numpy()[:, 0].astype("f4")
 
@@ -229,7 +229,7 @@ def test_an_arg_that_no_megatron_has_is_refused_where_it_would_be_lost(
     # a reshard keeps it, unless the target is of another model class
     mckpt.plan(run, tmp_path / "more", parallel=Parallel(tp=2)).run()
     assert args_of(tmp_path / "more")[name] == value
-    assert note in Checkpoint(tmp_path / "more").notes
+    assert note in Checkpoint.open(tmp_path / "more").model.notes
     for lost in ({"dialect": "hybrid"}, {"run_config": True, "format": "torch_dist"}):
         with pytest.raises(MappingError, match=f"--allow-inexact .*args.{name}"):
             mckpt.plan(run, tmp_path / "other", **lost)
@@ -421,7 +421,7 @@ def test_a_renamed_checkpoint_keeps_its_iteration(tiny_model: TinyModel, tmp_pat
     planned = mckpt.plan(
         tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2)
     )
-    assert planned.destination.iteration_name == "iter_0000500"
+    assert planned.destination.unit == "iter_0000500"
 
 
 def test_files_that_no_rank_saved_are_not_required(tiny_model: TinyModel, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_megatron_bridge_writes_the_same_tensors(
         # its run_config.yaml is not judged here, so config.json describes both
         next(theirs.rglob(RUN_CONFIG)).unlink()
         known = SourceOptions(like=sources / case)
-        assert not mckpt.diff(ours, mckpt.Checkpoint(theirs, known))
+        assert not mckpt.diff(ours, mckpt.Checkpoint.open(theirs, known))
     record(
         "Megatron-Bridge",
         case,

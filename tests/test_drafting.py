@@ -213,10 +213,10 @@ def test_a_draft_carries_what_is_around_a_text_model(
     assert "extends: qwen3\n" in text and "config: text_config\n" in text
     (tmp_path / "my.yaml").write_text(text)
     known = SourceOptions(mapping=str(tmp_path / "my.yaml"))
-    mckpt.convert(mckpt.Checkpoint(model, known), tmp_path / "there")
+    mckpt.convert(mckpt.Checkpoint.open(model, known), tmp_path / "there")
     mckpt.convert(tmp_path / "there", tmp_path / "again")
     assert not mckpt.diff(
-        mckpt.Checkpoint(model, known), mckpt.Checkpoint(tmp_path / "again", known)
+        mckpt.Checkpoint.open(model, known), mckpt.Checkpoint.open(tmp_path / "again", known)
     )
     said = good("mappings", "check", tmp_path / "my.yaml", model).out
     assert "every stored tensor has a rule" in said

@@ -204,7 +204,7 @@ def test_megatron_core_and_transformers_compute_the_same_logits(
         like = made / case if mapping.is_part(family.forms) else None
         known = SourceOptions(like=like, family=None if like else family.name)
         mckpt.plan(
-            mckpt.Checkpoint(work / "saved" / f"{case}-{dialect}", known), back, format="hf"
+            mckpt.Checkpoint.open(work / "saved" / f"{case}-{dialect}", known), back, format="hf"
         ).run()
         apart = np.abs(tiny.hf_logits(back, tokens) - saved["logits"]).max()
         largest = np.abs(saved["logits"]).max()

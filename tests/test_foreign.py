@@ -52,7 +52,7 @@ WRAPPERS: dict[str, Rename] = {
 def test_names_are_read_without_wrappers(name: str, tmp_path: Path) -> None:
     plain = tiny_random("qwen3", tmp_path / "plain")
     source = renamed(tmp_path / "hf", WRAPPERS[name])
-    notes = " ".join(mckpt.open(source).notes)
+    notes = " ".join(mckpt.open(source).model.notes)
     for part in name.replace(" and", ",").split(", "):
         assert f"read without {part} (" in notes
     assert not mckpt.diff(plain, source)

@@ -43,8 +43,8 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_weights_and_states_are_those_of_a_run_without_sharding(saved: Path) -> None:
-    same = Checkpoint(unpacked(EQUAL[saved.name], saved.parent))
-    own = Checkpoint(saved)
+    same = Checkpoint.open(unpacked(EQUAL[saved.name], saved.parent))
+    own = Checkpoint.open(saved)
     assert own.optimizer is not None and same.optimizer is not None
     assert own.optimizer.form == FORMS[saved.name]
     assert own.optimizer.groups == same.optimizer.groups
@@ -69,7 +69,7 @@ def test_reshard_and_repair_write_torch_dist(saved: Path, tmp_path: Path) -> Non
     assert "equals its weight" in said or "master cop" in said
     good("repair", saved, tmp_path / "repaired")
     for name in ("tp2", "repaired"):
-        written = Checkpoint(tmp_path / name)
+        written = Checkpoint.open(tmp_path / name)
         assert written.format == "torch_dist"
         difference = mckpt.diff(saved, written)
         assert not difference and difference.same == 4 * len(written)
@@ -97,8 +97,10 @@ def test_megatron_to_hf_writes_the_rounded_weights(saved: Path, tmp_path: Path) 
 
 def test_the_optimizer_can_be_left_behind(saved: Path, tmp_path: Path) -> None:
     good("reshard", saved, tmp_path / "out", "--no-optimizer")
-    assert Checkpoint(tmp_path / "out").optimizer is None
-    assert mckpt.diff(saved, tmp_path / "out", no_optimizer=True).same == len(Checkpoint(saved))
+    assert Checkpoint.open(tmp_path / "out").optimizer is None
+    assert mckpt.diff(saved, tmp_path / "out", no_optimizer=True).same == len(
+        Checkpoint.open(saved)
+    )
 
 
 def test_inspect_and_check_know_the_formats(saved: Path) -> None:

@@ -56,7 +56,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
             continue
         path = work / sample.name
         if sample.form in EQUAL:
-            parallel = Checkpoint(path).parallel
+            parallel = Checkpoint.open(path).parallel
             path = work / f"{sample.name}-written"
             mckpt.plan(work / sample.name, path, format="torch_dist", parallel=parallel).run()
         flags = [*first["flags"][: -len(fsdp_samples.FORMS[sample.form])]]
@@ -73,11 +73,11 @@ def test_weights_and_states_are_those_of_a_run_without_sharding(runs: Runs, samp
     other = sample._replace(form=EQUAL[sample.form])
     for name in (sample.name, other.name):
         assert not explain(runs.results[name])
-    own, same = Checkpoint(runs.work / sample.name), Checkpoint(runs.work / other.name)
+    own, same = Checkpoint.open(runs.work / sample.name), Checkpoint.open(runs.work / other.name)
     assert own.format == sample.form and own.optimizer is not None
     assert same.optimizer is not None and own.optimizer.groups == same.optimizer.groups
     states = [name for name in own.with_optimizer() if "@" in name]
-    for one in (own, Checkpoint(runs.work / f"{sample.name}-written")):
+    for one in (own, Checkpoint.open(runs.work / f"{sample.name}-written")):
         difference = mckpt.diff(one, same)
         assert not difference and difference.same == len(own) + len(states)
 
@@ -88,7 +88,7 @@ def test_the_trainer_goes_on_from_what_mckpt_writes(runs: Runs, sample: Sample) 
     names = [f"{one.name}-on" for one in (sample, other)]
     for name in names:
         assert not explain(runs.results[name])
-    first, second = (Checkpoint(runs.work / name) for name in names)
+    first, second = (Checkpoint.open(runs.work / name) for name in names)
     assert first.optimizer is not None and first.optimizer.groups[0][0]["step"] == 4
     assert not mckpt.diff(first, second)
     assert mckpt.diff(first, runs.work / sample.name).changed

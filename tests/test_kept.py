@@ -396,13 +396,15 @@ def test_a_family_file_in_a_directory_without_a_manifest_is_used(
     """
     good("reshard", mine / "ckpt", tmp_path / "d", "--target-tp", 2)
     (tmp_path / "d" / "release" / "mckpt.json").unlink()
-    assert Checkpoint(tmp_path / "d").named.mapping == str(tmp_path / "d" / "hf" / KEPT)
+    assert Checkpoint.open(tmp_path / "d").model.options.mapping == str(
+        tmp_path / "d" / "hf" / KEPT
+    )
     with pytest.raises(
         MappingError, match="activation"
     ):  # nothing records which differences were allowed
-        _ = Checkpoint(tmp_path / "d").dims
+        _ = Checkpoint.open(tmp_path / "d").dims
     assert (
-        Checkpoint(tmp_path / "d", SourceOptions(settings={"activation": "gelu_tanh"})).dims[
+        Checkpoint.open(tmp_path / "d", SourceOptions(settings={"activation": "gelu_tanh"})).dims[
             "activation"
         ]
         == "gelu_tanh"

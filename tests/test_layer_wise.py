@@ -37,7 +37,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_states_are_those_that_megatron_core_stored_by_name(saved: Path, tmp_path: Path) -> None:
-    own, same = Checkpoint(saved / "torch"), Checkpoint(saved / "torch_dist")
+    own, same = Checkpoint.open(saved / "torch"), Checkpoint.open(saved / "torch_dist")
     difference = mckpt.diff(own, same)
     assert not difference and difference.same == 146
     assert own.optimizer is not None and same.optimizer is not None

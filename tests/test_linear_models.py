@@ -160,7 +160,7 @@ def test_the_stock_trainer_loads_and_saves_gated_delta_nets(
     assert stock[name]["ok"], explain(stock[name])
     saved = work / "stock" / f"{name}.saved"
     family = SourceOptions(family=case)
-    mckpt.plan(mckpt.Checkpoint(saved, family), tmp_path / "back", format="hf").run(
+    mckpt.plan(mckpt.Checkpoint.open(saved, family), tmp_path / "back", format="hf").run(
         check_replicas=True
     )
     source = (made if dialect == "hybrid" else work / "headless") / case

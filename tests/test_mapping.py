@@ -326,13 +326,11 @@ def test_every_shipped_mapping_file_is_complete(kind: str, name: str) -> None:
     file = mapping.load(kind, name)
     assert file.rules
     silent = [
-        d
-        for d, about in mapping.schema().dims.items()
-        if about.neutral is None and d not in file.dims
+        d for d, about in mapping.hub().dims.items() if about.neutral is None and d not in file.dims
     ]
     assert silent == []
     used = {e for r in file.rules for e in r.of}
-    assert used <= set(mapping.schema().tensors)
+    assert used <= set(mapping.hub().tensors)
     assert not file.inert & {k for d in file.dims.values() for k in d.keys}
 
 
@@ -416,7 +414,7 @@ def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
     with pytest.raises(MappingError, match="no family has the architecture MineForCausalLM"):
         mckpt.plan(tmp_path / "mine", tmp_path / "out")
     mckpt.plan(
-        mckpt.Checkpoint(tmp_path / "mine", known),
+        mckpt.Checkpoint.open(tmp_path / "mine", known),
         tmp_path / "out",
         format="torch",
         parallel=mckpt.Parallel(tp=2, pp=2),
@@ -426,7 +424,7 @@ def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
     assert not found, found.json()
     assert found.same > 30
 
-    mckpt.plan(mckpt.Checkpoint(tmp_path / "out", known), tmp_path / "back", format="hf").run()
+    mckpt.plan(mckpt.Checkpoint.open(tmp_path / "out", known), tmp_path / "back", format="hf").run()
     again = mckpt.open(tmp_path / "back", mapping=str(tmp_path / "mine.yaml"))
     assert set(again.opened.entries) == set(arrays)
     assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
@@ -447,8 +445,10 @@ def scaled() -> str:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Removes what a test added to the schema; else later plans of this process would have it."""
-    known = mapping.schema()
+    """Takes what a test adds to the hub out of it again: later plans of this process would have it
+    too.
+    """
+    known = mapping.hub()
     tables = (known.dims, known.tensors, known.added)
     before = [dict(table) for table in tables]
     yield
@@ -472,7 +472,7 @@ def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
 
     known, sizes = SourceOptions(mapping=str(tmp_path / "scaled.yaml")), mckpt.Parallel(tp=2, pp=2)
     wanted: dict[str, Any] = {"format": "torch_dist", "parallel": sizes}
-    mckpt.plan(mckpt.Checkpoint(tmp_path / "hf", known), tmp_path / "out", **wanted).run()
+    mckpt.plan(mckpt.Checkpoint.open(tmp_path / "hf", known), tmp_path / "out", **wanted).run()
     stored = mckpt.open(tmp_path / "out")
     keys = set(stored.opened.keys())
     assert "decoder.layers.self_attention.scale" in keys
@@ -486,7 +486,10 @@ def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
 
     with pytest.raises(MappingError, match="attn_scale is True, and hybrid would compute with"):
         mckpt.plan(
-            mckpt.Checkpoint(tmp_path / "hf", known), tmp_path / "no", dialect="hybrid", **wanted
+            mckpt.Checkpoint.open(tmp_path / "hf", known),
+            tmp_path / "no",
+            dialect="hybrid",
+            **wanted,
         )
     plain = tiny.tiny_random("llama", tmp_path / "llama")
     mckpt.plan(plain, tmp_path / "plain", **wanted).run()
@@ -557,7 +560,7 @@ def test_one_error_lists_all_tensors_that_the_other_side_lacks(
     ]
     for wanted in ({}, {"dtype": "fp32"}, {"format": "torch"}):
         with pytest.raises(MappingError) as caught:
-            mckpt.plan(mckpt.Checkpoint(source, known), tmp_path / "out", **wanted)
+            mckpt.plan(mckpt.Checkpoint.open(source, known), tmp_path / "out", **wanted)
         assert list(caught.value.problems) == lacking
     with pytest.raises(MappingError) as caught:
         inspection.check_mapping(tmp_path / "mine.yaml", source / "config.json")

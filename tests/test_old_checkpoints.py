@@ -33,7 +33,7 @@ COMPUTED = (".attn.bias", ".masked_bias", "lm_head.weight", "cls.predictions.dec
 def hugging_face(source: Path, known: SourceOptions = KNOWN) -> dict[str, Any]:
     """Converts a checkpoint to Hugging Face beside it, and returns the tensors."""
     out = source.with_name(f"{source.name}-hf")
-    mckpt.convert(mckpt.Checkpoint(source, known), out, format="hf")
+    mckpt.convert(mckpt.Checkpoint.open(source, known), out, format="hf")
     return load_file(out / "model.safetensors")
 
 
@@ -228,7 +228,7 @@ def test_it_becomes_a_checkpoint_of_megatron_core(kind: str, dialect: str, tmp_p
         out = tmp_path / form
         parallel = mckpt.Parallel(tp=2, pp=2)
         given = {"format": form, "dialect": dialect, "parallel": parallel}
-        mckpt.convert(mckpt.Checkpoint(source, KNOWN), out, **given)
+        mckpt.convert(mckpt.Checkpoint.open(source, KNOWN), out, **given)
         made = mckpt.open(out, vocab_size=old.VOCAB)
         assert (made.mapping.name, made.names.choices["transformer_impl"]) == (
             dialect,
@@ -251,7 +251,7 @@ def test_a_reshard_writes_the_names_and_the_order_of_today(
     source = old.save(old.state_of("gpt2", 1.0, old.args_of("gpt2")), tmp_path / "a")
     parallel = mckpt.Parallel(tp=2, pp=2)
     mckpt.convert(
-        mckpt.Checkpoint(source, KNOWN), tmp_path / "b", format="torch", parallel=parallel
+        mckpt.Checkpoint.open(source, KNOWN), tmp_path / "b", format="torch", parallel=parallel
     )
     made = mckpt.open(tmp_path / "b", vocab_size=old.VOCAB)
     assert made.mapping.name == "legacy"
@@ -282,7 +282,9 @@ def test_rotary_models_with_query_groups(case: str, tmp_path: Path) -> None:
 def refused(state: dict[str, Any], folder: Path, kind: type[MckptError], match: str) -> None:
     with pytest.raises(kind, match=match):
         mckpt.plan(
-            mckpt.Checkpoint(old.save(state, folder), KNOWN), folder.with_name("hf"), format="hf"
+            mckpt.Checkpoint.open(old.save(state, folder), KNOWN),
+            folder.with_name("hf"),
+            format="hf",
         )
 
 

@@ -329,8 +329,8 @@ def test_there_and_back_is_bitwise(
         sizes = [x for k, v in run.before.items() for x in (f"--target-{k}", v)]
         sizes += ["--target-format", run.target] if "muon" in run.form else []
         good("reshard", work / run.name, back, "--target-tp", 1, *sizes, "--keep-padding")
-        first, last = Checkpoint(work / run.saved), Checkpoint(back)
-        for other in (Checkpoint(work / run.name), last):
+        first, last = Checkpoint.open(work / run.saved), Checkpoint.open(back)
+        for other in (Checkpoint.open(work / run.name), last):
             difference = mckpt.diff(first, other)
             states = {name.partition("@")[2] for name in first.with_optimizer() if "@" in name}
             assert first.optimizer and first.optimizer.states == sorted(states)

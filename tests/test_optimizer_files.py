@@ -56,7 +56,7 @@ def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_state_of_an_old_release_becomes_portable(saved: Path, tmp_path: Path) -> None:
-    found = Checkpoint(saved).optimizer
+    found = Checkpoint.open(saved).optimizer
     assert found is not None and (found.form, found.portable) == (saved.name, False)
     said = good("repair", saved, tmp_path / "out").err
     assert "of 25 weights the master copy" in said
@@ -67,14 +67,14 @@ def test_state_of_an_old_release_becomes_portable(saved: Path, tmp_path: Path) -
         assert not difference.changed and not difference.missing and not difference.extra
         assert difference.same == 4 * 25
     assert mckpt.diff(saved, tmp_path / "out", no_optimizer=True).same == 25
-    portable = Checkpoint(tmp_path / "tp1").optimizer
+    portable = Checkpoint.open(tmp_path / "tp1").optimizer
     assert portable is not None and portable.form == "fully_reshardable"
     assert portable.groups == found.groups and portable.groups[0][0]["step"] == 1
 
 
 def test_run_config_states_whether_there_is_optimizer_state(saved: Path, tmp_path: Path) -> None:
     """The state of an embedding must have the rows of the model that Megatron-Bridge builds."""
-    rows = Checkpoint(saved).opened.padded_vocab(Checkpoint(saved).mapping)
+    rows = Checkpoint.open(saved).opened.padded_vocab(Checkpoint.open(saved).mapping)
     wanted = ("--keep-padding", "--run-config", "--transformer-impl", "transformer_engine")
     for options in ((), ("--no-optimizer",)):
         out = tmp_path / f"out{len(options)}"
@@ -97,7 +97,7 @@ def test_repair_twice_changes_nothing(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_master_copy_that_is_not_its_weight_is_named(saved: Path, tmp_path: Path) -> None:
-    row = Checkpoint(saved)["layers.0.mlp.down.weight"].numpy()[0, :4].tobytes()
+    row = Checkpoint.open(saved)["layers.0.mlp.down.weight"].numpy()[0, :4].tobytes()
     path = next(path for path in sorted(saved.glob("*.distcp")) if row in path.read_bytes())
     data = bytearray(path.read_bytes())
     where = data.index(row)
@@ -110,12 +110,12 @@ def test_a_master_copy_that_is_not_its_weight_is_named(saved: Path, tmp_path: Pa
 
 
 def test_torch_files_hold_the_same_state(saved: Path, tmp_path: Path) -> None:
-    source = Checkpoint(saved)
+    source = Checkpoint.open(saved)
     assert source.optimizer is not None
     for sizes in ({"tp": 1}, {"tp": 2, "pp": 2}):
         options = [x for name, size in sizes.items() for x in (f"--target-{name}", size)]
         good("reshard", saved, tmp_path / "out", "--target-format", "torch", *options)
-        found = Checkpoint(tmp_path / "out").optimizer
+        found = Checkpoint.open(tmp_path / "out").optimizer
         assert found is not None
         assert (found.form, found.groups) == ("distrib_optim.pt", source.optimizer.groups)
         difference = mckpt.diff(saved, tmp_path / "out")
@@ -237,7 +237,7 @@ def test_low_bits_of_master_copies_are_refused(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precise = {"use_precision_aware_optimizer": True}
-    source = Checkpoint(saved).with_optimizer()
+    source = Checkpoint.open(saved).with_optimizer()
     assert source.args is not None
     source.args.update(precise, bf16=False)
     prove(source)

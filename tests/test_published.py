@@ -36,7 +36,7 @@ def test_every_tensor_of_a_published_model_has_a_place(
     # transformers has no layers of multi-token prediction, and saves none of their tensors
     known = SourceOptions(settings={"mtp_layers": 0} if family.read(config)["mtp_layers"] else {})
     plan = mckpt.plan(
-        mckpt.Checkpoint(models / name, known),
+        mckpt.Checkpoint.open(models / name, known),
         tmp_path / "out",
         format="torch_dist",
         dialect=dialect,

@@ -120,7 +120,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, d
 
 
 def flags_of(checkpoint: Path) -> list[str]:
-    unit = Checkpoint(checkpoint).opened.root
+    unit = Checkpoint.open(checkpoint).opened.root
     return flat(json.loads((unit / megatron_args.JSON).read_text()))
 
 
@@ -130,7 +130,7 @@ def test_the_stock_trainer_loads_all_of_it(
 ) -> None:
     work, found = results
     assert not explain(found[run.name])
-    ours, theirs = Checkpoint(work / run.name), Checkpoint(work / f"{run.name}-saved")
+    ours, theirs = Checkpoint.open(work / run.name), Checkpoint.open(work / f"{run.name}-saved")
     assert ours.optimizer is not None and theirs.optimizer is not None
     states = [name for name in ours.with_optimizer() if "@" in name]
     difference = mckpt.diff(ours, theirs)

@@ -143,7 +143,7 @@ def test_megatron_core_computes_the_logits_of_transformers(
     settings |= {"activation": "gelu_tanh"} if config["feed_forward_proj"] == "gated-gelu" else {}
     known = SourceOptions(family=mapping.family_with(config["architectures"][0]), settings=settings)
     mckpt.plan(
-        mckpt.Checkpoint(work / "saved" / case, known), work / "back" / case, format="hf"
+        mckpt.Checkpoint.open(work / "saved" / case, known), work / "back" / case, format="hf"
     ).run()
     assert not mckpt.diff(work / "hf" / case, work / "back" / case)
 

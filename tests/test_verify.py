@@ -220,8 +220,8 @@ def test_a_fault_of_the_converter_itself_is_found(
 
     index = [name for name, _, _ in FAULTS].index("k and v swapped")
     known = (
-        Checkpoint(directory / "hf"),
-        Checkpoint(directory / f"fault{index}", SourceOptions(like=directory / "hf")),
+        Checkpoint.open(directory / "hf"),
+        Checkpoint.open(directory / f"fault{index}", SourceOptions(like=directory / "hf")),
     )
     monkeypatch.setitem(packing.PACKINGS, "qkv", wrong)
     pair = verdict.Pair(
@@ -249,8 +249,8 @@ def test_context_parallelism_is_verified_in_a_second_run(
             path, path.with_name(path.name.replace(f"checkpoint{index}.", "checkpoint0.cp."))
         )
     left, right = (
-        Checkpoint(directory / "hf"),
-        Checkpoint(directory / "clean", SourceOptions(like=directory / "hf")),
+        Checkpoint.open(directory / "hf"),
+        Checkpoint.open(directory / "clean", SourceOptions(like=directory / "hf")),
     )
     sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
     same = compare_values(left, right)
@@ -283,8 +283,8 @@ def test_one_low_bit_fails_at_every_level(
     """
     path = seed(directory / "clean", tmp_path / "bit", low_bit)
     left, right = (
-        Checkpoint(directory / "hf"),
-        Checkpoint(path, SourceOptions(like=directory / "hf")),
+        Checkpoint.open(directory / "hf"),
+        Checkpoint.open(path, SourceOptions(like=directory / "hf")),
     )
     x, y = (float(side["embed.weight"].numpy()[3, 5]) for side in (left, right))
     expected = f"embed.weight: 1 element differs, first at [3, 5] ({x:.6g} against {y:.6g})"

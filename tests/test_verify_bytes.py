@@ -38,9 +38,9 @@ def test_copies_of_one_tensor_must_agree(tiny_model: TinyModel, tmp_path: Path) 
     door.restate(path)
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes")
     assert found.exit_code == 1 and "lm_head.weight: its copy in" in found.reasons[0]
-    right = Checkpoint(tmp_path / "megatron", SourceOptions(like=source))
+    right = Checkpoint.open(tmp_path / "megatron", SourceOptions(like=source))
     assert (
-        compare_values(Checkpoint(source), right).difference.replicas
+        compare_values(Checkpoint.open(source), right).difference.replicas
         == found.reasons
         == [f"{tmp_path / 'megatron'}: {text}" for text in right.reader.check_replicas()]
     )
@@ -160,7 +160,7 @@ def test_ignored_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
     }
     tiny.write_weights(source, weights)
     mckpt.plan(
-        mckpt.Checkpoint(source, SourceOptions(mapping=str(family))), tmp_path / "megatron"
+        mckpt.Checkpoint.open(source, SourceOptions(mapping=str(family))), tmp_path / "megatron"
     ).run()
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes", mapping=str(family))
     assert (

@@ -60,7 +60,7 @@ def test_logits_agree_when_the_hugging_face_side_was_cast(
     assert (cast.verdict, cast.reasons) == ("pass", [])
     note = "Megatron-Core runs with its weights cast to bfloat16, as mckpt.json says"
     assert note in cast.facts["notes"]
-    biases = sum(name.endswith("score_correction.bias") for name in Checkpoint(megatron))
+    biases = sum(name.endswith("score_correction.bias") for name in Checkpoint.open(megatron))
     values = cast.facts["values"]
     assert biases > 0, "the mapping keeps these in fp32"
     assert values["equal_after_cast"] == values["tensors_equal"] - biases

@@ -140,10 +140,10 @@ def test_the_old_release_still_makes_the_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_schedule_is_kept(form: str, tmp_path: Path) -> None:
     source = unpacked(form, tmp_path) / "zarr"
-    checkpoint = Checkpoint(source)
+    checkpoint = Checkpoint.open(source)
     assert checkpoint.optimizer is not None and checkpoint.optimizer.form == FORMS[form]
     good("repair", source, tmp_path / "out")
-    before, after = (Checkpoint(p).opened.common for p in (source, tmp_path / "out"))
+    before, after = (Checkpoint.open(p).opened.common for p in (source, tmp_path / "out"))
     assert before is not None and after is not None
     schedule = after.fields["opt_param_scheduler"]
     assert schedule == before.fields["opt_param_scheduler"] and schedule["num_steps"] == 8

@@ -71,12 +71,12 @@ def _stated(source: Checkpoint, out: Checked) -> dict[str, str]:
     """Returns the files that mckpt.json names and that are there, with their checksums; "" for one
     of another size.
     """
-    named = [(source.opened.root, source.manifest.get("files"))]
-    if recorded := source.manifest.get("hf"):
-        if source.side_directory is None:
+    named = [(source.opened.root, source.files.manifest.get("files"))]
+    if recorded := source.files.manifest.get("hf"):
+        if source.files.hf_directory is None:
             out.unchecked.append(f"hf: is not there; {MANIFEST} names {len(recorded)} files in it")
         else:
-            named.append((source.side_directory, recorded))
+            named.append((source.files.hf_directory, recorded))
     stated: dict[str, str] = {}
     for root, listed in named:
         out.damaged += changed_files(root, {"files": listed})
@@ -90,7 +90,7 @@ def _stated(source: Checkpoint, out: Checked) -> dict[str, str]:
 
 def _pointers(source: Checkpoint) -> list[str]:
     """Returns a sentence for each file beside the weights that a conversion could not copy."""
-    root = source.side_directory if source.is_megatron else source.path
+    root = source.files.side_directory
     if root is None:
         return []
     out = []

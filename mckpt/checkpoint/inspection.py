@@ -44,19 +44,19 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
     """
     opened = source.opened
     out: dict[str, Any] = {"path": str(source.path), "format": source.format}
-    if source.common is not None:
-        args = source.common.args or {}
-        out["iteration"] = source.common.fields.get("iteration")
+    if source.files.common is not None:
+        args = source.files.common.args or {}
+        out["iteration"] = source.files.common.fields.get("iteration")
         out["unit"] = str(opened.root)
         sizes = opened.parallel().args()
         out["parallel"] = {k: v for k, v in sizes.items() if v not in (None, False)}
         out["model"] = {k: args[k] for k in MODEL_ARGS if args.get(k)} or None
-        out["carried"] = carried.shown(source.side_directory)
+        out["carried"] = carried.shown(source.files.hf_directory)
     shown = opened.show(most)
     out.update(shown.facts)
-    out["inexact"] = source.allowed or None
-    out["mapping_file"] = source.manifest.get("mapping_file")
-    out["unfinished"] = unfinished(source.root)
+    out["inexact"] = source.files.inexact or None
+    out["mapping_file"] = source.files.manifest.get("mapping_file")
+    out["unfinished"] = unfinished(source.files.root)
     # few sizes, of up to 10**5 tensors
     size = {kind: math.prod(kind[1]) * itemsize(kind[0]) for kind in shown.kinds}
     out["tensors"] = {
@@ -120,7 +120,7 @@ def check_mapping(file: Path, config: Path | None, model: Path | None = None) ->
     if model is not None:
         model = places.local(model)
         config = model / CONFIG
-        source = Checkpoint(model, SourceOptions(mapping=str(file)))
+        source = Checkpoint.open(model, SourceOptions(mapping=str(file)))
         num = source.layout.num_tensors
         lines.append(f"{model}: every stored tensor has a rule, {num} logical tensors in all")
     if config is None:

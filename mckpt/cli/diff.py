@@ -58,7 +58,7 @@ def diff(
     start = time.perf_counter()
     left, right = open_source(a, options), open_source(b, options)
     left, right = left.named_as(right), right.named_as(left)
-    notes = [f"{side.path}: {note}" for side in (left, right) for note in side.notes]
+    notes = [f"{side.path}: {note}" for side in (left, right) for note in side.model.notes]
     for note in dict.fromkeys(notes):
         progress.tell(note, as_json)
     with progress.showing("comparing", as_json) as shown:

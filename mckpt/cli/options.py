@@ -591,7 +591,7 @@ def open_source(path: Path, options: Options) -> Checkpoint:
     from mckpt.checkpoint.source_options import SourceOptions
 
     settings = parse_settings(options)
-    return Checkpoint(
+    return Checkpoint.open(
         path, SourceOptions(**_fields(SourceOptions, options) | {"settings": settings})
     )
 

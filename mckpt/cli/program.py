@@ -31,7 +31,7 @@ from mckpt.cli.push import push
 from mckpt.cli.train import train
 from mckpt.cli.verify import verify
 from mckpt.errors import MckptError, StorageError, Unprinted, UsageError
-from mckpt.storage import sparse_copy
+from mckpt.storage import stand_in
 from mckpt.version import __version__
 
 INTERNAL_ERROR = 70
@@ -110,7 +110,7 @@ def main() -> None:
         code = _internal_error(error)
     finally:
         errors.show_options(before)
-        sparse_copy.clean()
+        stand_in.clean()
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -71,7 +71,7 @@ def args_of(decided: Decided) -> Args:
     # the args of a dense model do not describe its layers, which are alike
     own = {} if decided.changes_dialect else source.args or {}
     said = dialect.say_choices({**written, **own})
-    if source.args is None or source.common is None:
+    if source.args is None or source.files.common is None:
         common = new_common(_python(written), _iteration(decided))
     else:
         kept = _replaced(decided, written)
@@ -81,7 +81,7 @@ def args_of(decided: Decided) -> Args:
             kept.update(_unmeant(source, dialect))
             # old args lack what today's Megatron requires
             kept.update({key: value for key, value in written.items() if key not in source.args})
-        common = _kept_common(decided, source.common, kept)
+        common = _kept_common(decided, source.files.common, kept)
         written = {**written, **{k: v for k, v in source.args.items() if v is not None}, **kept}
     if target.layer_keys is not None and decided.destination.format.global_keys:
         marked = {PER_LAYER: target.layer_keys == "per_layer"}
@@ -129,7 +129,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
 
 def _iteration(decided: Decided) -> int:
     """Returns the iteration of the directory that is written; 0 for a release."""
-    return iteration_of(str(decided.destination.iteration_name)) or 0
+    return iteration_of(str(decided.destination.unit)) or 0
 
 
 def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:
@@ -138,7 +138,7 @@ def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:
     if not decided.changes_dialect:
         if source.opened.format.global_keys and decided.destination.format.global_keys:
             return str(decided.moved.names.choices["layers"])
-        fields = source.common.fields if source.common else {}
+        fields = source.files.common.fields if source.files.common else {}
         if (fields.get("content_metadata") or {}).get(PER_LAYER):
             return "per_layer"
     return str(said.get("layers", decided.names.mapping.choices["layers"][0]))

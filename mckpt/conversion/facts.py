@@ -54,7 +54,7 @@ def most_dtype(source: Checkpoint) -> str:
 
 def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:
     """Returns the name and content of the user's family file, as it is kept beside a model."""
-    name = source.named.mapping
+    name = source.model.options.mapping
     return None if name is None else (Path(name).name, mapping.to_keep(name).encode())
 
 
@@ -65,7 +65,7 @@ def named_by_user(source: Checkpoint, kept: bool) -> dict[str, Any]:
     file = mapping_to_keep(source) if kept else None
     if file is not None:
         return {"mapping_file": {"name": file[0], "digest": mapping.digest_of(file[1].decode())}}
-    return {"family": source.named.family} if source.named.family else {}
+    return {"family": source.model.options.family} if source.model.options.family else {}
 
 
 def facts_of(
@@ -94,7 +94,7 @@ def facts_of(
                 {"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files
             ],
         },
-        "mapping": {"name": file.name, "digest": file.digest, "logical": mapping.schema().digest},
+        "mapping": {"name": file.name, "digest": file.digest, "logical": mapping.hub().digest},
         "dims": (
             {
                 k: list(v) if isinstance(v, tuple) else v
@@ -105,10 +105,10 @@ def facts_of(
         ),
         "format": target.format,
         "dtype": target.dtype,
-        "casts": [*source.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
+        "casts": [*source.files.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
         "inexact": dict(inexact),
         **({"carried": carried.facts(held)} if (held := carried.of(moved.layout)) else {}),
-        "notes": [*source.notes, *notes],
+        "notes": [*source.model.notes, *notes],
         **more,
     }
 
@@ -146,13 +146,13 @@ def form_of(source: Checkpoint, family: MappingFile) -> str | None:
     the directory that it was made of; None for a family without forms.
     """
     keys = [carried.key_of(s) for s in carried.of(source.layout)]
-    known = source.manifest if source.is_megatron else source.names.choices
+    known = source.files.manifest if source.is_megatron else source.names.choices
     return family.form_of(keys, known.get("form"))
 
 
 def text_notes(source: Checkpoint) -> list[str]:
     """Returns notes on a source of which Megatron's model is a part, the one that computes text."""
-    if (family := source.family) is None:
+    if (family := source.model.family) is None:
         return []
     if not carried.of(source.layout):
         return list(family.notes)

@@ -60,7 +60,7 @@ def left_behind(source: Checkpoint, kept: bool) -> list[str]:
     """Returns what a conversion leaves behind. kept: whether it takes the optimizer along."""
     if not kept:
         return source.left_behind()
-    fields = source.common.fields if source.common else {}
+    fields = source.files.common.fields if source.files.common else {}
     more = [f"optimizer.{name}" for name in unkept(fields.get("optimizer"))]
     return [name for name in source.left_behind() if name not in KEPT] + more
 
@@ -90,7 +90,7 @@ def common_state(source: Checkpoint, format: Format) -> dict[str, Any]:
     """Returns the fields of the common state that belong to the optimizer of the target, without
     its param_groups.
     """
-    optimizer, common = source.optimizer, source.common
+    optimizer, common = source.optimizer, source.files.common
     assert optimizer is not None and common is not None
     fields = {k: v for k, v in common.fields.items() if k in SCHEDULER}
     marks = dict(common.fields.get("content_metadata") or {})

@@ -21,7 +21,7 @@ from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_meg
 from mckpt.errors import DestinationError, UsageError
 from mckpt.formats.hf_config import has_tokenizer, side_files
 from mckpt.formats.megatron import megatron_args
-from mckpt.formats.megatron.save_directory import is_iteration_name, iteration_name
+from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
 
 
 def make_plan(
@@ -41,7 +41,9 @@ def make_plan(
     """
     source = source.borrowing()
     format = formats.get(target.format)
-    plain = not (source.is_megatron or source.quantised or source.opened.notes or target.quantize)
+    plain = not (
+        source.is_megatron or source.opened.quantised or source.opened.notes or target.quantize
+    )
     if not (format.megatron or same_format) and plain:
         raise UsageError(
             f"{source.path}: is a Hugging Face directory already, and none of its tensors is"
@@ -50,9 +52,9 @@ def make_plan(
     refuse_options(target, format, source)
     destination = Destination(
         Path(dst),
-        _name_of_iteration(source, target) if format.megatron else None,
+        _unit(source, target) if format.megatron else None,
         format,
-        source.root,
+        source.files.root,
         overwrite=overwrite,
         update_tracker=update_tracker,
         helps=helps,
@@ -60,19 +62,17 @@ def make_plan(
     return (plan_megatron if format.megatron else plan_hf)(source, destination, target)
 
 
-def _name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
+def _unit(source: Checkpoint, target: TargetOptions) -> str:
     """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
     else from the source's name, else from the source's iteration.
     """
     if target.iteration is not None:
-        return iteration_name(target.iteration)
-    if source.iteration_directory is not None and is_iteration_name(
-        source.iteration_directory.name
-    ):
-        return source.iteration_directory.name
-    common = source.common
+        return unit_name(target.iteration)
+    if source.files.unit is not None and is_unit_name(source.files.unit.name):
+        return source.files.unit.name
+    common = source.files.common
     iteration = common.fields.get("iteration") if common else None
-    return iteration_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
+    return unit_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
 
 
 def done_already(
@@ -141,6 +141,6 @@ def launch(source: Checkpoint) -> megatron_args.Launch:
         args = {**dialect.write(source.dims, given), **source.parallel.args(), **own}
     except VocabSizeUnknown:
         args = own
-    side = source.side_directory if source.is_megatron else source.path
+    side = source.files.side_directory
     named = side is not None and has_tokenizer(side_files(side).kept)
     return megatron_args.launch(dialect, args, str(side) if named else None)

@@ -76,13 +76,13 @@ def push(
         raise UsageError(f"{name}: must be a name on the Hugging Face Hub, as org/name")
     if target.revision and revision:
         raise UsageError(f"{name} --revision {revision}: names two branches; leave one of them out")
-    source = Checkpoint(directory)
+    source = Checkpoint.open(directory)
     if source.is_megatron:
         raise UsageError(
             f"{directory}: is a Megatron checkpoint ({source.format}); `mckpt megatron-to-hf` makes"
             " an export of it, which can be pushed"
         )
-    description.refuse_changed(directory, source.manifest)
+    description.refuse_changed(directory, source.files.manifest)
     read_config(directory)
     if problems := source.opened.show(0).facts["problems"]:
         raise SourceError.of(f"{directory}: is not a complete model:", problems)
@@ -144,7 +144,7 @@ def _is_weights(path: str) -> bool:
 
 def _iteration(source: Checkpoint) -> int:
     """Returns the iteration of the Megatron checkpoint that an export was made of."""
-    found = source.manifest.get("source", {}).get("iteration")
+    found = source.files.manifest.get("source", {}).get("iteration")
     if found is None:
         raise UsageError(
             f"{source.path}: its mckpt.json does not name an iteration, which {{iteration}} of"

@@ -101,13 +101,18 @@ def _refuse_unknown_names(target: TargetOptions, source: Checkpoint) -> None:
     "config" for a config that cannot be written at all.
     """
     keys = [] if source.is_megatron else source.mapping.unknown(read_config(source.path))
-    args = map(_arg, source.unknown_args)
-    known = {*mapping.schema().dims, *keys, *source.allowed, "config", *args}
+    known = {
+        *mapping.hub().dims,
+        *keys,
+        *source.files.inexact,
+        "config",
+        *map(_arg, source.model.unknown_args),
+    }
     unknown = [name for name in target.allow_inexact if name not in known]
     if not unknown:
         return  # without loading every dialect, which takes longer than the rest of a plan
     dialects = [
-        mapping.load("megatron", d, source.named.mapping) for d in mapping.names("megatron")
+        mapping.load("megatron", d, source.model.options.mapping) for d in mapping.names("megatron")
     ]
     listed = sorted({name for dialect in dialects for name in dialect.warned})
     unknown = [name for name in unknown if name not in listed]
@@ -254,7 +259,7 @@ def lost_args(source: Checkpoint) -> dict[str, str]:
     return {
         _arg(name): f"{name} is {value!r:.80}, and mckpt knows no arg of Megatron with this name:"
         " the model may compute with it, and the target will not"
-        for name, value in source.unknown_args.items()
+        for name, value in source.model.unknown_args.items()
         if not mapping.is_neutral(value)
     }
 
@@ -308,7 +313,9 @@ def refuse_side_of_other(source: Checkpoint, side: Path) -> None:
     except VocabSizeUnknown:
         return
     try:
-        kept = str(side / MAPPING) if (side / MAPPING).is_file() else source.named.family_name
+        kept = (
+            str(side / MAPPING) if (side / MAPPING).is_file() else source.model.options.family_name
+        )
         family_for(config, kept, str(side / CONFIG)).read(
             config, dims, str(side / CONFIG), known_from=str(source.path)
         )
@@ -325,7 +332,7 @@ def refuse_uncarried(source: Checkpoint, family: MappingFile) -> None:
     """
     found = carried.of(source.layout)
     parts = " or ".join(", ".join(form.carried) for form in family.forms.values())
-    where = source.described_by or source.path
+    where = source.files.described_by or source.path
     if mapping.is_part(family.forms) and not found:
         raise MappingError(
             f"{where}: describes a {family.architectures[0]}, whose tensors {parts} are not in"

@@ -68,13 +68,13 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     from the dims.
     """
     if target.keep_padding:
-        source = source.padded() or source
+        source = source.with_padding() or source
     _ = source.layout  # damage is reported before dims that do not fit
     family, base, note = _model(source)
     inexact = _inexact(source, family, target)
     kinds, dtype = kinds_of(source, target)
     text, notes = _config(source, family, base, dtype)
-    if target.quantize and source.quantised:
+    if target.quantize and source.opened.quantised:
         raise UsageError(
             f"--quantize {target.quantize}: {source.path} is quantised already. To keep its form,"
             " copy the directory. For another form, convert it without the option first, which"
@@ -103,18 +103,18 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
 def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions) -> Plan:
     """Returns the plan of a Hugging Face directory."""
     tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
-    if not source.known.like:
+    if not source.files.options.like:
         refuse_changed(source, side_files(Path(tokenizer)).kept if tokenizer else ())
     source, request, text, inexact, notes = export_of(source, target)
     layout, outputs = destination.format.lay_out(request)
     kept = mapping_to_keep(source)
     if kept is not None:
         outputs.append(TargetFile.whole(MAPPING, kept[1]))
-    roots = [Path(root) for root in (tokenizer, source.described_by) if root is not None]
+    roots = [Path(root) for root in (tokenizer, source.files.described_by) if root is not None]
     copies = _side_copies(roots, {file.path for file in outputs})
     outputs += [TargetFile.copy(name, path) for name, path in copies.items()]
     config = TargetFile.whole(CONFIG, text)
-    if (described := source.described_by) is not None:
+    if (described := source.files.described_by) is not None:
         config = config._replace(mode=mode_of(described / CONFIG))
     outputs.append(config)
     joined = join(source.layout, layout)
@@ -152,12 +152,12 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
     """Returns the family, the config.json that describes the model with the user's corrections
     (None if there is none), and a note on the origin of both.
     """
-    described, family = source.described_by, source.family
+    described, family = source.files.described_by, source.model.family
     if described is None or family is None:
         chosen, note = choose_family(source)
         return chosen, None, note
     base = read_config(described)
-    corrected = source.overruled or _denied(source, family, base)
+    corrected = source.model.overruled or _denied(source, family, base)
     # without a path, because facts contain none
     note = "config.json is copied from the model's Hugging Face directory"
     if corrected:
@@ -175,9 +175,9 @@ def _inexact(source: Checkpoint, family: MappingFile, target: TargetOptions) -> 
     lost = {**family.inexact(source.dims), **lost_args(source)}
     found = refuse_inexact(lost, target, f"family {family.name}")
     # Without a manifest the checkpoint was trained, and the trainer may have ignored some args.
-    if source.described_by is None and not source.manifest:
+    if source.files.described_by is None and not source.files.manifest:
         warned = source.mapping.warnings(source.dims).items()
-        unsaid = {name: why for name, why in warned if name not in source.known.dims}
+        unsaid = {name: why for name, why in warned if name not in source.files.options.dims}
         found = found | refuse_inexact(unsaid, target, "config.json")
     return found
 
@@ -197,7 +197,7 @@ def _config(
         notes.append(
             f"config.json is written without its {QUANTISED}: no tensor is quantised any more"
         )
-    described = source.described_by
+    described = source.files.described_by
     assert described is not None
     unchanged = config == read_config(described)
     return (read_file(described / CONFIG) if unchanged else _json(config)), notes
@@ -238,7 +238,7 @@ def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> 
     """Returns the dims of a config.json that the user contradicts, without the vocabulary's size,
     which is always written.
     """
-    said = [name for name in source.known.dims if name != "vocab_size"]
+    said = [name for name in source.files.options.dims if name != "vocab_size"]
     try:
         plain = family.read(config) if said else {}
     except MappingError:  # config.json lacks a dim that the user gives
@@ -252,7 +252,7 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
 
     Raises UsageError with the candidates if several fit and none is canonical.
     """
-    if named := source.named.family_name:
+    if named := source.model.options.family_name:
         family = mapping.load("hf", named)
         return family, f"family {family.name}, as asked for"
     reasons: list[tuple[bool, int, str]] = []

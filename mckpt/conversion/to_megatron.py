@@ -143,7 +143,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
         parallel=parallel.args(),
         choices=dict(names.choices),
         padded_vocab_size=padded,
-        unit=destination.iteration_name,
+        unit=destination.unit,
         common=hashlib.sha256(
             safe_pickle.dumps({**args.common, **({"optimizer": [groups, scalers]} if kept else {})})
         ).hexdigest(),
@@ -164,7 +164,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
 
 def _form(source: Checkpoint) -> dict[str, str | None]:
     """Returns the manifest's entry for a family whose files name tensors in several ways."""
-    family = source.family
+    family = source.model.family
     return {"form": form_of(source, family)} if family is not None and family.forms else {}
 
 
@@ -174,7 +174,7 @@ def dialect_to_write(source: Checkpoint, target: TargetOptions) -> MappingFile:
     """
     if source.is_megatron and target.dialect is None:
         return source.mapping
-    return mapping.dialect_for(source.mapping, target.dialect, source.named.mapping)
+    return mapping.dialect_for(source.mapping, target.dialect, source.model.options.mapping)
 
 
 def _other_dialect(
@@ -185,7 +185,7 @@ def _other_dialect(
     """
     if source.is_megatron or target.dialect or not source.mapping.dialect:
         return None  # without loading every dialect
-    default = mapping.dialect_for(None, None, source.named.mapping)
+    default = mapping.dialect_for(None, None, source.model.options.mapping)
     if dialect.name == default.name:
         return None
     if not major_minor(default.megatron[0]) <= megatron <= major_minor(default.megatron[1]):
@@ -266,7 +266,7 @@ def _vocabulary(source: Checkpoint, dialect: MappingFile, target: TargetOptions)
             f"{source.path}: make_vocab_size_divisible_by is {divisor!r} in its args, and must be a"
             " positive number; give --make-vocab-size-divisible-by"
         )
-    whole = source.padded() if source.is_megatron else None
+    whole = source.with_padding() if source.is_megatron else None
     if whole is None:
         return _Vocabulary(source, padded_rows(source.dims, divisor, tp), divisor, [])
     rows = int(whole.dims["vocab_size"])
@@ -389,14 +389,14 @@ def _inexact(
     }
     refuse_unloadable(source, dialect, {**dims, **program})
     if source.is_megatron:
-        return {**source.allowed, **_lost(source, dialect, dims, program, target)}
+        return {**source.files.inexact, **_lost(source, dialect, dims, program, target)}
     config = read_config(source.path)
     family = source.mapping
     unknown = {
         key: f"{key} is {family.lookup(config, key)!r} in config.json, and {family.path.name} does"
         " not mention it: it may matter or not"
         for key in family.unknown(config)
-        if key != QUANTISED or not source.quantised
+        if key != QUANTISED or not source.opened.quantised
     }
     return refuse_inexact(dialect.inexact(dims, program), target, "Megatron", unknown)
 
@@ -422,9 +422,9 @@ def _lost(
 
 def _side_root(source: Checkpoint) -> Path | None:
     """Returns the directory whose Hugging Face files go to DST/hf; None if there is none."""
-    root = source.side_directory if source.is_megatron else source.path
+    root = source.files.side_directory
     if root is None and source.carried:  # its tensors need the config.json that describes them
-        root = source.described_by
+        root = source.files.described_by
     return root
 
 
@@ -436,8 +436,8 @@ def _side_of(source: Checkpoint) -> dict[str, Path | bytes]:
     if root is None:
         return {}
     side: dict[str, Path | bytes] = {name: root / name for name in [CONFIG, *side_files(root).kept]}
-    if source.overruled:
-        config = source.mapping.restate(read_config(root), source.dims, source.overruled)
+    if source.model.overruled:
+        config = source.mapping.restate(read_config(root), source.dims, source.model.overruled)
         side[CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     if (kept := mapping_to_keep(source)) is not None:
         side[MAPPING] = kept[1]

@@ -68,7 +68,7 @@ class _Job:
         carried = frozenset(
             n
             for n, file in enumerate(files)
-            if destination.iteration_name is not None and file.parent == plan.side.path
+            if destination.unit is not None and file.parent == plan.side.path
         )
         # carried tensors first, because they may be refused
         self.groups = sorted(
@@ -200,10 +200,8 @@ class _Job:
         if self.last is not None:
             journal.put_ours(journal.files[self.last], self.kept)
         journal.place.list()  # another run may have moved the tracker meanwhile
-        if destination.iteration_name is not None and destination.tracker.moves_to(
-            destination.iteration_name
-        ):
-            destination.tracker.move_to(destination.iteration_name)
+        if destination.unit is not None and destination.tracker.moves_to(destination.unit):
+            destination.tracker.move_to(destination.unit)
         journal.remove()
         self._published()
 

@@ -21,8 +21,8 @@ class _Stopped(Exception):
     """Another thread failed or the user interrupted: leave everything as it is."""
 
 
-class ThreadPool:
-    """Threads that copy, each with `memory` bytes of buffer, and as many that wait for the disk."""
+class Crew:
+    """`threads` workers, each with `memory` bytes of buffer, and as many that wait for the disk."""
 
     def __init__(self, threads: int, memory: int) -> None:
         self.threads, self.memory = threads, memory
@@ -120,26 +120,26 @@ class ThreadPool:
                     changed.notify_all()
 
         bodies = [copies] * self.threads + [waits] * self.threads
-        threads = [
+        crew = [
             threading.Thread(target=runs, args=(body,), name=f"execute-{i}", daemon=True)
             for i, body in enumerate(bodies)
         ]
         try:
-            for thread in threads:
+            for thread in crew:
                 thread.start()
-            while ended < len(threads):
+            while ended < len(crew):
                 with changed:
-                    changed.wait_for(lambda: ended == len(threads), TICK)
+                    changed.wait_for(lambda: ended == len(crew), TICK)
                 tick()
         finally:
             stop.set()
             with changed:
-                interrupted = ended < len(threads)
+                interrupted = ended < len(crew)
                 changed.notify_all()
             until = time.monotonic() + STOP_WAIT
-            for thread in threads:
+            for thread in crew:
                 if thread.ident:
                     thread.join(max(0, until - time.monotonic()))
         if errors:
             raise errors[0]
-        tick()  # reports the end even if all were done before the first look
+        tick()  # reports the end even if the crew was done before the first look

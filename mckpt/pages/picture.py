@@ -49,7 +49,7 @@ def of_checkpoint(source: Checkpoint) -> str:
 
     Raises what a conversion would raise if the tensors are not those of a model that mckpt knows.
     """
-    notes = list(source.notes)
+    notes = list(source.model.notes)
     try:
         side = _source(source.with_optimizer())
     except MckptError as e:
@@ -62,7 +62,7 @@ def of_checkpoint(source: Checkpoint) -> str:
         "Carried unchanged": found.get("carried"),
         "Ignored": dict(grouped(side.layout.ignored)),
         "Left behind": source.left_behind(),
-        "Inexact": source.allowed,
+        "Inexact": source.files.inexact,
         "Problems": found.get("problems"),
         "Notes": notes,
     }

@@ -44,8 +44,8 @@ def write(
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "mckpt": __version__,
         "checkpoints": {
-            "hf": _side(Checkpoint(hf)),
-            "megatron": _side(Checkpoint(megatron, SourceOptions(iteration=iteration))),
+            "hf": _side(Checkpoint.open(hf)),
+            "megatron": _side(Checkpoint.open(megatron, SourceOptions(iteration=iteration))),
         },
     }
     for key in ("sizes", "ranks", "device", "dtype", "impl", "versions"):

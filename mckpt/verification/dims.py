@@ -32,7 +32,7 @@ def model_notes(left: Checkpoint, right: Checkpoint) -> list[str]:
     found = right.mapping.inexact(left.dims)
     quantised = [
         "transformers runs on a copy of the Hugging Face side in bfloat16, dequantised by mckpt"
-    ] * left.quantised
+    ] * left.opened.quantised
     return [
         *quantised,
         *(f"{name}: {why}; this run follows the checkpoint's args" for name, why in found.items()),
@@ -110,12 +110,12 @@ def _written(right: Checkpoint) -> Dims:
     """Returns the values of the args for dims that --allow-inexact accepted: a dialect writes the
     true dims and reads them again.
     """
-    if not right.granted:
+    if not right.model.accepted_dims:
         return {}
     dialect = right.mapping
-    dims = {**right.dims, **right.granted}
+    dims = {**right.dims, **right.model.accepted_dims}
     again = dialect.read(dialect.write(dims), {}, "args", {"vocab_size": dims["vocab_size"]})
-    return {name: again[name] for name in right.granted if name not in BOUNDS}
+    return {name: again[name] for name in right.model.accepted_dims if name not in BOUNDS}
 
 
 def _same(a: Any, b: Any) -> bool:

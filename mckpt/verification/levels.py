@@ -35,7 +35,7 @@ from mckpt.conversion.target import TargetOptions
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
-from mckpt.storage import sparse_copy
+from mckpt.storage import stand_in
 from mckpt.verification import verdict
 from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
 from mckpt.verification.requirements import require_core
@@ -158,15 +158,17 @@ def verify_all(
     """
     if options.level not in LEVELS:
         raise UsageError(f"there is no level {options.level!r}; the levels are {', '.join(LEVELS)}")
-    left = Checkpoint(
+    left = Checkpoint.open(
         hf, SourceOptions(family=options.family, mapping=options.mapping, settings=options.settings)
     )
     if not left.is_megatron and not (options.family or options.mapping) and checkpoints:
-        left = left.named_as(Checkpoint(checkpoints[0], SourceOptions(iteration=options.iteration)))
-        options = replace(options, mapping=left.known.mapping)
+        left = left.named_as(
+            Checkpoint.open(checkpoints[0], SourceOptions(iteration=options.iteration))
+        )
+        options = replace(options, mapping=left.files.options.mapping)
     if options.level == "bytes":
         options.tell("comparing all stored values")
-        return [_bytes(left, Checkpoint(path, _known(left, options))) for path in checkpoints]
+        return [_bytes(left, Checkpoint.open(path, _known(left, options))) for path in checkpoints]
     if left.is_megatron:
         raise UsageError(
             f"{left.path}: is a Megatron checkpoint; give a Hugging Face directory as the first"
@@ -178,7 +180,7 @@ def verify_all(
             " all tensors and hyperparameters of both; docs/judges.md says with which tiny models"
             " of the family the tests of mckpt compare logits"
         )
-    sparse_copy.refuse(left.path, f"--level {options.level}")
+    stand_in.refuse(left.path, f"--level {options.level}")
     launching.require("torch", "transformers", "megatron", "psutil")
     _ = left.layout  # damage is reported before any process starts
     work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
@@ -249,7 +251,7 @@ def _run(
     ]
     held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
     held |= {"instead": list(instead.items())}
-    if left.quantised:
+    if left.opened.quantised:
         options.tell("writing a dequantised copy for transformers")
     path = _as_transformers_reads_it(left, work)
     held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
@@ -317,7 +319,7 @@ def _as_transformers_reads_it(left: Checkpoint, work: Path) -> Path:
     transformers 5 runs 8 bits on few GPUs. Elsewhere it misreads blocks that do not divide a weight
     (integrations/finegrained_fp8.py).
     """
-    if not left.quantised and not left.opened.notes:
+    if not left.opened.quantised and not left.opened.notes:
         return left.path
     copy = work / "plain"
     planning.make_plan(left, copy, TargetOptions(format=formats.HUGGING_FACE)).run(checksum="none")
@@ -345,7 +347,7 @@ def _bytes(left: Checkpoint, right: Checkpoint) -> Verdict:
         return Verdict("fail", [*reasons, f"so the tensors cannot be compared: {e}"], facts)
     reasons += values.reasons(left, right)
     missing = [*unlike_dims(left, right), *values.not_compared(left, right)]
-    facts["notes"] = [*left.notes, *right.notes]
+    facts["notes"] = [*left.model.notes, *right.model.notes]
     return Verdict(
         "fail" if reasons else "incomplete" if missing else "pass",
         [*reasons, *missing],
@@ -363,7 +365,7 @@ class _Subject:
         self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
     ) -> None:
         right = _megatron(path, left, options)
-        sparse_copy.refuse(right.path, f"--level {options.level}")
+        stand_in.refuse(right.path, f"--level {options.level}")
         apart, unread = differing_dims(left, right)
         # Megatron-Bridge keeps no args
         self.given_args = _args_of(left, right) if right.args is None else None
@@ -376,7 +378,7 @@ class _Subject:
         self.cast_back = [] if self.casts else casts_between(right, left)
         saved = right.parallel if right.opened.format.fixed_sizes else Parallel()
         wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
-        where = Path(path) if right.iteration_directory is None else right.iteration_directory.path
+        where = Path(path) if right.files.unit is None else right.files.unit.path
         self.pair = Pair(
             name,
             left,
@@ -385,7 +387,7 @@ class _Subject:
             _run_sizes(wanted, options.cp),
             apart,
             unread,
-            [*left.notes, *right.notes, *model_notes(left, right), *self._cast_notes()],
+            [*left.model.notes, *right.model.notes, *model_notes(left, right), *self._cast_notes()],
             unlike_dims(left, right),
             _pipeline_split(right.parallel, wanted),
         )
@@ -419,7 +421,7 @@ class _Subject:
 
 def _megatron(path: str | Path, left: Checkpoint, options: Options) -> Checkpoint:
     """The Megatron checkpoint at a path; UsageError if it is a Hugging Face directory."""
-    right = Checkpoint(path, _known(left, options))
+    right = Checkpoint.open(path, _known(left, options))
     if not right.is_megatron:
         raise UsageError(
             f"{path}: is a Hugging Face directory; the second of the two is a Megatron checkpoint"

@@ -35,7 +35,7 @@ def require_core(checkpoint: Checkpoint, as_stored: bool = True) -> None:
             f" from {named} on. Here is megatron-core {installed}: pip install"
             f" 'megatron-core>={named}' (0.18 and later require Python 3.12)"
         )
-    common = checkpoint.common
+    common = checkpoint.files.common
     if as_stored and common and common.as_object and major_minor(installed) < COMMON_OBJECT_SINCE:
         named = ".".join(map(str, COMMON_OBJECT_SINCE))
         raise SourceError(
@@ -69,7 +69,7 @@ def _first_version(checkpoint: Checkpoint) -> list[int]:
 
 def refuse_resume(checkpoint: Checkpoint, sizes: dict[str, Any]) -> None:
     """Raises SourceError if the optimizer's state loads at other sizes than these only."""
-    common, own = checkpoint.common, checkpoint.parallel
+    common, own = checkpoint.files.common, checkpoint.parallel
     marks = (common.fields.get("content_metadata") if common else None) or {}
     form = marks.get("distrib_optim_sharding_type")
     saved = {"tp": own.tp, "pp": own.pp, "vpp": own.vpp, "ep": own.ep, "etp": own.expert_tp}

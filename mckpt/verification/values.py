@@ -19,7 +19,7 @@ def compare_values(
     found = diff_converted(left, right, stop)
     found.replicas = comparison.copies_apart((left, right), stop)
     # which pads with zeros
-    converted = right.is_megatron and right.from_hugging_face
+    converted = right.is_megatron and right.files.from_hugging_face
     return Values(found, right.reader.padding() if converted else [])
 
 
@@ -31,7 +31,10 @@ def diff_converted(
     The manifests name the casts that were made on the way: the values must be equal to exactly
     those casts. Tensors that the mapping always stores in one dtype must be equal to that cast.
     """
-    if left.casts != right.casts and left.casts[: len(right.casts)] == right.casts:
+    if (
+        left.files.casts != right.files.casts
+        and left.files.casts[: len(right.files.casts)] == right.files.casts
+    ):
         return _diff_casts(right, left, stop).swapped()
     return _diff_casts(left, right, stop)
 
@@ -49,8 +52,8 @@ def casts_between(left: Checkpoint, right: Checkpoint) -> list[str]:
     """Returns the dtypes to which the right side was cast after it was converted from the left one,
     in order, from their manifests.
     """
-    known = right.casts[: len(left.casts)] == left.casts
-    return right.casts[len(left.casts) :] if known else []
+    known = right.files.casts[: len(left.files.casts)] == left.files.casts
+    return right.files.casts[len(left.files.casts) :] if known else []
 
 
 def uncast(checkpoint: Checkpoint) -> dict[str, list[str]]:

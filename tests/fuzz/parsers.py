@@ -154,8 +154,8 @@ def command(*args: Any) -> None:
 
 def understood(path: Path, random: Random) -> None:
     """Reads the headers, names, dims and states of a checkpoint."""
-    source = Checkpoint(path)
-    _ = source.dims, source.layout, source.optimizer, source.notes
+    source = Checkpoint.open(path)
+    _ = source.dims, source.layout, source.optimizer, source.model.notes
     source.reader.check_replicas()
 
 
@@ -342,7 +342,7 @@ def texts(path: Path, random: Random) -> None:
     """Reads the values of options that have a syntax of their own."""
     text = _words(random, (*string.printable, *VALUES), 8)
     if random.random() < 0.5:
-        mapping.parse_setting(f"{random.choice(tuple(mapping.schema().dims))}={text}")
+        mapping.parse_setting(f"{random.choice(tuple(mapping.hub().dims))}={text}")
     else:
         with contextlib.suppress(ValueError):  # which it documents
             mapping.major_minor(random.choice((text, "0.19", "core_r0.12.0")))

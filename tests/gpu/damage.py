@@ -61,7 +61,7 @@ def main() -> int:
         right &= judge(work, ["clean"], "without values", options.device) == ["pass"]
         verification.compare_values = compare
         started = time.perf_counter()
-        verification.compare_values(Checkpoint(work / "hf"), Checkpoint(work / "clean"))
+        verification.compare_values(Checkpoint.open(work / "hf"), Checkpoint.open(work / "clean"))
         say(checkpoint="clean", how="values alone", seconds=round(time.perf_counter() - started, 1))
     for name in faults:
         share(work / "clean", work / name)
@@ -132,7 +132,7 @@ def change(directory: Path, key: str, damage: Callable[[np.ndarray, dict[str, An
     """Calls `damage` with the dims and the bits, uint16 [rows, columns], of a middle layer's stored
     tensor, and keeps what it changes in place.
     """
-    ckpt = Checkpoint(directory, SourceOptions(like=directory.parent / "hf"))
+    ckpt = Checkpoint.open(directory, SourceOptions(like=directory.parent / "hf"))
     layer = ckpt.dims["num_layers"] // 2
     stored = next(
         s for s in ckpt.layout.stored if s.key.endswith(key) and layer in s.layer.tolist()

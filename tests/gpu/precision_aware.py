@@ -348,7 +348,7 @@ def compare(first: Path, other: Path) -> Json:
     """
     from mckpt.checkpoint.checkpoint import Checkpoint
 
-    one, two = (Checkpoint(path).with_optimizer() for path in (first, other))
+    one, two = (Checkpoint.open(path).with_optimizer() for path in (first, other))
     out: Json = {}
     worst: dict[str, float] = {}
     numbers: dict[str, int] = {}

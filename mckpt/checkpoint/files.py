@@ -1,0 +1,179 @@
+"""An opened checkpoint: its directory, its format, and the files that lie beside its tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mckpt import formats
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.errors import SourceError, UsageError, shown
+from mckpt.formats import foreign, hf_hub, places
+from mckpt.formats.base import Opened
+from mckpt.formats.hf_config import CONFIG, is_side_file
+from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.interface import as_megatron
+from mckpt.formats.megatron.save_directory import (
+    MAPPING,
+    Unit,
+    find,
+    is_save_directory,
+    is_unit_name,
+    iteration_of,
+)
+from mckpt.storage import manifest, stand_in
+from mckpt.storage.manifest import Manifest, Recorded
+from mckpt.storage.staging import refuse_half_sent, unfinished
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of a checkpoint of any format, of which only the headers are read.
+
+    `open_files` makes it.
+    """
+
+    path: Path  # a local directory; a temporary one in place of a URL
+    options: SourceOptions  # the user's description, in which `like` is a local directory
+    unit: Unit | None  # of a Megatron checkpoint: its place in a save directory
+    opened: Opened
+
+    @property
+    def is_megatron(self) -> bool:
+        """Returns True for a Megatron checkpoint, False for a Hugging Face directory."""
+        return self.opened.format.megatron
+
+    @property
+    def iteration(self) -> int | None:
+        """Returns the iteration in the name of a Megatron checkpoint's directory; None if the name
+        has none.
+        """
+        named = self.unit is not None and is_unit_name(self.unit.name)
+        return iteration_of(self.unit.name) if self.unit and named else None
+
+    @property
+    def root(self) -> Path:
+        """Returns the directory that no destination may overlap: the save directory, or the
+        directory of the checkpoint itself.
+        """
+        return self.unit.root if self.unit and is_unit_name(self.unit.name) else self.path
+
+    @cached_property
+    def hf_directory(self) -> Path | None:
+        """Returns the directory `hf` with the Hugging Face files of the model: inside a Megatron
+        checkpoint, where Megatron-Bridge and NeMo-RL write it, else in the save directory. None if
+        it is missing.
+        """
+        if self.unit is None:
+            return None
+        saved = [self.unit.root / "hf"] if is_unit_name(self.unit.name) else []
+        sides = [self.unit.path / "hf", *saved]
+        return next((side for side in sides if (side / CONFIG).is_file()), None)
+
+    @property
+    def side_directory(self) -> Path | None:
+        """Returns the directory with config.json, the tokenizer and the other files that a
+        conversion copies: the Hugging Face directory itself, or `hf_directory`.
+        """
+        return self.hf_directory if self.is_megatron else self.path
+
+    @property
+    def described_by(self) -> Path | None:
+        """Returns the Hugging Face directory whose config.json describes the model: the checkpoint
+        itself, or for a Megatron checkpoint --like, else `hf_directory`.
+        """
+        like = self.options.like if self.is_megatron else None
+        return Path(like) if like else self.side_directory
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """Returns the content of mckpt.json; {} if mckpt did not write this checkpoint."""
+        return manifest.read(self.unit.path if self.unit else self.path)
+
+    @property
+    def recorded_side(self) -> dict[str, Recorded]:
+        """Returns what the manifest records of the files that are copied beside the weights: their
+        bytes and checksums, by name. Without the family file, which has a digest of its own.
+        """
+        names = self.manifest.get("hf", {}) if self.is_megatron else self.manifest.get("files", {})
+        return {n: f for n, f in names.items() if n == CONFIG or (is_side_file(n) and n != MAPPING)}
+
+    @property
+    def inexact(self) -> dict[str, str]:
+        """Returns the differences that --allow-inexact accepted when mckpt wrote this checkpoint:
+        name -> reason.
+        """
+        return self.manifest.get("inexact", {})
+
+    @property
+    def casts(self) -> list[str]:
+        """Returns the dtypes to which all tensors were cast since the first source, in order, as
+        recorded in the manifests.
+        """
+        return self.manifest.get("casts", [])
+
+    @property
+    def from_hugging_face(self) -> bool:
+        """Returns whether the manifest records a conversion from a Hugging Face directory."""
+        return self.manifest.get("source", {}).get("format") in formats.names(megatron=False)
+
+    @property
+    def common(self) -> Common | None:
+        """Returns Megatron's args and other plain values; None for a Hugging Face directory."""
+        megatron = as_megatron(self.opened)
+        return megatron.common if megatron else None
+
+    @property
+    def args(self) -> dict[str, Any] | None:
+        """Returns Megatron's args as plain values; None if the checkpoint has none."""
+        return self.common.args if self.common else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # opened anew: a pickle of open headers would be large
+        like = self.options.like and shown(str(self.options.like))
+        return open_files, (shown(str(self.path)), replace(self.options, like=like))
+
+
+def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
+    """Opens a checkpoint of any format and reads its headers.
+
+    path: a directory, a name on the Hugging Face Hub such as "org/name@revision", which is
+        downloaded, or a URL, of which only the needed bytes are downloaded.
+
+    Raises SourceError if no checkpoint is there or if it is damaged, and UsageError if `options`
+    name an iteration that it cannot have.
+    """
+    local = places.local(path)
+    if options.like is not None:
+        options = replace(options, like=places.local(options.like, weights=False))
+    if not local.exists():
+        raise SourceError(f"{local}: does not exist{hf_hub.hint(local)}")
+    stand_in.refuse_empty(local)
+    if not local.is_dir():
+        other = foreign.program_of(local)
+        raise SourceError(other or f"{local}: is a file; give the directory of a checkpoint")
+    format = formats.detect(local, megatron=False)
+    if format is not None:
+        if options.iteration is not None:
+            raise UsageError(
+                f"{local}: is a Hugging Face directory, which has no iterations;"
+                " --iteration has no meaning there"
+            )
+        refuse_half_sent(local)
+        return CheckpointFiles(local, options, None, format.open(local))
+    if not is_save_directory(local) and (other := foreign.program_of(local)):
+        raise SourceError(other)
+    unit = find(local, options.iteration)
+    refuse_half_sent(unit.path)
+    places.ready(local, unit.path)
+    format = formats.detect(unit.path, megatron=True)
+    if format is not None:
+        return CheckpointFiles(local, options, unit, format.open(unit.path))
+    if state := unfinished(local):
+        raise SourceError(f"{local}: no checkpoint is here yet. {state}")
+    raise SourceError(
+        f"{unit.path}: no checkpoint that mckpt knows: neither"
+        f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}"
+    )

@@ -1,0 +1,367 @@
+"""The model of a checkpoint: the mapping of its stored keys, its family, its dims and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mckpt import formats, mapping
+from mckpt.checkpoint import description
+from mckpt.checkpoint.files import CheckpointFiles
+from mckpt.checkpoint.logical import Reader
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.errors import MappingError, MckptError, SourceError, UsageError
+from mckpt.formats import carried
+from mckpt.formats.base import Names
+from mckpt.formats.hf_config import CONFIG, read_config
+from mckpt.formats.megatron.run_config import (
+    RUN_CONFIG,
+    mapping_file,
+    read_model,
+    run_config_dims,
+)
+from mckpt.formats.megatron.save_directory import MAPPING
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import Dims, ExpressionError, MappingFile
+from mckpt.storage import manifest
+from mckpt.storage.staging import MANIFEST
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """The description of the model in a checkpoint, from all sources that have a part of it: the
+    user's options, config.json, Megatron's args, run_config.yaml and mckpt.json.
+
+    Each part is read when it is first used, so that a command needs only what it uses.
+    """
+
+    files: CheckpointFiles
+    given_dims: Dims | None = None  # used in the place of all other dims
+
+    @cached_property
+    def options(self) -> SourceOptions:
+        """Returns the user's options. If they name no family, the result has the family file kept
+        beside the checkpoint, or the family that its manifest records.
+
+        Raises MappingError if the kept file is not the one that the manifest names.
+        """
+        options, recorded = self.files.options, self.files.manifest
+        # --mapping may also give the name of a family that mckpt has
+        if options.mapping and not options.mapping.endswith((".yaml", ".yml")):
+            return replace(options, mapping=None, family=options.mapping)
+        if options.mapping or options.family:
+            return options
+        like, kept = Path(options.like) if options.like else None, None
+        if like is not None:
+            kept = description.kept_mapping(like, manifest.read(like))
+        if kept is None and self.files.side_directory is not None:
+            kept = description.kept_mapping(self.files.side_directory, recorded)
+        if kept is not None:
+            return replace(options, mapping=str(kept))
+        family = recorded.get("family")
+        return replace(options, family=family) if family in mapping.names("hf") else options
+
+    @cached_property
+    def mapping(self) -> MappingFile:
+        """Returns the family (Hugging Face) or dialect (Megatron) that names the stored keys."""
+        if self.files.is_megatron:
+            return mapping.dialect_of(self.files.opened.keys(), self.options.mapping)
+        return self._family_in(self.files.path)
+
+    @cached_property
+    def family(self) -> MappingFile | None:
+        """Returns the family of the model; None if no config.json describes a Megatron
+        checkpoint.
+        """
+        described = self.files.described_by
+        return None if described is None else self._family_in(described)
+
+    def _family_in(self, described: Path) -> MappingFile:
+        """Returns the family of the model that the config.json of a directory describes."""
+        config, named = read_config(described), self.options.family_name
+        keys = self._described_keys
+        form = None
+        if not self.files.is_megatron:
+            keys = list(self.files.opened.keys())
+        elif keys is None:
+            keys, form = carried.keys(described), self.files.manifest.get("form")
+        return description.family_for(config, named, str(described / CONFIG), keys, form)
+
+    @cached_property
+    def _described_keys(self) -> Collection[str] | None:
+        """The stored keys in the directory of --like; None without one, or if it has no weights."""
+        if self.files.options.like is None:
+            return None
+        like = Path(self.files.options.like)
+        weights = formats.detect(like, megatron=False)
+        return None if weights is None else set(weights.open(like).keys())
+
+    # -------------------------------------------------------------------------------------- dims
+
+    @cached_property
+    def dims(self) -> Dims:
+        """Returns the sizes and hyperparameters of the model, from all sources that have them.
+
+        The user's values replace others. Raises MappingError if other sources disagree.
+        """
+        if self.given_dims is not None:
+            return self.given_dims
+        if self.files.is_megatron:
+            return self._megatron_dims(self.files.options.dims)
+        return self._config_dims(self.files.path, self.files.options.dims, self.overruled)
+
+    def with_padding(self) -> ModelDescription | None:
+        """Returns the same model with the padding rows as part of the vocabulary, for a conversion
+        from Megatron to Megatron; None if the embedding is not stored by rows.
+        """
+        rows = self.files.opened.padded_vocab(self.mapping)
+        if rows is None:
+            return None
+        try:
+            dims = self.dims
+        except description.VocabSizeUnknown:
+            dims = self._megatron_dims({**self.files.options.dims, "vocab_size": rows})
+        if rows < dims["vocab_size"]:
+            raise SourceError(
+                f"{self.files.path}: holds {rows:,} rows of the vocabulary, and vocab_size is"
+                f" {dims['vocab_size']:,}"
+            )
+        return replace(self, given_dims={**dims, "vocab_size": rows})
+
+    @cached_property
+    def unstored(self) -> dict[str, Any]:
+        """Returns the dims of a Hugging Face directory that are neutral although config.json, or
+        its default, has another value: the tensor that they require is not there.
+        """
+        if self.files.is_megatron:
+            return {}
+        config, keys = read_config(self.files.path), set(self.files.opened.keys())
+        neutral = description.unstored(self.mapping, config, keys)
+        return {n: value for n, value in neutral.items() if n not in self.files.options.dims}
+
+    @cached_property
+    def overruled(self) -> dict[str, Any]:
+        """Returns the dims that replace those of config.json, because the tensors contradict it:
+        those that the user sets, and `unstored`.
+
+        Raises MappingError if the user contradicts a dim of config.json on which no tensor depends,
+        or with which the tensors agree.
+        """
+        files, family, unstored = self.files, self.mapping, self.unstored
+        given = files.options.dims
+        if files.is_megatron or not given:
+            return unstored
+        config, where = read_config(files.path), str(files.path / CONFIG)
+        try:
+            family.read(config, given, where, unstored)
+        except MappingError as denied:
+            try:
+                plain = family.read(config, {}, where, unstored)
+            except MappingError:
+                raise denied from None
+            free = {n for n, spec in family.dims.items() if spec.free}
+            apart = {
+                n: v for n, v in given.items() if n not in free and not mapping.equal(plain[n], v)
+            }
+            if not apart:
+                raise
+            refusal = None if files.options.trusted else self._contradiction(apart, plain)
+            if refusal is not None:
+                raise refusal from None
+            return {**unstored, **apart}
+        return unstored
+
+    def _contradiction(self, apart: Mapping[str, Any], plain: Dims) -> MappingError | None:
+        """Returns the error for dims that the user sets without need; None if the tensors
+        contradict config.json too.
+
+        apart: the user's dims that differ from those of config.json. plain: the dims of
+            config.json.
+        """
+        files, family = self.files, self.mapping
+        config, where = read_config(files.path), str(files.path / CONFIG)
+        stored = family.stored(plain)
+        invisible = {
+            n: v
+            for n, v in apart.items()
+            if family.stored(family.read(config, {}, where, {**self.unstored, n: v})) == stored
+        }
+        if invisible:
+            why = "no shape of a tensor depends on it"
+        else:
+            try:
+                layout = files.opened.layout(Names(family, plain, {}, self.parallel))
+            except MckptError:
+                return None
+            if Reader(layout).check_replicas():  # such as an output layer that is not tied
+                return None
+            why = "the tensors agree with it"
+        sized = () if files.options.vocab_size is None else ("vocab_size",)
+        return description.contradiction(files.path, family, invisible or apart, plain, why, sized)
+
+    @cached_property
+    def accepted_dims(self) -> dict[str, Any]:
+        """Returns the dims that --allow-inexact accepted when mckpt wrote this Megatron checkpoint.
+        Its args may be unable to express them.
+        """
+        accepted = self.files.inexact
+        return {
+            n: v
+            for n, v in (self._recorded if self.files.is_megatron else {}).items()
+            if n in mapping.hub().dims and (n in accepted or "config" in accepted)
+        }
+
+    def _config_dims(
+        self, described: Path, known: Mapping[str, Any], override: Mapping[str, Any]
+    ) -> Dims:
+        """Returns the dims that the config.json of a directory describes."""
+        family, where = self._family_in(described), str(described / CONFIG)
+        try:
+            return family.read(read_config(described), known, where, override, "--set")
+        except MappingError as e:
+            raise self.with_hint(e) from None
+
+    def with_hint(self, error: MckptError) -> MckptError:
+        """Returns an error with the cure if the user named another family than config.json does."""
+        options = self.files.options
+        hint = description.family_hint(
+            self.files.described_by,
+            "--mapping" if options.mapping else "--family",
+            options.family_name,
+        )
+        return error.with_hint(hint) if hint else error
+
+    def _megatron_dims(self, given: Mapping[str, Any]) -> Dims:
+        """Returns the dims of a Megatron checkpoint, from its args, else from run_config.yaml, else
+        from the sources that other checkpoints have too.
+
+        given: dims that replace all others.
+        """
+        root, args = self.files.opened.root, self.files.args
+        described = self._described_dims(given)
+        known = {**self._recorded, **described}
+        if args is not None:
+            description.require_vocab_size(root, self.mapping, args, known, given)
+            accepted = {
+                n: v
+                for n, v in self.accepted_dims.items()
+                if n not in described or mapping.equal(described[n], v)
+            }
+            described_by = self.files.described_by
+            known_from = MANIFEST if described_by is None else str(described_by / CONFIG)
+            try:
+                return self.mapping.read(
+                    args, known, f"args of {root}", {**accepted, **given}, known_from
+                )
+            except MappingError as e:
+                raise self.with_hint(e) from None
+        bridge = root / RUN_CONFIG
+        if bridge.exists() and (file := mapping_file(self.mapping)) is not None:
+            return run_config_dims(bridge, file, known, given)
+        return description.completed(root, {**known, **given})
+
+    def _described_dims(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the dims of the config.json that describes a Megatron checkpoint; none without
+        one.
+        """
+        if (described := self.files.described_by) is None:
+            return {}
+        # A directory with weights, as of --like, may lack some that its config.json describes.
+        keys = self._described_keys
+        family, config = self._family_in(described), read_config(described)
+        lacks = {} if keys is None else description.unstored(family, config, keys)
+        return self._config_dims(described, {}, {**lacks, **given})
+
+    @property
+    def _recorded(self) -> dict[str, Any]:
+        """The dims that its manifest records; none without one."""
+        return self.files.manifest.get("dims", {})
+
+    # ------------------------------------------------------------------------- sizes and choices
+
+    @cached_property
+    def parallel(self) -> Parallel:
+        """Returns the parallel sizes with which the checkpoint was saved."""
+        saved = self.files.opened.parallel()
+        if self.files.args is None or self.mapping.stage_sizes is None:
+            return saved
+        try:
+            sizes = self.mapping.stage_sizes({"config": self.files.args})
+            return saved if sizes is None else saved.with_stage_sizes(sizes)
+        except (ExpressionError, UsageError) as e:
+            raise SourceError(f"{self.files.path}: its args do not fit its pipeline: {e}") from None
+
+    @cached_property
+    def names(self) -> Names:
+        """Returns the mapping, dims and choices that turn stored keys into logical tensors."""
+        common, dims = self.files.common, self.dims
+        stated = self.mapping.say_choices(common.stated if common else {})
+        if self.files.opened.format.fixed_sizes:
+            try:
+                self.parallel.check(dims["num_experts"])
+                self.parallel.split(self.mapping.num_numbers(dims), dims["mtp_layers"])
+            except UsageError as e:
+                raise SourceError(
+                    f"{self.files.path}: its sizes ({self.parallel}) do not fit its model: {e}"
+                ) from None
+        names = Names(self.mapping, dims, stated, self.parallel)
+        return names._replace(choices=self.files.opened.choices(names))
+
+    # ------------------------------------------------------------------------------------- notes
+
+    @cached_property
+    def unknown_args(self) -> dict[str, Any]:
+        """Returns the args, or entries of run_config.yaml, that no Megatron known to mckpt has, and
+        their values.
+        """
+        if not self.files.is_megatron:
+            return {}
+        if self.files.args is not None:
+            return mapping.unknown_args(self.mapping, self.files.args)
+        path, file = self.files.opened.root / RUN_CONFIG, mapping_file(self.mapping)
+        return mapping.unknown_args(file, read_model(path)) if file and path.exists() else {}
+
+    @cached_property
+    def notes(self) -> list[str]:
+        """Returns a sentence for each fact that does not come from the user, config.json or args,
+        or that contradicts them.
+        """
+        files, given = self.files, self.files.options
+        out = list(files.opened.notes)
+        named = given.mapping or given.family
+        if not named and self.options.mapping:
+            out.append(
+                f"{MAPPING}, the family file that is kept with the checkpoint, is used; --mapping"
+                " overrides it"
+            )
+        if not named and self.options.family:
+            out.append(
+                f"family {self.options.family} is taken from {MANIFEST}: --family was given when"
+                " the checkpoint was made"
+            )
+        undescribed = files.is_megatron and files.args is None and files.described_by is None
+        bridge = (files.opened.root / RUN_CONFIG).exists()
+        if undescribed and not bridge and self._recorded:
+            out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
+        for name, value in self.overruled.items():
+            tensor = self.mapping.dims[name].tensor if name in self.unstored else None
+            config = read_config(files.path)
+            out.append(description.overruled(self.mapping, config, name, value, tensor))
+        if self.unknown_args:
+            listed = ", ".join(f"{name} {value!r:.80}" for name, value in self.unknown_args.items())
+            out.append(f"its args have names that mckpt does not know: {listed}")
+        made = "was given when the checkpoint was made"
+        if "config" in files.inexact and self.accepted_dims:
+            return [*out, f"all dims are those of {MANIFEST}: --allow-inexact config {made}"]
+        return out + [
+            f"{n}: {v!r} is taken from {MANIFEST}: --allow-inexact {n} {made}"
+            for n, v in self.accepted_dims.items()
+            if n not in given.dims
+        ]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # without the parts that were read: a compiled mapping has no pickle
+        return ModelDescription, (self.files, self.given_dims)
