@@ -529,7 +529,7 @@ def test_a_wrong_addition_is_refused(was: str, now: str, why: str, tmp_path: Pat
 
 WITHOUT_NORMS = """
 extends: llama
-ignore:
+drop:
   model.norm.weight: left out
   "model.layers.{layer}.post_attention_layernorm.weight": left out
 tensors:

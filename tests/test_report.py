@@ -69,7 +69,7 @@ BYTES: dict[str, Any] = {
         "tensors_equal": 7,
         "equal_after_cast": 3,
         "bytes_compared": 12345,
-        "left_out": ["a.weight (why)"],
+        "dropped": ["a.weight (why)"],
         "missing": ["only.left"],
         "extra": [],
         "changed": [

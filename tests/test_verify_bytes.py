@@ -147,12 +147,12 @@ def test_padding_that_is_not_zero_fails(tiny_model: TinyModel, tmp_path: Path) -
     )
 
 
-def test_ignored_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
+def test_dropped_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
     source = tiny.tiny_random("qwen3", tmp_path / "hf")
     family = tmp_path / "less.yaml"
     family.write_text(
         "extends: qwen3\narchitectures: [Qwen3ForCausalLM]\n"
-        'ignore:\n  "model.layers.{layer}.extra.weight": it is left out here\n'
+        'drop:\n  "model.layers.{layer}.extra.weight": it is left out here\n'
     )
     weights = tiny.tensors(tiny.config("qwen3"))
     weights |= {
@@ -165,11 +165,11 @@ def test_ignored_weights_make_the_verdict_incomplete(tmp_path: Path) -> None:
     found = mckpt.verify(source, tmp_path / "megatron", level="bytes", mapping=str(family))
     assert (
         found.verdict == "incomplete"
-        and "ignores 4 weights" in found.reasons[0]
+        and "drops 4 weights" in found.reasons[0]
         and "layers.0.extra.weight" in found.reasons[0]
     )
     said = door.mckpt("diff", source, tmp_path / "megatron", "--mapping", family, "--like", source)
-    assert said.code == 1 and "the same" not in said.out and "4 ignored" in said.out, said.out
+    assert said.code == 1 and "the same" not in said.out and "4 dropped" in said.out, said.out
 
 
 def test_the_card_of_a_verdict(src: Path, torch_dir: Path, tmp_path: Path) -> None:

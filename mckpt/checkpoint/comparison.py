@@ -59,13 +59,13 @@ class Changed:
 
 @dataclass
 class Difference:
-    """The result of `diff`. It is false if the two sides are the same and nothing was left out."""
+    """The result of `diff`. It is false if the two sides are the same and no weight was dropped."""
 
     missing: list[str] = field(default_factory=list)  # in the first only
     extra: list[str] = field(default_factory=list)  # in the second only
     changed: list[Changed] = field(default_factory=list)
-    # weights of either side that its mapping ignores
-    left_out: list[str] = field(default_factory=list)
+    # weights of either side that its mapping drops
+    dropped: list[str] = field(default_factory=list)
     # further copies of a tensor, on either side, that differ from the one compared
     replicas: list[str] = field(default_factory=list)
     # tensors in which a cast made finite values infinite
@@ -77,7 +77,7 @@ class Difference:
     nbytes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.missing or self.extra or self.changed or self.left_out or self.replicas)
+        return bool(self.missing or self.extra or self.changed or self.dropped or self.replicas)
 
     def swapped(self) -> Difference:
         """Returns the same difference with the two sides exchanged."""
@@ -91,7 +91,7 @@ class Difference:
             "bytes_compared": self.nbytes,
             "missing": self.missing,
             "extra": self.extra,
-            "left_out": self.left_out,
+            "dropped": self.dropped,
             "replicas": self.replicas,
             "infinite": self.infinite,
             "rounded": self.rounded,
@@ -220,7 +220,7 @@ def diff(
         f" after rounding, because one side stores the values {a[name].offset or b[name].offset:+g}"
         for name, n in rounded.items()
     ]
-    out.left_out = [text for side in (a, b) for text in _left_out(side)]
+    out.dropped = [text for side in (a, b) for text in _dropped(side)]
     return out
 
 
@@ -238,13 +238,13 @@ def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> l
     return [f"{side.path}: {text}" for side in sides for text in side.reader.check_replicas(check)]
 
 
-def _left_out(side: Any) -> list[str]:
-    """Returns the weights of a checkpoint that its mapping ignores; none for a plain dictionary of
+def _dropped(side: Any) -> list[str]:
+    """Returns the weights of a checkpoint that its mapping drops; none for a plain dictionary of
     tensors.
     """
     layout = getattr(side, "layout", None)
-    ignored = layout.left_out.items() if layout is not None else ()
-    return [f"{side.path}: {key} ({why})" for key, why in ignored]
+    dropped = layout.dropped.items() if layout is not None else ()
+    return [f"{side.path}: {key} ({why})" for key, why in dropped]
 
 
 def _blocks(left: LogicalTensor, right: LogicalTensor) -> Iterator[_Block]:

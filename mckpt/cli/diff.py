@@ -80,16 +80,16 @@ def _lines(found: Difference, a: Path, b: Path, atol: float | None) -> Iterator[
     yield from map(str, found.changed)
     yield from found.replicas
     yield from found.rounded
-    for text in found.left_out:
-        yield f"not compared, because the mapping ignores it: {text}"
+    for text in found.dropped:
+        yield f"not compared, because the mapping drops it: {text}"
     if found:
         verdict = "different"
     elif found.rounded:
         verdict = "the same but for this rounding"
     else:
         verdict = "the same to the last bit" if atol is None else f"the same within {atol:g}"
-    ignored = f", {len(found.left_out):,} ignored" if found.left_out else ""
+    dropped = f", {len(found.dropped):,} dropped" if found.dropped else ""
     yield (
         f"{verdict}: {counted(found.same, 'tensor')} equal, {len(found.changed):,} differ,"
-        f" {len(found.missing):,} missing, {len(found.extra):,} extra{ignored}"
+        f" {len(found.missing):,} missing, {len(found.extra):,} extra{dropped}"
     )

@@ -172,7 +172,7 @@ class Stream:
         self.family = source.mapping
         self._seen: set[str] = set()
         form = self.family.form(source.names.choices)
-        ignored = (*self.family.computed, *self.family.ignore)
+        ignored = (*self.family.ignore, *self.family.drop)
         self._ignored = [key_pattern(form.rename(pattern)) for pattern in ignored]
         # names that are copies of one logical tensor -> that tensor, its layer and expert
         self._of: dict[str, tuple[Any, ...]] = {}

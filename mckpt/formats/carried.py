@@ -131,7 +131,7 @@ def joined(layout: Layout, other: Layout) -> Layout:
         [*layout.stored, *moved],
         {**layout.shapes, **other.shapes},
         layout.ignored,
-        layout.left_out,
+        layout.dropped,
     )
 
 

@@ -242,12 +242,12 @@ class HuggingFace:
                 " of the model"
             )
         ignored = quantised.ignored(left)
-        left_out: dict[str, str] = {}
-        for found, patterns in ((ignored, family.computed), (left_out, family.ignore)):
+        dropped: dict[str, str] = {}
+        for found, patterns in ((ignored, family.ignore), (dropped, family.drop)):
             for pattern, why in patterns.items():
                 match = mapping.key_pattern(form.rename(pattern))
                 found.update({key: why for key in left if match.fullmatch(key)})
-        ignored |= left_out
+        ignored |= dropped
         unknown: list[tuple[str, str]] = []
         for key in [k for k in left if k not in ignored]:
             weight = quantised.weight_of(key)
@@ -276,7 +276,7 @@ class HuggingFace:
             )
         problems.check()
         shapes = {**shapes_of(bound, scope), **carried.shapes(stored)}
-        return Layout(self.files, stored, shapes, ignored, left_out)
+        return Layout(self.files, stored, shapes, ignored, dropped)
 
     def _file(self, key: str) -> str:
         """Returns the name of the file that holds a tensor."""

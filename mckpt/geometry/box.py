@@ -114,9 +114,9 @@ class Layout:
     files: list[str]
     stored: list[Stored]
     shapes: dict[str, tuple[int, ...]]  # of each logical tensor, by template
-    ignored: dict[str, str] = field(default_factory=dict)  # stored key -> reason to ignore it
+    ignored: dict[str, str] = field(default_factory=dict)  # stored key that is not read -> reason
     # the entries of `ignored` that are weights of the model
-    left_out: dict[str, str] = field(default_factory=dict)
+    dropped: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_tensors(self) -> int:

@@ -98,10 +98,8 @@ class MappingFile(NamedTuple):
     # dim -> when and why the stock program computes a result that contradicts the config
     warned: dict[str, Warned]
     inert: frozenset[str]
-    # stored keys that are not read -> reason; weights in a family, other keys in a dialect
-    ignore: dict[str, str]
-    # stored keys -> reason; the model computes them from its config, so they are not needed
-    computed: dict[str, str]
+    ignore: dict[str, str]  # stored keys that the model does not need -> reason
+    drop: dict[str, str]  # a family's: stored keys of weights that are not converted -> reason
     rules: tuple[Rule, ...]
     objects: tuple[Rule, ...]
     inside: str = ""  # the key of config.json under which the text model's keys are

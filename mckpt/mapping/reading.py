@@ -46,7 +46,7 @@ _TOP: dict[str, type | tuple[type, ...]] = {
     "inexact": Node,
     "inert": list,
     "ignore": Node,
-    "computed": Node,
+    "drop": Node,
     "refuse": Node,
     "numbering": Node,
     "stage_sizes": str,
@@ -356,7 +356,7 @@ def _checked(path: Path, root: Node, digest: str) -> MappingFile:
             k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
         ).difference(*(dim.keys for dim in dims.values())),
         ignore=dict(root.get("ignore") or {}),
-        computed=dict(root.get("computed") or {}),
+        drop=dict(root.get("drop") or {}),
         rules=tuple(read_rules(root, "tensors", expression, problems)),
         objects=tuple(read_rules(root, "objects", expression, problems)),
         inside=root.get("config") or "",

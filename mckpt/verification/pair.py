@@ -70,9 +70,9 @@ class Values:
                 f"{len(lost):,} tensors of {left.path} are not in Megatron's model, and none of"
                 f" them is beside {right.path}"
             )
-        if left_out := self.difference.left_out:
-            shown = "; ".join(left_out[:LISTED]) + (" ..." if len(left_out) > LISTED else "")
+        if dropped := self.difference.dropped:
+            shown = "; ".join(dropped[:LISTED]) + (" ..." if len(dropped) > LISTED else "")
             out.append(
-                f"the mapping ignores {len(left_out):,} weights, which were not compared: {shown}"
+                f"the mapping drops {len(dropped):,} weights, which were not compared: {shown}"
             )
         return out

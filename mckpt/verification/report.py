@@ -281,7 +281,7 @@ def _values(facts: dict[str, Any]) -> Markup:
     names = {
         "missing": "Only in the first",
         "extra": "Only in the second",
-        "left_out": "Ignored by the mapping and not compared",
+        "dropped": "Dropped by the mapping and not compared",
     }
     for key, name in names.items():
         if found[key]:
