@@ -4,17 +4,17 @@ the place of characters that a terminal would obey.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from mckpt.errors import Unprinted, Unreported, printable, shown
-from mckpt.storage import stores
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def echo(*lines: str, err: bool = False) -> None:
@@ -44,6 +44,8 @@ def reporting(path: str) -> Iterator[None]:
 
 def named(path: Path) -> str:
     """Returns a path as the user gave it: Path makes s3:/ of s3://."""
+    from mckpt.storage import stores
+
     return str(stores.parse(path) or path)
 
 
@@ -52,6 +54,8 @@ def echo_outcome(state: str, start: float, facts: Mapping[str, Any], **places: P
 
     start: `time.perf_counter()` when it began. places: what it read or wrote, by argument name.
     """
+    import json
+
     where = {name: named(path) for name, path in places.items()}
     seconds = round(time.perf_counter() - start, 3)
     echo(json.dumps({"state": state, **where, "seconds": seconds, **facts}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import click
 from click.core import ParameterSource
 
-from mckpt.cli.options import own_name
+from mckpt.cli.commands import own_name
 from mckpt.errors import UsageError
 
 PREFIX = "MCKPT_"
@@ -29,24 +28,27 @@ def variables(option: click.Parameter) -> list[str]:
 
 
 def name_variables(command: click.Command) -> None:
-    """Gives every option of a command, and of the commands below it, its variables."""
+    """Gives every option of a command its variables."""
     for option in _options(command):
         option.envvar = variables(option)
 
 
 def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.environ) -> None:
     """Raises UsageError for a variable that looks like an option's and is none."""
+    ours = [n for n in environment if n.startswith(PREFIX) and not _OTHERS.fullmatch(n)]
+    if not ours:
+        return  # without importing the other commands
     known = {name for option in _options(command) for name in variables(option)}
-    for name in sorted(environment):
-        if name.startswith(PREFIX) and name not in known and not _OTHERS.fullmatch(name):
-            ours = own_name(name.removeprefix(PREFIX).lower().replace("_", "-"))
-            meant = PREFIX + ours.replace("-", "_").upper()
-            near = difflib.get_close_matches(meant, known, 1)
-            raise UsageError(
-                f"{name}: no option has this environment variable"
-                + (f"; did you mean {near[0]}?" if near else "")
-                + " Each option has one with its own name: MCKPT_MAX_MEMORY for --max-memory"
-            )
+    for name in sorted(set(ours) - known):
+        from difflib import get_close_matches
+
+        option = own_name(name.removeprefix(PREFIX).lower().replace("_", "-"))
+        near = get_close_matches(PREFIX + option.replace("-", "_").upper(), known, 1)
+        raise UsageError(
+            f"{name}: no option has this environment variable"
+            + (f"; did you mean {near[0]}?" if near else "")
+            + " Each option has one with its own name: MCKPT_MAX_MEMORY for --max-memory"
+        )
 
 
 def set_by(option: click.Parameter | None, context: click.Context | None) -> str | None:

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import click
 
 from mckpt.cli import signals
+from mckpt.cli.commands import own_name
 from mckpt.cli.echo import echo
-from mckpt.cli.options import FILE, command, json_option, own_name
+from mckpt.cli.options import FILE, command, json_option
 from mckpt.errors import MckptError, Unreported, UsageError, counted
 
 # commands in which the processes of a launcher share the work

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from mckpt import formats
+from mckpt.cli.commands import SYNONYMS, own_name
+from mckpt.cli.environment import name_variables
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -58,20 +60,6 @@ SIZES = (
     "layout",
 )
 
-# Names that Megatron and other converters have for our options. Every command takes them as well,
-# and its help shows ours.
-SYNONYMS = {
-    "tensor-model-parallel-size": "tp",
-    "tensor-parallel-size": "tp",
-    "pipeline-model-parallel-size": "pp",
-    "pipeline-parallel-size": "pp",
-    "virtual-pipeline-model-parallel-size": "vpp",
-    "num-virtual-stages-per-pipeline-rank": "vpp",
-    "expert-model-parallel-size": "ep",
-    "expert-parallel-size": "ep",
-    "expert-tensor-parallel-size": "etp",
-    "context-parallel-size": "cp",
-}
 # Options that no command has, and what a user who gives one may want.
 _MEANT = {
     "num-layers-per-virtual-pipeline-stage": "--vpp N is the number of virtual stages of each"
@@ -100,15 +88,6 @@ _MEANT = {
 }
 
 
-def own_name(name: str) -> str:
-    """Returns our name of an option, without the dashes in front, for a name of `SYNONYMS`; also
-    behind `target-`. Other names are returned unchanged.
-    """
-    prefix = "target-" if name.startswith("target-") else ""
-    found = SYNONYMS.get(name.removeprefix(prefix).replace("_", "-"))
-    return prefix + found if found else name
-
-
 # --------------------------------------------------------------------------------- sections of help
 
 
@@ -124,6 +103,10 @@ class _Command(click.Command):
     """A command whose help lists the options by section; those without one come last. An unknown
     option that is known elsewhere is an error with a hint.
     """
+
+    def __init__(self, *args: Any, **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        name_variables(self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         flags = [word.partition("=")[0] for word in args]
@@ -167,34 +150,6 @@ class _Command(click.Command):
 
 
 command = functools.partial(click.command, cls=_Command)
-
-# Commands that mckpt does not have, and those that do it.
-_MEANT_COMMANDS = {
-    "convert": "hf-to-megatron, megatron-to-hf and reshard convert",
-    "import": "hf-to-megatron converts to Megatron",
-    "export": "megatron-to-hf converts to Hugging Face",
-    "compare": "diff compares tensors, and verify compares logits",
-    "validate": "check reads one checkpoint whole, and verify compares two",
-    "upload": "push uploads",
-    "info": "inspect prints the content of a checkpoint",
-    "help": "mckpt --help lists the commands",
-}
-
-
-class Commands(click.Group):
-    """A group of commands, whose error for an unknown one says which there are."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = click.utils.make_str(args[0])
-        if name in self.commands or name.startswith("-"):
-            return super().resolve_command(ctx, args)
-        known = list(self.commands)
-        near = difflib.get_close_matches(name, [*_MEANT_COMMANDS, *known], 1, 0.7)
-        listed = f"the commands are {', '.join(known)}"
-        hint = _MEANT_COMMANDS.get(near[0], f"did you mean {near[0]}?") if near else listed
-        raise click.UsageError(f"No such command {name!r}: {hint}", ctx)
 
 
 def in_section(title: str) -> Callable[..., Decorator]:

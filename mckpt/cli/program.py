@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
 import sys
-import textwrap
-import traceback
 from contextlib import suppress
 from typing import Any
 
@@ -16,30 +13,45 @@ import click
 
 from mckpt import errors
 from mckpt.cli import signals
-from mckpt.cli.check import check
-from mckpt.cli.compat import compat
-from mckpt.cli.convert import hf_to_megatron, megatron_to_hf, plan, repair, reshard
-from mckpt.cli.diff import diff
-from mckpt.cli.doctor import doctor
+from mckpt.cli.commands import Commands, Imported, Summary, own_name
 from mckpt.cli.echo import document, echo
-from mckpt.cli.environment import name_variables, refuse_unknown, set_by
-from mckpt.cli.inspect import inspect
-from mckpt.cli.job import run_job
-from mckpt.cli.mappings import mappings
-from mckpt.cli.options import Commands, own_name
-from mckpt.cli.push import push
-from mckpt.cli.train import train
-from mckpt.cli.verify import verify
+from mckpt.cli.environment import refuse_unknown, set_by
 from mckpt.errors import MckptError, StorageError, Unprinted, UsageError
-from mckpt.storage import stand_in
 from mckpt.version import __version__
 
 INTERNAL_ERROR = 70
 SIGNALLED = 128  # the exit code of an interrupted command, less the number of the signal
 
 
+# Their order is that of the error for an unknown command.
+COMMANDS = {
+    "hf-to-megatron": Summary(
+        "convert.hf_to_megatron", "Convert a Hugging Face directory to Megatron."
+    ),
+    "megatron-to-hf": Summary(
+        "convert.megatron_to_hf", "Convert a Megatron checkpoint to Hugging Face."
+    ),
+    "reshard": Summary(
+        "convert.reshard", "Change the sizes or the format of a Megatron checkpoint."
+    ),
+    "repair": Summary("convert.repair", "Make a training checkpoint loadable at any sizes."),
+    "plan": Summary("convert.plan", "Print the plan of a conversion; write nothing."),
+    "inspect": Summary("inspect.inspect", "Print what a directory contains."),
+    "check": Summary("check.check", "Read a whole checkpoint and say what is wrong with it."),
+    "diff": Summary("diff.diff", "Compare two checkpoints tensor by tensor."),
+    "verify": Summary("verify.verify", "Check that two checkpoints hold the same model."),
+    "train": Summary("train.train", "Train a Megatron checkpoint on Megatron-Core."),
+    "push": Summary("push.push", "Upload a Hugging Face directory to the Hub."),
+    "run": Summary("job.run_job", "Run the commands of a job file, one after the other."),
+    "compat": Summary("compat.compat", "Translate the command line of another converter."),
+    "mappings": Summary("mappings.mappings", "List, show or check mapping files."),
+    "doctor": Summary("doctor.doctor", "Print what is installed and found on this machine."),
+}
+
+
 @click.group(
     cls=Commands,
+    commands=Imported(COMMANDS),
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 120,
@@ -53,27 +65,6 @@ def cli() -> None:
     Every option can also be set by an environment variable: --max-memory by MCKPT_MAX_MEMORY.
     """
     refuse_unknown(cli)
-
-
-for _command in (
-    hf_to_megatron,
-    megatron_to_hf,
-    reshard,
-    repair,
-    plan,
-    inspect,
-    check,
-    diff,
-    verify,
-    train,
-    push,
-    run_job,
-    compat,
-    mappings,
-    doctor,
-):
-    cli.add_command(_command)
-name_variables(cli)
 
 
 def main() -> None:
@@ -110,7 +101,9 @@ def main() -> None:
         code = _internal_error(error)
     finally:
         errors.show_options(before)
-        stand_in.clean()
+        # without importing it for a command that reads no store
+        if (stand_in := sys.modules.get("mckpt.storage.stand_in")) is not None:
+            stand_in.clean()
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -188,6 +181,9 @@ def _broken_pipe() -> int:
 
 def _internal_error(error: Exception) -> int:
     """Reports a bug of mckpt with its traceback."""
+    import textwrap
+    import traceback
+
     if _wants_json():
         return _fail(
             "InternalError",
@@ -207,6 +203,8 @@ def _fail(kind: str, *lines: str, code: int, **more: Any) -> int:
     Returns `code`.
     """
     if _wants_json():
+        import json
+
         error = {"class": kind, "message": "\n".join(lines), "exit_code": code, **more}
         echo(json.dumps({"error": error}), err=True)
     else:

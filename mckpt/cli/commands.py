@@ -1,0 +1,99 @@
+"""A group of commands that are imported when they are needed, and the names that other programs
+have for our commands and options.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import click
+
+# Commands that mckpt does not have, and those that do it.
+_MEANT_COMMANDS = {
+    "convert": "hf-to-megatron, megatron-to-hf and reshard convert",
+    "import": "hf-to-megatron converts to Megatron",
+    "export": "megatron-to-hf converts to Hugging Face",
+    "compare": "diff compares tensors, and verify compares logits",
+    "validate": "check reads one checkpoint whole, and verify compares two",
+    "upload": "push uploads",
+    "info": "inspect prints the content of a checkpoint",
+    "help": "mckpt --help lists the commands",
+}
+# Names that Megatron and other converters have for our options. Every command takes them as well,
+# and its help shows ours.
+SYNONYMS = {
+    "tensor-model-parallel-size": "tp",
+    "tensor-parallel-size": "tp",
+    "pipeline-model-parallel-size": "pp",
+    "pipeline-parallel-size": "pp",
+    "virtual-pipeline-model-parallel-size": "vpp",
+    "num-virtual-stages-per-pipeline-rank": "vpp",
+    "expert-model-parallel-size": "ep",
+    "expert-parallel-size": "ep",
+    "expert-tensor-parallel-size": "etp",
+    "context-parallel-size": "cp",
+}
+
+
+def own_name(name: str) -> str:
+    """Returns our name of an option, without the dashes in front, for a name of `SYNONYMS`; also
+    behind `target-`. Other names are returned unchanged.
+    """
+    prefix = "target-" if name.startswith("target-") else ""
+    found = SYNONYMS.get(name.removeprefix(prefix).replace("_", "-"))
+    return prefix + found if found else name
+
+
+class Summary(NamedTuple):
+    """What a group knows of a command that is not imported."""
+
+    place: str  # module.function in mckpt/cli
+    text: str  # the first sentence of its help
+
+
+class Imported(UserDict[str, Any]):
+    """The commands of a group by name, of which each is imported when it is looked up: no command
+    waits for the imports of the others.
+    """
+
+    def __getitem__(self, name: str) -> click.Command:
+        found = super().__getitem__(name)
+        if isinstance(found, Summary):
+            module, _, function = found.place.partition(".")
+            found = self.data[name] = getattr(import_module(f"mckpt.cli.{module}"), function)
+        command: click.Command = found
+        return command
+
+    def summaries(self) -> dict[str, click.Command]:
+        """Returns a command that only has a help in the place of each that is not imported."""
+        return {
+            name: click.Command(name, help=found.text) if isinstance(found, Summary) else found
+            for name, found in self.data.items()
+        }
+
+
+class Commands(click.Group):
+    """A group of commands, whose error for an unknown one lists those that exist."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = click.utils.make_str(args[0])
+        if name in self.commands or name.startswith("-"):
+            return super().resolve_command(ctx, args)
+        from difflib import get_close_matches
+
+        known = list(self.commands)
+        near = get_close_matches(name, [*_MEANT_COMMANDS, *known], 1, 0.7)
+        listed = f"the commands are {', '.join(known)}"
+        hint = _MEANT_COMMANDS.get(near[0], f"did you mean {near[0]}?") if near else listed
+        raise click.UsageError(f"No such command {name!r}: {hint}", ctx)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands without importing them."""
+        if isinstance(self.commands, Imported):
+            click.Group(commands=self.commands.summaries()).format_commands(ctx, formatter)
+        else:
+            super().format_commands(ctx, formatter)
