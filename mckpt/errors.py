@@ -12,7 +12,7 @@ from collections.abc import Iterable
 MAX_LISTED = 20
 
 
-# Local directories that stand for a URL (`storage.stand_in`): the text of the path -> the URL.
+# Sparse copies of URLs (`storage.sparse_copy`): the text of the path -> the URL.
 _SHOWN: dict[str, str] = {}
 
 
@@ -22,9 +22,7 @@ def show_as(path: str, url: str) -> None:
 
 
 def shown(text: str) -> str:
-    """Returns a text for people, in which URLs stand in the place of directories that stand for
-    them.
-    """
+    """Returns a text for people, with the URL in the place of the path of each sparse copy."""
     for path, url in _SHOWN.items():
         text = text.replace(path, url)
     return text

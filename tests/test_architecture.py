@@ -229,7 +229,7 @@ def test_only_listed_modules_use_threads_and_none_prints() -> None:
             "execute.files",
             "execute.ranks",
             "execute.threads",
-            "storage.stand_in",
+            "storage.sparse_copy",
             "verification.card",
             "verification.levels",
             "verification.values",

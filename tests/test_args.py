@@ -421,7 +421,7 @@ def test_a_renamed_checkpoint_keeps_its_iteration(tiny_model: TinyModel, tmp_pat
     planned = mckpt.plan(
         tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2)
     )
-    assert planned.destination.unit == "iter_0000500"
+    assert planned.destination.iteration_name == "iter_0000500"
 
 
 def test_files_that_no_rank_saved_are_not_required(tiny_model: TinyModel, tmp_path: Path) -> None:

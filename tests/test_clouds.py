@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mckpt.storage import stand_in, stores
+from mckpt.storage import sparse_copy, stores
 from tests.door import good, refused
 from tests.s3_server import Fault, Server
 from tests.test_stores import SIZES, SRC, files, small_groups
@@ -78,7 +78,7 @@ def test_faults_are_survived_or_end_the_run(cloud: tuple[Server, str], tmp_path:
     server.set(Fault("GET", "safetensors", "403", 99))
     args = ("hf-to-megatron", f"{url}/hf", tmp_path / "none")
     error = refused(7, "refused access", args=args)
-    assert SECRET not in error and stand_in.TEMPORARY not in error
+    assert SECRET not in error and sparse_copy.TEMPORARY not in error
     assert not (tmp_path / "none" / "release").exists()
     server.set()
     weights = server.keys("bucket")["hf/model.safetensors"]

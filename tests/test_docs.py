@@ -25,7 +25,7 @@ import pytest
 
 from mckpt.geometry.packing import PACKINGS
 from mckpt.mapping import reading, rule_reading
-from mckpt.mapping.hub import FOLDER
+from mckpt.mapping.schema import FOLDER
 from tests import made_models, matrix
 from tests.test_family_models import ENCODERS, UNLOADABLE
 from tests.tiny import CASES

@@ -13,8 +13,8 @@ import mckpt
 from mckpt import formats, mapping
 from mckpt.checkpoint.inspection import inspect
 from mckpt.errors import MappingError, UsageError
-from mckpt.mapping import hub, reading
-from mckpt.mapping.hub import FOLDER
+from mckpt.mapping import reading, schema
+from mckpt.mapping.schema import FOLDER
 from tests import tiny
 from tests.tiny import TinyModel
 
@@ -77,7 +77,7 @@ def own_mappings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     shutil.copytree(FOLDER, folder)
 
     def forget() -> None:
-        for cached in (reading.names, reading.load, hub):
+        for cached in (reading.names, reading.load, schema):
             cached.cache_clear()
 
     monkeypatch.setattr(reading, "FOLDER", folder)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mckpt.storage import descriptors, stand_in
+from mckpt.storage import descriptors, sparse_copy
 from mckpt.storage import hub as names
 from tests.door import ROOT, Said, good, mckpt, refused, run, tree
 from tests.hub_server import SIGNATURE, TOKEN, Fault, Hub, serving, sha256
@@ -200,8 +200,8 @@ def test_a_description_downloads_no_weights(hub, cli, tmp_path):
 def test_inspect_and_plan_read_only_headers(hub, cli, sharded, tmp_path, monkeypatch):
     hub.add(MODEL, sharded)
     hub.commit("org/single", {p.name: p.read_bytes() for p in SRC.iterdir() if p.is_file()})
-    monkeypatch.setattr(stand_in, "BLOCK", 1000)  # less than the headers have
-    monkeypatch.setattr(stand_in, "SMALL", 0)
+    monkeypatch.setattr(sparse_copy, "BLOCK", 1000)  # less than the headers have
+    monkeypatch.setattr(sparse_copy, "SMALL", 0)
     for name, folder in ((MODEL, sharded), ("org/single", SRC)):
         there, here = (cli("inspect", p, "--json").out for p in (name, folder))
         at = next(p for p in json.loads(here) if json.loads(here)[p] == str(folder))

@@ -326,11 +326,13 @@ def test_every_shipped_mapping_file_is_complete(kind: str, name: str) -> None:
     file = mapping.load(kind, name)
     assert file.rules
     silent = [
-        d for d, about in mapping.hub().dims.items() if about.neutral is None and d not in file.dims
+        d
+        for d, about in mapping.schema().dims.items()
+        if about.neutral is None and d not in file.dims
     ]
     assert silent == []
     used = {e for r in file.rules for e in r.of}
-    assert used <= set(mapping.hub().tensors)
+    assert used <= set(mapping.schema().tensors)
     assert not file.inert & {k for d in file.dims.values() for k in d.keys}
 
 
@@ -445,10 +447,8 @@ def scaled() -> str:
 
 @pytest.fixture
 def restored() -> Iterator[None]:
-    """Takes what a test adds to the hub out of it again: later plans of this process would have it
-    too.
-    """
-    known = mapping.hub()
+    """Removes what a test added to the schema; else later plans of this process would have it."""
+    known = mapping.schema()
     tables = (known.dims, known.tensors, known.added)
     before = [dict(table) for table in tables]
     yield

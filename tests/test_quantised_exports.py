@@ -17,7 +17,7 @@ from mckpt.errors import UsageError
 from mckpt.formats.base import Names
 from mckpt.formats.hf import HuggingFaceRequest, lay_out, unquantised
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import hub
+from mckpt.mapping import schema
 from tests import tiny
 from tests.door import good, refused, shard
 from tests.test_quantised_checkpoints import quantised
@@ -237,4 +237,4 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_the_listed_weights_are_logical_tensors() -> None:
-    assert hub().quantised and hub().quantised <= hub().tensors.keys()
+    assert schema().quantised and schema().quantised <= schema().tensors.keys()

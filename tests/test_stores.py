@@ -23,7 +23,7 @@ from safetensors.numpy import load_file, save_file
 import mckpt as package
 from mckpt.conversion import sending, store_journal, to_store
 from mckpt.errors import SourceError, UsageError
-from mckpt.storage import stand_in, stores
+from mckpt.storage import sparse_copy, stores
 from tests import test_towers
 from tests.door import ROOT, TRACKER, Said, command_line, good, mckpt, refused, tree
 from tests.s3_server import Fault, Server
@@ -72,7 +72,7 @@ def cli(bucket: str) -> Cli:
         said = mckpt(*(str(a).replace("s3:", f"s3://{bucket}/") for a in args))
         assert said.code == code, said
         assert "Traceback" not in said.err and SECRET not in said.out + said.err
-        assert str(stand_in.TEMPORARY) not in said.out + said.err
+        assert str(sparse_copy.TEMPORARY) not in said.out + said.err
         return said
 
     return call
@@ -193,8 +193,8 @@ def test_a_header_is_read_without_the_weights(
     folder = tmp_path / "model"
     shutil.copytree(tiny_model("qwen3-moe"), folder)
     server.put(bucket, folder, "big/")
-    monkeypatch.setattr(stand_in, "BLOCK", 4096)
-    monkeypatch.setattr(stand_in, "SMALL", 0)
+    monkeypatch.setattr(sparse_copy, "BLOCK", 4096)
+    monkeypatch.setattr(sparse_copy, "SMALL", 0)
     size = (folder / "model.safetensors").stat().st_size
     server.set()
     cli("inspect", "s3:big")
@@ -239,10 +239,10 @@ def test_python_reads_slices_and_pickles_keep_the_url(server, bucket, tmp_path):
     name = "layers.3.attn.q.weight"
     assert (there[name][5:9].numpy() == here[name][5:9].numpy()).all()
     held = pickle.dumps(there)
-    stand_in.clean()
+    sparse_copy.clean()
     again = pickle.loads(held)
     assert (again[name].numpy() == here[name].numpy()).all()
-    stand_in.clean()
+    sparse_copy.clean()
 
 
 # --------------------------------------------------------------------------- in the way, and locked
@@ -266,16 +266,16 @@ def test_a_checkpoint_in_the_way_is_kept_or_replaced(cli, server, bucket, fetche
 
 def test_two_runs_that_start_at_once_do_not_mix(cli, server, bucket, monkeypatch):
     """The other run writes its intent between two looks of this one."""
-    put, seen = stand_in.StandIn.put, []
+    put, seen = sparse_copy.SparseCopy.put, []
 
-    def races(place: stand_in.StandIn, name: str, data: Any) -> str:
+    def races(place: sparse_copy.SparseCopy, name: str, data: Any) -> str:
         version = put(place, name, data)
         if name.endswith("intent.json") and not seen:
             seen.append(name)
-            put(place, f"{stand_in.Path(name).parent}x/intent.json", data)
+            put(place, f"{sparse_copy.Path(name).parent}x/intent.json", data)
         return version
 
-    monkeypatch.setattr(stand_in.StandIn, "put", races)
+    monkeypatch.setattr(sparse_copy.SparseCopy, "put", races)
     said = cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES, code=6).err
     assert "another mckpt is writing here" in said
     assert not any("/iter_" in name for name in server.keys(bucket))
@@ -283,15 +283,15 @@ def test_two_runs_that_start_at_once_do_not_mix(cli, server, bucket, monkeypatch
 
 def during_the_first_file(monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> None:
     """Lets `call` happen once, when a run is about to send its first file of weights."""
-    put, seen = stand_in.StandIn.put, []
+    put, seen = sparse_copy.SparseCopy.put, []
 
-    def hooked(place: stand_in.StandIn, name: str, data: Any) -> Any:
+    def hooked(place: sparse_copy.SparseCopy, name: str, data: Any) -> Any:
         if not seen and name.endswith(".pt"):
             seen.append(name)
             call()
         return put(place, name, data)
 
-    monkeypatch.setattr(stand_in.StandIn, "put", hooked)
+    monkeypatch.setattr(sparse_copy.SparseCopy, "put", hooked)
 
 
 def test_the_tracker_does_not_go_back(cli, server, bucket, monkeypatch, tmp_path):
@@ -452,7 +452,7 @@ def test_runs_leave_no_temporary_directories(tmp_path, monkeypatch, bucket):
     held = len(list(tmp_path.iterdir()))
     plan.run()
     assert len(list(tmp_path.iterdir())) == held
-    stand_in.clean()
+    sparse_copy.clean()
 
 
 def test_runs_of_other_checkpoints_are_let_alone(cli, server, bucket, tmp_path):
@@ -553,7 +553,7 @@ def test_a_source_that_changes_is_not_mixed(server, bucket, tmp_path):
     with pytest.raises(SourceError, match="was changed while it was read"):
         plan.run()
     assert not (tmp_path / "out" / "release").exists()
-    stand_in.clean()
+    sparse_copy.clean()
 
 
 def test_a_run_that_ended_between_two_side_files_goes_on(cli, server, bucket, local, fetched):
@@ -587,7 +587,7 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    left = list(tmp_path.glob(f"{stand_in.TEMPORARY}*"))
+    left = list(tmp_path.glob(f"{sparse_copy.TEMPORARY}*"))
     sent = {n.split("/")[-2] for n in server.keys(bucket) if n.endswith("model_optim_rng.pt")}
     assert left and 0 < len(sent) < 4
     said = cli("inspect", "s3:m", code=3).err
@@ -599,7 +599,9 @@ def test_a_killed_run_goes_on_from_the_journal_in_the_store(
     server.set()
     done = subprocess.run(line, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert not list(tmp_path.glob(f"{stand_in.TEMPORARY}*")), "the killed run left its files here"
+    assert not list(tmp_path.glob(f"{sparse_copy.TEMPORARY}*")), (
+        "the killed run left its files here"
+    )
     puts = [one for one in server.control()["log"] if one.startswith("PUT") and ".pt" in one]
     assert len(puts) == 4 - len(sent)
     assert "continues: " in done.stderr and "B are there" in done.stderr
@@ -713,7 +715,7 @@ def test_the_profiles_of_aws_are_used(cli, server, monkeypatch, tmp_path):
 def test_nothing_secret_is_stored(cli, server, bucket):
     cli("hf-to-megatron", "s3:hf", "s3:m", *SIZES)
     held = b"".join(path.read_bytes() for path in server.keys(bucket).values())
-    for secret in (SECRET, "AKIAEXAMPLE", server.url, stand_in.TEMPORARY):
+    for secret in (SECRET, "AKIAEXAMPLE", server.url, sparse_copy.TEMPORARY):
         assert secret.encode() not in held
 
 
@@ -747,7 +749,7 @@ def test_an_answer_that_is_too_short_is_an_error(tmp_path):
     with pytest.raises(SourceError, match=r"model\.safetensors: the store sent .* instead of"):
         for name in there:
             there[name].numpy()
-    stand_in.clean()
+    sparse_copy.clean()
 
 
 def test_an_object_that_changed_between_listing_and_reading_is_an_error(

@@ -17,7 +17,7 @@ from isal import isal_zlib
 
 from mckpt.containers.entries import Span
 from mckpt.execute.files import OpenFiles, read_at
-from mckpt.execute.threads import Crew
+from mckpt.execute.threads import ThreadPool
 from mckpt.progress import OnProgress, Progress
 from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
@@ -145,9 +145,9 @@ def scan(
                 before = strange.get(id(one.span))
                 strange[id(one.span)] = _joined(before, one) if before else one
 
-    crew = Crew(threads or min(len(os.sched_getaffinity(0)), THREADS), SLAB + LONGEST)
+    pool = ThreadPool(threads or min(len(os.sched_getaffinity(0)), THREADS), SLAB + LONGEST)
     try:
-        crew.each(
+        pool.each(
             iter(range(len(slabs))),
             lambda slab: frozenset(),
             work,
@@ -155,8 +155,9 @@ def scan(
         )
     finally:
         opened.close()
-    with ThreadPoolExecutor(crew.threads, "sums") as pool:  # for a digest each file is read again
-        for checked, broken in pool.map(_compare, held):
+    # for a digest each file is read again
+    with ThreadPoolExecutor(pool.threads, "sums") as readers:
+        for checked, broken in readers.map(_compare, held):
             out.checked += checked
             out.broken += broken
     out.strange = sorted(strange.values(), key=lambda s: (s.span.path, s.first))

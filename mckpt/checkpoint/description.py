@@ -180,7 +180,7 @@ def unstored(
     """
     found: dict[str, Any] = {}
     for name, spec in family.dims.items():
-        neutral = mapping.hub().dims[name].neutral
+        neutral = mapping.schema().dims[name].neutral
         if spec.tensor and spec.tensor not in keys and (spec.has_const or neutral is not None):
             value = neutral({}) if neutral is not None and not spec.has_const else spec.const
             said = family.said_of(name, config).values()
@@ -234,7 +234,7 @@ def completed(root: Path, known: Mapping[str, Any]) -> Dims:
 
     Raises UsageError, which names the dims that have no neutral value.
     """
-    dims = mapping.hub().dims
+    dims = mapping.schema().dims
     missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
     if missing:
         raise UsageError(

@@ -17,13 +17,13 @@ from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.interface import as_megatron
 from mckpt.formats.megatron.save_directory import (
     MAPPING,
-    Unit,
+    IterationDirectory,
     find,
+    is_iteration_name,
     is_save_directory,
-    is_unit_name,
     iteration_of,
 )
-from mckpt.storage import manifest, stand_in
+from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.manifest import Manifest, Recorded
 from mckpt.storage.staging import refuse_half_sent, unfinished
 
@@ -37,7 +37,7 @@ class CheckpointFiles:
 
     path: Path  # a local directory; a temporary one in place of a URL
     options: SourceOptions  # the user's description, in which `like` is a local directory
-    unit: Unit | None  # of a Megatron checkpoint: its place in a save directory
+    iteration_directory: IterationDirectory | None  # of a Megatron checkpoint
     opened: Opened
 
     @property
@@ -46,19 +46,27 @@ class CheckpointFiles:
         return self.opened.format.megatron
 
     @property
+    def save_directory(self) -> Path | None:
+        """Returns the save directory of a Megatron checkpoint whose directory has the name of an
+        iteration or of a release; else None.
+        """
+        own = self.iteration_directory
+        return own.root if own is not None and is_iteration_name(own.name) else None
+
+    @property
     def iteration(self) -> int | None:
         """Returns the iteration in the name of a Megatron checkpoint's directory; None if the name
         has none.
         """
-        named = self.unit is not None and is_unit_name(self.unit.name)
-        return iteration_of(self.unit.name) if self.unit and named else None
+        own = self.iteration_directory
+        return iteration_of(own.name) if own is not None and self.save_directory else None
 
     @property
     def root(self) -> Path:
         """Returns the directory that no destination may overlap: the save directory, or the
         directory of the checkpoint itself.
         """
-        return self.unit.root if self.unit and is_unit_name(self.unit.name) else self.path
+        return self.save_directory or self.path
 
     @cached_property
     def hf_directory(self) -> Path | None:
@@ -66,10 +74,9 @@ class CheckpointFiles:
         checkpoint, where Megatron-Bridge and NeMo-RL write it, else in the save directory. None if
         it is missing.
         """
-        if self.unit is None:
-            return None
-        saved = [self.unit.root / "hf"] if is_unit_name(self.unit.name) else []
-        sides = [self.unit.path / "hf", *saved]
+        own = self.iteration_directory
+        parents = [own.path if own else None, self.save_directory]
+        sides = [parent / "hf" for parent in parents if parent is not None]
         return next((side for side in sides if (side / CONFIG).is_file()), None)
 
     @property
@@ -90,7 +97,9 @@ class CheckpointFiles:
     @cached_property
     def manifest(self) -> Manifest:
         """Returns the content of mckpt.json; {} if mckpt did not write this checkpoint."""
-        return manifest.read(self.unit.path if self.unit else self.path)
+        return manifest.read(
+            self.iteration_directory.path if self.iteration_directory else self.path
+        )
 
     @property
     def recorded_side(self) -> dict[str, Recorded]:
@@ -150,7 +159,7 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         options = replace(options, like=places.local(options.like, weights=False))
     if not local.exists():
         raise SourceError(f"{local}: does not exist{hf_hub.hint(local)}")
-    stand_in.refuse_empty(local)
+    sparse_copy.refuse_empty(local)
     if not local.is_dir():
         other = foreign.program_of(local)
         raise SourceError(other or f"{local}: is a file; give the directory of a checkpoint")
@@ -165,15 +174,15 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
         return CheckpointFiles(local, options, None, format.open(local))
     if not is_save_directory(local) and (other := foreign.program_of(local)):
         raise SourceError(other)
-    unit = find(local, options.iteration)
-    refuse_half_sent(unit.path)
-    places.ready(local, unit.path)
-    format = formats.detect(unit.path, megatron=True)
+    directory = find(local, options.iteration)
+    refuse_half_sent(directory.path)
+    places.ready(local, directory.path)
+    format = formats.detect(directory.path, megatron=True)
     if format is not None:
-        return CheckpointFiles(local, options, unit, format.open(unit.path))
+        return CheckpointFiles(local, options, directory, format.open(directory.path))
     if state := unfinished(local):
         raise SourceError(f"{local}: no checkpoint is here yet. {state}")
     raise SourceError(
-        f"{unit.path}: no checkpoint that mckpt knows: neither"
+        f"{directory.path}: no checkpoint that mckpt knows: neither"
         f" {', nor '.join(formats.get(name).seen_as for name in formats.FORMATS)}"
     )

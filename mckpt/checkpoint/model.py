@@ -211,7 +211,7 @@ class ModelDescription:
         return {
             n: v
             for n, v in (self._recorded if self.files.is_megatron else {}).items()
-            if n in mapping.hub().dims and (n in accepted or "config" in accepted)
+            if n in mapping.schema().dims and (n in accepted or "config" in accepted)
         }
 
     def _config_dims(

@@ -29,9 +29,9 @@ class SourceOptions:
         if not isinstance(self.settings, Mapping):
             raise UsageError(f"settings is {self.settings!r}, and must be a dict of dims")
         if self.settings:
-            from mckpt.mapping import hub
+            from mckpt.mapping import schema
 
-            for name in self.settings.keys() - hub().dims.keys():
+            for name in self.settings.keys() - schema().dims.keys():
                 raise UsageError(
                     f"settings: there is no dim {name!r}; `mckpt mappings show logical` lists them"
                 )

@@ -52,7 +52,7 @@ from mckpt.cli.options import (
     target_iteration_option,
 )
 from mckpt.errors import DestinationError, UsageError, counted
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
@@ -174,7 +174,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
         state = f"its optimizer state ({found.form})" if found else "it has no optimizer state, and"
         text = f"{source.opened.root}: is portable already: {state} loads at any sizes"
         return Outcome("portable already", str(source.opened.root), text)
-    if dst is None and stand_in.of(src) is not None:
+    if dst is None and sparse_copy.of(src) is not None:
         raise UsageError(f"{src}: give DST too; only beside a local directory there is a default")
     dst = dst or src.parent / f"{src.name}-portable"
     return _convert(source, dst, target, options)
@@ -347,7 +347,9 @@ def _write(
     workers, as_json = options["workers"] or 1, options["as_json"]
     try:
         planned = _plan(source, dst, target, options, helps=ranks.rank > 0)
-        remote = [p for p in (source.path, planned.destination.root) if stand_in.of(p) is not None]
+        remote = [
+            p for p in (source.path, planned.destination.root) if sparse_copy.of(p) is not None
+        ]
         if workers > 1 and remote:  # the libraries of stores do not survive a fork
             raise UsageError(
                 f"--workers {workers}: {remote[0]} is not on this machine, and such a run uses"

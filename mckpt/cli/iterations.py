@@ -36,12 +36,12 @@ from mckpt.formats.megatron.save_directory import (
     TRACKER,
     Tracker,
     find,
-    is_unit_name,
+    is_iteration_name,
+    iteration_name,
     iteration_of,
     iterations_of,
-    unit_name,
 )
-from mckpt.storage import stand_in, stores
+from mckpt.storage import sparse_copy, stores
 from mckpt.storage.staging import MANIFEST, OVER, STAGING, sweep
 from mckpt.values.sizes import parse_duration
 
@@ -172,7 +172,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
 
 
 def _resolved(dst: Path | None) -> Path | None:
-    """Returns DST; for a URL, the stand-in of the part before {iteration}, and the rest."""
+    """Returns DST; for a URL, the sparse copy of the part before {iteration}, and the rest."""
     url = stores.parse(dst) if dst is not None else None
     if dst is None or url is None:
         return dst
@@ -314,7 +314,7 @@ class _Run:
             wanted = chosen(text, there)
             pending = {}
             for n in [n for n in there if n in wanted][-self.keep if self.keep else 0 :]:
-                now = look(self.src / unit_name(n))
+                now = look(self.src / iteration_name(n))
                 before, tries = handled.get(n, ([], 0))
                 failed = n in self.outcomes and self.outcomes[n].exit_code != 0
                 if now != before or (failed and tries < TRIES):
@@ -326,7 +326,7 @@ class _Run:
             for n, (before, tries) in pending.items():
                 if until is not None and n > until:
                     handled[n] = before, tries
-                elif look(self.src / unit_name(n)) == before:
+                elif look(self.src / iteration_name(n)) == before:
                     handled[n] = before, tries
                     self.one(n)
             if not pending or any(o.exit_code for o in self.outcomes.values()):
@@ -414,7 +414,7 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
     """Returns the iterations of a save directory that training has completed, and those that it may
     still be writing: Megatron lets the tracker name an iteration after its last file.
     """
-    stand_in.refresh(src)
+    sparse_copy.refresh(src)
     there, says = iterations_of(src), Tracker(src).says()
     if not says.isdecimal():  # no tracker, or the one of a release: nothing says what is complete
         return ([], there) if says else (there, [])
@@ -424,7 +424,7 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
 def look(path: Path) -> Look:
     """Returns name, bytes and mtime of every file below a directory, sorted."""
     out = []
-    stand_in.refresh(path)
+    sparse_copy.refresh(path)
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
@@ -454,22 +454,26 @@ def wait(src: Path, iteration: int | None, patience: float, pause: float) -> Non
 
 def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
     """Returns the directory of a checkpoint if it is complete; else None and what is missing."""
-    stand_in.refresh(src)
+    sparse_copy.refresh(src)
     if not src.is_dir():
         return None, "is not there"
     try:
-        unit = find(src, iteration)
+        directory = find(src, iteration)
     except (SourceError, UsageError) as e:
         return None, f"{e}".removeprefix(f"{src.resolve()}: ")
-    says = Tracker(unit.root).says() if is_unit_name(unit.name) else ""
-    if not says and unit.path != src.resolve():
+    says = Tracker(directory.root).says() if is_iteration_name(directory.name) else ""
+    if not says and directory.path != src.resolve():
         return None, f"has no {TRACKER} yet"
-    number = iteration_of(unit.name) if says.isdecimal() else None
+    number = iteration_of(directory.name) if says.isdecimal() else None
     if number is not None and number > int(says):
         return None, f"{TRACKER} names {says} and not yet {number}"
-    if not says and any(unit.path.glob("*.distcp")) and not (unit.path / ".metadata").exists():
-        return None, f"{unit.path / '.metadata'} is not there"
-    return unit.path, ""
+    if (
+        not says
+        and any(directory.path.glob("*.distcp"))
+        and not (directory.path / ".metadata").exists()
+    ):
+        return None, f"{directory.path / '.metadata'} is not there"
+    return directory.path, ""
 
 
 # ------------------------------------------------------------------------------------------- --keep
@@ -484,7 +488,7 @@ def remove(path: Path) -> str:
 
     if path.is_symlink():
         return f"{path}: is kept, because it is a link"
-    stand_in.refresh(path)
+    sparse_copy.refresh(path)
     roots = [path, *path.glob("iter_*"), *path.glob("release")]
     known = {str(path / TRACKER), str(path / MAPPING)}
     for root in roots:
@@ -500,7 +504,7 @@ def remove(path: Path) -> str:
         return f"{path}: is kept, because it {what}"
     if Tracker(path.parent).says() in (path.name, str(int(re.sub(r"\D", "", path.name) or 0))):
         return f"{path}: is kept, because {path.parent / TRACKER} names it"
-    if stand_in.remove(path):
+    if sparse_copy.remove(path):
         return ""
     aside = path.with_name(f"{STAGING}removed-{path.name}{OVER}")
     shutil.rmtree(aside, ignore_errors=True)

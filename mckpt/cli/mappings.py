@@ -45,7 +45,7 @@ def show(name: str) -> None:
     NAME is a family (llama), a dialect (gpt), or logical, the list of all dims and logical tensors.
     """
     from mckpt import mapping
-    from mckpt.mapping.hub import FOLDER
+    from mckpt.mapping.schema import FOLDER
 
     if name == "logical":
         document((FOLDER / "logical.yaml").read_text(encoding="utf-8"))

@@ -102,8 +102,8 @@ def main() -> None:
     finally:
         errors.show_options(before)
         # without importing it for a command that reads no store
-        if (stand_in := sys.modules.get("mckpt.storage.stand_in")) is not None:
-            stand_in.clean()
+        if (sparse_copy := sys.modules.get("mckpt.storage.sparse_copy")) is not None:
+            sparse_copy.clean()
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -20,7 +20,7 @@ from mckpt.cli.options import (
     run_options,
 )
 from mckpt.errors import UsageError
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 
 DTYPE_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
 
@@ -189,7 +189,7 @@ def train(
         )
     launching.require("torch", "megatron", "psutil")
     opened = api.open(checkpoint)
-    stand_in.refuse(opened.path, "mckpt train")
+    sparse_copy.refuse(opened.path, "mckpt train")
     if opened.is_megatron and (not opened.dims["causal"] or opened.dims["encoder_layers"]):
         kind = "has" if opened.dims["encoder_layers"] else "is"
         raise UsageError(

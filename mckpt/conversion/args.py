@@ -129,7 +129,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
 
 def _iteration(decided: Decided) -> int:
     """Returns the iteration of the directory that is written; 0 for a release."""
-    return iteration_of(str(decided.destination.unit)) or 0
+    return iteration_of(str(decided.destination.iteration_name)) or 0
 
 
 def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:

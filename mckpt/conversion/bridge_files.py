@@ -44,8 +44,8 @@ def bridge_files(decided: Decided) -> list[TargetFile]:
     if (
         carried
         and state.exists()
-        and source.files.unit is not None
-        and source.files.unit.name == decided.destination.unit
+        and source.files.iteration_directory is not None
+        and source.files.iteration_directory.name == decided.destination.iteration_name
     ):
         out.append(TargetFile.whole(TRAIN_STATE, read_file(state, 1 << 20)))
     return out

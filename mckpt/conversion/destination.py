@@ -21,7 +21,7 @@ from mckpt.formats import places
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import Tracker
-from mckpt.storage import manifest, stand_in
+from mckpt.storage import manifest, sparse_copy
 from mckpt.storage.staging import (
     INTENT,
     LOCK,
@@ -43,14 +43,14 @@ from mckpt.storage.staging import (
 
 
 class Destination:
-    """The place of one checkpoint: a unit of a Megatron save directory, or (unit None) a Hugging
-    Face directory.
+    """The place of one checkpoint: the directory `iteration_name` in a Megatron save directory, or
+    a Hugging Face directory, where that name is None.
     """
 
     def __init__(
         self,
         root: Path,
-        unit: str | None,
+        iteration_name: str | None,
         format: Format,
         source: Path,
         *,
@@ -63,12 +63,12 @@ class Destination:
         helps: do not check yet whether the destination is occupied; the caller calls `check` later,
         or rank 0 checks it.
         """
-        self.root, self.unit, self.format = places.target(root), unit, format
+        self.root, self.iteration_name, self.format = places.target(root), iteration_name, format
         self.overwrite = overwrite
-        self.path = self.root / unit if unit else self.root
+        self.path = self.root / iteration_name if iteration_name else self.root
         self.tracker = Tracker(self.root, update_tracker)
         self._staging: Path | None = None  # staging directory of the running plan
-        stand_in.fill(self.root / "hf")
+        sparse_copy.fill(self.root / "hf")
         self._refuse_near(source)
         if self.root.exists() and not self.root.is_dir():
             raise DestinationError(f"{self.root}: is a file; give a directory")
@@ -119,7 +119,7 @@ class Destination:
         """
         if not self.path.is_dir():
             return [self.path.name] if os.path.lexists(self.path) else []
-        if stand_in.of(self.root) is not None:
+        if sparse_copy.of(self.root) is not None:
             intent = intended(self.root, staging)
             there = [p for p in sorted(self.path.rglob("*")) if p.is_file()]
             names = [p.relative_to(self.root).as_posix() for p in there]
@@ -130,8 +130,8 @@ class Destination:
         for folder in runs if staging is None else [staging]:
             for name, identities in marked(folder).items():
                 half.setdefault(name, set()).update(identities)
-        if self.unit is not None:
-            ours = self.unit in half and identity(self.path) in half[self.unit]
+        if self.iteration_name is not None:
+            ours = self.iteration_name in half and identity(self.path) in half[self.iteration_name]
             return [] if ours else sorted(p.name for p in self.path.iterdir())
         there = sorted(p for p in self.path.iterdir() if not p.name.startswith(STAGING))
         return [p.name for p in there if p.name not in half or identity(p) not in half[p.name]]
@@ -150,7 +150,7 @@ class Destination:
         out = []
         for folder, inner, names in os.walk(self.path):
             here = Path(folder).relative_to(self.path)
-            if self.unit is None and here == Path():
+            if self.iteration_name is None and here == Path():
                 inner[:] = [d for d in inner if not d.startswith(STAGING)]
             links = [d for d in inner if (Path(folder) / d).is_symlink()]
             for name in (*names, *links):
@@ -238,7 +238,7 @@ class Destination:
         """Removes the staging directories that killed runs had begun to remove, and those of these
         plans, whose output is in place.
         """
-        place = stand_in.of(self.root)
+        place = sparse_copy.of(self.root)
         for plan in plans:
             folder = self.staging_directory(plan)
             if place is not None and not (folder / INTENT).exists():
@@ -254,14 +254,14 @@ class Destination:
 
     def tracker_note(self) -> str | None:
         """Returns a note if the tracker will still name another checkpoint, else None."""
-        return None if self.unit is None else self.tracker.note(self.unit)
+        return None if self.iteration_name is None else self.tracker.note(self.iteration_name)
 
     def left_over(self) -> list[tuple[Path, int]]:
         """Returns the staging directories in this destination that neither this plan nor a running
         mckpt uses, each with its size on disk in bytes. None in a store, which has no locks.
         """
         out: list[tuple[Path, int]] = []
-        if stand_in.of(self.root) is not None:
+        if sparse_copy.of(self.root) is not None:
             return out
         for folder in staging_directories(self.root):
             with suppress(OSError):

@@ -14,7 +14,7 @@ from mckpt.conversion.identity import State, key_of
 from mckpt.conversion.plan_data import PlanData
 from mckpt.errors import StorageError, shown
 from mckpt.execute.checksums import KINDS
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
 
@@ -72,8 +72,8 @@ def settle(plan: PlanData, verdict: Verdict) -> None:
     """
     destination, manifest, state = plan.destination, verdict.manifest, verdict.state
     assert manifest is not None and state is not None
-    if destination.unit is not None:
-        destination.tracker.settle(destination.unit)
+    if destination.iteration_name is not None:
+        destination.tracker.settle(destination.iteration_name)
     known = str(manifest.get("read"))
     shared = {known.partition(":")[0], state.shared}
     destination.clean(*(key_of(plan, kind, one) for kind in KINDS for one in shared))
@@ -125,7 +125,7 @@ def _note(path: Path, known: str, state: str) -> None:
     any case, whose state fits this source or no source.
     """
     with suppress(OSError, StorageError):  # such as a destination that is read-only
-        if (place := stand_in.of(path)) is not None:
+        if (place := sparse_copy.of(path)) is not None:
             place.put(place.name(path), path.read_bytes().replace(known.encode(), state.encode()))
             return
         with open(path, "r+b") as file:

@@ -94,7 +94,7 @@ def facts_of(
                 {"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files
             ],
         },
-        "mapping": {"name": file.name, "digest": file.digest, "logical": mapping.hub().digest},
+        "mapping": {"name": file.name, "digest": file.digest, "logical": mapping.schema().digest},
         "dims": (
             {
                 k: list(v) if isinstance(v, tuple) else v

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mckpt.conversion.plan_data import PlanData
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import Stamp, stamp
 
 
@@ -27,7 +27,7 @@ class State:
         """Returns the state of the files now; with `refresh`, lists the stores that have them."""
         files = [*plan.source.layout.files, *map(str, plan.copied)]
         if refresh:
-            for place in {id(one): one for one in map(stand_in.of, files) if one}.values():
+            for place in {id(one): one for one in map(sparse_copy.of, files) if one}.values():
                 place.list()
         return cls([stamp(file) for file in files])
 

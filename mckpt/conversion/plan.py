@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mckpt.conversion.plan_data import PlanData
 from mckpt.execute.ranks import Ranks
 from mckpt.progress import OnProgress, watched
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Plan(PlanData):
         """
         from mckpt.conversion.moving import RunSettings, cluster_of
 
-        if stand_in.of(self.destination.root) is None:
+        if sparse_copy.of(self.destination.root) is None:
             from mckpt.conversion.run import run
         else:
             from mckpt.conversion.to_store import run

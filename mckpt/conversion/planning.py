@@ -21,7 +21,7 @@ from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_meg
 from mckpt.errors import DestinationError, UsageError
 from mckpt.formats.hf_config import has_tokenizer, side_files
 from mckpt.formats.megatron import megatron_args
-from mckpt.formats.megatron.save_directory import is_unit_name, unit_name
+from mckpt.formats.megatron.save_directory import is_iteration_name, iteration_name
 
 
 def make_plan(
@@ -52,7 +52,7 @@ def make_plan(
     refuse_options(target, format, source)
     destination = Destination(
         Path(dst),
-        _unit(source, target) if format.megatron else None,
+        _name_of_iteration(source, target) if format.megatron else None,
         format,
         source.files.root,
         overwrite=overwrite,
@@ -62,17 +62,17 @@ def make_plan(
     return (plan_megatron if format.megatron else plan_hf)(source, destination, target)
 
 
-def _unit(source: Checkpoint, target: TargetOptions) -> str:
+def _name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
     """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
     else from the source's name, else from the source's iteration.
     """
     if target.iteration is not None:
-        return unit_name(target.iteration)
-    if source.files.unit is not None and is_unit_name(source.files.unit.name):
-        return source.files.unit.name
-    common = source.files.common
+        return iteration_name(target.iteration)
+    directory, common = source.files.iteration_directory, source.files.common
+    if directory is not None and is_iteration_name(directory.name):
+        return directory.name
     iteration = common.fields.get("iteration") if common else None
-    return unit_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
+    return iteration_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
 
 
 def done_already(

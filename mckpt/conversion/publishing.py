@@ -33,12 +33,12 @@ def publish(
             destination.refuse_occupied(staging)  # files may have appeared since the first check
             side.refuse_other()
             side.publish(staging)
-            if destination.unit is None:
+            if destination.iteration_name is None:
                 mark({path.name: path for path in data.iterdir()}, staging)
                 _place_files(destination, data, staging)
             else:
-                mark({destination.unit: data}, staging)
-                _place_unit(destination, destination.unit, data, staging)
+                mark({destination.iteration_name: data}, staging)
+                _place_iteration(destination, destination.iteration_name, data, staging)
             discard(staging)
     except OSError as e:
         what = f"{e.strerror or e} ({e.filename})"
@@ -62,7 +62,7 @@ def _alone(root: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _place_unit(destination: Destination, unit: str, data: Path, staging: Path) -> None:
+def _place_iteration(destination: Destination, name: str, data: Path, staging: Path) -> None:
     """Publishes a checkpoint of a save directory: the whole directory by one rename, then the
     tracker.
     """
@@ -70,8 +70,8 @@ def _place_unit(destination: Destination, unit: str, data: Path, staging: Path) 
         _put_aside(destination.path, staging)
     os.rename(data, destination.path)
     sync(destination.root)
-    if destination.tracker.moves_to(unit):
-        destination.tracker.move_to(unit)
+    if destination.tracker.moves_to(name):
+        destination.tracker.move_to(name)
 
 
 def _place_files(destination: Destination, data: Path, staging: Path) -> None:

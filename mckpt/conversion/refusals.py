@@ -101,13 +101,8 @@ def _refuse_unknown_names(target: TargetOptions, source: Checkpoint) -> None:
     "config" for a config that cannot be written at all.
     """
     keys = [] if source.is_megatron else source.mapping.unknown(read_config(source.path))
-    known = {
-        *mapping.hub().dims,
-        *keys,
-        *source.files.inexact,
-        "config",
-        *map(_arg, source.model.unknown_args),
-    }
+    args = map(_arg, source.model.unknown_args)
+    known = {*mapping.schema().dims, *keys, *source.files.inexact, "config", *args}
     unknown = [name for name in target.allow_inexact if name not in known]
     if not unknown:
         return  # without loading every dialect, which takes longer than the rest of a plan

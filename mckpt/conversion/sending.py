@@ -23,7 +23,7 @@ from mckpt.conversion.store_journal import Sent, StoreJournal
 from mckpt.errors import SourceError
 from mckpt.execute.engine import KNEE, Step, Tick
 from mckpt.geometry.join import Joined
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import TargetFile, stamp
 
 FILES = 2  # files that are sent at the same time, each in several parts
@@ -168,7 +168,7 @@ class Sender:
         for number in group:
             if number in self.carried and self.journal.there(number):
                 there = self.journal.files[number]
-                stand_in.whole(there)
+                sparse_copy.whole(there)
                 if not filecmp.cmp(folder / self.outputs[number].path, there, shallow=False):
                     raise other_tensors(there)
 
@@ -201,11 +201,11 @@ class Sender:
 @contextmanager
 def temporary() -> Iterator[Path]:
     """Yields a temporary directory of this process."""
-    folder = stand_in.temporary()
+    folder = sparse_copy.temporary()
     try:
         yield folder
     finally:
-        stand_in.discard(folder)
+        sparse_copy.discard(folder)
 
 
 def _ignore(text: str) -> None:

@@ -16,7 +16,7 @@ from mckpt.errors import DestinationError, SourceError
 from mckpt.formats.carried import FILES
 from mckpt.formats.hf_config import CONFIG, side_files
 from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import Stamp, TargetFile, checksum_of, mode_of, stamp_to_copy
 from mckpt.storage.staging import STAGING, sync
 
@@ -37,7 +37,7 @@ class SideFiles:
         self.carried = {Path(file.path).name: file.size for file in carried}
         paths = [source for source in files.values() if isinstance(source, Path)]
         for path in paths:
-            stand_in.whole(path)
+            sparse_copy.whole(path)
         self._stamps = {path: _state(stamp_to_copy(path)) for path in paths}  # when it was planned
 
     def check_unchanged(self) -> None:
@@ -75,7 +75,7 @@ class SideFiles:
         self.check_unchanged()
         if not self.files or not os.path.lexists(self.path):
             return
-        in_store = stand_in.of(self.path) is not None
+        in_store = sparse_copy.of(self.path) is not None
         half_sent = in_store and not (self.path / CONFIG).is_file()
         for name, source in self.files.items():
             path = self.path / name
@@ -175,7 +175,7 @@ def _state(found: Stamp) -> tuple[int | str, ...]:
 
 
 def _same(source: Path | bytes, path: Path) -> bool:
-    stand_in.whole(path)
+    sparse_copy.whole(path)
     return (
         path.read_bytes() == source
         if isinstance(source, bytes)

@@ -26,7 +26,7 @@ import msgspec
 from mckpt import errors
 from mckpt.conversion.destination import Destination
 from mckpt.errors import DestinationError, SourceError, StorageError
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.staging import INTENT, MANIFEST, STAGING, Intent, intent
 from mckpt.storage.stores import Object
 
@@ -74,7 +74,7 @@ class StoreJournal:
     ) -> None:
         self.destination, self.folder, self.files, self.rank = destination, folder, files, rank
         destination.uses(folder)
-        found = stand_in.of(destination.root)
+        found = sparse_copy.of(destination.root)
         assert found is not None
         self.place = found
         self.id = uuid.uuid4().hex
@@ -195,7 +195,7 @@ class StoreJournal:
         destination = self.destination
         files = [*self.files, destination.path / MANIFEST]
         names = [os.path.relpath(file, destination.root) for file in files]
-        announced: Intent = {"unit": destination.unit, "source": source, "files": names}
+        announced: Intent = {"unit": destination.iteration_name, "source": source, "files": names}
         self._end_dead_runs()
         self.resumes = resume and self._source() == source
         if not self.resumes:
@@ -260,7 +260,7 @@ class StoreJournal:
         self.place.list()
         found = set()
         for folder in self.destination.root.glob(f"{STAGING}*"):
-            if (there := intent(folder)) and there["unit"] == self.destination.unit:
+            if (there := intent(folder)) and there["unit"] == self.destination.iteration_name:
                 found.add(folder.name)
         return found
 

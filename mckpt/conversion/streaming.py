@@ -43,7 +43,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, key_pattern
 from mckpt.mapping.forms import part
 from mckpt.progress import OnProgress, Progress
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import REPLACED, discard
 from mckpt.values import dtypes
@@ -72,7 +72,7 @@ def opened(
     coming = iter(tensors)
     if (first := next(coming, None)) is None:
         raise SourceError("stream: has no tensors")
-    folder = stand_in.temporary()
+    folder = sparse_copy.temporary()
     show_as(str(folder), "stream")
     try:
         if isinstance(config, Mapping):
@@ -87,7 +87,7 @@ def opened(
         source = Checkpoint.open(folder, replace(known, trusted=True))
         yield source, Stream(source, itertools.chain([first], coming))
     finally:
-        stand_in.discard(folder)
+        sparse_copy.discard(folder)
 
 
 def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[str, str]) -> None:
@@ -257,7 +257,7 @@ def run(
         memory, threads, checksum, allow_overflow, False, False, None, progress, _ignore
     )
     root = plan.destination.root
-    if stand_in.of(root) is not None:
+    if sparse_copy.of(root) is not None:
         raise UsageError(
             f"{root}: a stream is written to a directory of this machine; write it there, and"
             " convert or copy it to the store"

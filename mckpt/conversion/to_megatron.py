@@ -143,7 +143,7 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
         parallel=parallel.args(),
         choices=dict(names.choices),
         padded_vocab_size=padded,
-        unit=destination.unit,
+        unit=destination.iteration_name,
         common=hashlib.sha256(
             safe_pickle.dumps({**args.common, **({"optimizer": [groups, scalers]} if kept else {})})
         ).hexdigest(),

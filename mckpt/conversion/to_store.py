@@ -68,7 +68,7 @@ class _Job:
         carried = frozenset(
             n
             for n, file in enumerate(files)
-            if destination.unit is not None and file.parent == plan.side.path
+            if destination.iteration_name is not None and file.parent == plan.side.path
         )
         # carried tensors first, because they may be refused
         self.groups = sorted(
@@ -200,8 +200,10 @@ class _Job:
         if self.last is not None:
             journal.put_ours(journal.files[self.last], self.kept)
         journal.place.list()  # another run may have moved the tracker meanwhile
-        if destination.unit is not None and destination.tracker.moves_to(destination.unit):
-            destination.tracker.move_to(destination.unit)
+        if destination.iteration_name is not None and destination.tracker.moves_to(
+            destination.iteration_name
+        ):
+            destination.tracker.move_to(destination.iteration_name)
         journal.remove()
         self._published()
 

@@ -15,7 +15,7 @@ from mckpt.execute.engine import Tick, finished, most_threads
 from mckpt.execute.files import OpenFiles, lay_out, sync_directories
 from mckpt.execute.mover import Mover
 from mckpt.execute.ranks import Ranks
-from mckpt.execute.threads import Crew
+from mckpt.execute.threads import ThreadPool
 from mckpt.execute.units import Work
 from mckpt.geometry.join import Cast
 from mckpt.storage.files import TargetFile
@@ -51,8 +51,8 @@ class Batches:
         )
         self.ranges: list[list[Range]] = [[] for _ in outputs]  # that were written into each file
 
-    def _crew(self, threads: int) -> Crew:
-        return Crew(threads, max(256, self.max_memory // threads))
+    def _pool(self, threads: int) -> ThreadPool:
+        return ThreadPool(threads, max(256, self.max_memory // threads))
 
     def do(self, copies: np.ndarray, tick: Tick) -> None:
         """Does some of the plan's copies: all that one tensor of the sources needs, of each."""
@@ -68,7 +68,7 @@ class Batches:
 
         sources = self.mover.sources.paths
         threads = self.threads or most_threads(work, sources, Ranks().cores, self.max_memory)
-        self._crew(threads).each(iter(range(len(work.slabs))), targets, move, tick)
+        self._pool(threads).each(iter(range(len(work.slabs))), targets, move, tick)
         for range_ in merged(written):
             self.ranges[range_[0]].append(range_)
 
@@ -82,8 +82,8 @@ class Batches:
                 targets, file, self.outputs[file], ranges, self.checksum, memory, check
             )
 
-        crew = self._crew(self.threads or Ranks().cores)
-        crew.each(iter(range(len(sums))), lambda file: frozenset([file]), finish, tick)
+        pool = self._pool(self.threads or Ranks().cores)
+        pool.each(iter(range(len(sums))), lambda file: frozenset([file]), finish, tick)
         sync_directories(self.outputs, self.staging)
         return sums
 

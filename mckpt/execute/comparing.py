@@ -13,7 +13,7 @@ from mckpt.execute.engine import most_threads
 from mckpt.execute.files import OpenFiles, read_at
 from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks
-from mckpt.execute.threads import Crew
+from mckpt.execute.threads import ThreadPool
 from mckpt.execute.units import Work
 from mckpt.geometry.join import Cast, Joined
 from mckpt.storage.files import TargetFile
@@ -65,7 +65,7 @@ def differing(
     )
     # the bytes to compare with take the other half of the memory
     threads = most_threads(work, sources, Ranks().cores, max_memory // 2)
-    crew = Crew(threads, max(256, max_memory // 2 // threads))
+    pool = ThreadPool(threads, max(256, max_memory // 2 // threads))
 
     def move(slab: int, memory: memoryview, check: Callable[[], None]) -> None:
         _, row, end, _, _ = work.slabs[slab].item()
@@ -87,8 +87,8 @@ def differing(
                 _compare(fd, memoryview(data), at, path)
 
     try:
-        crew.each(iter(range(len(work.slabs))), lambda slab: frozenset(), move, lambda: None)
-        crew.each(iter(range(len(outputs))), lambda file: frozenset(), fixed, lambda: None)
+        pool.each(iter(range(len(work.slabs))), lambda slab: frozenset(), move, lambda: None)
+        pool.each(iter(range(len(outputs))), lambda file: frozenset(), fixed, lambda: None)
     except (_Differs, Overflow) as found:  # no block of fp8 holds a value that is not finite
         return str(found)
     finally:

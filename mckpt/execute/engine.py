@@ -41,7 +41,7 @@ from mckpt.execute.files import OpenFiles, lay_out, read_at, sync_directories, w
 from mckpt.execute.journal import Journal, generation
 from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks, Session, awaited
-from mckpt.execute.threads import Crew
+from mckpt.execute.threads import ThreadPool
 from mckpt.execute.units import Work, is_quantised
 from mckpt.geometry.join import Cast
 from mckpt.lazy import distinct
@@ -279,7 +279,7 @@ class _Run:
             allow_overflow=job.allow_overflow,
         )
         self.targets = self.mover.targets
-        self.crew = Crew(job.threads, max(256, job.max_memory // job.threads))
+        self.pool = ThreadPool(job.threads, max(256, job.max_memory // job.threads))
         self.lock = threading.Lock()
         self.by_file: list[list[Range]] | None = None
         copies = self.work.copies
@@ -299,13 +299,13 @@ class _Run:
     def copy(self, units: range, tick: Tick) -> None:
         """Copies the units that are not done yet."""
         self.load(units)
-        self.crew.each(self.todo(units, self.job.threads), self.targets_of, self.move, tick)
+        self.pool.each(self.todo(units, self.job.threads), self.targets_of, self.move, tick)
 
     def end(self, files: range, tick: Tick) -> None:
         """Ends the files that are not ended yet, once all their units are done."""
         self.load_all(files, tick)
         unended = [file for file in files if self.journal.sum(file) is None]
-        self.crew.each(iter(unended), lambda file: frozenset([file]), self.finish, tick)
+        self.pool.each(iter(unended), lambda file: frozenset([file]), self.finish, tick)
 
     def load(self, units: range) -> None:
         """Reads from the journal which of these units an earlier run has done."""

@@ -23,8 +23,8 @@ from mckpt.execute.engine import Step, Task, Tick
 from mckpt.execute.mover import Overflow
 from mckpt.execute.ranks import DEAD_S, Ranks, patience
 from mckpt.execute.threads import TICK
-from mckpt.storage import stand_in
-from mckpt.storage.stand_in import StandIn
+from mckpt.storage import sparse_copy
+from mckpt.storage.sparse_copy import SparseCopy
 from mckpt.version import __version__
 
 # Tasks of a step for each process that the cluster has room for: nodes differ in speed, and the
@@ -140,15 +140,15 @@ def _connect() -> None:
             signal.signal(signal.SIGTERM, before)
 
 
-def _place_of(path: Path) -> tuple[StandIn | None, str]:
+def _place_of(path: Path) -> tuple[SparseCopy | None, str]:
     """Returns a path so that another machine finds it: a path that stands for a URL by its
-    stand-in, which that machine makes anew.
+    sparse copy, which that machine makes anew.
     """
-    place = stand_in.of(path)
+    place = sparse_copy.of(path)
     return (None, str(path)) if place is None else (place, place.name(path))
 
 
-def _path_at(place: tuple[StandIn | None, str]) -> Path:
+def _path_at(place: tuple[SparseCopy | None, str]) -> Path:
     """Returns the path on this machine of what `_place_of` returned on another one."""
     return Path(place[1]) if place[0] is None else place[0].root / place[1]
 

@@ -21,8 +21,8 @@ class _Stopped(Exception):
     """Another thread failed or the user interrupted: leave everything as it is."""
 
 
-class Crew:
-    """`threads` workers, each with `memory` bytes of buffer, and as many that wait for the disk."""
+class ThreadPool:
+    """Threads that copy, each with `memory` bytes of buffer, and as many that wait for the disk."""
 
     def __init__(self, threads: int, memory: int) -> None:
         self.threads, self.memory = threads, memory
@@ -120,26 +120,26 @@ class Crew:
                     changed.notify_all()
 
         bodies = [copies] * self.threads + [waits] * self.threads
-        crew = [
+        threads = [
             threading.Thread(target=runs, args=(body,), name=f"execute-{i}", daemon=True)
             for i, body in enumerate(bodies)
         ]
         try:
-            for thread in crew:
+            for thread in threads:
                 thread.start()
-            while ended < len(crew):
+            while ended < len(threads):
                 with changed:
-                    changed.wait_for(lambda: ended == len(crew), TICK)
+                    changed.wait_for(lambda: ended == len(threads), TICK)
                 tick()
         finally:
             stop.set()
             with changed:
-                interrupted = ended < len(crew)
+                interrupted = ended < len(threads)
                 changed.notify_all()
             until = time.monotonic() + STOP_WAIT
-            for thread in crew:
+            for thread in threads:
                 if thread.ident:
                     thread.join(max(0, until - time.monotonic()))
         if errors:
             raise errors[0]
-        tick()  # reports the end even if the crew was done before the first look
+        tick()  # reports the end even if all were done before the first look

@@ -17,7 +17,7 @@ from mckpt.geometry.box import Layout, Piece, Stored, restride
 from mckpt.geometry.packing import PACKINGS, Packed, PackingError, padded
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound, Dims, MappingFile, Rule, Scope, hub
+from mckpt.mapping import Bound, Dims, MappingFile, Rule, Scope, schema
 from mckpt.storage.files import TargetFile
 
 # without 8-bit floats, which have no value without their scales
@@ -212,7 +212,7 @@ def packed(rule: Rule, scope: Scope, padded_rows: int | None = None) -> Packed:
     """
     try:
         groups = rule.heads(scope) if rule.heads else scope["num_query_groups"]
-        whole = PACKINGS[rule.pack]([hub().shape(name, scope) for name in rule.of], groups)
+        whole = PACKINGS[rule.pack]([schema().shape(name, scope) for name in rule.of], groups)
     except PackingError as e:
         raise UsageError(f"{rule.where}: {rule.key}: {e}") from None
     whole = whole._replace(offset=rule.offset)
@@ -348,4 +348,4 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
 
 def shapes_of(bound: Iterable[Bound], scope: Scope) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every logical tensor that the rules name, by template."""
-    return {name: hub().shape(name, scope) for b in bound for name in b.rule.of}
+    return {name: schema().shape(name, scope) for b in bound for name in b.rule.of}

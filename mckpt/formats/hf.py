@@ -39,7 +39,7 @@ from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
 from mckpt.geometry.parallel import Parallel
 from mckpt.lazy import numpy as np
-from mckpt.mapping import Bound, MappingFile, hub
+from mckpt.mapping import Bound, MappingFile, schema
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
@@ -388,7 +388,7 @@ def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
     """Returns whether the weights of a rule are quantised. Raises UsageError for weights that no
     loader reads in this form.
     """
-    if request.quantize is None or not hub().quantised.issuperset(b.rule.of):
+    if request.quantize is None or not schema().quantised.issuperset(b.rule.of):
         return False
     stacked = b.axes(request.names.scope())
     if stacked or b.rule.transposed:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mckpt.errors import UsageError
 from mckpt.formats.hf_config import ADAPTER, CONFIG, SIDE_FILES
 from mckpt.formats.hf_files import INDEX, SINGLE, index_files
-from mckpt.storage import hub, stand_in
+from mckpt.storage import hub, sparse_copy
 from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
 
@@ -65,11 +65,11 @@ def streamed(path: str | Path) -> Path:
     if not names or all((root / file).exists() for file in names):
         return local(path)
     store = _Weights(at_commit, {file: sizes[file] for file in names})
-    folder = stand_in.load(name, store, name.repo.rpartition("/")[2])
+    folder = sparse_copy.load(name, store, name.repo.rpartition("/")[2])
     for small in root.iterdir():
         if small.is_file() and small.name not in names:
             (folder / small.name).symlink_to(small.resolve())
-    stand_in.fill(folder)
+    sparse_copy.fill(folder)
     return folder
 
 

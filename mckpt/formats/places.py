@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mckpt.errors import DestinationError, SourceError
 from mckpt.formats import hf_hub
-from mckpt.formats.megatron.save_directory import is_unit_name
-from mckpt.storage import hub, stand_in, stores
+from mckpt.formats.megatron.save_directory import is_iteration_name
+from mckpt.storage import hub, sparse_copy, stores
 from mckpt.storage.staging import STAGING
 
 _SIDE = "hf/"  # the directory of Hugging Face files in a save directory
@@ -22,16 +22,17 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
     """Returns the directory of a place.
 
     A model on the Hub is downloaded into the cache of huggingface_hub, with its weights or without.
-    For a URL it is a stand-in (`storage.stand_in`), whose bytes are downloaded when they are read.
+    For a URL it is a sparse copy (`storage.sparse_copy`), whose bytes are downloaded when they are
+    read.
 
     Raises UsageError, SourceError, StorageError or MissingExtra.
     """
     url = stores.parse(path)
-    return hf_hub.local(path, weights=weights) if url is None else _stand_in(url)
+    return hf_hub.local(path, weights=weights) if url is None else _sparse_copy(url)
 
 
 def target(path: str | Path) -> Path:
-    """Returns the absolute directory of a place to write to; for a URL its stand-in.
+    """Returns the absolute directory of a place to write to; for a URL its sparse copy.
 
     Raises DestinationError if the bucket of the URL does not exist.
     """
@@ -39,18 +40,18 @@ def target(path: str | Path) -> Path:
     if url is None:
         return Path(os.path.abspath(path))
     try:
-        return stand_in.load(url, stores.open_store(url), url.name)
+        return sparse_copy.load(url, stores.open_store(url), url.name)
     except SourceError as error:
         raise DestinationError(str(error)) from None
 
 
-def _stand_in(url: stores.Url) -> Path:
-    if is_unit_name(url.name) and "/" in url.path:
+def _sparse_copy(url: stores.Url) -> Path:
+    if is_iteration_name(url.name) and "/" in url.path:
         # the tracker and hf/, which are beside the checkpoint, belong to it, and the journals
         # show whether it is complete
         parts = (f"{url.name}/", _SIDE, STAGING)
         parent = url.parent
-        root = stand_in.load(
+        root = sparse_copy.load(
             parent,
             stores.open_store(parent),
             parent.name,
@@ -58,26 +59,26 @@ def _stand_in(url: stores.Url) -> Path:
         )
         root = root / url.name
     else:
-        root = stand_in.load(url, stores.open_store(url), url.name)
+        root = sparse_copy.load(url, stores.open_store(url), url.name)
     ready(root)
     return root
 
 
-def ready(root: Path, unit: Path | None = None) -> None:
+def ready(root: Path, checkpoint: Path | None = None) -> None:
     """Downloads what opening a checkpoint reads: the headers of its files, and those of hf/ beside
     it. Does nothing for directories of this machine.
 
-    unit: the checkpoint; None: a directory without iterations.
+    checkpoint: its directory; None: a directory without iterations.
     """
-    found = stand_in.of(root)
+    found = sparse_copy.of(root)
     if found is None:
         return
     side = found.root / _SIDE.rstrip("/")
-    stand_in.fill(side)
-    if unit is not None:
-        stand_in.fill(unit)
-    elif not any(is_unit_name(name.split("/")[0]) for name in found.objects):
-        stand_in.fill(root)
+    sparse_copy.fill(side)
+    if checkpoint is not None:
+        sparse_copy.fill(checkpoint)
+    elif not any(is_iteration_name(name.split("/")[0]) for name in found.objects):
+        sparse_copy.fill(root)
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import is_part, typed
 from mckpt.mapping.harmless import is_neutral, unknown_args
 from mckpt.mapping.heads import with_head
-from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import equal, lookup, major_minor
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (
@@ -25,6 +24,7 @@ from mckpt.mapping.reading import (
 )
 from mckpt.mapping.rule import Bound, Rule
 from mckpt.mapping.rule_reading import key_pattern
+from mckpt.mapping.schema import schema
 
 __all__ = [
     "KINDS",
@@ -41,7 +41,6 @@ __all__ = [
     "equal",
     "family_with",
     "folder",
-    "hub",
     "is_neutral",
     "is_part",
     "key_pattern",
@@ -53,6 +52,7 @@ __all__ = [
     "names",
     "parse_setting",
     "refused",
+    "schema",
     "to_keep",
     "typed",
     "unknown_args",

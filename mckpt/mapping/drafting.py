@@ -17,11 +17,11 @@ from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile
 from mckpt.mapping.fit import switches
 from mckpt.mapping.forms import is_part
-from mckpt.mapping.hub import hub, nearest
 from mckpt.mapping.lookup import equal
 from mckpt.mapping.nodes import Node
-from mckpt.mapping.reading import inherited, load, names
+from mckpt.mapping.reading import dialect_for, inherited, load, names
 from mckpt.mapping.rule_reading import expand
+from mckpt.mapping.schema import nearest, schema
 
 # Marks a line of the draft that its user completes: names and shapes do not show all that a family
 # says, such as the order in which a fused tensor is cut.
@@ -223,7 +223,7 @@ def _computed_lines(
     for name, spec in family.dims.items():
         if dims is None or any(family.lookup(config, key) is not None for key in spec.keys):
             continue
-        neutral = hub().dims[name].neutral
+        neutral = schema().dims[name].neutral
         if spec.has_const or (neutral and not equal(dims[name], neutral(dims))):
             taken.append(f"{name} {dims[name]}")
     if taken:
@@ -238,7 +238,7 @@ def _switched_off(gone: Iterable[str], kept: Iterable[str], dims: Dims | None) -
     """Returns the dims that must be false for Megatron to lack the logical tensors `gone`. A dim
     that a tensor of `kept` needs is true.
     """
-    dialect = next(d for d in (load("megatron", n) for n in names("megatron")) if d.default)
+    dialect = dialect_for()
     found = {name for of in gone for name in switches(dialect, of)}
     found -= {name for of in kept for name in switches(dialect, of)}
     return sorted(name for name in found if dims is not None and dims[name])
@@ -276,7 +276,7 @@ def _config_lines(
         yield "# the result belongs under `dims` or `expect`; `inert` is for the others:"
         for key, value in list(unknown.items())[:_MOST]:
             elsewhere = list(_read_elsewhere(key, family.dialect, known))
-            near = "" if elsewhere else nearest(key, hub().dims).replace("names are", "dims are")
+            near = "" if elsewhere else nearest(key, schema().dims).replace("names are", "dims are")
             yield f"#   {key}: {str(value)[:60]}{near}"
             yield from (f"#     {line}" for line in elsewhere)
         yield "# dims:"
@@ -398,7 +398,7 @@ def _joined(members: list[str], dims: Dims) -> Shape | None:
 
 def _shape(name: str, dims: Dims) -> Shape | None:
     try:
-        return hub().shape(name, dims) if name in hub().tensors else None
+        return schema().shape(name, dims) if name in schema().tensors else None
     except ExpressionError:
         return None
 

@@ -18,10 +18,10 @@ from mckpt.errors import MappingError, UsageError
 from mckpt.lazy import numpy as np
 from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.forms import OUTER, Form, part, view, whole
-from mckpt.mapping.hub import hub
 from mckpt.mapping.lookup import ABSENT, LazyScope, equal, lookup, major_minor
 from mckpt.mapping.registration import Registration
 from mckpt.mapping.rule import Bound, Rule
+from mckpt.mapping.schema import schema
 
 Dims = dict[str, Any]
 Scope = Mapping[str, Any]  # dims, choices, and values derived from them
@@ -254,11 +254,11 @@ class MappingFile(NamedTuple):
         pending: list[str] = []
 
         def resolve(name: str) -> Any:
-            if name not in hub().dims or name in pending:
+            if name not in schema().dims or name in pending:
                 raise KeyError(name)
             pending.append(name)
             try:
-                dims[name] = scope[name] = hub().check(
+                dims[name] = scope[name] = schema().check(
                     name, self._read_dim(name, config, known, override, scope, known_from)
                 )
             except (ExpressionError, ValueError, TypeError) as e:
@@ -269,7 +269,7 @@ class MappingFile(NamedTuple):
             return dims[name]
 
         scope = LazyScope(resolve, config=config)
-        for name in hub().dims:
+        for name in schema().dims:
             with contextlib.suppress(ExpressionError):  # it is in `problems`
                 _ = scope[name]
         problems = [p for p in problems if "could not be read" not in p] or problems
@@ -315,7 +315,7 @@ class MappingFile(NamedTuple):
     ) -> Any:
         if name in override:
             return override[name]
-        spec, dim = self.dims.get(name), hub().dims[name]
+        spec, dim = self.dims.get(name), schema().dims[name]
         if spec is None and name in known:  # this file has no key for the dim
             return known[name]
         if spec is None or (spec.when is not None and not spec.when(scope)):
@@ -436,7 +436,7 @@ class MappingFile(NamedTuple):
                 b.rule.key,
                 b.layers.tolist(),
                 len(b.experts),
-                [(name, hub().shape(name, scope)) for name in b.rule.of],
+                [(name, schema().shape(name, scope)) for name in b.rule.of],
             )
             for b in self.bind(scope)
         ]

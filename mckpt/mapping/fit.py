@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mckpt.mapping.file import MappingFile
-from mckpt.mapping.hub import hub
+from mckpt.mapping.schema import schema
 
 
 def switches(dialect: MappingFile, name: str) -> list[str]:
@@ -15,7 +15,7 @@ def switches(dialect: MappingFile, name: str) -> list[str]:
     whens = [rule.when for rule in dialect.rules if name in rule.of and not rule.alias]
     needed = [set(re.split(r"\s+and\s+", when.text)) if when else set() for when in whens]
     decisive = set.intersection(*needed) if needed else set()
-    return sorted(n for n in decisive if n in hub().dims and hub().dims[n].type == "bool")
+    return sorted(n for n in decisive if n in schema().dims and schema().dims[n].type == "bool")
 
 
 def misfits(
@@ -31,7 +31,7 @@ def misfits(
     """
 
     def said(name: str) -> str:
-        return f"{name} {list(hub().shape(name, dims))} ({hub().tensors[name].about})"
+        return f"{name} {list(schema().shape(name, dims))} ({schema().tensors[name].about})"
 
     lacking = [
         f"{said(n)}: {target} needs it, and {source} has no rule for it"

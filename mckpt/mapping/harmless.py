@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mckpt.mapping.file import MappingFile
-from mckpt.mapping.hub import FOLDER
 from mckpt.mapping.nodes import parse
+from mckpt.mapping.schema import FOLDER
 
 _READ = re.compile(r"\bconfig\.(\w+)")  # in an expression
 

@@ -9,8 +9,8 @@ from typing import Any
 from mckpt.errors import MappingError
 from mckpt.mapping.file import MappingFile
 from mckpt.mapping.forms import Form
-from mckpt.mapping.hub import FOLDER
 from mckpt.mapping.nodes import digest_of, parse
+from mckpt.mapping.schema import FOLDER
 
 CAUSAL = "ForCausalLM"
 

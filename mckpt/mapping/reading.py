@@ -15,11 +15,11 @@ from mckpt.mapping.expression import Expression, ExpressionError
 from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
 from mckpt.mapping.forms import read_forms
 from mckpt.mapping.heads import decoder_of
-from mckpt.mapping.hub import FOLDER, extend, hub, nearest
 from mckpt.mapping.nodes import Node, digest_of, merge, parse
 from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule_reading import COUNT, Parse, first_key, read_rules
+from mckpt.mapping.schema import FOLDER, extend, nearest, schema
 
 KINDS = ("hf", "megatron", "run_config")  # families, dialects, readers of a run_config.yaml
 _TOP: dict[str, type | tuple[type, ...]] = {
@@ -133,7 +133,7 @@ def load(kind: str, name: str, own: str | None = None) -> MappingFile:
             where, known = root["dialects"].lines[dialect], ", ".join(names("megatron"))
             raise MappingError(f"{where}: there is no dialect {dialect!r}; known: {known}")
     if own is not None:
-        load("hf", own)  # adds to the hub what the rules name
+        load("hf", own)  # adds to the schema what the rules name
         above, above_digest = _inherit(Path(own), "hf", ())
         added = (above.get("dialects") or {}).get(name) or Node()
         _check_sections(added)
@@ -235,12 +235,20 @@ def dialect_for(
 
     own: the user's family file, which may add rules to it.
     """
-    known = names("megatron")
-    if named := named or (family and family.dialect):
-        if named not in known:
-            raise UsageError(f"no dialect {named!r}; known: {', '.join(known)}")
-        return load("megatron", named, own)
-    return max((load("megatron", name, own) for name in known), key=lambda file: file.default)
+    named = named or (family and family.dialect) or _default_dialect()
+    if named not in (known := names("megatron")):
+        raise UsageError(f"no dialect {named!r}; known: {', '.join(known)}")
+    return load("megatron", named, own)
+
+
+@functools.cache
+def _default_dialect() -> str:
+    """Returns the name of the dialect with `default: true`, and parses no other one."""
+    for name in names("megatron"):
+        path = folder("megatron") / f"{name}.yaml"
+        if "default: true" in path.read_text(encoding="utf-8") and parse(path)[0].get("default"):
+            return name
+    raise MappingError(f"{folder('megatron')}: no dialect has `default: true`")
 
 
 def dialect_of(keys: Iterable[str], own: str | None = None) -> MappingFile:
@@ -378,8 +386,8 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
     dims: dict[str, Dim] = {}
     for name, spec in (root.get("dims") or Node()).items():
         where = root["dims"].lines[name]
-        if name not in hub().dims:
-            near = nearest(str(name), hub().dims)
+        if name not in schema().dims:
+            near = nearest(str(name), schema().dims)
             problems.append(f"{where}: logical.yaml has no dim {name!r}{near}")
             continue
         spec = {"key": spec} if isinstance(spec, str) else spec
@@ -441,7 +449,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
     """Returns problems: names that expressions use and that are not declared, and names that a
     dialect must declare and lacks.
     """
-    dims, chosen = {*hub().dims}, {*file.choices, "pp"}
+    dims, chosen = {*schema().dims}, {*file.choices, "pp"}
     read, written = dims | {"config", "value"}, dims | chosen | {*file.given}
     ruled = dims | chosen | {*file.derive} | ({"form"} if file.forms else set())
     top = file.path.name
@@ -485,14 +493,14 @@ def _where_known(name: str, file: MappingFile) -> str:
 def parse_setting(text: str) -> tuple[str, Any]:
     """Parses `name=value` of --set into (dim, value)."""
     name, equals, value = text.partition("=")
-    if not equals or name not in hub().dims:
-        near = difflib.get_close_matches(name, hub().dims, 3, 0.5)
+    if not equals or name not in schema().dims:
+        near = difflib.get_close_matches(name, schema().dims, 3, 0.5)
         meant = f", such as {' or '.join(near)}," if near else ""
         raise UsageError(
             f"--set {text!r}: give DIM=VALUE with the name of a dim{meant} of those that `mckpt"
             " mappings show logical` lists"
         )
     try:
-        return name, hub().check(name, load_yaml(value))
+        return name, schema().check(name, load_yaml(value))
     except ValueError as e:
         raise UsageError(f"--set {text!r}: {e}") from None

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from mckpt.geometry.packing import PACKINGS, TP_KINDS
 from mckpt.mapping.expression import Expression
-from mckpt.mapping.hub import hub, nearest
 from mckpt.mapping.nodes import Node
 from mckpt.mapping.rule import Rule
+from mckpt.mapping.schema import nearest, schema
 from mckpt.values.dtypes import TABLE
 
 _INDEX = re.compile(r"\{(\w+)\}")
@@ -207,8 +207,8 @@ def _rule(
     # /embed.weight is none of the block's
     of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])
     for name in of:
-        if name not in hub().tensors:
-            near = nearest(name, hub().tensors)
+        if name not in schema().tensors:
+            near = nearest(name, schema().tensors)
             raise ValueError(f"logical.yaml has no tensor {name!r}{near}")
     mtp, alias = bool(spec.get("mtp")), spec.get("alias", False)
     if alias not in (False, True, "read"):

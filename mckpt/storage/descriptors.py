@@ -1,4 +1,4 @@
-"""File descriptors for reading local files, and files of a stand-in, whose bytes are downloaded
+"""File descriptors for reading local files, and files of a sparse copy, whose bytes are downloaded
 from a store.
 """
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from mckpt.errors import SourceError
-from mckpt.storage import stand_in
-from mckpt.storage.stand_in import Holes
+from mckpt.storage import sparse_copy
+from mckpt.storage.sparse_copy import Holes
 
 # bytes; a shorter read downloads and keeps whole blocks, because its neighbours will be read next
 LONG = 256 << 10
@@ -22,7 +22,7 @@ _remote: dict[int, Holes] = {}  # the descriptors of files that are not complete
 def open_file(path: str | Path) -> int:
     """Opens a file for reading, as os.open does; close it with `close`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if (found := stand_in.holes(path)) is not None:
+    if (found := sparse_copy.holes(path)) is not None:
         _remote[fd] = found
     return fd
 
@@ -40,7 +40,7 @@ def is_remote(fd: int) -> bool:
 
 def any_remote(paths: Iterable[str | Path]) -> bool:
     """Returns whether some of these files are not completely on this machine."""
-    return any(stand_in.holes(path) is not None for path in paths)
+    return any(sparse_copy.holes(path) is not None for path in paths)
 
 
 def pread(fd: int, nbytes: int, at: int) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from mckpt.errors import SourceError, StorageError
-from mckpt.storage import descriptors, stand_in
+from mckpt.storage import descriptors, sparse_copy
 
 BLOCK = 1 << 20  # bytes of a copied file in memory at once
 # the beginning of the file that a clone without git-lfs holds in place of a large file
@@ -39,7 +39,7 @@ def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:
     Raises StorageError if it cannot be read, SourceError if it has more than `limit` bytes or is a
     pointer of git-lfs.
     """
-    stand_in.whole(path)
+    sparse_copy.whole(path)
     try:
         size = os.stat(path).st_size
         if size > limit:
@@ -187,7 +187,7 @@ def stamp(path: str | Path) -> Stamp:
 
 
 def _stamp(path: str | Path, found: os.stat_result) -> Stamp:
-    place = stand_in.of(path)
+    place = sparse_copy.of(path)
     one = place.objects.get(place.name(path)) if place else None
     exact = (one.version, one.changed) if one else (found.st_ctime_ns, found.st_ino)
     return Stamp(found.st_size, found.st_mtime_ns, exact)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from mckpt.errors import SourceError
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 
 # prefix of a directory in which a run of mckpt writes until its output is complete
 STAGING = ".mckpt-"
@@ -97,7 +97,7 @@ def intent(folder: Path) -> Intent | None:
 
     # SourceError: that run has ended since the store was listed
     with suppress(SourceError, OSError, ValueError, RecursionError):
-        stand_in.whole(folder / INTENT)
+        sparse_copy.whole(folder / INTENT)
         return msgspec.json.decode((folder / INTENT).read_bytes(), type=Intent)
     return None
 
@@ -106,7 +106,7 @@ def refuse_half_sent(folder: Path) -> None:
     """Raises SourceError if a run into an object store is still sending the checkpoint in this
     directory, or was interrupted: its intent is there, but its manifest is not yet.
     """
-    found = stand_in.of(folder)
+    found = sparse_copy.of(folder)
     if found is None or (folder / MANIFEST).exists():
         return
     start = "" if folder == found.root else f"{found.name(folder)}/"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mckpt import formats
 from mckpt.errors import UsageError
-from mckpt.formats.megatron.save_directory import RELEASE, TRACKER, unit_name
+from mckpt.formats.megatron.save_directory import RELEASE, TRACKER, iteration_name
 from mckpt.trainer import rng
 from mckpt.trainer.load import (
     MODEL_FILE,
@@ -50,7 +50,7 @@ def save(
     distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable. It is None if
     the optimizer is not distributed.
     """
-    unit, sharded = Path(directory) / unit_name(iteration), formats.get(format).global_keys
+    unit, sharded = Path(directory) / iteration_name(iteration), formats.get(format).global_keys
     state: dict[str, Any] = {"args": args} if with_args else {}
     state |= {
         "checkpoint_version": 3.0,

@@ -35,7 +35,7 @@ from mckpt.conversion.target import TargetOptions
 from mckpt.errors import MckptError, StorageError, UsageError
 from mckpt.formats.hf_config import read_config
 from mckpt.geometry.parallel import Parallel
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.verification import verdict
 from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
 from mckpt.verification.requirements import require_core
@@ -180,7 +180,7 @@ def verify_all(
             " all tensors and hyperparameters of both; docs/judges.md says with which tiny models"
             " of the family the tests of mckpt compare logits"
         )
-    stand_in.refuse(left.path, f"--level {options.level}")
+    sparse_copy.refuse(left.path, f"--level {options.level}")
     launching.require("torch", "transformers", "megatron", "psutil")
     _ = left.layout  # damage is reported before any process starts
     work = Path(options.keep or tempfile.mkdtemp(prefix="mckpt-verify-"))
@@ -365,7 +365,7 @@ class _Subject:
         self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
     ) -> None:
         right = _megatron(path, left, options)
-        stand_in.refuse(right.path, f"--level {options.level}")
+        sparse_copy.refuse(right.path, f"--level {options.level}")
         apart, unread = differing_dims(left, right)
         # Megatron-Bridge keeps no args
         self.given_args = _args_of(left, right) if right.args is None else None
@@ -378,7 +378,8 @@ class _Subject:
         self.cast_back = [] if self.casts else casts_between(right, left)
         saved = right.parallel if right.opened.format.fixed_sizes else Parallel()
         wanted = saved.with_(**{k: getattr(options, k) for k in SIZES})
-        where = Path(path) if right.files.unit is None else right.files.unit.path
+        directory = right.files.iteration_directory
+        where = Path(path) if directory is None else directory.path
         self.pair = Pair(
             name,
             left,

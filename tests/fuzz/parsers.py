@@ -342,7 +342,7 @@ def texts(path: Path, random: Random) -> None:
     """Reads the values of options that have a syntax of their own."""
     text = _words(random, (*string.printable, *VALUES), 8)
     if random.random() < 0.5:
-        mapping.parse_setting(f"{random.choice(tuple(mapping.hub().dims))}={text}")
+        mapping.parse_setting(f"{random.choice(tuple(mapping.schema().dims))}={text}")
     else:
         with contextlib.suppress(ValueError):  # which it documents
             mapping.major_minor(random.choice((text, "0.19", "core_r0.12.0")))

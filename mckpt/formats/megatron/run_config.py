@@ -62,7 +62,7 @@ def model_section(
     Raises MappingError if no model provider of Megatron-Bridge has such a model.
     """
     optional = {
-        key for n, dim in file.dims.items() if mapping.hub().dims[n].optional for key in dim.keys
+        key for n, dim in file.dims.items() if mapping.schema().dims[n].optional for key in dim.keys
     }
     section: dict[str, Any] = {}
     for path, value in file.write(dims, given).items():

@@ -1,7 +1,7 @@
 """Megatron's save directories: the tracker, and one directory for each iteration.
 
     DIR/latest_checkpointed_iteration.txt     "123" or "release"
-    DIR/iter_0000123/, DIR/release/           one checkpoint each: a unit
+    DIR/iter_0000123/, DIR/release/           one checkpoint each
 (Megatron-LM, megatron/training/checkpointing.py: get_checkpoint_name, read_metadata)
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mckpt.errors import SourceError, UsageError
-from mckpt.storage import stand_in
+from mckpt.storage import sparse_copy
 from mckpt.storage.files import read_file
 from mckpt.storage.staging import sync
 
@@ -22,25 +22,25 @@ RELEASE = "release"
 MAPPING = "mckpt-mapping.yaml"  # the user's own family file, kept beside config.json
 
 
-class Unit(NamedTuple):
-    """One checkpoint of a save directory."""
+class IterationDirectory(NamedTuple):
+    """The directory of one checkpoint, which may lie in a save directory."""
 
     path: Path
     root: Path  # the save directory
     name: str  # release or iter_XXXXXXX
 
 
-def unit_name(iteration: int | None) -> str:
+def iteration_name(iteration: int | None) -> str:
     """Returns the name of an iteration's directory; None is a release."""
     return RELEASE if iteration is None else f"iter_{iteration:07d}"
 
 
 def iteration_of(name: str) -> int | None:
-    """Returns the iteration of a directory's name, as the inverse of `unit_name`."""
+    """Returns the iteration of a directory's name, as the inverse of `iteration_name`."""
     return None if name == RELEASE else int(name.removeprefix("iter_"))
 
 
-def is_unit_name(name: str) -> bool:
+def is_iteration_name(name: str) -> bool:
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
@@ -52,50 +52,50 @@ def iterations_of(path: Path) -> list[int]:
 
 def is_save_directory(path: Path) -> bool:
     """Returns whether a directory has checkpoints of Megatron; verl writes a tracker too."""
-    return path.is_dir() and any(is_unit_name(p.name) and p.is_dir() for p in path.iterdir())
+    return path.is_dir() and any(is_iteration_name(p.name) and p.is_dir() for p in path.iterdir())
 
 
-def find(path: Path, iteration: int | None = None) -> Unit:
+def find(path: Path, iteration: int | None = None) -> IterationDirectory:
     """Returns the checkpoint that `path` names: the directory itself, or in a save directory the
     iteration that the tracker file or `iteration` names.
     """
     path = path.resolve()
     tracker = path / TRACKER
-    units = (
-        sorted(p.name for p in path.iterdir() if p.is_dir() and is_unit_name(p.name))
+    names = (
+        sorted(p.name for p in path.iterdir() if p.is_dir() and is_iteration_name(p.name))
         if path.is_dir()
         else []
     )
-    if not tracker.exists() and not units:
-        if iteration is not None and path.name != unit_name(iteration):
+    if not tracker.exists() and not names:
+        if iteration is not None and path.name != iteration_name(iteration):
             raise UsageError(
                 f"{path}: is no save directory with iterations, so --iteration {iteration} has no"
                 " meaning there"
             )
-        return Unit(path, path.parent, path.name)
+        return IterationDirectory(path, path.parent, path.name)
     if iteration is not None:
-        name = unit_name(iteration)
+        name = iteration_name(iteration)
     elif tracker.exists():
         text = read_file(tracker, 4096).decode("utf-8", "replace").strip()
         if text != RELEASE and not text.isdecimal():
             raise SourceError(
                 f"{tracker}: says {text[:40]!r}, but must name an iteration or {RELEASE}"
             )
-        name = RELEASE if text == RELEASE else unit_name(int(text))
-    elif len(units) == 1:
-        name = units[0]
+        name = RELEASE if text == RELEASE else iteration_name(int(text))
+    elif len(names) == 1:
+        name = names[0]
     else:
         raise UsageError(
-            f"{path}: {len(units)} checkpoints and no {TRACKER}; give --iteration N or the path of"
-            f" one of {', '.join(units)}"
+            f"{path}: {len(names)} checkpoints and no {TRACKER}; give --iteration N or the path of"
+            f" one of {', '.join(names)}"
         )
-    if name not in units:
+    if name not in names:
         raise SourceError(
             f"{path}: has no {name}"
             + (f", which {TRACKER} names" if iteration is None else "")
-            + f"; it has {', '.join(units) or 'none'}"
+            + f"; it has {', '.join(names) or 'none'}"
         )
-    return Unit(path / name, path, name)
+    return IterationDirectory(path / name, path, name)
 
 
 class Tracker:
@@ -111,41 +111,41 @@ class Tracker:
             return ""
         return read_file(self.path, 4096).decode("utf-8", "replace").strip()
 
-    def moves_to(self, unit: str) -> bool:
+    def moves_to(self, name: str) -> bool:
         """Returns whether it will name this checkpoint once the checkpoint is in place."""
         if self.update or not self.path.exists():
             return True
-        now, iteration = self.says(), iteration_of(unit)
+        now, iteration = self.says(), iteration_of(name)
         return now.isdecimal() and iteration is not None and iteration > int(now)
 
-    def move_to(self, unit: str) -> None:
+    def move_to(self, name: str) -> None:
         """Lets it name this checkpoint."""
         self.root.mkdir(parents=True, exist_ok=True)
         beside = self.root / f"{TRACKER}.mckpt"
-        beside.write_text(_as_tracked(unit))
+        beside.write_text(_as_tracked(name))
         sync(beside)
         os.rename(beside, self.path)
         sync(self.root)
-        stand_in.push(self.path)
+        sparse_copy.push(self.path)
 
-    def settle(self, unit: str) -> None:
+    def settle(self, name: str) -> None:
         """Does for a checkpoint that is in place already what a run does at its end: lets the
         tracker name it, unless it names a later one.
         """
-        if self.moves_to(unit) and self.says() != _as_tracked(unit):
-            self.move_to(unit)
+        if self.moves_to(name) and self.says() != _as_tracked(name):
+            self.move_to(name)
 
-    def note(self, unit: str) -> str | None:
+    def note(self, name: str) -> str | None:
         """Returns a sentence if the tracker will still name another checkpoint after a run; None if
         it will name this one.
         """
-        if self.moves_to(unit) or (now := self.says()) == _as_tracked(unit):
+        if self.moves_to(name) or (now := self.says()) == _as_tracked(name):
             return None
         return (
-            f"{self.path} says {now[:40]!r}, and goes on naming that checkpoint and not {unit};"
+            f"{self.path} says {now[:40]!r}, and goes on naming that checkpoint and not {name};"
             " give --update-tracker to change it"
         )
 
 
-def _as_tracked(unit: str) -> str:
-    return unit if unit == RELEASE else str(iteration_of(unit))
+def _as_tracked(name: str) -> str:
+    return name if name == RELEASE else str(iteration_of(name))

@@ -1,8 +1,8 @@
-"""Local directories that stand for a URL.
+"""Sparse copies: local directories that show the objects below a URL.
 
-A stand-in is a temporary directory with the names and the sizes of the objects below a URL. Small
-files are downloaded whole; the others are holes. `storage.descriptors` downloads what is read and
-not here yet. So a checkpoint in a store opens like one on a disk.
+A sparse copy is a temporary directory with the names and the sizes of the objects. Small files are
+downloaded whole; the others are holes. `storage.descriptors` downloads the bytes of a hole when
+they are read. So a checkpoint in a store opens like one on a disk.
 
     TMP/mckpt-x/run/iter_0000007/.metadata      s3://bucket/run/iter_0000007/.metadata, whole
     TMP/mckpt-x/run/iter_0000007/__0_0.distcp   s3://bucket/run/iter_0000007/__0_0.distcp, holes
@@ -38,13 +38,13 @@ BLOCK = 64 << 10  # bytes; headers are downloaded and kept in blocks of this siz
 
 TEMPORARY = "mckpt-store-"  # begins the names of temporary directories
 
-_all: dict[str, StandIn] = {}  # by the path of its root, with a slash at the end
-_copies: dict[str, StandIn] = {}  # by the root of the same stand-in in another process
+_all: dict[str, SparseCopy] = {}  # by the path of its root, with a slash at the end
+_copies: dict[str, SparseCopy] = {}  # by the root of the same sparse copy in another process
 _held: dict[Path, int] = {}  # temporary directories of this process, each with its lock
 
 
-class StandIn:
-    """One stand-in. `root` is its directory."""
+class SparseCopy:
+    """The sparse copy of one URL, in the directory `root`."""
 
     def __init__(self, root: Path, url: str, store: Store, keep: Callable[[str], bool]) -> None:
         self.root, self.url, self.store, self.keep = root, url, store, keep
@@ -53,13 +53,13 @@ class StandIn:
         self.lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Lets another process make a directory of its own that stands for the same URL. A pickled
-        store has no credentials; that process finds its own.
+        """Lets another process make a sparse copy of its own of the same URL. A pickled store has
+        no credentials; that process finds its own.
         """
         return _again, (str(self.root), self.url, self.store, self.objects)
 
     def name(self, path: str | Path) -> str:
-        """Returns the name of the object that a path stands for."""
+        """Returns the name of the object whose copy a path is."""
         return str(path)[len(str(self.root)) + 1 :]
 
     def below(self, folder: Path) -> list[str]:
@@ -126,9 +126,9 @@ class StandIn:
 
 
 class Holes:
-    """A file of a stand-in of which some blocks are not here yet."""
+    """A file of a sparse copy of which some blocks are not here yet."""
 
-    def __init__(self, of: StandIn, name: str, one: Object) -> None:
+    def __init__(self, of: SparseCopy, name: str, one: Object) -> None:
         self.of, self.name, self.object = of, name, one
         self.path = of.root / name
         self.lock = threading.Lock()
@@ -185,7 +185,7 @@ class Holes:
 def load(
     url: object, store: Store, name: str, keep: Callable[[str], bool] = lambda name: True
 ) -> Path:
-    """Returns a directory called `name` that stands for a URL. Small files at its top are whole.
+    """Returns a sparse copy of a URL, a directory called `name`. Small files at its top are whole.
 
     keep: which objects to show.
     """
@@ -194,16 +194,16 @@ def load(
     return made.root
 
 
-def _made(url: str, store: Store, name: str, keep: Callable[[str], bool]) -> StandIn:
+def _made(url: str, store: Store, name: str, keep: Callable[[str], bool]) -> SparseCopy:
     root = temporary() / name
     root.mkdir()
-    made = _all[f"{root}/"] = StandIn(root, url, store, keep)
+    made = _all[f"{root}/"] = SparseCopy(root, url, store, keep)
     show_as(str(root), url)
     return made
 
 
-def _again(root: str, url: str, store: Store, objects: dict[str, Object]) -> StandIn:
-    """Returns the stand-in of another process, which is made once in this one. The store is not
+def _again(root: str, url: str, store: Store, objects: dict[str, Object]) -> SparseCopy:
+    """Returns the sparse copy of another process, which is made once in this one. The store is not
     listed: reading an object that has changed since is an error.
     """
     if (made := _copies.get(root)) is None:
@@ -214,8 +214,8 @@ def _again(root: str, url: str, store: Store, objects: dict[str, Object]) -> Sta
     return made
 
 
-def of(path: str | Path) -> StandIn | None:
-    """Returns the stand-in of a path; None for a path of this machine."""
+def of(path: str | Path) -> SparseCopy | None:
+    """Returns the sparse copy that a path is in; None for another local path."""
     if not _all:
         return None
     text = f"{path}/"
@@ -283,7 +283,9 @@ def push(path: Path) -> None:
 
 
 def refuse_empty(path: Path) -> None:
-    """Raises SourceError if a path stands for a URL under which the store has no objects."""
+    """Raises SourceError if a path is in the sparse copy of a URL below which the store has no
+    objects.
+    """
     if (found := of(path)) is not None and not found.below(path):
         raise SourceError(
             f"{path}: the store has no objects under this name; give the directory of a"
@@ -292,7 +294,7 @@ def refuse_empty(path: Path) -> None:
 
 
 def refuse(path: Path, what: str) -> None:
-    """Raises UsageError if a path stands for a URL, for commands that need the files themselves."""
+    """Raises UsageError for a path in a sparse copy: some commands need the files themselves."""
     if (found := of(path)) is not None:
         raise UsageError(
             f"{found.url}: {what} needs the files on this machine; copy them here first, or convert"
@@ -344,7 +346,7 @@ def discard(folder: Path) -> None:
 
 
 def clean() -> None:
-    """Removes all temporary directories of this process, and so all stand-ins."""
+    """Removes all temporary directories of this process, and so all sparse copies."""
     _all.clear()
     _copies.clear()
     for folder, fd in _held.items():

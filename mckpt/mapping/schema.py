@@ -1,4 +1,4 @@
-"""The hub, mappings/logical.yaml: every dim and every logical tensor that a mapping can name."""
+"""The schema, mappings/logical.yaml: every dim and every logical tensor that a mapping can name."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TensorSpec(NamedTuple):
     about: str
 
 
-class Hub(NamedTuple):
+class Schema(NamedTuple):
     """Every dim and every logical tensor."""
 
     dims: dict[str, DimSpec]
@@ -77,21 +77,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 @functools.cache
-def hub() -> Hub:
+def schema() -> Schema:
     """Returns the dims and tensors of logical.yaml, and those that the user's files have added."""
     node, digest = parse(FOLDER / "logical.yaml")
     dims = {name: _dim(entry) for name, entry in node["dims"].items()}
     tensors = {name: _tensor(entry) for name, entry in node["tensors"].items()}
-    return Hub(dims, tensors, frozenset(node["quantised"]), digest, {})
+    return Schema(dims, tensors, frozenset(node["quantised"]), digest, {})
 
 
 def extend(added: Node) -> None:
-    """Adds the dims and logical tensors of a user's file to the hub, for this process.
+    """Adds the dims and logical tensors of a user's file to the schema, for this process.
 
     Raises MappingError for an entry that is not complete, and for a name that already has another
     definition. A dim needs a `neutral` value, because no other mapping mentions it.
     """
-    known = hub()
+    known = schema()
     readers: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
         "dims": (_dim, known.dims),
         "tensors": (_tensor, known.tensors),
