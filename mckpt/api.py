@@ -21,7 +21,7 @@ from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion import planning, pushing
 from mckpt.conversion.plan import Plan
 from mckpt.conversion.target import TargetOptions
-from mckpt.errors import DestinationError, UsageError
+from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.progress import OnProgress, watched
 from mckpt.values.sizes import parse_size
@@ -453,11 +453,5 @@ def _write(
 ) -> dict[str, Any]:
     """Plans a conversion and runs it, unless its output is there already."""
     run = {n: options[n] for n in RunOptions.__annotations__ if options.get(n) is not None}
-    try:
-        planned = planning.make_plan(source, dst, target, **_place(options))
-    except DestinationError as refusal:
-        if options.get("overwrite"):
-            raise
-        tracker = bool(options.get("update_tracker"))
-        return planning.done_already(source, dst, target, refusal, update_tracker=tracker)[1]
-    return planned.run(**run, progress=progress, cancel=cancel)
+    planned, manifest = planning.plan_or_find(source, dst, target, **_place(options))
+    return manifest or planned.run(**run, progress=progress, cancel=cancel)

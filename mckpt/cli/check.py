@@ -8,32 +8,21 @@ from typing import Any
 
 import click
 
-from mckpt.cli import progress
+from mckpt.cli import progress, shared
 from mckpt.cli.echo import echo, echo_outcome
-from mckpt.cli.options import (
-    NOT_NEGATIVE,
-    PATH,
-    command,
-    family_options,
-    iteration_option,
-    json_option,
-    like_option,
-    open_source,
-)
+from mckpt.cli.options import NOT_NEGATIVE, PATH, command, json_option
 from mckpt.errors import counted
 
 
 @command()
 @click.argument("path", type=PATH)
-@iteration_option
-@like_option
-@family_options
+@shared.iteration_option
+@shared.like_option
+@shared.family_options
 @click.option(
     "--threads",
     type=NOT_NEGATIVE,
     default=0,
-    show_default=True,
-    metavar="N",
     help="Number of threads that read; 0 chooses automatically.",
 )
 @json_option
@@ -48,24 +37,24 @@ def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
     """
     from mckpt import api
 
-    source = open_source(path, options)
+    source = shared.open_source(path, options)
     start = time.perf_counter()
     with progress.showing("checking", as_json) as shown:
-        found = api.check(source, threads=threads, progress=shown)
+        report = api.check(source, threads=threads, progress=shown)
     seconds = time.perf_counter() - start
-    verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[found.exit_code]
+    verdict = {0: "sound", 1: "suspicious", 3: "damaged"}[report.exit_code]
     if as_json:
-        echo_outcome(verdict, start, found.json(), path=source.opened.root)
-        return found.exit_code
+        echo_outcome(verdict, start, report.json(), path=source.opened.root)
+        return report.exit_code
     for title, lines in (
-        ("damaged", found.damaged),
-        ("suspicious", found.suspicious),
-        ("not checked", found.unchecked),
+        ("damaged", report.damaged),
+        ("suspicious", report.suspicious),
+        ("not checked", report.unchecked),
     ):
         for line in lines:
             echo(f"{title}: {line}")
     echo(
-        f"{source.opened.root}: {verdict}; {counted(found.files, 'file')}, {found.nbytes:,} bytes"
-        f" and {counted(found.checksums, 'checksum')} in {seconds:.2f} s"
+        f"{source.opened.root}: {verdict}; {counted(report.files, 'file')}, {report.nbytes:,} bytes"
+        f" and {counted(report.checksums, 'checksum')} in {seconds:.2f} s"
     )
-    return found.exit_code
+    return report.exit_code

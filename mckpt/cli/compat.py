@@ -59,23 +59,23 @@ def compat(ctx: click.Context, runs: bool, as_json: bool, line: tuple[str, ...])
     """
     program = ctx.find_root().command
     assert isinstance(program, click.Group)
-    found = translate(line)
-    name, *arguments = found.words
+    title, words, notes = translate(line)
+    name, *arguments = words
     # refuses a value that no option of mckpt takes, before a line with it is printed
     program.commands[name].make_context(f"mckpt {name}", list(arguments), parent=ctx.parent)
-    printed = shlex.join(["mckpt", *found.words])
+    printed = shlex.join(["mckpt", *words])
     if as_json:
-        facts = {"from": found.title, "command": ["mckpt", *found.words], "notes": found.notes}
+        facts = {"from": title, "command": ["mckpt", *words], "notes": notes}
         echo(json.dumps(facts), err=runs)
     else:
-        for note in found.notes:
+        for note in notes:
             echo(f"# {note}", err=True)
         echo(printed, err=runs)
     if not runs:
         return 0
     if as_json:
-        found.words.append("--json")
-    return int(program.main(found.words, "mckpt", standalone_mode=False) or 0)
+        words.append("--json")
+    return int(program.main(words, "mckpt", standalone_mode=False) or 0)
 
 
 def translate(line: tuple[str, ...]) -> Translation:
@@ -100,18 +100,18 @@ def translate(line: tuple[str, ...]) -> Translation:
     place = {option.key: number for number, option in enumerate(options)}
     parsed = sorted(
         _parsed(options, rest, case),
-        key=lambda found: place[found[0].key] if isinstance(found[0], _Option) else -1,
+        key=lambda one: place[one[0].key] if isinstance(one[0], _Option) else -1,
     )
     for option, spelled, values in parsed:
         if isinstance(option, str):
             problems.append(f"{spelled}: {option}")
             continue
         seen.add(option.key)
-        said = shlex.join([spelled, *values])
+        spelling = shlex.join([spelled, *values])
         if option.kind == "nothing":
-            notes.append(f"{said}: means nothing here: {option.reason}")
+            notes.append(f"{spelling}: means nothing here: {option.reason}")
         elif option.kind == "refused":
-            problems.append(f"{said}: {option.reason}")
+            problems.append(f"{spelling}: {option.reason}")
         elif isinstance(option.becomes, dict) and "revision_of" in option.becomes:
             for name in option.becomes["revision_of"]:
                 if name in ours:  # by the order of the file, the model comes before
@@ -121,7 +121,7 @@ def translate(line: tuple[str, ...]) -> Translation:
                 for name, *value in _become(option, values):
                     ours[name] = value
             except KeyError as e:
-                problems.append(f"{said}: the values known are {', '.join(e.args[0])}")
+                problems.append(f"{spelling}: the values known are {', '.join(e.args[0])}")
     for option in options:
         given_here = option.key in seen or not isinstance(option.becomes, dict)
         if not given_here and (absent := option.becomes.get("absent")):
@@ -179,14 +179,14 @@ def _case(tool: Mapping[str, Any], given: Mapping[str, str]) -> dict[str, Any]:
     for case in tool["cases"]:
         if all(given.get(name, "") in known for name, known in case.get("when", {}).items()):
             return dict(case)
-    said = ", ".join(f"{name} {value}".removeprefix("word ") for name, value in given.items())
+    words = ", ".join(f"{name} {value}".removeprefix("word ") for name, value in given.items())
     known = (
         "; ".join(f"{n}: {', '.join(filter(None, v))}" for n, v in case["when"].items())
         for case in tool["cases"]
         if "command" in case
     )
     raise UsageError(
-        f"{tool['title']}: {said or 'no subcommand'}: cannot be translated; known are",
+        f"{tool['title']}: {words or 'no subcommand'}: cannot be translated; known are",
         *(f"  - {one}".replace("word: ", "") for one in known),
     )
 

@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from mckpt.cli import progress
+from mckpt.cli import progress, shared
 from mckpt.cli.echo import echo, echo_outcome, named
-from mckpt.cli.options import (
-    PATH,
-    command,
-    family_options,
-    json_option,
-    like_option,
-    open_source,
-    vocab_size_option,
-)
+from mckpt.cli.options import PATH, command, json_option
 from mckpt.errors import counted
 
 if TYPE_CHECKING:
@@ -29,9 +21,9 @@ if TYPE_CHECKING:
 @command()
 @click.argument("a", type=PATH)
 @click.argument("b", type=PATH)
-@like_option
-@vocab_size_option
-@family_options
+@shared.like_option
+@shared.vocab_size_option
+@shared.family_options
 @click.option(
     "--atol",
     type=float,
@@ -56,40 +48,40 @@ def diff(
     from mckpt import api
 
     start = time.perf_counter()
-    left, right = open_source(a, options), open_source(b, options)
+    left, right = shared.open_source(a, options), shared.open_source(b, options)
     left, right = left.named_as(right), right.named_as(left)
     notes = [f"{side.path}: {note}" for side in (left, right) for note in side.model.notes]
     for note in dict.fromkeys(notes):
-        progress.tell(note, as_json)
+        progress.print_note(note, as_json)
     with progress.showing("comparing", as_json) as shown:
-        found = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
+        difference = api.diff(left, right, atol=atol, no_optimizer=no_optimizer, progress=shown)
     if as_json:
-        echo_outcome("different" if found else "same", start, found.json(), a=a, b=b)
+        echo_outcome("different" if difference else "same", start, difference.json(), a=a, b=b)
     else:
-        for line in _lines(found, a, b, atol):
+        for line in _lines(difference, a, b, atol):
             echo(line)
-    return 1 if found else 0
+    return 1 if difference else 0
 
 
-def _lines(found: Difference, a: Path, b: Path, atol: float | None) -> Iterator[str]:
-    """Yields every difference and, last, a summary."""
-    for name in found.missing:
+def _lines(result: Difference, a: Path, b: Path, atol: float | None) -> Iterator[str]:
+    """Yields every result and, last, a summary."""
+    for name in result.missing:
         yield f"only in {named(a)}: {name}"
-    for name in found.extra:
+    for name in result.extra:
         yield f"only in {named(b)}: {name}"
-    yield from map(str, found.changed)
-    yield from found.replicas
-    yield from found.rounded
-    for text in found.dropped:
+    yield from map(str, result.changed)
+    yield from result.replicas
+    yield from result.rounded
+    for text in result.dropped:
         yield f"not compared, because the mapping drops it: {text}"
-    if found:
+    if result:
         verdict = "different"
-    elif found.rounded:
+    elif result.rounded:
         verdict = "the same but for this rounding"
     else:
         verdict = "the same to the last bit" if atol is None else f"the same within {atol:g}"
-    dropped = f", {len(found.dropped):,} dropped" if found.dropped else ""
+    dropped = f", {len(result.dropped):,} dropped" if result.dropped else ""
     yield (
-        f"{verdict}: {counted(found.same, 'tensor')} equal, {len(found.changed):,} differ,"
-        f" {len(found.missing):,} missing, {len(found.extra):,} extra{dropped}"
+        f"{verdict}: {counted(result.same, 'tensor')} equal, {len(result.changed):,} differ,"
+        f" {len(result.missing):,} missing, {len(result.extra):,} extra{dropped}"
     )

@@ -48,60 +48,60 @@ def doctor(purposes: tuple[str, ...], urls: tuple[str, ...], as_json: bool) -> N
     for url, place in places.items():
         if place is None:
             raise UsageError(f"--store {url}: is not a URL such as s3://BUCKET/PATH")
-    found = machine.report()
-    found["reached"], failures = {}, []
+    report = machine.report()
+    report["reached"], failures = {}, []
     for url, place in places.items():
         try:
             assert place is not None
-            found["reached"][url] = {"objects": len(stores.open_store(place).list())}
+            report["reached"][url] = {"objects": len(stores.open_store(place).list())}
         except MckptError as error:
-            found["reached"][url] = {"error": f"{error}"}
+            report["reached"][url] = {"error": f"{error}"}
             failures.append(error)
     if as_json:
-        echo(json.dumps(found))
+        echo(json.dumps(report))
     else:
-        echo(*lines(found))
+        echo(*lines(report))
     for extra in dict.fromkeys(PURPOSES[purpose] for purpose in purposes):
-        if bad := faults(found["extras"].get(extra)):
+        if bad := faults(report["extras"].get(extra)):
             raise MissingExtra(f"extra {extra}: {', '.join(bad)}: pip install 'mckpt[{extra}]'")
     if failures:
         raise failures[0]
 
 
-def lines(found: Mapping[str, Any]) -> list[str]:
+def lines(report: Mapping[str, Any]) -> list[str]:
     """Returns the report as lines for people."""
     out = [
-        f"mckpt {found['mckpt']} in {found['path']}",
-        f"Python {found['python']}, {found['executable']}",
-        f"{found['platform']}, {counted(found['cores'], 'core')}",
+        f"mckpt {report['mckpt']} in {report['path']}",
+        f"Python {report['python']}, {report['executable']}",
+        f"{report['platform']}, {counted(report['cores'], 'core')}",
     ]
-    for extra, packages in {"": found["requires"], **found["extras"]}.items():
+    for extra, packages in {"": report["requires"], **report["extras"]}.items():
         there = [f"{name} {one['version']}" for name, one in packages.items() if one["version"]]
         bad = faults(packages)
         cure = f": pip install 'mckpt[{extra}]'" if bad and extra else ""
         title = f"extra {extra}" if extra else "requires"
         out.append(f"{title}: {', '.join(there + bad)}{cure}")
-    gpus = [f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}" for gpu in found["gpus"]]
+    gpus = [f"{gpu['name']}, {gpu['memory']}, driver {gpu['driver']}" for gpu in report["gpus"]]
     out += [
-        f"Megatron-Core: {found['megatron_core'] or 'not installed'}",
-        f"Transformer Engine: {found['transformer_engine'] or 'not installed'}",
-        f"CUDA of torch: {found['cuda'] or 'none'}",
+        f"Megatron-Core: {report['megatron_core'] or 'not installed'}",
+        f"Transformer Engine: {report['transformer_engine'] or 'not installed'}",
+        f"CUDA of torch: {report['cuda'] or 'none'}",
         *(f"GPU {number}: {gpu}" for number, gpu in enumerate(gpus)),
-        *([] if gpus else [f"GPUs: {found['gpus_note']}"]),
-        f"RAY_ADDRESS: {found['ray_address'] or 'not set'}",
+        *([] if gpus else [f"GPUs: {report['gpus_note']}"]),
+        f"RAY_ADDRESS: {report['ray_address'] or 'not set'}",
     ]
-    for scheme, place in found["stores"].items():
+    for scheme, place in report["stores"].items():
         endpoint = f"; endpoint {place['endpoint']}" if place["endpoint"] else ""
         where = place["credentials"]
         credentials = f"in {where}" if where else "not found"
         out.append(f"{scheme}://: credentials {credentials}{endpoint}")
-    counts = ", ".join(f"{number} of {kind}" for kind, number in found["mappings"].items())
+    counts = ", ".join(f"{number} of {kind}" for kind, number in report["mappings"].items())
     out.append(f"mapping files: {counts}")
-    out += [f"mapping file not readable: {problem}" for problem in found["mapping_problems"]]
+    out += [f"mapping file not readable: {problem}" for problem in report["mapping_problems"]]
     out.append(
-        f"{found['temporary']}: {found['temporary_free_bytes']:,} bytes free for temporary files"
+        f"{report['temporary']}: {report['temporary_free_bytes']:,} bytes free for temporary files"
     )
-    for url, reached in found["reached"].items():
+    for url, reached in report["reached"].items():
         objects = counted(reached.get("objects", 0), "object")
         out.append(reached.get("error") or f"{url}: reached, {objects}")
     return out

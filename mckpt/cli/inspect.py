@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from mckpt.cli import shared
 from mckpt.cli.echo import document, echo
-from mckpt.cli.options import (
-    PATH,
-    command,
-    family_options,
-    html_option,
-    iteration_option,
-    json_option,
-    open_source,
-)
+from mckpt.cli.options import PATH, command, json_option
 from mckpt.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,15 +19,15 @@ if TYPE_CHECKING:
 
 @command()
 @click.argument("path", type=PATH)
-@iteration_option
-@family_options
+@shared.iteration_option
+@shared.family_options
 @click.option(
     "--megatron-args",
     "flags",
     is_flag=True,
     help="Print the flags with which Megatron's training program builds this model.",
 )
-@html_option
+@shared.html_option
 @json_option
 def inspect(path: Path, flags: bool, html: Path | None, as_json: bool, **options: Any) -> None:
     """Print what a directory contains.
@@ -46,7 +39,7 @@ def inspect(path: Path, flags: bool, html: Path | None, as_json: bool, **options
     if flags and html:
         raise UsageError("--megatron-args and --html: give one of them")
     with places.streamed(path) as directory:
-        source = open_source(directory, options)
+        source = shared.open_source(directory, options)
         _inspect(source, flags, as_json)
         if html is not None:
             from mckpt.pages import document, picture
@@ -65,5 +58,5 @@ def _inspect(source: Checkpoint, flags: bool, as_json: bool) -> None:
         return
     from mckpt.checkpoint import inspection
 
-    found = inspection.inspect(source, None if as_json else inspection.SHOWN)
-    echo(*([json.dumps(found)] if as_json else inspection.lines(found)))
+    facts = inspection.inspect(source, None if as_json else inspection.SHOWN)
+    echo(*([json.dumps(facts)] if as_json else inspection.lines(facts)))

@@ -12,8 +12,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -103,14 +103,12 @@ OPTIONS = together(
     several_option(
         "--interval",
         default="60s",
-        show_default=True,
         metavar="TIME",
         help="Time between two looks of --watch or --wait-for.",
     ),
     several_option(
         "--until",
         type=POSITIVE,
-        metavar="N",
         help="--watch ends when the training run has saved iteration N, or a later one, and"
         " everything until N is converted.",
     ),
@@ -159,11 +157,18 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
                 raise UsageError("--iteration and --iterations or --watch: give one of them")
             _refuse_ranks(options["workers"])
             job = _Run(convert, src, _Place(dst, to_hf), options, keep)
-            with _stoppable(job, endless=watch and until is None):
-                if watch:
-                    job.watch(iterations or "all", pause, until)
-                else:
-                    job.once(iterations or "all", patience, pause)
+            if keep is not None and dst is None:
+                raise UsageError("--keep removes output below DST; give DST")
+            if not watch:
+                job.once(str(iterations), patience, pause)
+                return job.end()
+            try:
+                job.watch(iterations or "all", pause, until)
+            except KeyboardInterrupt:
+                # A signal is the ordinary end of a command that only waits for more iterations.
+                if job.converting or until is not None:
+                    raise
+                job.print_note("stopped by a signal; the same command continues")
             return job.end()
 
         return OPTIONS(run)
@@ -206,16 +211,13 @@ def chosen(text: str, there: list[int]) -> list[int]:
     out: set[int] = set()
     for part in text.split(","):
         numbers = re.fullmatch(r"\s*(\d+)(?::(\d+)(?::(\d+))?)?\s*", part)
-        first, last, step = (
-            (int(n) if n else None for n in numbers.groups()) if numbers else [0] * 3
-        )
-        if first is None or step == 0 or not numbers:
+        step = int(numbers[3] or 1) if numbers else 0
+        if numbers is None or step == 0:
             raise UsageError(
                 f"--iterations {text!r}: {part!r} is neither latest nor all nor a number nor a"
                 " range such as 500:12500:500"
             )
-        first, last, step = int(numbers[1]), int(numbers[2] or numbers[1]), int(numbers[3] or 1)
-        out.update(range(first, last + 1, step))
+        out.update(range(int(numbers[1]), int(numbers[2] or numbers[1]) + 1, step))
     if not out:
         raise UsageError(
             f"--iterations {text!r}: names no iteration; the end of a range is included"
@@ -264,31 +266,29 @@ class _Place:
 # ------------------------------------------------------------------------------------------ the run
 
 
+@dataclass
 class _Run:
     """One command over many iterations."""
 
-    def __init__(
-        self,
-        convert: Convert,
-        src: Path,
-        place: _Place,
-        options: dict[str, Any],
-        keep: int | None,
-    ) -> None:
-        self.convert, self.src, self.place, self.options = convert, src, place, options
-        self.keep, self.as_json = keep, options["as_json"]
-        self.outcomes: dict[int, Outcome] = {}
-        self.started = time.perf_counter()
-        self.converting = False
-        if keep is not None and not place.pattern:
-            raise UsageError("--keep removes output below DST; give DST")
+    convert: Convert
+    src: Path
+    place: _Place
+    options: dict[str, Any]
+    keep: int | None
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+    converting: bool = False
+
+    @property
+    def as_json(self) -> bool:
+        return bool(self.options["as_json"])
 
     def once(self, text: str, patience: float, pause: float) -> None:
         """Converts the iterations that --iterations names; with `patience` waits for each."""
         there, later = _complete(self.src)
         if later and text in ("all", "latest"):
             names = ", ".join(map(str, later))
-            self.tell(f"{self.src}: {TRACKER} does not name {names} yet; left out")
+            self.print_note(f"{self.src}: {TRACKER} does not name {names} yet; left out")
         wanted = chosen(text, there)
         missing = [n for n in wanted if n not in there and n not in later]
         if missing and not patience:
@@ -308,7 +308,7 @@ class _Run:
         chosen(text, [])  # refuses a wrong text before anything is waited for
         rest = min(REST_S, pause)
         handled: dict[int, tuple[Look, int]] = {}  # the files that were converted, and the tries
-        self.tell(f"watching {self.src}")
+        self.print_note(f"watching {self.src}")
         while not signals.caught():
             there, _ = _complete(self.src)
             wanted = chosen(text, there)
@@ -355,15 +355,15 @@ class _Run:
             for root in {path.parent for path in outputs.values()}:
                 sweep(root)
             for number, path in list(outputs.items())[: -self.keep]:
-                self.tell(remove(path) or f"iteration {number}: {path} was removed (--keep)")
+                self.print_note(remove(path) or f"iteration {number}: {path} was removed (--keep)")
 
-    def tell(self, text: str) -> None:
-        progress.tell(text, self.as_json)
+    def print_note(self, text: str) -> None:
+        progress.print_note(text, self.as_json)
 
     def _row(self, iteration: int) -> dict[str, Any]:
-        found = self.outcomes[iteration]
-        row = {"iteration": iteration, **found.json(), "exit_code": found.exit_code}
-        return row | ({"error": found.text} if found.exit_code else {})
+        outcome = self.outcomes[iteration]
+        row = {"iteration": iteration, **outcome.json(), "exit_code": outcome.exit_code}
+        return row | ({"error": outcome.text} if outcome.exit_code else {})
 
     def end(self) -> int:
         """Prints the summary; returns the exit code of the worst iteration."""
@@ -394,19 +394,6 @@ class _Run:
         echo(f"{counted(len(rows), 'iteration')}: {parts or 'nothing to do'}")
 
 
-@contextmanager
-def _stoppable(job: _Run, endless: bool) -> Iterator[None]:
-    """Lets a signal end a command that waits for ever well. A conversion is interrupted, which the
-    next run of the command continues, and so is a command that waits for something.
-    """
-    try:
-        yield
-    except KeyboardInterrupt:
-        if job.converting or not endless:
-            raise
-        job.tell("stopped by a signal; the same command continues")
-
-
 # ---------------------------------------------------------------------------- complete, and at rest
 
 
@@ -415,10 +402,10 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
     still be writing: Megatron lets the tracker name an iteration after its last file.
     """
     sparse_copy.refresh(src)
-    there, says = iterations_of(src), Tracker(src).says()
-    if not says.isdecimal():  # no tracker, or the one of a release: nothing says what is complete
-        return ([], there) if says else (there, [])
-    return [n for n in there if n <= int(says)], [n for n in there if n > int(says)]
+    there, tracked = iterations_of(src), Tracker(src).says()
+    if not tracked.isdecimal():  # no tracker, or the one of a release, names no iteration
+        return ([], there) if tracked else (there, [])
+    return [n for n in there if n <= int(tracked)], [n for n in there if n > int(tracked)]
 
 
 def look(path: Path) -> Look:
@@ -428,8 +415,9 @@ def look(path: Path) -> Look:
     for folder, _, names in os.walk(path):
         for name in names:
             with suppress(FileNotFoundError):
-                found = os.stat(os.path.join(folder, name))
-                out.append((os.path.join(folder, name), found.st_size, found.st_mtime_ns))
+                file = os.path.join(folder, name)
+                status = os.stat(file)
+                out.append((file, status.st_size, status.st_mtime_ns))
     return sorted(out)
 
 
@@ -461,14 +449,14 @@ def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
         directory = find(src, iteration)
     except (SourceError, UsageError) as e:
         return None, f"{e}".removeprefix(f"{src.resolve()}: ")
-    says = Tracker(directory.root).says() if is_iteration_name(directory.name) else ""
-    if not says and directory.path != src.resolve():
+    tracked = Tracker(directory.root).says() if is_iteration_name(directory.name) else ""
+    if not tracked and directory.path != src.resolve():
         return None, f"has no {TRACKER} yet"
-    number = iteration_of(directory.name) if says.isdecimal() else None
-    if number is not None and number > int(says):
-        return None, f"{TRACKER} names {says} and not yet {number}"
+    number = iteration_of(directory.name) if tracked.isdecimal() else None
+    if number is not None and number > int(tracked):
+        return None, f"{TRACKER} names {tracked} and not yet {number}"
     if (
-        not says
+        not tracked
         and any(directory.path.glob("*.distcp"))
         and not (directory.path / ".metadata").exists()
     ):
@@ -493,8 +481,9 @@ def remove(path: Path) -> str:
     known = {str(path / TRACKER), str(path / MAPPING)}
     for root in roots:
         with suppress(SourceError, StorageError):
-            if found := manifest.read(root):
-                names = [*found["files"], *(f"{manifest.BESIDE}{n}" for n in found.get("hf", ()))]
+            if written := manifest.read(root):
+                beside = (f"{manifest.BESIDE}{name}" for name in written.get("hf", ()))
+                names = [*written["files"], *beside]
                 known |= {str(root / MANIFEST), *(os.path.normpath(root / name) for name in names)}
     links = [str(p) for p in path.rglob("*") if p.is_symlink() and p.is_dir()]
     foreign = [name for name in [*(n for n, _, _ in look(path)), *links] if name not in known]

@@ -128,10 +128,10 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
     from mckpt.storage.files import read_file
 
     try:
-        found = load(read_file(file, 1 << 20).decode())
+        content = load(read_file(file, 1 << 20).decode())
     except ValueError as e:
         raise UsageError(f"{file}: is no YAML: {e}") from None
-    listed = found.get("steps") if isinstance(found, dict) and len(found) == 1 else None
+    listed = content.get("steps") if isinstance(content, dict) and len(content) == 1 else None
     if not isinstance(listed, list) or not listed:
         raise UsageError(f"{file}: is no job: {EXAMPLE}")
     steps = []
@@ -150,22 +150,23 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
     return steps
 
 
-def _step(found: click.Command, name: str, fields: Mapping[str, Any], where: str) -> Step:
+def _step(target: click.Command, name: str, fields: Mapping[str, Any], where: str) -> Step:
     """Returns a step from the values of its arguments and options."""
     where = f"{where} ({name})"
-    arguments = {p.name: p for p in found.params if isinstance(p, click.Argument)}
-    options: dict[str, tuple[click.Option, str, bool]] = {}  # name -> option, flag, whether it is
-    for p in found.params:
-        if isinstance(p, click.Option):
-            options |= {flag.lstrip("-"): (p, flag, True) for flag in p.opts}
-            options |= {flag.lstrip("-"): (p, flag, False) for flag in p.secondary_opts}
+    arguments = {p.name: p for p in target.params if isinstance(p, click.Argument)}
+    options = {
+        flag.lstrip("-"): (p, flag)
+        for p in target.params
+        if isinstance(p, click.Option)
+        for flag in (*p.opts, *p.secondary_opts)
+    }
     given, flags = {}, []
     for key, value in fields.items():
         spelled = own_name(key.replace("_", "-"))
         if key in arguments:
             given[key] = _text(value, f"{where}: {key}")
         elif spelled in options:
-            flags += _flags(*options[spelled][:2], value, f"{where}: {key}")
+            flags += _flags(*options[spelled], value, f"{where}: {key}")
         elif key != "json":
             raise UsageError(
                 f"{where}: {key!r} is no argument or option of mckpt {name}"

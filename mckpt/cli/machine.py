@@ -116,24 +116,22 @@ def _megatron_core() -> str | None:
     """Returns the version of Megatron-Core that Python would import: of a package, or of a clone of
     Megatron-LM on PYTHONPATH.
     """
-    spec = PathFinder.find_spec("megatron")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        file = Path(folder, "core", "package_info.py")
-        if file.exists():
-            text = file.read_text(encoding="utf-8")
-            return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE))
-    return None
+    text = _source("megatron", "core", "package_info.py")
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", text, re.MULTILINE)) or None
 
 
 def _cuda() -> str | None:
     """Returns the version of CUDA that torch was built for."""
-    spec = PathFinder.find_spec("torch")
-    for folder in (spec and spec.submodule_search_locations) or ():
-        file = Path(folder, "version.py")
-        if file.exists():
-            found = re.search(r"^cuda\b.*= '(.+)'", file.read_text(encoding="utf-8"), re.MULTILINE)
-            return found and found[1]
-    return None
+    version = re.search(r"^cuda\b.*= '(.+)'", _source("torch", "version.py"), re.MULTILINE)
+    return version and version[1]
+
+
+def _source(package: str, *file: str) -> str:
+    """Returns the text of a file of the package that Python would import; "" if it has none."""
+    spec = PathFinder.find_spec(package)
+    folders = (spec and spec.submodule_search_locations) or ()
+    paths = (Path(folder, *file) for folder in folders)
+    return next((path.read_text(encoding="utf-8") for path in paths if path.exists()), "")
 
 
 def _gpus() -> dict[str, Any]:
@@ -148,8 +146,8 @@ def _gpus() -> dict[str, Any]:
     except (OSError, subprocess.SubprocessError) as error:
         return {"gpus": [], "gpus_note": f"unknown: nvidia-smi failed: {error}"}
     if done.returncode:
-        said = (done.stdout + done.stderr).strip().partition("\n")[0]
-        return {"gpus": [], "gpus_note": f"unknown: nvidia-smi: {said}"}
+        problem = (done.stdout + done.stderr).strip().partition("\n")[0]
+        return {"gpus": [], "gpus_note": f"unknown: nvidia-smi: {problem}"}
     rows = [line.split(", ") for line in done.stdout.splitlines()]
     if strange := next((row for row in rows if len(row) != 3), None):
         return {"gpus": [], "gpus_note": f"unknown: nvidia-smi: {', '.join(strange)}"}

@@ -29,11 +29,13 @@ def list_mappings(as_json: bool) -> None:
         for kind in mapping.KINDS
     }
     if as_json:
-        said = {k: {n: list(f.architectures) for n, f in v.items()} for k, v in files.items()}
-        echo(json.dumps(said))
+        architectures = {
+            k: {n: list(f.architectures) for n, f in v.items()} for k, v in files.items()
+        }
+        echo(json.dumps(architectures))
         return
-    for kind, found in files.items():
-        for name, file in found.items():
+    for kind, by_name in files.items():
+        for name, file in by_name.items():
             echo("  ".join([f"{kind}/{name}", *file.architectures, file.models]).rstrip())
 
 

@@ -1,8 +1,4 @@
-"""Options that several commands share, and the dataclasses that are made from them.
-
-An option has the name of the field that it sets, so `SourceOptions` and `TargetOptions` take their
-fields from the options by name.
-"""
+"""What mckpt adds to click: sections of the help, types, and hints in errors."""
 
 from __future__ import annotations
 
@@ -10,18 +6,12 @@ import difflib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from mckpt import formats
 from mckpt.cli.commands import SYNONYMS, own_name
 from mckpt.cli.environment import name_variables
-
-if TYPE_CHECKING:
-    from mckpt.checkpoint.checkpoint import Checkpoint
-    from mckpt.conversion.target import TargetOptions
-    from mckpt.geometry.parallel import Parallel
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 Options = Mapping[str, Any]  # the values of a command's options, by parameter name
@@ -32,7 +22,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 
 class WholeNumber(click.IntRange):
-    """A whole number of at least `min`, whose errors say so in words."""
+    """A whole number of at least `min`, which errors explain in words."""
+
+    name = "n"  # the help shows a value as N
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -41,24 +33,20 @@ class WholeNumber(click.IntRange):
             self.fail(f"{value!r} is not a whole number of at least {self.min}", param, ctx)
 
 
+class _OutputFile(click.Path):
+    """A file that the command writes at its end. Raises UsageError at once if it cannot."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from mckpt.pages import document
+
+        path = super().convert(value, param, ctx)
+        document.refuse(path)
+        return path
+
+
+OUTPUT_FILE = _OutputFile(dir_okay=False, path_type=Path)
 POSITIVE = WholeNumber(1)
 NOT_NEGATIVE = WholeNumber(0)
-MEGATRON_FORMATS = click.Choice(formats.names(megatron=True, written=True))
-DTYPES = click.Choice(["bf16", "fp16", "fp32"])
-
-# The fields of `Parallel` that options set.
-SIZES = (
-    "tp",
-    "pp",
-    "vpp",
-    "ep",
-    "etp",
-    "first_stage_layers",
-    "last_stage_layers",
-    "account_for_embedding",
-    "account_for_loss",
-    "layout",
-)
 
 # Options that no command has, and what a user who gives one may want.
 _MEANT = {
@@ -168,422 +156,4 @@ def together(*options: Decorator) -> Decorator:
     return decorate
 
 
-# ---------------------------------------------------------------------------------- shared options
-
-size_option = in_section("Parallel sizes")
-model_option = in_section("Describing the model")
-reading_option = in_section("Reading a Megatron checkpoint")
-hf_option = in_section("Writing a Hugging Face directory")
-megatron_option = in_section("Writing a Megatron checkpoint")
-conversion_option = in_section("Conversion")
-run_option = in_section("Run on Megatron-Core")
-
-source_argument = click.argument("src", type=PATH)
-destination_argument = click.argument("dst", type=PATH)
-
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-
-
-def _page(_: click.Context, __: click.Parameter, path: Path | None) -> Path | None:
-    """Returns the path of a page; raises UsageError if it cannot be written."""
-    if path is not None:
-        from mckpt.pages import document
-
-        document.refuse(path)
-    return path
-
-
-html_option = click.option(
-    "--html",
-    type=FILE,
-    callback=_page,
-    help="Also write one HTML file with a map of the layers and a list of all tensors.",
-)
-
-like_option = model_option(
-    "--like",
-    type=DIRECTORY,
-    help="Hugging Face directory of the same model; its config.json describes the model.",
-)
-vocab_size_option = model_option(
-    "--vocab-size",
-    type=POSITIVE,
-    metavar="N",
-    help="Rows of the embedding without padding.",
-)
-iteration_option = reading_option(
-    "--iteration",
-    type=NOT_NEGATIVE,
-    metavar="N",
-    help="Iteration to read. Without it, the one that the tracker file names.",
-)
-family_options = together(
-    model_option(
-        "--family",
-        metavar="NAME",
-        help="Family of the model (see `mckpt mappings list`), if neither config.json nor"
-        " mckpt.json determines it.",
-    ),
-    # a str, as in `SourceOptions`
-    model_option(
-        "--mapping", type=click.Path(dir_okay=False), help="A family file (YAML) of your own."
-    ),
-    model_option(
-        "--set",
-        "settings",
-        multiple=True,
-        metavar="DIM=VALUE",
-        help="Correct one hyperparameter, such as mtp_layers=0 (names: mappings/logical.yaml). For"
-        " a Hugging Face source the tensors must agree with it; for a Megatron source it replaces"
-        " the arg. May be repeated.",
-    ),
-)
-quantize_option = hf_option(
-    "--quantize",
-    type=click.Choice(["fp8"]),
-    help="Quantise the weights of linear layers: fp8 is float8_e4m3fn with a scale for each"
-    " 128 x 128.",
-)
-keep_padding_option = conversion_option(
-    "--keep-padding",
-    is_flag=True,
-    help="Keep all rows of the padded vocabulary. Without it, a Megatron target has the rows that"
-    " Megatron computes for its tp, and a Hugging Face target has none.",
-)
-megatron_source_options = together(
-    like_option,
-    vocab_size_option,
-    iteration_option,
-    reading_option(
-        "--check-replicas",
-        is_flag=True,
-        help="Check that tensors stored by several ranks are equal.",
-    ),
-)
-
-side_files_option = hf_option(
-    "--tokenizer",
-    type=DIRECTORY,
-    help="Directory from which the tokenizer and other side files are copied.",
-)
-no_adapter_option = conversion_option(
-    "--no-adapter",
-    is_flag=True,
-    help="Leave out the adapter (LoRA) that lies beside the weights of a Hugging Face directory.",
-)
-max_shard_size_option = hf_option(
-    "--max-shard-size",
-    default="2GB",
-    show_default=True,
-    metavar="SIZE",
-    help="Size of the largest safetensors file.",
-)
-
-target_iteration_option = megatron_option(
-    "--iteration",
-    "target_iteration",
-    type=POSITIVE,
-    metavar="N",
-    help="Write iter_N instead of release.",
-)
-no_optimizer_option = megatron_option(
-    "--no-optimizer",
-    is_flag=True,
-    help="Write the weights only; leave out optimizer and random states.",
-)
-
-
-def dialect_option(prefix: str = "", otherwise: str = "") -> Decorator:
-    """Returns the option for the dialect of the checkpoint that is written."""
-    return megatron_option(
-        *dict.fromkeys([f"--{prefix}dialect", "--dialect"]),
-        "dialect",
-        metavar="NAME",
-        help="Names of the tensors: gpt for Megatron's GPTModel, hybrid for its HybridModel, which"
-        f" megatron-core has from 0.18 on. Without it, {otherwise}.",
-    )
-
-
-megatron_target_options = together(
-    megatron_option(
-        "--transformer-impl",
-        type=click.Choice(["transformer_engine", "local"]),
-        help="Layer spec whose parameter names are written: Transformer Engine's, or the local one"
-        " of Megatron-Core. Without it, the source's; from Hugging Face, transformer_engine.",
-    ),
-    megatron_option(
-        "--grouped-experts/--sequential-experts",
-        default=None,
-        help="Mixtures of experts only: store experts as --moe-grouped-gemm does, or one module for"
-        " each. Without it, as in the source; for a Hugging Face source or with --transformer-impl,"
-        " grouped for transformer_engine and sequential for local.",
-    ),
-    megatron_option(
-        "--make-vocab-size-divisible-by",
-        "divisible_by",
-        type=POSITIVE,
-        default=128,
-        show_default=True,
-        metavar="N",
-        help="Pad the vocabulary to a multiple of N times tp.",
-    ),
-    megatron_option(
-        "--common-state",
-        type=click.Choice(["file", "object"]),
-        default="file",
-        show_default=True,
-        help="torch_dist only: where to store args and iteration. file writes common.pt, which"
-        " every version reads; object stores them inside the checkpoint, as megatron-core"
-        " 0.19 does.",
-    ),
-    megatron_option(
-        "--megatron-version",
-        metavar="VERSION",
-        help="The megatron-core that will load the checkpoint, such as 0.16 or 0.19.2. Without"
-        " it, the newest version that mckpt knows and that loads the format.",
-    ),
-    megatron_option(
-        "--layer-keys",
-        type=click.Choice(["stacked", "per_layer"]),
-        help="torch_dist and zarr only: one key for all layers, or one for each layer. Without it,"
-        " the model's args decide.",
-    ),
-    megatron_option(
-        "--run-config",
-        is_flag=True,
-        help="torch_dist only: write run_config.yaml too, from which Megatron-Bridge loads the"
-        " checkpoint. A source's own one is always carried on.",
-    ),
-    megatron_option(
-        "--update-tracker",
-        is_flag=True,
-        help="Let the tracker file name this checkpoint even if it names a later one now.",
-    ),
-)
-
-dtype_option = conversion_option(
-    "--dtype",
-    type=DTYPES,
-    help="Cast every tensor. Without it, each tensor keeps its dtype.",
-)
-inexact_option = conversion_option(
-    "--allow-inexact",
-    multiple=True,
-    metavar="NAME",
-    help="Convert although the target cannot represent this feature exactly. NAME is the name that"
-    " the error prints. May be repeated.",
-)
-overwrite_option = conversion_option(
-    "--overwrite",
-    is_flag=True,
-    help="Replace an existing checkpoint once the new one is complete; in an object store, when its"
-    " first files are sent.",
-)
-stream_option = conversion_option(
-    "--stream",
-    is_flag=True,
-    help="Read a model on the Hub without downloading it: only the output needs disk space.",
-)
-conversion_options = together(
-    dtype_option,
-    inexact_option,
-    conversion_option("--dry-run", is_flag=True, help="Print the plan and write nothing."),
-    conversion_option(
-        "--max-memory",
-        default="64MiB",
-        show_default=True,
-        metavar="SIZE",
-        help="Size of all buffers together, with a unit: 500MB, 64MiB, 2GiB.",
-    ),
-    conversion_option(
-        "--threads",
-        type=NOT_NEGATIVE,
-        default=0,
-        show_default=True,
-        metavar="N",
-        help="Number of copy threads; 0 chooses automatically.",
-    ),
-    conversion_option(
-        "--workers",
-        type=POSITIVE,
-        metavar="N",
-        help="Number of processes on this machine, whatever RANK and the like say. Without it, the"
-        " processes that torchrun or srun started share the work; without those, one does it.",
-    ),
-    conversion_option(
-        "--engine",
-        type=click.Choice(["local", "ray"]),
-        default="local",
-        show_default=True,
-        help="Who copies: this process and its workers, or the nodes of the Ray cluster that"
-        " RAY_ADDRESS names (one on this machine if it is not set).",
-    ),
-    conversion_option(
-        "--checksum",
-        type=click.Choice(["crc32", "sha256", "none"]),
-        default="crc32",
-        show_default=True,
-        help="Checksum of each file, stored in mckpt.json.",
-    ),
-    conversion_option(
-        "--allow-overflow",
-        is_flag=True,
-        help="Let values that are too large for fp16 become infinite.",
-    ),
-    overwrite_option,
-    conversion_option(
-        "--resume/--no-resume",
-        default=True,
-        show_default=True,
-        help="Continue an interrupted run of the same command.",
-    ),
-    json_option,
-)
-
-
-# ------------------------------------------------------------------------------------------- sizes
-
-
-def _size(
-    name: str, text: str, prefix: str = "", default: int | None = None, otherwise: str = ""
-) -> Decorator:
-    """Returns an option for one size, also under its short name if it has a `prefix`."""
-    return size_option(
-        *dict.fromkeys([f"--{prefix}{name}", f"--{name}"]),
-        name,
-        type=POSITIVE,
-        default=default,
-        show_default=otherwise or default is not None,
-        metavar="N",
-        help=text,
-    )
-
-
-def _model_sizes(prefix: str = "", default: int | None = None, otherwise: str = "") -> Decorator:
-    same = (prefix, default, otherwise)
-    return together(
-        _size("tp", "Tensor-parallel size.", *same),
-        _size("pp", "Pipeline-parallel size.", *same),
-        _size("vpp", "Virtual stages of each pipeline rank.", *same),
-        _size("ep", "Expert-parallel size.", *same),
-        _size("etp", "Tensor-parallel size of the experts. Without it, tp.", prefix),
-    )
-
-
-def layout_options(prefix: str = "", default: int | None = None, otherwise: str = "") -> Decorator:
-    """Returns the options for the parallel layout of a checkpoint.
-
-    `otherwise` is what the help shows as the default of a size that has no `default`.
-    """
-    return together(
-        _model_sizes(prefix, default, otherwise),
-        size_option(
-            "--decoder-first-pipeline-num-layers",
-            "first_stage_layers",
-            type=POSITIVE,
-            metavar="N",
-            help="Number of layers of the first stage.",
-        ),
-        size_option(
-            "--decoder-last-pipeline-num-layers",
-            "last_stage_layers",
-            type=POSITIVE,
-            metavar="N",
-            help="Number of layers of the last stage.",
-        ),
-        size_option(
-            "--account-for-embedding-in-pipeline-split",
-            "account_for_embedding",
-            is_flag=True,
-            help="Count the embedding as a layer.",
-        ),
-        size_option(
-            "--account-for-loss-in-pipeline-split",
-            "account_for_loss",
-            is_flag=True,
-            help="Count the loss as a layer.",
-        ),
-        size_option(
-            "--pipeline-model-parallel-layout",
-            "layout",
-            metavar="LAYOUT",
-            help="The layers of every stage, such as 'Ettt|(tt|)*6tL'.",
-        ),
-    )
-
-
-def run_options(otherwise: str) -> Decorator:
-    """Returns the options for running a model on Megatron-Core.
-
-    `otherwise` is what the help shows as the default of a size.
-    """
-    return together(
-        _model_sizes(otherwise=otherwise),
-        _size("cp", "Context-parallel size; needs Transformer Engine.", default=1),
-        run_option(
-            "--device",
-            type=click.Choice(["auto", "cpu", "cuda"]),
-            default="auto",
-            show_default=True,
-            help="Device of the run; auto takes cuda if there are enough GPUs.",
-        ),
-        run_option(
-            "--transformer-impl",
-            type=click.Choice(["auto", "transformer_engine", "local"]),
-            default="auto",
-            show_default=True,
-            help="Layers that run; auto takes those of Transformer Engine if it is installed.",
-        ),
-    )
-
-
-# --------------------------------------------------------------------------- options -> dataclasses
-
-
-def open_source(path: Path, options: Options) -> Checkpoint:
-    """Opens a checkpoint; the options describe the model."""
-    from mckpt.checkpoint.checkpoint import Checkpoint
-    from mckpt.checkpoint.source_options import SourceOptions
-
-    settings = parse_settings(options)
-    return Checkpoint.open(
-        path, SourceOptions(**_fields(SourceOptions, options) | {"settings": settings})
-    )
-
-
-def parse_settings(options: Options) -> dict[str, Any]:
-    """Returns the value of each dim that --set names."""
-    from mckpt.mapping import parse_setting
-
-    return dict(parse_setting(text) for text in options["settings"])
-
-
-def parallel_sizes(options: Options) -> dict[str, Any]:
-    """Returns the fields of `Parallel` that the options set; None if an option is not given."""
-    return {name: options[name] for name in SIZES}
-
-
-def make_target(options: Options, target_format: str, parallel: Parallel | None) -> TargetOptions:
-    """Returns the target that the options describe; a Hugging Face target has no `parallel`."""
-    from mckpt.conversion.target import TargetOptions
-    from mckpt.values.sizes import parse_size
-
-    given = _fields(TargetOptions, options) | {
-        "format": target_format,
-        "common_as_object": options.get("common_state") == "object",
-        # --iteration may also name the iteration to read, which is a field of `SourceOptions`
-        "iteration": options.get("target_iteration"),
-    }
-    if parallel is not None:
-        given["parallel"] = parallel
-    if "max_shard_size" in given:
-        given["max_shard_size"] = parse_size(given["max_shard_size"], "--max-shard-size")
-    return TargetOptions(**given)
-
-
-def _fields(kind: type[Any], options: Options) -> dict[str, Any]:
-    """Returns the options that are fields of the dataclass `kind`, without those not given."""
-    from dataclasses import fields
-
-    names = (field.name for field in fields(kind))
-    return {name: options[name] for name in names if options.get(name) is not None}

@@ -55,6 +55,7 @@ COMMANDS = {
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 120,
+        "show_default": True,
         "token_normalize_func": own_name,
     },
 )

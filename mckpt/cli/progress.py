@@ -22,7 +22,7 @@ WINDOW_S = 10.0
 BAR_WIDTH, MORE_WIDTH = 100, 85
 
 
-def tell(text: str, as_json: bool) -> None:
+def print_note(text: str, as_json: bool) -> None:
     """Prints a note on stderr, as a JSON event if `as_json`."""
     echo(json.dumps({"event": "note", "message": text}) if as_json else text, err=True)
 
@@ -49,13 +49,13 @@ def phases(as_json: bool) -> Iterator[Callable[[str], None]]:
     """
     start = time.monotonic()
 
-    def tell(text: str) -> None:
+    def print_phase(text: str) -> None:
         seconds = time.monotonic() - start
         event = {"event": "phase", "message": text, "seconds": round(seconds, 2)}
         echo(json.dumps(event) if as_json else f"{seconds:5.1f} s  {text}", err=True)
 
     if as_json or not sys.stderr.isatty():
-        yield tell
+        yield print_phase
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
@@ -63,7 +63,7 @@ def phases(as_json: bool) -> Iterator[Callable[[str], None]]:
     columns = (SpinnerColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         bar.add_task("", total=None)
-        yield tell
+        yield print_phase
 
 
 class Meter:

@@ -44,7 +44,7 @@ def push(
     from mckpt import api
     from mckpt.conversion.pushing import Pushed
 
-    def tell(planned: Pushed) -> None:
+    def print_files(planned: Pushed) -> None:
         if as_json:
             return
         for path, nbytes in planned.files.items():
@@ -53,29 +53,29 @@ def push(
             echo(f"left out: {path}", err=True)
 
     start = time.perf_counter()
-    found = api.push(
+    pushed = api.push(
         directory,
         name,
         revision=revision,
         private=private,
         message=message,
         dry_run=dry_run,
-        tell=tell,
+        tell=print_files,
     )
-    size = sum(found.files.values())
-    files = f"{directory}: {counted(len(found.files), 'file')}, {size:,} bytes,"
-    if found.commit is None:
+    size = sum(pushed.files.values())
+    files = f"{directory}: {counted(len(pushed.files), 'file')}, {size:,} bytes,"
+    if pushed.commit is None:
         if as_json:
-            echo_outcome("planned", start, found.json(), path=directory)
+            echo_outcome("planned", start, pushed.json(), path=directory)
         else:
-            echo(f"{files} would be uploaded to {found.name}")
+            echo(f"{files} would be uploaded to {pushed.name}")
         return
-    with reporting(found.commit.url):
+    with reporting(pushed.commit.url):
         if as_json:
-            state = "uploaded" if found.commit.new else "unchanged"
-            echo_outcome(state, start, found.json(), path=directory)
+            state = "uploaded" if pushed.commit.new else "unchanged"
+            echo_outcome(state, start, pushed.json(), path=directory)
             return
-        said = "uploaded to" if found.commit.new else "is already, unchanged, at"
-        echo(f"{files} {said} {found.commit.url} (commit {found.commit.oid})")
-        for path in found.commit.removed:
+        verb = "uploaded to" if pushed.commit.new else "is already, unchanged, at"
+        echo(f"{files} {verb} {pushed.commit.url} (commit {pushed.commit.oid})")
+        for path in pushed.commit.removed:
             echo(f"removed from the branch, because it does not belong to this model: {path}")

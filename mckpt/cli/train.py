@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from mckpt import formats
+from mckpt.cli import shared
 from mckpt.cli.options import (
     NOT_NEGATIVE,
     PATH,
@@ -16,8 +17,6 @@ from mckpt.cli.options import (
     command,
     in_section,
     json_option,
-    run_option,
-    run_options,
 )
 from mckpt.errors import UsageError
 from mckpt.storage import sparse_copy
@@ -35,7 +34,6 @@ saving_option = in_section("Saving")
     "--steps",
     type=POSITIVE,
     required=True,
-    metavar="N",
     help="Total number of steps; with --resume this includes the steps already done.",
 )
 @data_option(
@@ -54,69 +52,41 @@ saving_option = in_section("Saving")
     type=click.Path(file_okay=False),
     help="Directory of the tokenizer, for .jsonl with text.",
 )
-@data_option(
-    "--global-batch-size",
-    type=POSITIVE,
-    default=8,
-    show_default=True,
-    metavar="N",
-    help="Sequences in a step.",
-)
+@data_option("--global-batch-size", type=POSITIVE, default=8, help="Sequences in a step.")
 @data_option(
     "--micro-batch-size",
     type=POSITIVE,
     default=1,
-    show_default=True,
-    metavar="N",
     help="Sequences that one rank computes at once.",
 )
 @data_option(
     "--seq-length",
     type=WholeNumber(2),
-    metavar="N",
     help="Tokens in a sequence. Without it, the checkpoint's.",
 )
-@data_option(
-    "--seed", type=int, default=1234, show_default=True, metavar="N", help="Seed of the data order."
-)
+@data_option("--seed", type=int, default=1234, metavar="N", help="Seed of the data order.")
+@optimizer_option("--lr", type=float, default=1e-4, metavar="X", help="Largest learning rate.")
 @optimizer_option(
-    "--lr", type=float, default=1e-4, show_default=True, metavar="X", help="Largest learning rate."
-)
-@optimizer_option(
-    "--min-lr",
-    type=float,
-    default=0.0,
-    show_default=True,
-    metavar="X",
-    help="Learning rate at the end of the decay.",
+    "--min-lr", type=float, default=0.0, metavar="X", help="Learning rate at the end of the decay."
 )
 @optimizer_option(
     "--warmup",
     type=NOT_NEGATIVE,
     default=0,
-    show_default=True,
-    metavar="N",
     help="Steps of linear warmup, after which the rate follows a cosine.",
 )
 @optimizer_option(
     "--decay-steps",
     type=POSITIVE,
-    metavar="N",
     help="Steps over which the learning rate falls. Without it, --steps.",
 )
 @optimizer_option(
-    "--weight-decay",
-    type=float,
-    default=0.01,
-    show_default=True,
-    metavar="X",
-    help="Weight decay of AdamW.",
+    "--weight-decay", type=float, default=0.01, metavar="X", help="Weight decay of AdamW."
 )
 @optimizer_option(
     "--clip-grad",
     type=float,
     default=1.0,
-    show_default=True,
     metavar="X",
     help="Largest norm of the gradient; 0 does not clip.",
 )
@@ -124,7 +94,6 @@ saving_option = in_section("Saving")
     "--dtype",
     type=click.Choice(list(DTYPE_NAMES)),
     default="bf16",
-    show_default=True,
     help="Dtype of the computation.",
 )
 @saving_option(
@@ -135,34 +104,29 @@ saving_option = in_section("Saving")
 @saving_option(
     "--save-interval",
     type=POSITIVE,
-    metavar="N",
     help="Save every N steps. Without it, after the last step only.",
 )
 @saving_option(
     "--format",
     type=click.Choice(formats.names(megatron=True, written=True, current=True)),
     default=formats.MEGATRON,
-    show_default=True,
     help="Format of the saved checkpoints.",
 )
 @optimizer_option(
     "--distributed-optimizer/--no-distributed-optimizer",
     default=True,
-    show_default=True,
     help="Cut the optimizer state over the data-parallel ranks.",
 )
 @saving_option(
     "--optimizer-format",
     type=click.Choice(["fully_reshardable", "dp_reshardable"]),
     default="fully_reshardable",
-    show_default=True,
     help="Layout of the state of a distributed optimizer in torch_dist.",
 )
-@run_options("1")
-@run_option(
+@shared.run_options("1")
+@shared.run_option(
     "--ranks",
     type=POSITIVE,
-    metavar="N",
     help="Number of processes. Without it, what one model needs: pp times the least common multiple"
     " of tp x cp and ep x etp. A multiple of that trains data-parallel.",
 )

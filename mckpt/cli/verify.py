@@ -8,20 +8,17 @@ from typing import Any
 
 import click
 
-from mckpt.cli import progress
+from mckpt.cli import progress, shared
 from mckpt.cli.echo import echo, echo_outcome, named
 from mckpt.cli.options import (
     FILE,
+    OUTPUT_FILE,
     PATH,
     POSITIVE,
     WholeNumber,
     command,
-    family_options,
     in_section,
-    iteration_option,
     json_option,
-    parse_settings,
-    run_options,
 )
 
 comparison_option = in_section("Comparison")
@@ -34,7 +31,6 @@ comparison_option = in_section("Comparison")
     "--level",
     type=click.Choice(["bytes", "forward", "train"]),
     default="forward",
-    show_default=True,
     help="bytes compares tensors. forward also compares logits. train also compares the losses of"
     " a few steps at two parallel layouts.",
 )
@@ -47,32 +43,27 @@ comparison_option = in_section("Comparison")
     "--sequences",
     type=POSITIVE,
     default=4,
-    show_default=True,
-    metavar="N",
     help="Number of random sequences, from fixed seeds.",
 )
 @comparison_option(
     "--length",
     type=WholeNumber(2),
     default=512,
-    show_default=True,
-    metavar="N",
     help="Tokens in a random sequence; fewer if the model allows fewer.",
 )
 @comparison_option(
-    "--steps",
-    type=WholeNumber(2),
-    default=4,
-    show_default=True,
-    metavar="N",
-    help="Number of steps at --level train.",
+    "--steps", type=WholeNumber(2), default=4, help="Number of steps at --level train."
 )
-@run_options("the checkpoint's for torch files, else 1")
-@iteration_option
-@family_options
-@click.option("--report", type=FILE, help="Write everything that was measured to one HTML file.")
+@shared.run_options("the checkpoint's for torch files, else 1")
+@shared.iteration_option
+@shared.family_options
 @click.option(
-    "--card", type=FILE, help="Write the verdict as a small YAML file, to publish with the model."
+    "--report", type=OUTPUT_FILE, help="Write everything that was measured to one HTML file."
+)
+@click.option(
+    "--card",
+    type=OUTPUT_FILE,
+    help="Write the verdict as a small YAML file, to publish with the model.",
 )
 @json_option
 def verify(
@@ -89,27 +80,23 @@ def verify(
 
     Exit code 0: pass; 1: fail or incomplete.
     """
-    from mckpt.pages import document
     from mckpt.verification import card as cards
     from mckpt.verification import levels
     from mckpt.verification import report as page
 
-    for file in (report, card):
-        if file is not None:
-            document.refuse(file)  # before the models run, which takes minutes
-    options["settings"] = parse_settings(options)
+    options["settings"] = shared.parse_settings(options)
     start = time.perf_counter()
-    with progress.phases(as_json) as tell:
-        found = levels.verify(hf, megatron, tell=tell, **options)
+    with progress.phases(as_json) as print_phase:
+        verdict = levels.verify(hf, megatron, tell=print_phase, **options)
     if report is not None:
-        page.write(found, report)
+        page.write(verdict, report)
     if card is not None:
-        cards.write(found, hf, megatron, options["iteration"], card)
+        cards.write(verdict, hf, megatron, options["iteration"], card)
     if as_json:
-        echo_outcome(found.verdict, start, found.json(), hf=hf, megatron=megatron)
+        echo_outcome(verdict.verdict, start, verdict.json(), hf=hf, megatron=megatron)
     else:
-        for line in found.lines():
+        for line in verdict.lines():
             echo(line)
         seconds = time.perf_counter() - start
-        echo(f"{found.verdict.upper()}: {named(hf)} and {named(megatron)}, {seconds:.0f} s")
-    return found.exit_code
+        echo(f"{verdict.verdict.upper()}: {named(hf)} and {named(megatron)}, {seconds:.0f} s")
+    return verdict.exit_code

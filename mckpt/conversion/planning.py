@@ -75,18 +75,29 @@ def _name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
     return iteration_name(iteration if isinstance(iteration, int) and iteration > 0 else None)
 
 
-def done_already(
+def plan_or_find(
     source: Checkpoint,
     dst: str | Path,
     target: TargetOptions,
-    refusal: DestinationError,
     *,
+    overwrite: bool = False,
     update_tracker: bool = False,
+    helps: bool = False,
     tell: Callable[[str], None] = lambda text: None,
-) -> tuple[Plan, dict[str, Any]]:
-    """Returns the plan and the manifest if `dst` already holds the output of the conversion. Else
-    raises `refusal`, the error of `make_plan`, with a sentence on the difference.
+) -> tuple[Plan, dict[str, Any] | None]:
+    """Returns the plan, as `make_plan` does, and None; or the plan and the manifest in `dst`, if
+    `dst` already holds the output of the conversion and `overwrite` is false.
+
+    If something else is in the way, the error of `make_plan` has a sentence on the difference.
     """
+    try:
+        return make_plan(
+            source, dst, target, overwrite=overwrite, update_tracker=update_tracker, helps=helps
+        ), None
+    except DestinationError as error:
+        if overwrite:
+            raise
+        refusal = error
     planned = make_plan(source, dst, target, update_tracker=update_tracker, helps=True)
     verdict = planned.judge(tell)
     if verdict.manifest is None:
