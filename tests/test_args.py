@@ -19,7 +19,7 @@ from mckpt.containers import safe_pickle
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import MappingFile
-from mckpt.mapping.harmless import is_harmless, known_args
+from mckpt.mapping.inert import is_inert, known_args
 from tests import tiny
 from tests.door import PT, Pt, as_trained, restate
 from tests.tiny import TinyModel
@@ -236,12 +236,12 @@ def test_an_arg_that_no_megatron_has_is_refused_where_it_would_be_lost(
 
 
 def test_args_that_change_nothing_are_accepted(tiny_model: TinyModel, tmp_path: Path) -> None:
-    harmless = {
+    inert = {
         **{"wandb_flavour": "x", "my_profile_level": 3, "extra_data_mix": 0.5, "muon_ns": 5},
         **{"source_model": "org/name", "recipe": None, "sparks": [], "enable_sparks": False},
     }
     neutral = {"sparks_scale": 1.0, "num_sparks": 0}  # listed, because they may be more elsewhere
-    more = harmless | neutral
+    more = inert | neutral
     run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update(more))
     notes = mckpt.plan(run, tmp_path / "hf", format="hf").facts["notes"]
     assert notes[0].endswith(" does not know: sparks_scale 1.0, num_sparks 0")
@@ -255,7 +255,7 @@ def test_an_unknown_name_of_an_arg_is_refused(tiny_model: TinyModel, tmp_path: P
 
 def test_every_arg_of_the_installed_megatron_is_known() -> None:
     """A new version's fields are carried by a dialect, refused by it away from one value
-    (`expect`), or listed in mappings/harmless_args.yaml with the reason why they change nothing.
+    (`expect`), or listed in mappings/inert_args.yaml with the reason why they change nothing.
     """
     if (found := importlib.util.find_spec("megatron.core")) is None or found.origin is None:
         pytest.skip("megatron-core is not installed")
@@ -288,15 +288,15 @@ def fields_of(*paths: Path) -> set[str]:
 
 
 def unlisted(file: MappingFile, names: set[str]) -> list[str]:
-    return sorted(n for n in names - known_args(file) if not is_harmless(n))
+    return sorted(n for n in names - known_args(file) if not is_inert(n))
 
 
-def test_no_part_of_a_model_is_called_harmless() -> None:
+def test_no_part_of_a_model_is_called_inert() -> None:
     """The words stand for the args of forks, so they must not be those of a dim."""
     for kind in ("megatron", "run_config"):
         for file in (mapping.load(kind, name) for name in mapping.names(kind)):
             keys = {key for dim in file.dims.values() for key in dim.keys}
-            assert not [key for key in keys if is_harmless(f"my_{key}")]
+            assert not [key for key in keys if is_inert(f"my_{key}")]
 
 
 @pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])

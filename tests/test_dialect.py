@@ -114,7 +114,7 @@ def torch_dist_tensors(
 ) -> dict[str, list[int]]:
     """Returns key -> shape of every tensor that a torch_dist checkpoint contains."""
     dialect = mapping.load("megatron", "gpt")
-    layers = dialect.say_choices(dialect.write(dims, chosen)).get("layers", "stacked")
+    layers = dialect.choices_in(dialect.write(dims, chosen)).get("layers", "stacked")
     scope = dialect.scope(dims, keys="global", layers=layers, pp=parallel.pp, **chosen)
     return {
         key: [*b.axes(scope), *packed(b.rule, scope, PADDED_ROWS).shape]

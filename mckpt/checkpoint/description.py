@@ -160,7 +160,7 @@ def contradiction(
     config, lines, options = read_config(path), [], []
     for name, value in apart.items():
         options.append(f"--vocab-size {value}" if name in sized else f"--set {name}={value}")
-        keys = family.said_of(name, config) or {name: plain[name]}
+        keys = family.keys_of(name, config) or {name: plain[name]}
         said = ", ".join(f"{key} is {v!r}" for key, v in keys.items())
         lines.append(f"{options[-1]}: in config.json {said}, and {why}")
     error = MappingError.of(
@@ -183,7 +183,7 @@ def unstored(
         neutral = mapping.schema().dims[name].neutral
         if spec.tensor and spec.tensor not in keys and (spec.has_const or neutral is not None):
             value = neutral({}) if neutral is not None and not spec.has_const else spec.const
-            said = family.said_of(name, config).values()
+            said = family.keys_of(name, config).values()
             if not said or any(v != value for v in said):
                 found[name] = value
     return found
@@ -196,7 +196,7 @@ def overruled(
 
     tensor: the stored key whose absence decides the dim; None if the user gave the value.
     """
-    said = ", ".join(f"{k} {v!r}" for k, v in family.said_of(name, config).items())
+    said = ", ".join(f"{k} {v!r}" for k, v in family.keys_of(name, config).items())
     if tensor is not None:
         return (
             f"{name}: config.json has {said or 'no key for it'}; {value!r} is used, because the"
@@ -218,7 +218,7 @@ def require_vocab_size(
     """Raises VocabSizeUnknown if neither the args of a checkpoint nor another source contains its
     unpadded vocab_size.
     """
-    if dialect.said_of("vocab_size", args) or "vocab_size" in {**known, **said}:
+    if dialect.keys_of("vocab_size", args) or "vocab_size" in {**known, **said}:
         return
     padded = args.get("padded_vocab_size")
     raise VocabSizeUnknown(

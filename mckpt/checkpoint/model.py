@@ -298,7 +298,7 @@ class ModelDescription:
     def names(self) -> Names:
         """Returns the mapping, dims and choices that turn stored keys into logical tensors."""
         common, dims = self.files.common, self.dims
-        stated = self.mapping.say_choices(common.stated if common else {})
+        stated = self.mapping.choices_in(common.stated if common else {})
         if self.files.opened.format.fixed_sizes:
             try:
                 self.parallel.check(dims["num_experts"])

@@ -70,7 +70,7 @@ def args_of(decided: Decided) -> Args:
     written = _new_args(decided)
     # the args of a dense model do not describe its layers, which are alike
     own = {} if decided.changes_dialect else source.args or {}
-    said = dialect.say_choices({**written, **own})
+    said = dialect.choices_in({**written, **own})
     if source.args is None or source.files.common is None:
         common = new_common(_python(written), _iteration(decided))
     else:

@@ -267,7 +267,7 @@ class HuggingFace:
                 f" {self.quantisation.refused}: dequantise it first",
             )
         if mtp_missing and not mtp_found and mtp_missing == len(problems):
-            said = [f"{k} {v!r}" for k, v in family.said_of("mtp_layers", self.config).items()]
+            said = [f"{k} {v!r}" for k, v in family.keys_of("mtp_layers", self.config).items()]
             problems.cure = (
                 f"All {mtp_missing:,} missing tensors are of layers of multi-token prediction, and"
                 " no tensor of such a layer is there; config.json says"

@@ -5,8 +5,8 @@ from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import is_part, typed
-from mckpt.mapping.harmless import is_neutral, unknown_args
 from mckpt.mapping.heads import with_head
+from mckpt.mapping.inert import is_neutral, unknown_args
 from mckpt.mapping.lookup import equal, lookup, major_minor
 from mckpt.mapping.nodes import digest_of
 from mckpt.mapping.reading import (

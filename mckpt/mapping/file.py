@@ -92,7 +92,7 @@ class MappingFile(NamedTuple):
     also: dict[str, Expression]
     flags: dict[str, Any]  # arg -> its flag, for facts of the model
     run_flags: dict[str, Any]  # arg -> its flag, for settings of the run
-    said: dict[str, Expression]  # choice -> its value, from the args
+    by_args: dict[str, Expression]  # choice -> its value, from the args
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping supports
     refused: dict[str, Refused]  # config key -> when its value is refused
     # dim -> when and why the stock program computes a result that contradicts the config
@@ -207,10 +207,10 @@ class MappingFile(NamedTuple):
         """Returns how many layers the decoder has, as this file numbers them."""
         return int(dims["num_layers"] if self.numbering is None else self.numbering(dims))
 
-    def say_choices(self, args: Mapping[str, Any]) -> dict[str, Any]:
+    def choices_in(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the choices that the args determine."""
         try:
-            found = {name: e({"config": dict(args)}) for name, e in self.said.items()}
+            found = {name: e({"config": dict(args)}) for name, e in self.by_args.items()}
         except ExpressionError as e:
             raise MappingError(f"args: {e}") from None
         return {name: value for name, value in found.items() if value is not None}
@@ -393,7 +393,7 @@ class MappingFile(NamedTuple):
         out = [key for key, e in self.also.items() if name in e.names]
         return out + [d.keys[0] for d in self.dims.values() if d.write and name in d.write.names]
 
-    def said_of(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    def keys_of(self, name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the keys of a config that determine a dim, and their values."""
         keys = self.dims[name].keys if name in self.dims else ()
         return {k: v for k in keys if (v := self.lookup(config, k)) is not None}
@@ -418,7 +418,7 @@ class MappingFile(NamedTuple):
         written = self.write(dims)
         for name in changed:
             keys = self.dims[name].keys if name in self.dims else ()
-            for path in list(self.said_of(name, config)) or list(keys[:1]):
+            for path in list(self.keys_of(name, config)) or list(keys[:1]):
                 *outer, last = path.removeprefix(OUTER).split(".")
                 inner: Any = out if path.startswith(OUTER) else part(out, self.inside)
                 for step in outer:

@@ -15,13 +15,13 @@ _READ = re.compile(r"\bconfig\.(\w+)")  # in an expression
 
 
 def unknown_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the args that neither `file` nor mappings/harmless_args.yaml knows, and their values.
+    """Returns the args that neither `file` nor mappings/inert_args.yaml knows, and their values.
 
     Args without a value are left out, and those whose value is a path.
     """
     known = known_args(file)
     said = {name: value for name, value in args.items() if name not in known and _says(value)}
-    return {name: value for name, value in said.items() if not is_harmless(name)}
+    return {name: value for name, value in said.items() if not is_inert(name)}
 
 
 def is_neutral(value: Any) -> bool:
@@ -40,13 +40,13 @@ def known_args(file: MappingFile) -> set[str]:
         *(*file.expect, *file.refused, *file.inert, *file.flags, *file.run_flags),
     }
     used = [e for dim in dims for e in (dim.default, dim.read, dim.when)]
-    used += [*file.said.values(), *(entry.when for entry in file.refused.values())]
+    used += [*file.by_args.values(), *(entry.when for entry in file.refused.values())]
     used.append(file.stage_sizes)
     return keys.union(*(_READ.findall(e.text) for e in used if e is not None))
 
 
-def is_harmless(name: str) -> bool:
-    """Returns whether mappings/harmless_args.yaml lists this arg or a word of its name."""
+def is_inert(name: str) -> bool:
+    """Returns whether mappings/inert_args.yaml lists this arg or a word of its name."""
     names, patterns, words = _listed()
     if name in names or not words.isdisjoint(name.lower().split("_")):
         return True
@@ -63,10 +63,10 @@ def _says(value: Any) -> bool:
 
 @functools.cache
 def _listed() -> tuple[frozenset[str], re.Pattern[str], frozenset[str]]:
-    """Returns the names of mappings/harmless_args.yaml, its names with a * as one pattern, and its
+    """Returns the names of mappings/inert_args.yaml, its names with a * as one pattern, and its
     words.
     """
-    groups = parse(FOLDER / "harmless_args.yaml")[0].values()
+    groups = parse(FOLDER / "inert_args.yaml")[0].values()
     names = {name for group in groups for name in group["names"].split()}
     words = frozenset(word for group in groups for word in group.get("words", "").split())
     globs = sorted(name for name in names if "*" in name)
