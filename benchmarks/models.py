@@ -52,7 +52,7 @@ def tensors(c: Config) -> dict[str, Tensor]:
     """Returns every tensor as published: in bf16, or if the config has fp8 blocks, the matrices of
     the layers in fp8 with a scale for each block.
     """
-    from tests import tiny
+    from tests.helpers import tiny
 
     block = (c.get("quantization_config") or {}).get("weight_block_size")
     # DeepSeek-V3's fp8 form keeps these in bf16

@@ -14,7 +14,7 @@ peer has one of its own, of Python 3.12:
     PEER/bin/pip install --no-deps megatron-bridge==0.6.2
 
 `--no-deps` leaves out packages that Megatron-Bridge requires and only training uses; `StandIns`
-replaces them. On a machine without a GPU it runs with gloo, with tests/fake_te instead of
+replaces them. On a machine without a GPU it runs with gloo, with tests/helpers/fake_te instead of
 Transformer Engine, and with the changes in `without_gpu`.
 
 mbridge is not compared: its newest release, 0.15.1, does not build a model with megatron-core 0.19

@@ -3,11 +3,12 @@ bytes.
 
     python -m benchmarks.stores [DIRECTORY] [--rounds 3] [--only s3,hub]
 
-The servers are those of the tests, on loopback, in processes of their own: tests/s3_server.py and
-tests/hub_server.py. They share the cores with the process that is measured. A plain transfer moves
-the same objects with obstore, in ranges and parts of 8 MiB and 16 at a time, or, from the Hub, with
-snapshot_download of huggingface_hub. From store to store it is a download and then an upload.
-mckpt and the plain transfer take turns; times are medians of whole processes.
+The servers are those of the tests, on loopback, in processes of their own:
+tests/helpers/s3_server.py and tests/helpers/hub_server.py. They share the cores with the process
+that is measured. A plain transfer moves the same objects with obstore, in ranges and parts of 8 MiB
+and 16 at a time, or, from the Hub, with snapshot_download of huggingface_hub. From store to store
+it is a download and then an upload. mckpt and the plain transfer take turns; times are medians of
+whole processes.
 
 Needs 15 GB below DIRECTORY (/dev/shm).
 """
@@ -24,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.processes import MCKPT, ROOT, judge, missed, remove, run
-from tests.s3_server import Server
+from tests.helpers.s3_server import Server
 
 MODEL = "llama-3.2-1b"
 ALLOW = ["--allow-inexact", "rope_factor"]
@@ -207,7 +208,7 @@ def hub() -> None:
 
 def serve(folder: str) -> None:
     """Runs the server of the Hub; prints its URL, and for each line the number of requests."""
-    from tests.hub_server import serving
+    from tests.helpers.hub_server import serving
 
     with serving() as found:
         found.add("org/model", Path(folder))

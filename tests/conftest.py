@@ -11,9 +11,9 @@ import hypothesis
 import pytest
 
 from mckpt import errors
-from tests import tiny
-from tests.door import good, hf
-from tests.tiny import TinyModel
+from tests.helpers import tiny
+from tests.helpers.commands import good, hf
+from tests.helpers.tiny import TinyModel
 
 # The models are tiny, and two processes share the cores: threads of torch only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

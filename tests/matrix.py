@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import mapping
-from tests import made_models, tiny
+from tests.helpers import made_models, tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE, MODELS = (
@@ -27,7 +27,7 @@ RESULTS, PAGE, MODELS = (
 # the table of docs/models.md is between these two lines
 BEGIN, CLOSE = "<!-- table: tests/matrix.py writes it -->\n", "\n<!-- end -->\n"
 KEYS = ("judge", "case", "dialect", "format", "megatron_core")
-Row = dict[str, Any]  # a line that tests.judging.record writes
+Row = dict[str, Any]  # a line that tests.helpers.judging.record writes
 
 # From the strongest to the weakest; HEAD explains what each one proves.
 ACCEPTED = "accepted"

@@ -37,7 +37,7 @@ from mckpt.trainer import points
 
 TRIES = 64  # further sequences that are run to reach every expert
 # A noise above this share of the largest logit is measured again. On a CPU the noise of the 13
-# models of tests/tiny.py is 2**-19.7 to 2**-17.4 of it.
+# models of tests/helpers/tiny.py is 2**-19.7 to 2**-17.4 of it.
 SUSPICIOUS = 2.0**-14
 LESS = 10.0  # the second measurement counts if it is this many times smaller
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from mckpt import cli
 from mckpt.conversion import store_journal
 from mckpt.storage import stores
-from tests.door import ROOT, TRACKER, good
-from tests.s3_server import Server
+from tests.helpers.commands import ROOT, TRACKER, good
+from tests.helpers.s3_server import Server
 
 MODEL = ROOT / "fixtures" / "tiny-qwen3"
 STAGING, MANIFEST = ".mckpt-", "mckpt.json"

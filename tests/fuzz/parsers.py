@@ -29,8 +29,8 @@ from mckpt.containers.dcp_metadata import read_metadata
 from mckpt.formats.megatron import run_config, zarr_directory
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import reading
-from tests import tiny
 from tests.fuzz import damage
+from tests.helpers import tiny
 
 FIXTURES = tiny.FIXTURES
 Read = Callable[[Path, Random], Any]

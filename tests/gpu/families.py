@@ -20,8 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests import made_models
 from tests.gpu.verification.cases import ENVIRONMENT
+from tests.helpers import made_models
 
 AT_ONCE = 6
 # model, dialect, and the mechanism for which it stands

@@ -172,7 +172,7 @@ class Runner:
         with self.lock:
             if not self.start.exists():
                 import mckpt
-                from tests import tiny
+                from tests.helpers import tiny
 
                 hf = tiny.tiny_random("qwen3", self.work / "hf", "bfloat16", **MODEL)
                 mckpt.plan(hf, self.start, format="torch_dist", divisible_by=64).run()
@@ -401,7 +401,7 @@ def as_rank(directory: Path) -> None:
     backend = "nccl" if cuda else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=job["ranks"])
     if not cuda:
-        from tests import fused_adam
+        from tests.helpers import fused_adam
 
         fused_adam.install()
     precise = chosen(job, torch)

@@ -276,7 +276,7 @@ def run_case(case: Case, program: Path, limit_s: float, extra: list[str]) -> Jso
 def convert(case: Case) -> dict[str, Any]:
     """Writes the Hugging Face source and the Megatron checkpoint; returns the source's tensors."""
     import mckpt
-    from tests import tiny
+    from tests.helpers import tiny
 
     directory, family = case.directory, case.family
     source = tiny.tiny_random(family, directory / "hf", "bfloat16", **FAMILIES[family])

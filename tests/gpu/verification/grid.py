@@ -6,11 +6,11 @@ from pathlib import Path
 
 import mckpt
 from mckpt.errors import MckptError
-from tests import tiny
 from tests.gpu.verification import sizes
 from tests.gpu.verification.cases import Case, Json, Machine, append, results
 from tests.gpu.verification.sizes import CP, Sizes
 from tests.gpu.verification.steps import ALLOW, LOCAL, TE, verdicts
+from tests.helpers import tiny
 
 PER_GPU = 12
 DENSE: list[Sizes] = [

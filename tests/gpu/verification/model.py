@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import models
-from tests import tiny
+from tests.helpers import tiny
 
 Config = dict[str, Any]
 CHUNK = 1 << 22  # elements that one process draws at once

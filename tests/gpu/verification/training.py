@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import launching
-from tests import tiny
 from tests.gpu.verification import sizes
 from tests.gpu.verification.cases import Case, Json, Machine
 from tests.gpu.verification.model import make_model, num_parameters, shrunk
 from tests.gpu.verification.sizes import Sizes
 from tests.gpu.verification.steps import LOCAL, cli, verdicts
+from tests.helpers import tiny
 
 PER_GPU = 6
 DTYPES = ("bfloat16", "float32")

@@ -1,0 +1,213 @@
+"""The files that mckpt copies beside weights: which ones, from where, and whether undamaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mckpt.storage.files import LFS_POINTER
+from tests.helpers.commands import edit_json, good, mckpt, refused, run, tree
+
+STRANGERS = ("notes.txt", "id_rsa", "train.log", "runs/events", "sub/tokenizer.json")
+
+
+@pytest.fixture
+def model(src: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny model's directory."""
+    return Path(shutil.copytree(src, tmp_path / "model"))
+
+
+def test_only_files_of_a_model_directory_are_copied(model: Path, tmp_path: Path) -> None:
+    """Links are copied if they stay in the directory, or lead into the Hub's cache."""
+    (tmp_path / "passwd").write_text("secret")
+    blobs = tmp_path / "models--org--name/blobs"
+    blobs.mkdir(parents=True)
+    (blobs / "1234").write_text("{{ messages }}")
+    for name in STRANGERS:
+        (model / name).parent.mkdir(exist_ok=True)
+        (model / name).write_text("mine")
+    (model / "tokenizer.model").symlink_to(tmp_path / "passwd")
+    (model / "additional_chat_templates").symlink_to(blobs)
+    (model / "vocab.txt").symlink_to("tokenizer.json")
+    (model / "chat_template.jinja").symlink_to(blobs / "1234")
+    (model / "License.txt").write_text("ours")
+    for name in ("model.gguf", ".env"):  # left out in silence
+        (model / name).write_text("x")
+    said = good("hf-to-megatron", model, tmp_path / "ckpt").err
+    kept = {
+        *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+        *("special_tokens_map.json", "vocab.txt", "chat_template.jinja", "License.txt"),
+    }
+    assert tree(tmp_path / "ckpt/hf").keys() == kept
+    assert (tmp_path / "ckpt/hf/chat_template.jinja").read_text() == "{{ messages }}"
+    assert "links that leave the directory" in said
+    assert ": additional_chat_templates, id_rsa, notes.txt and 4 more" in said, said
+    args = ("plan", tmp_path / "ckpt", tmp_path / "out", "--tokenizer", model)
+    assert "id_rsa, notes.txt and 4 more" in good(*args).out
+    before = good(*args, "--json").json["plan"]
+    (model / "other.log").write_text("")
+    assert good(*args, "--json").json["plan"] == before  # a stranger does not change the output
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "README.md"])
+def test_a_pointer_of_git_lfs_is_never_copied(model: Path, tmp_path: Path, name: str) -> None:
+    (model / name).write_bytes(LFS_POINTER + b"/spec/v1\noid sha256:00\nsize 9085657\n")
+    words = (f"{name}: is a pointer of git-lfs", "git lfs pull")
+    refused(3, *words, args=("hf-to-megatron", model, tmp_path / "ckpt"), untouched=tmp_path)
+
+
+def test_a_private_file_stays_private(model: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json"):
+        (model / name).chmod(0o600)
+    (model / "tokenizer_config.json").chmod(0o444)
+    good("hf-to-megatron", model, tmp_path / "ckpt")
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
+    for folder in (tmp_path / "ckpt/hf", tmp_path / "out"):
+        modes = {name: (folder / name).stat().st_mode & 0o777 for name in os.listdir(folder)}
+        assert modes["tokenizer.json"] == modes["config.json"] == 0o600, folder
+        assert modes["tokenizer_config.json"] == 0o644, folder
+
+
+def test_an_export_says_what_it_lacks(model: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "generation_config.json"):
+        shutil.move(model / name, tmp_path / name)
+    good("hf-to-megatron", model, tmp_path / "ckpt")
+    line = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
+    said = good(*line).err
+    assert "the export has no tokenizer and no generation_config.json: --tokenizer HF_DIR" in said
+    said = good(*line, "--tokenizer", tmp_path, "--overwrite").err
+    assert "the export has no" not in said and (tmp_path / "out/tokenizer.json").exists()
+
+
+# ---- the manifest records them
+
+
+def flip(path: Path) -> None:
+    """Changes one letter of a file, which stays valid JSON if it is."""
+    text = path.read_text()
+    at = text.index("e")
+    path.write_text(f"{text[:at]}E{text[at + 1 :]}")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "config.json"])
+def test_a_changed_copy_is_found_and_refused(src: Path, tmp_path: Path, name: str) -> None:
+    """Beside a Megatron checkpoint and in an export; also if it is gone."""
+    ckpt, out = tmp_path / "ckpt", tmp_path / "out"
+    good("hf-to-megatron", src, ckpt)
+    good("megatron-to-hf", ckpt, out)
+    assert ": sound; " in good("check", ckpt).out
+    for folder, args in (
+        (ckpt / "hf", ("megatron-to-hf", ckpt, tmp_path / "new")),
+        (ckpt / "hf", ("reshard", ckpt, tmp_path / "new")),
+        (out, ("hf-to-megatron", out, tmp_path / "new")),
+    ):
+        before = (folder / name).read_bytes()
+        flip(folder / name)
+        said = mckpt("check", args[1])
+        assert said.code == 3 and f"{folder / name}: has the checksum crc32:" in said.out
+        words = ("is not as mckpt wrote it", name, "checksum crc32:", "remove its name from mckpt")
+        refused(3, *words, args=args, untouched=tmp_path)
+        (folder / name).write_bytes(before)
+    (ckpt / "hf/tokenizer.json").unlink()
+    assert mckpt("check", ckpt).code == 3
+    refused(3, "tokenizer.json: is missing", args=("megatron-to-hf", ckpt, tmp_path / "new"))
+    edit_json(ckpt / "release/mckpt.json", lambda found: found["hf"].pop("tokenizer.json"))
+    assert "has no tokenizer" in good("megatron-to-hf", ckpt, tmp_path / "new").err
+
+
+def test_a_tokenizer_that_is_given_takes_the_place_of_a_changed_one(
+    src: Path, tmp_path: Path
+) -> None:
+    good("hf-to-megatron", src, tmp_path / "ckpt")
+    flip(tmp_path / "ckpt/hf/tokenizer.json")
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out", "--tokenizer", src)
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (src / "tokenizer.json").read_bytes()
+
+
+def test_check_finds_pointers_and_files_of_no_index(model: Path, tmp_path: Path) -> None:
+    shutil.copy(model / "model.safetensors", model / "consolidated.safetensors")
+    assert ": sound; " in good("check", model).out
+    shutil.copy(model / "model.safetensors", model / "old.safetensors")
+    said = mckpt("check", model)
+    assert (
+        said.code == 1 and f"suspicious: {model}/old.safetensors: belongs to no index" in said.out
+    )
+    good("hf-to-megatron", model, tmp_path / "ckpt")
+    written = next((tmp_path / "ckpt/release").glob("*.distcp"))
+    shutil.copy(written, written.with_name("__9_9.distcp"))
+    said = mckpt("check", tmp_path / "ckpt")
+    assert said.code == 1 and "__9_9.distcp: belongs to no index" in said.out
+    shutil.rmtree(tmp_path / "ckpt/hf")
+    assert "not checked: hf: is not there" in mckpt("check", tmp_path / "ckpt").out
+    (model / "tokenizer.json").write_bytes(LFS_POINTER)
+    said = mckpt("check", model)
+    assert said.code == 3 and "tokenizer.json: is a pointer of git-lfs" in said.out
+
+
+# ---- adapters
+
+
+def test_an_adapter_beside_weights_is_refused_or_left_out(model: Path, tmp_path: Path) -> None:
+    """Transformers would apply it, so the weights alone are another model."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(model / "config.json", model / name)
+        line = ("hf-to-megatron", model, tmp_path / "ckpt")
+        refused(2, name, "transformers applies", "--no-adapter", args=line, untouched=tmp_path)
+        refused(2, name, "--no-adapter", args=("plan", *line[1:]), untouched=tmp_path)
+    good(*line, "--no-adapter")
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "out")
+    assert not [name for name in tree(tmp_path) if name.startswith(("ckpt/hf/adap", "out/adap"))]
+    line = ("megatron-to-hf", tmp_path / "ckpt", tmp_path / "new", "--no-adapter")
+    refused(2, "has no adapter; leave it out", args=line, untouched=tmp_path)
+
+
+# ---- of Megatron's side
+
+
+def test_hf_inside_an_iteration_is_used(src: Path, tmp_path: Path) -> None:
+    """Megatron-Bridge and NeMo-RL write it there."""
+    ckpt = tmp_path / "ckpt"
+    good("hf-to-megatron", src, ckpt, "--iteration", 5)
+    shutil.move(ckpt / "hf", ckpt / "iter_0000005/hf")
+    (ckpt / "iter_0000005/mckpt.json").unlink()
+    for source, out in ((ckpt, "a"), (ckpt / "iter_0000005", "b")):
+        good("megatron-to-hf", source, tmp_path / out)
+        for name in ("config.json", "tokenizer.json"):
+            assert (tmp_path / out / name).read_bytes() == (src / name).read_bytes()
+    shutil.move(ckpt / "iter_0000005", tmp_path / "lone")
+    good("reshard", tmp_path / "lone", tmp_path / "c", "--target-tp", 2)
+    assert tree(tmp_path / "c/hf") == tree(tmp_path / "lone/hf")
+
+
+def test_training_saves_beside_the_files_of_its_source(
+    src: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mckpt.launching.run_alone", lambda *job: None)
+    monkeypatch.setattr("mckpt.launching.require", lambda *names: None)
+    ckpt, save = tmp_path / "ckpt", tmp_path / "save"
+    good("hf-to-megatron", src, ckpt)
+    shutil.copy(src / "model.safetensors", ckpt / "hf/carried.safetensors")
+    line = ("train", ckpt, "--steps", 1, "--device", "cpu", "--save")
+    for folder in (save, save, ckpt):
+        good(*line, folder)
+    assert tree(save / "hf") == tree(ckpt / "hf") and os.listdir(save) == ["hf"]
+    flip(save / "hf/tokenizer.json")
+    refused(6, "tokenizer.json: is not the source's", args=(*line, save), untouched=tmp_path)
+
+
+def test_the_launch_line_names_the_tokenizer_of_hf(src: Path, tmp_path: Path) -> None:
+    good("hf-to-megatron", src, tmp_path / "ckpt", "--tp", 2)
+    script = "cd release && . ./megatron_args.sh && printf '%s\\n' \"${MEGATRON_ARGS[@]}\""
+    words = run(["bash", "-euc", script], cwd=tmp_path / "ckpt").stdout.split("\n")
+    at = words.index("--tokenizer-type")
+    assert words[at + 1 : at + 4] == ["HuggingFaceTokenizer", "--tokenizer-model", "./../hf"]
+    flags = json.loads((tmp_path / "ckpt/release/megatron_args.json").read_text())
+    assert flags["--tokenizer-model"] == "../hf"
+    shutil.rmtree(tmp_path / "ckpt/hf")
+    good("reshard", tmp_path / "ckpt", tmp_path / "bare", "--target-tp", 1)
+    flags = json.loads((tmp_path / "bare/release/megatron_args.json").read_text())
+    assert flags["--tokenizer-type"] == "NullTokenizer" and "--tokenizer-model" not in flags

@@ -1,0 +1,170 @@
+"""Checkpoints of other programs: wrappers around names are taken off, adapters and directories are
+named with what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import mckpt
+from mckpt.formats import foreign
+from tests.helpers import commands
+from tests.helpers.commands import good, refused
+from tests.helpers.tiny import tensors, tiny_random, write_weights
+
+Rename = Callable[[str], str]
+
+
+def renamed(path: Path, rename: Rename, case: str = "qwen3") -> Path:
+    """Writes a model whose tensors have other names."""
+    config = json.loads((tiny_random(case, path) / "config.json").read_text())
+    (path / "model.safetensors").unlink()
+    write_weights(path, {rename(key): array for key, array in tensors(config).items()})
+    return path
+
+
+WRAPPERS: dict[str, Rename] = {
+    "module.": lambda key: f"module.{key}",
+    "_orig_mod.": lambda key: f"_orig_mod.{key}",
+    "base_model.model.": lambda key: f"base_model.model.{key}",
+    "pretrained_model.": lambda key: f"pretrained_model.{key}",
+    "_fsdp_wrapped_module.": lambda key: (
+        "_fsdp_wrapped_module." + key.replace(".self_attn.", ".self_attn._fsdp_wrapped_module.")
+    ),
+    "_checkpoint_wrapped_module.": lambda key: key.replace(
+        ".mlp.", ".mlp._checkpoint_wrapped_module."
+    ),
+    "_orig_mod., _fsdp_wrapped_module. and module.": lambda key: (
+        "module._orig_mod.module." + key.replace(".mlp.", "._fsdp_wrapped_module.mlp._orig_mod.")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_names_are_read_without_wrappers(name: str, tmp_path: Path) -> None:
+    plain = tiny_random("qwen3", tmp_path / "plain")
+    source = renamed(tmp_path / "hf", WRAPPERS[name])
+    notes = " ".join(mckpt.open(source).model.notes)
+    for part in name.replace(" and", ",").split(", "):
+        assert f"read without {part} (" in notes
+    assert not mckpt.diff(plain, source)
+
+
+def test_names_are_written_without_wrappers(tmp_path: Path) -> None:
+    plain = tiny_random("qwen3", tmp_path / "plain")
+    source = renamed(tmp_path / "hf", WRAPPERS["pretrained_model."])
+    said = good("hf-to-megatron", source, tmp_path / "ckpt").err
+    assert "read without pretrained_model. (TRL" in said
+    good("megatron-to-hf", tmp_path / "ckpt", tmp_path / "back")
+    back, own = (load_file(path / "model.safetensors") for path in (tmp_path / "back", plain))
+    assert back.keys() == own.keys()
+    assert all(back[key].tobytes() == own[key].tobytes() for key in own)
+
+
+def test_a_wrapper_of_some_names_only_is_left_on_them() -> None:
+    for names in (
+        ["module.a", "b"],
+        ["a._orig_mod.b", "a.b"],  # both would be a.b
+        ["pretrained_model.a", "score.weight"],
+        ["v_head.weight"],
+        ["base_model.model.a.lora_A.weight", "base_model.model.a.base_layer.weight"],
+        ["model.my_orig_mod.a"],
+    ):
+        assert foreign.unwrapped(names) == (names, [])
+    names, parts = foreign.unwrapped(["module.pretrained_model.a", "module.v_head.b"])
+    assert names == ["a", "v_head.b"] and len(parts) == 2
+
+
+def test_the_names_of_the_file_come_before_what_is_missing(tmp_path: Path) -> None:
+    source = renamed(tmp_path / "hf", lambda key: f"net.{key}")
+    lines = refused(3, args=("plan", source, tmp_path / "ckpt")).splitlines()
+    assert "net." in lines[1] and "is in no rule of qwen3.yaml" in lines[1]
+    assert any("3 more of this name with other numbers" in line for line in lines)
+    assert any("model.embed_tokens.weight is missing" in line for line in lines)
+
+
+def lora(names: Iterable[str], of: str, parts: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Returns tensors whose names have these parts in the place of the last one."""
+    return {
+        name.replace(of, part): np.ones((2, 2), ml_dtypes.bfloat16)
+        for name in names
+        if name.endswith(of)
+        for part in parts
+    }
+
+
+def test_an_adapter_in_the_files_is_an_error_with_its_cure(tmp_path: Path) -> None:
+    source = tiny_random("qwen3", tmp_path / "hf")
+    arrays = tensors(json.loads((source / "config.json").read_text()))
+    parts = ("q_proj.lora_A.default.weight", "q_proj.lora_B.default.weight")
+    arrays |= lora(list(arrays), "q_proj.weight", parts)
+    write_weights(source, {f"base_model.model.{key}": a for key, a in arrays.items()})
+    words = ("base_model.model.model.layers.0", "merge_and_unload()")
+    refused(3, *words, args=("plan", source, tmp_path / "ckpt"))
+
+
+def test_lora_in_megatron_is_an_error_with_its_cure(tmp_path: Path) -> None:
+    good("hf-to-megatron", tiny_random("qwen3", tmp_path / "hf"), tmp_path / "a", *TORCH)
+    file = next((tmp_path / "a").glob(f"release/*/{commands.PT}"))
+    pt = commands.Pt(file)
+    model = pt.value["model"]
+    for key in [key for key in model if key.endswith("linear_qkv.weight")]:
+        start = key.removesuffix("weight")
+        model[f"{start}to_wrap.weight"] = model.pop(key)
+        model[f"{start}adapter.linear_in.weight"] = pt.put("bfloat16", (1, 2), bytes(4))
+    pt.save()
+    words = ("linear_qkv.adapter.linear_in.weight is in no rule", "merge_lora.py")
+    refused(3, *words, args=("megatron-to-hf", tmp_path / "a", tmp_path / "b"))
+
+
+TORCH = ("--format", "torch")
+# paths that a directory has -> the words of the error
+DIRECTORIES = {
+    "NeMo 2": (("weights/common.pt", "context/model.yaml"), ("NeMo 2", "llm.export_ckpt")),
+    "NeMo 1": (("model.nemo",), ("NeMo 1",)),
+    "PEFT": (
+        ("adapter_config.json", "adapter_model.safetensors", "config.json"),
+        ("PEFT adapter", "merge_and_unload"),
+    ),
+    "DeepSpeed": (("global_step40/x.pt", "latest"), ("DeepSpeed", "zero_to_fp32.py")),
+    "a step of DeepSpeed": (
+        ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ("DeepSpeed", "zero_to_fp32.py"),
+    ),
+    "verl": (("global_step_3/actor/x.pt", commands.TRACKER), ("verl", "verl.model_merger")),
+    "verl's actor": (("model_world_size_2_rank_0.pt", "huggingface/x"), ("verl", "--backend fsdp")),
+    "torchtitan": (("step-10/.metadata",), ("torchtitan", "convert_to_hf.py")),
+}
+
+
+@pytest.mark.parametrize("case", DIRECTORIES)
+def test_a_directory_of_another_program_is_named(case: str, tmp_path: Path) -> None:
+    files, words = DIRECTORIES[case]
+    for name in files:
+        path = tmp_path / "src" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"5")
+    for command in ("megatron-to-hf", "hf-to-megatron"):
+        refused(3, *words, args=(command, tmp_path / "src", tmp_path / "dst"))
+
+
+def test_a_file_of_nemo_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.nemo").write_bytes(b"")
+    refused(3, "NeMo 1", args=("megatron-to-hf", tmp_path / "model.nemo", tmp_path / "dst"))
+
+
+def test_a_step_of_torchtitan_did_finish(tmp_path: Path) -> None:
+    source = tmp_path / "step-10"
+    source.mkdir()
+    # the container of Megatron's torch_dist, without its metadata.json
+    (source / ".metadata").write_bytes(pickle.dumps({"tok_embeddings.weight": 0}))
+    said = refused(3, "torchtitan", args=("megatron-to-hf", source, tmp_path / "dst"))
+    assert "never finished" not in said

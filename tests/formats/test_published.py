@@ -1,0 +1,47 @@
+"""Published models, whole and at their full size: a family reads their config.json and the names
+and shapes that transformers would save, and each dialect has a place for every tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mckpt
+from mckpt import mapping
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.geometry.parallel import Parallel
+from tests.helpers import published
+from tests.helpers.published import CONFIGS, DIALECTS, INEXACT, NAMES, UNLOADABLE, UNTIL
+
+PAIRS = [
+    (n, d) for n in NAMES for d in DIALECTS.get(n, ("gpt", "hybrid")) if (n, d) not in UNLOADABLE
+]
+
+
+@pytest.fixture(scope="module")
+def models(work: Path) -> Path:
+    published.write_all(NAMES, work / "published")
+    return work / "published"
+
+
+@pytest.mark.parametrize(("name", "dialect"), PAIRS)
+def test_every_tensor_of_a_published_model_has_a_place(
+    name: str, dialect: str, models: Path, tmp_path: Path
+) -> None:
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    # transformers has no layers of multi-token prediction, and saves none of their tensors
+    known = SourceOptions(settings={"mtp_layers": 0} if family.read(config)["mtp_layers"] else {})
+    plan = mckpt.plan(
+        mckpt.Checkpoint.open(models / name, known),
+        tmp_path / "out",
+        format="torch_dist",
+        dialect=dialect,
+        parallel=Parallel(tp=published.TP.get(name, 2)),
+        allow_inexact=INEXACT.get((name, dialect), ()),
+        megatron_version=UNTIL.get(name),
+    )
+    assert plan.summary()

@@ -1,0 +1,183 @@
+"""Megatron-Bridge as a judge: converts many Hugging Face models to torch_dist in one process.
+
+    MEGATRON_BRIDGE_PYTHON tests/helpers/bridge.py cases.json out_dir
+
+It runs in an environment of its own, which CONTRIBUTING.md describes. cases.json is a list of
+dicts with these entries; the results stand behind the arrow:
+
+    name        of the case
+    source      Hugging Face directory
+    destination the save directory that Megatron-Bridge makes
+                -> supported: false if Megatron-Bridge has no class for the architecture
+    checkpoint  a checkpoint of source, instead of destination: Megatron-Bridge loads it by its
+                run_config.yaml and exports it
+                -> equal: number of exported tensors with the bits of source; differ: the others
+                -> step: of the checkpoint's train state
+
+out_dir/NAME.json: ok, error {"0": warnings of Megatron-Bridge and traceback}, and the results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+
+
+def main() -> None:
+    cases, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    threading.Thread(target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True).start()
+    sys.meta_path.append(peers.StandIns())
+    peers.without_gpu()
+    without_kernels()
+    published_configs()
+    said = Warnings()
+    logging.getLogger("megatron.bridge").addHandler(said)
+    for case in cases:
+        said.lines.clear()
+        # a model sets them for its attention, and another one refuses them
+        for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+            os.environ.pop(name, None)
+        try:
+            source = Path(case["source"])
+            if "checkpoint" in case:
+                found = load(source, Path(case["checkpoint"]))
+            else:
+                found = convert(source, Path(case["destination"]))
+            result = {"ok": True, **found}
+        except Exception:  # of any kind: the next models still run, and the test reads this one
+            result = {
+                "ok": False,
+                "error": {"0": "\n".join([*said.lines, traceback.format_exc()])},
+            }
+        text = json.dumps({"name": case["name"], **result})
+        (out / f"{case['name']}.json").write_text(text)
+        gc.collect()
+
+
+class Warnings(logging.Handler):
+    """Keeps the warnings. Megatron-Bridge warns of a parameter without a mapping, and fails later
+    without naming it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def without_kernels() -> None:
+    """Lets gated delta nets and Mamba layers be built without FLA and mamba_ssm, whose kernels no
+    conversion calls.
+    """
+    from mckpt.trainer import mamba
+
+    mamba.install()
+    from megatron.core.ssm import gated_delta_net
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(gated_delta_net.__name__):
+            for kernel in ("HAVE_FLA", "causal_conv1d", "l2norm", "chunk_gated_delta_rule"):
+                if not getattr(module, kernel, True):
+                    setattr(module, kernel, NotImplemented)
+
+
+def published_configs() -> None:
+    """Registers the config class of MiMo, which is published beside its weights: that of Qwen2 with
+    the number of layers of multi-token prediction.
+    """
+    from transformers import AutoConfig, Qwen2Config
+
+    class MiMoConfig(Qwen2Config):
+        model_type = "mimo"
+
+    AutoConfig.register("mimo", MiMoConfig)
+
+
+def die_with(parent: int) -> None:
+    """Ends this process when the process that started it has ended."""
+    while True:
+        time.sleep(1)
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(parent, 0)
+            except ProcessLookupError:
+                os._exit(1)
+
+
+def convert(source: Path, destination: Path) -> dict[str, Any]:
+    """Does the steps of AutoBridge.import_ckpt, in fp32, which some bridges do not take from the
+    config. It does not save the tokenizer, because the tiny models have none.
+    """
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.model_load_save import temporary_distributed_context
+
+    config = json.loads((source / "config.json").read_text())
+    if config["architectures"][0] not in AutoBridge.list_supported_models():
+        return {"supported": False}
+    with temporary_distributed_context("gloo"):
+        bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.float32)
+        provider = bridge.to_megatron_provider()
+        provider.params_dtype, provider.bf16, provider.fp16 = torch.float32, False, False
+        # some bridges choose one that is not installed, and no conversion calls it
+        provider.moe_token_dispatcher_type = "alltoall"
+        provider.finalize()
+        model = provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+        bridge.save_megatron_model(model, destination, low_memory_save=True)
+    return {"supported": True}
+
+
+def load(source: Path, checkpoint: Path) -> dict[str, Any]:
+    """Loads a checkpoint by its run_config.yaml, exports it to Hugging Face as
+    AutoBridge.export_ckpt does, and compares every tensor of `source` with the result.
+    """
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.checkpointing import _get_train_state_from_state_dict
+    from megatron.bridge.training.model_load_save import temporary_distributed_context
+    from megatron.bridge.training.utils.checkpoint_utils import read_train_state
+    from megatron.core import dist_checkpointing
+    from safetensors.torch import load_file
+
+    wanted: dict[str, torch.Tensor] = {}
+    for path in sorted(source.glob("*.safetensors")):
+        wanted |= load_file(path)
+    differ, equal = [], 0
+    with temporary_distributed_context("gloo"):
+        bridge = AutoBridge.from_hf_pretrained(source, torch_dtype=torch.float32)
+        model = bridge.load_megatron_model(checkpoint, wrap_with_ddp=False)
+        for name, found in bridge.export_hf_weights(model, cpu=True, show_progress=False):
+            expected = wanted.pop(name, None)
+            if expected is None:
+                differ.append(f"{name}: not in the source")
+            elif (found.shape, found.dtype) != (expected.shape, expected.dtype):
+                differ.append(f"{name}: {list(found.shape)} {found.dtype}")
+            elif not torch.equal(
+                found.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)
+            ):
+                differ.append(f"{name}: other bits")
+            else:
+                equal += 1
+    state = checkpoint / "train_state.pt"
+    common = dist_checkpointing.load_common_state_dict(str(checkpoint))
+    train = read_train_state(str(state)) if state.exists() else None
+    train = train or _get_train_state_from_state_dict(common)
+    left = [f"{name}: not exported" for name in wanted]
+    return {"equal": equal, "differ": differ + left, "step": train.step}
+
+
+if __name__ == "__main__":
+    main()

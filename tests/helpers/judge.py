@@ -1,0 +1,480 @@
+"""Runs many cases on the real megatron-core in one launch, on CPU (gloo) or GPU (NCCL).
+
+    torchrun --nproc-per-node W tests/helpers/judge.py cases.json out_dir
+    python tests/helpers/judge.py cases.json out_dir
+
+The second form runs on one machine: the ranks are forks of the process, and the environment must
+have WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+cases.json is a list of dicts. Each has `kind`, may have `name` (default case000, case001 ...), and
+has further entries by kind. The entries are listed first, and the results behind the arrow:
+
+    forward  checkpoint
+             tokens: [[...]]
+             args: entries that replace those of the checkpoint's own args
+             format: the format that the checkpoint must have
+             strict
+             impl: replaces args.transformer_impl
+             training: true builds the model as for training (sequence parallelism)
+             -> NAME.npy: fp32 logits [batch, seq, vocab]
+             -> unread: model keys of the checkpoint that no rank asked for
+             -> forgiven: the _extra_state that it lacks
+    encode   checkpoint, args, tokens
+             seen: [[...]], 0 for a token that is padding
+             kinds: [[...]], the kind of each token
+             -> NAME.npy: fp32 logits [batch, seq, vocab] of an encoder, at tp 1 and pp 1
+             -> sentence: its scores of two sentences [[...]]
+    mtp      as forward, on one rank
+             -> NAME.npy: fp32 logits [batch, seq, vocab] of the first layer of multi-token
+                prediction
+    save     args, destination, format, seed, with_args, iteration (null: release), tokens
+             -> a model with random weights, the same for every parallel size, which megatron-core
+                saved in args.params_dtype
+             -> NAME.npy, as above
+    keys     args; runs at any size without the processes
+             -> torch_dist: {key: [global shape, dtype]}, with [] and "object" for an object
+             -> torch: {mp_rank directory: [{key: shape, or null for an object}]}, with one dict
+                for each virtual stage
+    train    checkpoint and the other entries of a job of mckpt.trainer.train
+             -> steps: what train() returns
+    grid     cp; runs at any size without the processes
+             -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of each rank that writes it]}
+             -> reads: the same of each rank that reads it
+
+All kinds take sizes: tp, pp, vpp, ep, etp (default 1; etp defaults to tp) and world (default: the
+fewest ranks). A case runs on the first `world` of the W ranks in process groups of its own, so that
+a case that fails cannot harm the next one. `timeout` is seconds for one collective (60). A case
+that takes 3 times as long is stuck: it ends the launch and prints the stacks of its ranks.
+
+out_dir/NAME.json: ok, seconds, error {rank: traceback} (the first to fail first), and the results.
+"""
+
+from __future__ import annotations
+
+import datetime
+import faulthandler
+import gc
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+import zlib
+from argparse import Namespace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from mckpt import launching
+from mckpt.trainer import build, cpu, forked, forward, load, save, train
+
+TIMEOUT_S = 60  # limit of one collective, after which a rank stops waiting for one that failed
+
+
+def main() -> None:
+    cases = json.loads(Path(sys.argv[1]).read_text())
+    out = Path(sys.argv[2])
+    out.mkdir(parents=True, exist_ok=True)
+    if "JUDGE_PARENT" in os.environ:
+        threading.Thread(
+            target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True
+        ).start()
+    cpu.install()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    store, rank, num_ranks = next(
+        dist.rendezvous("env://", timeout=datetime.timedelta(seconds=5 * TIMEOUT_S))
+    )
+    for index, case in enumerate(cases):
+        case = {"name": f"case{index:03d}"} | case
+        faulthandler.dump_traceback_later(3 * case.get("timeout", TIMEOUT_S), exit=True)
+        run_case(case, dist.PrefixStore(case["name"], store), rank, num_ranks, out)
+        faulthandler.cancel_dump_traceback_later()
+    store.set(f"bye{rank}", "")
+    if rank == 0:  # this rank may host the store
+        store.wait([f"bye{r}" for r in range(num_ranks)], datetime.timedelta(seconds=TIMEOUT_S))
+
+
+def die_with(parent: int) -> None:
+    """Ends this process group when the process that started it has ended (a test run that was
+    killed).
+    """
+    while True:
+        time.sleep(1)
+        try:
+            os.kill(parent, 0)
+        except ProcessLookupError:
+            os.killpg(0, signal.SIGKILL)
+
+
+def run_case(case: dict[str, Any], store: dist.Store, rank: int, num_ranks: int, out: Path) -> None:
+    """Runs one case on this rank. Rank 0 gathers the results of the others through the store, which
+    outlives their process groups.
+    """
+    limit = datetime.timedelta(seconds=5 * case.get("timeout", TIMEOUT_S))
+    alone = case["kind"] in ("grid", "keys", "buckets")
+    world = 1 if alone else case.get("world") or smallest_world(case)
+    started = time.time()
+    if rank < world:
+        try:
+            if world > num_ranks:
+                raise ValueError(f"the case needs {world} ranks, the launch has {num_ranks}")
+            result = KINDS[case["kind"]](case, store, rank, world, out)
+            report = {"result": result}
+        except BaseException:
+            report = {"error": traceback.format_exc(), "failed_after_s": time.time() - started}
+        finally:
+            tear_down()
+        store.set(f"report{rank}", json.dumps(report))
+    if rank == 0:
+        ranks = range(min(world, num_ranks))
+        store.wait([f"report{r}" for r in ranks], limit)
+        reports = [json.loads(store.get(f"report{r}")) for r in ranks]
+        failed = sorted(
+            (r for r in ranks if "error" in reports[r]), key=lambda r: reports[r]["failed_after_s"]
+        )
+        verdict = {
+            "name": case["name"],
+            "kind": case["kind"],
+            "ok": not failed,
+            "seconds": round(time.time() - started, 2),
+        }
+        if failed:
+            verdict["error"] = {str(r): reports[r]["error"] for r in failed}
+        else:
+            verdict |= reports[0]["result"]
+            if case["kind"] == "forward":
+                verdict["unread"] = sorted(
+                    set.intersection(*(set(report["result"]["unread"]) for report in reports))
+                )
+                verdict["forgiven"] = sorted(
+                    set.union(*(set(report["result"]["forgiven"]) for report in reports))
+                )
+        (out / f"{case['name']}.json").write_text(json.dumps(verdict))
+        store.set("end", "")
+    store.wait(["end"], limit)
+
+
+def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, world: int) -> None:
+    """Starts the process groups of one case."""
+    timeout_s = case.get("timeout", TIMEOUT_S)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+    build.initialize(args, timeout_s)
+
+
+def tear_down() -> None:
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def sizes(case: dict[str, Any]) -> dict[str, Any]:
+    given = {name: case[name] for name in ("tp", "pp", "vpp", "ep", "etp") if case.get(name)}
+    return given | ({"transformer_impl": case["impl"]} if case.get("impl") else {})
+
+
+def smallest_world(case: dict[str, Any]) -> int:
+    given = {name: case.get(name) or 1 for name in ("tp", "pp", "ep", "cp")}
+    return launching.world({**given, "etp": case.get("etp") or given["tp"]})
+
+
+def forward_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    found = load.format_of(case["checkpoint"]).name
+    if case.get("format", found) != found:
+        raise ValueError(f"{case['checkpoint']} is {found}, not {case['format']}")
+    stored = load.read_common(case["checkpoint"]).get("args")
+    args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
+    start(case, args, store, rank, world)
+    chunks = build.build(args, training=case.get("training", False))
+    state = load.load(chunks, args, case["checkpoint"], case.get("strict", "raise_unexpected"))
+    keep_logits(chunks, args, case, rank, out)
+    return {
+        "format": found,
+        "unread": state["unread"],
+        "forgiven": state["forgiven"],
+        "iteration": state.get("iteration"),
+    }
+
+
+@torch.no_grad()
+def encode_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    args = build.at_sizes(load.read_args(case["checkpoint"]), **case["args"] | sizes(case))
+    start(case, args, store, rank, world)
+    chunks = build.build(args)
+    load.load(chunks, args, case["checkpoint"])
+    inputs = (torch.tensor(case[name]) for name in ("tokens", "seen", "kinds"))
+    logits, sentence = chunks[0](*inputs)
+    np.save(out / f"{case['name']}.npy", logits.numpy())
+    return {"sentence": sentence.tolist()}
+
+
+@torch.no_grad()
+def mtp_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    stored = load.read_common(case["checkpoint"]).get("args")
+    args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
+    start(case, args, store, rank, world)
+    (chunk,) = build.build(args)
+    state = load.load([chunk], args, case["checkpoint"], "raise_unexpected")
+    hidden: list[torch.Tensor] = []  # of the decoder and of each layer, one after the other
+    chunk.mtp.register_forward_hook(lambda module, given, found: hidden.append(found))
+    tokens = torch.tensor(case["tokens"])
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
+    chunk(tokens, positions, mask, labels=tokens)
+    weight = chunk.shared_embedding_or_output_weight()
+    if not chunk.share_embeddings_and_output_weights:
+        weight = chunk.output_layer.weight
+    logits = (hidden[0][length : 2 * length] @ weight.T).transpose(0, 1)
+    np.save(out / f"{case['name']}.npy", logits[..., : args.vocab_size].float().numpy())
+    return {"unread": state["unread"]}
+
+
+def save_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    args = build.at_sizes({}, **case["args"] | sizes(case))
+    start(case, args, store, rank, world)
+    chunks = build.build(args)
+    dtype = getattr(args, "params_dtype", torch.float32)
+    fill(chunks, case.get("seed", 0), dtype)
+    keep_logits(chunks, args, case, rank, out)
+    for chunk in chunks:
+        build.cast(chunk, dtype)
+    unit = save.save(
+        chunks,
+        args,
+        case["destination"],
+        case["format"],
+        case.get("iteration", 1),
+        case.get("with_args", True),
+    )
+    return {"unit": str(unit)}
+
+
+def train_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    limit = datetime.timedelta(seconds=case.get("timeout", TIMEOUT_S))
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    return {"steps": train.run(case, limit.total_seconds())}
+
+
+def keep_logits(
+    chunks: list[Any], args: Namespace, case: dict[str, Any], rank: int, out: Path
+) -> None:
+    if case.get("tokens"):
+        logits = forward.logits(chunks, args, torch.tensor(case["tokens"]))
+        if rank == 0:
+            np.save(out / f"{case['name']}.npy", logits.cpu().numpy())
+
+
+@torch.no_grad()
+def fill(chunks: list[Any], seed: int, dtype: torch.dtype) -> None:
+    """Fills every weight from a seeded normal, biases and norms (about 1) too, rounded to `dtype`.
+    The values are the same at all parallel sizes.
+
+    Each whole tensor is drawn under its torch_dist key, and this rank's part is cut out, so
+    replicas and tied copies agree as well.
+    """
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+    load.mark(chunks)
+    for tensor in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
+        if not isinstance(tensor, ShardedTensor):
+            continue  # _extra_state
+        # the key of this norm depends on transformer_impl
+        key = tensor.key.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+        whole = (
+            torch.randn(
+                tensor.global_shape,
+                generator=torch.Generator().manual_seed(zlib.crc32(f"{seed} {key}".encode())),
+            )
+            * 0.15
+        )
+        if "norm" in key and key.endswith("weight"):
+            whole += 1
+        # the layer and expert axes of stacked keys, which the module's own tensor lacks
+        axes = tensor.prepend_axis_num
+        part = whole[tuple(tensor.global_offset[:axes])]
+        part = part[
+            tuple(
+                slice(o, o + n)
+                for o, n in zip(tensor.global_offset[axes:], tensor.local_shape, strict=True)
+            )
+        ]
+        tensor.data.copy_(part if key.endswith("expert_bias") else part.to(dtype))
+    left = load.marked(chunks)
+    assert not left, f"sharded_state_dict does not cover {left}"
+
+
+def keys_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    """Returns the keys that the model of every rank would save. With torch's fake process group,
+    one process plays all ranks in turn.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = case.get("world") or smallest_world(case)
+    args = build.at_sizes({}, **case["args"] | sizes(case))
+    found = Names({}, {})
+    for played in range(world):
+        dist.init_process_group("fake", rank=played, world_size=world, store=FakeStore())
+        build.initialize(args)
+        found.add(build.build(args), args)
+        tear_down()
+    return found._asdict()
+
+
+class Names(NamedTuple):
+    """The result of a `keys` case: the names and shapes under which the ranks store a model."""
+
+    torch_dist: dict[str, Any]
+    torch: dict[str, Any]
+
+    def add(self, chunks: list[Any], args: Namespace) -> None:
+        """Adds those of this rank."""
+        from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+        for value in load.sharded_values(load.sharded_state(chunks, save.CONTENT_METADATA)):
+            if isinstance(value, ShardedTensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                self.torch_dist[value.key] = [list(value.global_shape), dtype]
+            else:
+                self.torch_dist[value.unique_key] = [[], "object"]
+        if save.writes_torch_file():
+            states = [chunk.state_dict_for_save_checkpoint() for chunk in chunks]
+            self.torch[load.rank_directory(args)] = [
+                {
+                    name: list(v.shape) if isinstance(v, torch.Tensor) else None
+                    for name, v in state.items()
+                }
+                for state in states
+            ]
+
+
+def grid_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    """Returns which rank reads and which writes which legacy file, by megatron-core's own
+    RankGenerator.
+    """
+    from megatron.core.parallel_state import RankGenerator
+
+    tp, pp, cp, ep = (case.get(name) or 1 for name in ("tp", "pp", "cp", "ep"))
+    etp = case.get("etp") or tp
+    world = case.get("world") or smallest_world(case)
+    order = "tp-cp-ep-dp-pp"  # initialize_model_parallel's default
+    dense = RankGenerator(tp=tp, ep=1, dp=world // (tp * cp * pp), pp=pp, cp=cp, order=order)
+    expert = RankGenerator(tp=etp, ep=ep, dp=world // (etp * ep * pp), pp=pp, cp=1, order=order)
+
+    def position(generator: Any, token: str, played: int) -> int:
+        return next(group.index(played) for group in generator.get_ranks(token) if played in group)
+
+    reads: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    for played in range(world):
+        t, p, e = (
+            position(dense, "tp", played),
+            position(dense, "pp", played),
+            position(expert, "ep", played),
+        )
+        name = (
+            f"mp_rank_{t:02d}" + (f"_{p:03d}" if pp > 1 else "") + (f"_{e:03d}" if ep > 1 else "")
+        )
+        reads.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
+        if position(dense, "dp", played) and position(expert, "dp", played):
+            continue  # only a rank with 0 in one of them writes
+        files.setdefault(name, []).append([played, t, p, e, position(expert, "tp", played)])
+    return {"files": files, "reads": reads}
+
+
+def death_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    """Ends the launch without a verdict, for the judge's own test."""
+    os._exit(1)
+
+
+def buckets_case(
+    case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
+) -> dict[str, Any]:
+    """Returns where DistributedDataParallel keeps the parameters of every rank, by its own
+    param_index_map. One process plays all ranks in turn.
+    """
+    from megatron.core import parallel_state as ps
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    world = case.get("world") or smallest_world(case)
+    args = build.at_sizes({}, **case["args"] | sizes(case))
+    found = []
+    for played in range(world):
+        dist.init_process_group("fake", rank=played, world_size=world, store=FakeStore())
+        build.initialize(args)
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=bool(case.get("bucket_size")),
+            bucket_size=case.get("bucket_size"),
+        )
+        with cpu.as_cuda():
+            for v, model in enumerate(build.build(args, torch.bfloat16, training=True)):
+                chunk = DistributedDataParallel(
+                    model.config, config, model, disable_bucketing=v > 0
+                )
+                names = {p: name for name, p in model.named_parameters()}
+                for chain, buffers in enumerate((chunk.buffers, chunk.expert_parallel_buffers)):
+                    tp, ep = ps.get_tensor_model_parallel_rank(), None
+                    if chain:
+                        tp = ps.get_expert_tensor_parallel_rank()
+                        ep = ps.get_expert_model_parallel_rank()
+                    for buffer in buffers:
+                        rows = [[names[p], *at] for p, at in buffer.param_index_map.items()]
+                        numels = [bucket.numel_unpadded for bucket in buffer.buckets]
+                        where = [chain, tp, ps.get_pipeline_model_parallel_rank(), ep, v]
+                        size = buffer.data_parallel_world_size
+                        shapes = [list(p.shape) for p in buffer.param_index_map]
+                        found.append([where, rows, numels, size, shapes])
+        tear_down()
+    return {"buffers": found}
+
+
+KINDS = {
+    "buckets": buckets_case,
+    "forward": forward_case,
+    "encode": encode_case,
+    "mtp": mtp_case,
+    "save": save_case,
+    "train": train_case,
+    "keys": keys_case,
+    "grid": grid_case,
+    "death": death_case,
+}
+
+
+if __name__ == "__main__":
+    main() if "RANK" in os.environ else forked.fork_ranks(main)

@@ -1,0 +1,123 @@
+"""Tiny checkpoints made by transformers' own classes, for the families in fixtures/families.
+
+Each file there is a config.json with small sizes that all differ from each other. transformers
+builds the model from it and saves it, so names, shapes and files are those of published
+checkpoints. Every tensor gets random values: transformers sets norms to 1 and biases to 0, and a
+converter that loses such a tensor would pass.
+
+    python -m tests.helpers.made_models OUT CASE ...
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.helpers import renamed, tiny
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = ROOT / "fixtures" / "families"
+CASES = tuple(sorted(path.stem for path in FAMILIES.glob("*.json")))
+# these take two sequences, so that tests/judge/test_t5.py runs them
+SEQ2SEQ = FAMILIES / "encoder_decoder"
+ENCODER_DECODERS = tuple(sorted(path.stem for path in SEQ2SEQ.glob("*.json")))
+
+# models of transformers that no family has
+UNKNOWN = FAMILIES / "unknown"
+
+# case -> names that transformers writes and does not read -> the names of published files
+AS_PUBLISHED = {
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "model.mm_projector.": "mm_projector.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    }
+}
+
+
+def config(case: str) -> dict[str, Any]:
+    """Returns the config.json of a case."""
+    folders = (FAMILIES, SEQ2SEQ, UNKNOWN)
+    path = next(p for folder in folders if (p := folder / f"{case}.json").exists())
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def text(c: dict[str, Any]) -> dict[str, Any]:
+    """Returns the part of a config.json that describes the text model."""
+    found: dict[str, Any] = c.get("text_config", c)
+    return found
+
+
+def tokens(case: str, rows: int = 2) -> np.ndarray:
+    """Returns random tokens [rows, length] over the whole vocabulary, at most 96 in a row."""
+    c = config(case)
+    length = min(text(c).get("max_position_embeddings", 96), 96)
+    return np.random.RandomState(1).randint(0, text(c)["vocab_size"], (rows, length))
+
+
+def make(cases: Iterable[str], out: Path) -> None:
+    """Writes each case to out/CASE in a process of its own, because transformers needs 5 s."""
+    command = [sys.executable, "-m", "tests.helpers.made_models", str(out), *cases]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def _write(case: str, directory: Path) -> None:
+    import torch
+
+    c = config(case)
+    kind = tiny.class_of(c)
+    torch.manual_seed(0)  # some tensors keep the mean of transformers' random values
+    # a copy, since transformers adds keys to rope_scaling
+    model = kind(kind.config_class.from_dict(renamed.config(config(case)))).float()
+    state = model.state_dict(keep_vars=True)
+    with torch.no_grad():
+        for name, tensor in state.items():
+            if tensor.is_floating_point():
+                drawn = np.random.RandomState(zlib.crc32(name.encode()))
+                tensor.copy_(torch.from_numpy(_values(name, tensor, drawn)))
+    model.save_pretrained(directory)
+    _rename(c, directory / "model.safetensors", AS_PUBLISHED.get(case, {}))
+    # with the keys of the file, since transformers writes its own defaults beside them
+    (directory / "config.json").write_text(json.dumps(c, indent=2, sort_keys=True) + "\n")
+
+
+def _rename(c: dict[str, Any], file: Path, names: dict[str, str]) -> None:
+    """Gives the tensors of a file the names of published files."""
+    from safetensors.torch import load_file, save_file
+
+    saved = load_file(file)
+    found = renamed.as_published(c, {published_name(k, names): v for k, v in saved.items()})
+    if found.keys() != saved.keys():
+        save_file(found, file, {"format": "pt"})
+
+
+def published_name(name: str, names: dict[str, str]) -> str:
+    """Returns the name of a tensor with its start replaced."""
+    start = next((start for start in names if name.startswith(start)), "")
+    return names.get(start, "") + name[len(start) :]
+
+
+def _values(name: str, tensor: Any, drawn: np.random.RandomState) -> np.ndarray:
+    """Returns normal values, scaled such that the logits depend on every tensor."""
+    normal: np.ndarray = drawn.standard_normal(tuple(tensor.shape)).astype(np.float32)
+    if tensor.dim() == 1:  # a norm keeps its mean of 0 or 1, a bias its 0
+        # from 0.5 to 2, so that Megatron-Core's form of it, 1 less, is exact
+        spread = 0.05 if "correction_bias" in name or "linear_attn.norm" in name else 0.3
+        return np.float32(tensor.mean().item()) + np.float32(spread) * normal
+    if "embed" in name:
+        return np.float32(0.25) * normal
+    return np.float32(1.1 / np.sqrt(tensor.shape[-1])) * normal
+
+
+if __name__ == "__main__":
+    for name in sys.argv[2:]:
+        _write(name, Path(sys.argv[1]) / name)

@@ -1,0 +1,133 @@
+"""Where Megatron-Core places layers, asked of Megatron-Core itself; tests/helpers/placement.json
+holds the answers.
+
+The file's rows are [num_layers, pp, what else is said, answer]. They come from a grid of 2,285
+argument sets that was run through Megatron-LM core_v0.16.1: validate_args, TransformerConfig,
+get_num_layers_to_build and get_transformer_layer_offset. An answer is [pipeline rank][virtual
+stage] -> [first layer, number of layers], null where Megatron refuses, or "lost" where it accepts
+and then loses or doubles layers. `compact` made the file of that grid's output: all that was
+accepted, and every fourth of what was refused.
+
+`python -m tests.helpers.placement` asks the installed megatron-core for the rows on stdin, without
+validate_args, which is no part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "placement.json"
+SHORT = {
+    "decoder_first_pipeline_num_layers": "first_stage_layers",
+    "decoder_last_pipeline_num_layers": "last_stage_layers",
+    "account_for_embedding_in_pipeline_split": "account_for_embedding",
+    "account_for_loss_in_pipeline_split": "account_for_loss",
+    "pipeline_model_parallel_layout": "layout",
+}
+Row = tuple[int, int, dict[str, Any], Any]  # num_layers, pp, fields of Parallel, answer
+
+
+def compact(grid: list[dict[str, Any]]) -> list[Row]:
+    """Returns the rows that Parallel can express, of a grid of {"args": ..., "stages": [{pp, vp,
+    layers}] | "error": ..., "each_layer_once": bool}.
+    """
+    out: list[Row] = []
+    refused = 0
+    for one in grid:
+        args = dict(one["args"])
+        num_layers, pp = args.pop("num_layers"), args.pop("pp")
+        said = {SHORT[k]: v for k, v in args.items() if k in SHORT}
+        # the other arg for vpp
+        if (per := args.get("num_layers_per_virtual_pipeline_stage")) is not None:
+            total = num_layers + len([k for k in said if k.startswith("account")])
+            if total % (per * pp) or "first_stage_layers" in said:
+                continue
+            said["vpp"] = total // (per * pp)
+        if (vpp := args.get("num_virtual_stages_per_pipeline_rank")) is not None:
+            if per is not None or "layout" in said:
+                continue
+            said["vpp"] = vpp
+        if "error" in one:
+            refused += 1
+            if refused % 4 and "layout" not in said:
+                continue
+            answer: Any = None
+        elif not one["each_layer_once"]:
+            answer = "lost"
+        else:
+            answer = [[] for _ in range(pp)]
+            for s in sorted(one["stages"], key=lambda s: (s["pp"], s["vp"])):
+                answer[s["pp"]].append([s["layers"][0] if s["layers"] else 0, len(s["layers"])])
+        row = (num_layers, pp, said, answer)
+        if row not in out:
+            out.append(row)
+    return out
+
+
+def rows() -> list[Row]:
+    """Returns the committed rows."""
+    return [(n, pp, said, answer) for n, pp, said, answer in json.loads(DATA.read_text())]
+
+
+def ask(num_layers: int, pp: int, said: dict[str, Any]) -> Any:
+    """Returns Megatron-Core's answer, as in the file except for "lost"."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    said = dict(said)
+    vpp = said.pop("vpp", 1)
+    names = {
+        "first_stage_layers": "num_layers_in_first_pipeline_stage",
+        "last_stage_layers": "num_layers_in_last_pipeline_stage",
+        "account_for_embedding": "account_for_embedding_in_pipeline_split",
+        "account_for_loss": "account_for_loss_in_pipeline_split",
+        "layout": "pipeline_model_parallel_layout",
+    }
+    try:
+        if "layout" in said:
+            vpp = len(PipelineParallelLayerLayout.parse_str_to_list(said["layout"])) // pp
+        virtual = vpp if vpp > 1 else None
+        config = TransformerConfig(
+            num_layers=num_layers,
+            hidden_size=64,
+            num_attention_heads=8,
+            pipeline_model_parallel_size=pp,
+            pipeline_dtype=torch.float32,
+            virtual_pipeline_model_parallel_size=virtual,
+            **{names[k]: v for k, v in said.items()},
+        )
+        out: list[list[list[int]]] = []
+        for p in range(pp):
+            parallel_state.set_pipeline_model_parallel_rank(p)
+            parallel_state.set_pipeline_model_parallel_world_size(pp)
+            parallel_state.set_virtual_pipeline_model_parallel_world_size(virtual)
+            out.append([])
+            for v in range(vpp):
+                stage = v if virtual else None
+                count, first = (
+                    get_num_layers_to_build(config, stage, p),
+                    get_transformer_layer_offset(config, stage, p),
+                )
+                out[-1].append([first if count else 0, count])
+        return out
+    except (AssertionError, ValueError, ZeroDivisionError):
+        return None
+
+
+if __name__ == "__main__":
+    import contextlib
+    import io
+    import logging
+
+    logging.disable(logging.CRITICAL)
+    asked = json.load(sys.stdin)
+    with contextlib.redirect_stdout(io.StringIO()):
+        answers = [ask(*row) for row in asked]
+    print(json.dumps(answers))

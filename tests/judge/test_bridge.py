@@ -1,0 +1,347 @@
+"""Megatron-Bridge, the field's own converter, writes the tensors that mckpt writes.
+
+Both convert the same Hugging Face model to torch_dist, in fp32 and for the layers of Transformer
+Engine. torch reads both checkpoints, apart from mckpt, and every stored tensor must have the same
+key, shape and bits. mckpt then compares the logical tensors. In the other direction,
+Megatron-Bridge loads what mckpt writes by its run_config.yaml, and exports it to Hugging Face.
+
+MEGATRON_BRIDGE_PYTHON is the Python of an environment with Megatron-Bridge; CONTRIBUTING.md has the
+command that makes one.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import mckpt
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.errors import MappingError
+from mckpt.formats.megatron.run_config import RUN_CONFIG
+from mckpt.geometry.parallel import Parallel
+from tests.helpers import made_models, tiny
+from tests.helpers.judging import chosen_cases, judge, record
+
+PYTHON = os.environ.get("MEGATRON_BRIDGE_PYTHON", "")
+# the start of the keys of a text model inside another one, which mckpt writes alone
+TEXT = "language_model."
+CASES = (*tiny.CASES, *made_models.CASES)
+
+# Keys of published configs that Megatron-Bridge reads and transformers neither needs nor writes.
+ALSO: dict[str, dict[str, Any]] = {
+    "bailing_moe_v2": {"model_type": "bailing_moe_v2"},
+    "glm_moe_dsa": {"indexer_rope_interleave": True},
+    "hy_v3": {"first_k_dense_replace": 1},
+}
+# The architectures for which Megatron-Bridge 0.6.2 has no class. A case that is neither here nor
+# below must be equal.
+NO_BRIDGE = {
+    "ArceeForCausalLM",
+    "BailingMoeForCausalLM",
+    "BambaForCausalLM",
+    "DeepseekV32ForCausalLM",
+    "Dots1ForCausalLM",
+    "Ernie4_5ForCausalLM",
+    "GPT2LMHeadModel",
+    "GPTNeoXForCausalLM",
+    "GlmForCausalLM",
+    "GraniteForCausalLM",
+    "GraniteMoeForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "GraniteMoeSharedForCausalLM",
+    "HeliumForCausalLM",
+    "HunYuanDenseV1ForCausalLM",
+    "HunYuanMoEV1ForCausalLM",
+    "Kimi_K25ForConditionalGeneration",  # it has one for the Python that is published with K2.5
+    "Llama4ForCausalLM",
+    "Llama4ForConditionalGeneration",
+    "LlavaForConditionalGeneration",
+    "Mamba2ForCausalLM",
+    "MegatronBertForPreTraining",
+    "Ministral3ForCausalLM",
+    "MixtralForCausalLM",
+    "Phi3ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "Qwen2VLForConditionalGeneration",
+    "SeedOssForCausalLM",
+    "SmolLM3ForCausalLM",
+    "StableLmForCausalLM",
+    "Starcoder2ForCausalLM",
+    "YoutuForCausalLM",
+}
+Q_NORM = (
+    r"No mapping found for megatron_param: \S+linear_q_proj.layer_norm_weight",
+    "megatron-core 0.19 has a second norm where q has no latent, and Megatron-Bridge no tensor"
+    " for it",
+)
+SHARED = (
+    r"Shape mismatch .*shared_experts",
+    "it takes the width of one shared expert, and the model has n_shared_experts 2",
+)
+# case -> a pattern of the log of Megatron-Bridge, which does not convert it, and the reason
+FAILS: dict[str, tuple[str, str]] = {
+    "deepseek-v3-plain": Q_NORM,
+    "deepseek_v2_lite": Q_NORM,
+    "glm4_moe": SHARED,
+    "glm4v_moe": SHARED,
+    "mistral3": (
+        r"KeyError: 'llama_4_scaling_beta'",
+        "it takes every Mistral3ForConditionalGeneration for Ministral 3",
+    ),
+    "moonlight": Q_NORM,
+    "nemotron": (
+        r"No mapping found for megatron_param: \S+linear_qkv.bias",
+        "it has no tensors for attention_bias",
+    ),
+}
+EXTRA_MTP = (
+    r"mtp\.",
+    "it reads mtp_num_hidden_layers, and transformers writes no tensors for those layers, so they"
+    " keep random values",
+)
+# case -> a pattern of the keys that differ, and the reason; all other tensors must be equal
+DIFFERS: dict[str, tuple[str, str]] = {
+    "glm4_moe_lite": (
+        r"decoder\.layers\.2\.",
+        "it reads first_k_dense_replace, and the model has mlp_layer_types with a dense layer 2",
+    ),
+    "hy_v3": (r"decoder\.layers\.2\.", "as glm4_moe_lite"),
+    "qwen3_5": EXTRA_MTP,
+    "qwen3_5_moe": EXTRA_MTP,
+    "qwen3_next": (
+        r"decoder\.layers\.2\.",
+        "it ignores mlp_only_layers, and the model has a dense layer 2",
+    ),
+}
+# Models that Megatron-Bridge loads from mckpt's run_config.yaml and exports: case -> sizes. mckpt
+# reads Megatron-Bridge's checkpoints of them with their run_config.yaml alone.
+LOADED = {
+    "deepseek-v3": Parallel(tp=2, pp=2, ep=2),
+    "gemma": Parallel(tp=2),
+    "glm4_moe_lite": Parallel(tp=2),
+    "gpt_oss": Parallel(pp=2),
+    "llama": Parallel(tp=4, pp=2),
+    "nemotron_h": Parallel(tp=2, pp=2),
+    "nemotron_h_latent": Parallel(tp=2, ep=2),
+    "qwen2-tied": Parallel(tp=2),
+    "qwen3-moe": Parallel(tp=2, ep=2),
+}
+# The same after Megatron-Bridge has written them and mckpt has resharded them.
+CARRIED = ("deepseek-v3", "gpt_oss", "llama", "nemotron_h", "nemotron_h_latent", "qwen3-moe")
+# DeepSeek-V3's files have a second copy of these, which Megatron-Bridge does not export.
+COPIES = r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight: not exported"
+
+
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> list[str]:
+    """The cases that this run of pytest chose."""
+    cases = chosen_cases(request.session)
+    loads = any(
+        item.name.startswith("test_megatron_bridge_loads") for item in request.session.items
+    )
+    return [case for case in CASES if case in cases or (loads and case in LOADED)]
+
+
+@pytest.fixture(scope="module")
+def sources(work: Path, chosen: list[str]) -> Path:
+    """The Hugging Face directories of the cases, in fp32."""
+    made_models.make([case for case in chosen if case in made_models.CASES], work / "hf")
+    for case in chosen:
+        if case in tiny.CASES:
+            tiny.tiny_random(case, work / "hf" / case, "float32")
+        tiny.write_json(work / "hf" / case / "config.json", config(case))
+    if "mimo" in chosen:
+        add_multi_token_of_mimo(work / "hf/mimo")
+    return work / "hf"
+
+
+def add_multi_token_of_mimo(model: Path) -> None:
+    """Adds the layer of multi-token prediction, which transformers' Qwen2 does not save."""
+    held = load_file(model / "model.safetensors")
+    hidden, layers = config("mimo")["hidden_size"], config("mimo")["num_hidden_layers"]
+    at, last = "model.mtp_layers.0.", f"model.layers.{layers - 1}."
+    shapes = {at + k.removeprefix(last): v.shape for k, v in held.items() if k.startswith(last)}
+    norms = ("token_layernorm", "hidden_layernorm", "final_layernorm")
+    shapes |= {f"{at}{norm}.weight": (hidden,) for norm in norms}
+    shapes[f"{at}input_proj.weight"] = (hidden, 2 * hidden)
+    drawn = np.random.RandomState(6)
+    added = {k: drawn.standard_normal(v).astype(np.float32) for k, v in shapes.items()}
+    save_file(held | added, model / "model.safetensors", {"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def ran(work: Path, sources: Path, chosen: list[str]) -> dict[str, dict[str, Any]]:
+    """Every case converted by Megatron-Bridge, in one process, to work/bridge/CASE."""
+    cases = [
+        {"name": c, "source": str(sources / c), "destination": str(work / "bridge" / c)}
+        for c in chosen
+    ]
+    return judge(cases, 1, work / "ran", fake_te=True, program="bridge.py", python=PYTHON)
+
+
+def test_every_pinned_case_exists() -> None:
+    pinned = [*FAILS, *DIFFERS]
+    assert len(set(pinned)) == len(pinned) and not {*pinned} - {*CASES}
+    assert {architecture(c) for c in CASES} >= NO_BRIDGE
+
+
+@pytest.mark.judge
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no Python with Megatron-Bridge"
+)
+@pytest.mark.parametrize("case", CASES)
+def test_megatron_bridge_writes_the_same_tensors(
+    case: str, work: Path, sources: Path, ran: dict[str, dict[str, Any]]
+) -> None:
+    result = ran[case]
+    has_none = architecture(case) in NO_BRIDGE
+    assert has_none == (result.get("supported") is False), f"{architecture(case)}: NO_BRIDGE"
+    if has_none:
+        return
+    error = next(iter(result.get("error", {"": ""}).values()))
+    if case in FAILS:
+        assert re.search(FAILS[case][0], error), f"FAILS should give another reason:\n{error}"
+        return
+    assert result["ok"], error
+    ours, theirs = work / "mckpt" / case, work / "bridge" / case
+    stored = tensors(theirs)
+    text = {k.removeprefix(TEXT): v for k, v in stored.items() if k.startswith(TEXT)}
+    dialect = dialect_of(text or stored)
+    convert(sources / case, ours, dialect)
+    rows = made_models.text(config(case))["vocab_size"]
+    differing = apart(tensors(ours), text or stored, rows)
+    if case in DIFFERS:
+        assert differing and all(re.match(DIFFERS[case][0], key) for key in differing), differing
+        return
+    assert not differing
+    if case in LOADED:
+        assert not mckpt.diff(sources / case, theirs)
+    elif not text:
+        # its run_config.yaml is not judged here, so config.json describes both
+        next(theirs.rglob(RUN_CONFIG)).unlink()
+        known = SourceOptions(like=sources / case)
+        assert not mckpt.diff(ours, mckpt.Checkpoint.open(theirs, known))
+    record(
+        "Megatron-Bridge",
+        case,
+        "torch_dist",
+        str(Parallel()),
+        0,
+        1,
+        dialect,
+        version_of_megatron_core(),
+    )
+
+
+@pytest.mark.judge
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not PYTHON, reason="MEGATRON_BRIDGE_PYTHON names no Python with Megatron-Bridge"
+)
+def test_megatron_bridge_loads_what_mckpt_writes(
+    work: Path, sources: Path, ran: dict[str, dict[str, Any]]
+) -> None:
+    cases = []
+    for case, parallel in LOADED.items():
+        root = work / "for-bridge" / case
+        dialect = dialect_of(tensors(work / "bridge" / case))
+        convert(sources / case, root, dialect, run_config=True, parallel=parallel)
+        cases.append({"name": case, "source": str(sources / case), "checkpoint": str(root)})
+        if case in CARRIED:
+            assert ran[case]["ok"]
+            root = work / "resharded" / case
+            theirs = work / "bridge" / case
+            mckpt.plan(theirs, root, format="torch_dist", parallel=parallel).run()
+            name = f"{case}-resharded"
+            cases.append({"name": name, "source": str(sources / case), "checkpoint": str(root)})
+    for entry in cases:
+        entry["checkpoint"] = str(next(Path(entry["checkpoint"]).rglob(RUN_CONFIG)).parent)
+    results = judge(cases, 1, work / "loaded", fake_te=True, program="bridge.py", python=PYTHON)
+    for name, result in results.items():
+        assert result["ok"], (name, result["error"])
+        differ = [text for text in result["differ"] if not re.fullmatch(COPIES, text)]
+        assert not differ and result["equal"] > 30, (name, differ, result["equal"])
+        assert result["step"] == 0
+
+
+def dialect_of(keys: Iterable[str]) -> str:
+    return "hybrid" if "decoder.final_norm.weight" in keys else "gpt"
+
+
+def config(case: str) -> dict[str, Any]:
+    made = case in made_models.CASES
+    found = made_models.config(case) if made else tiny.config(case) | {"torch_dtype": "float32"}
+    return found | ALSO.get(case, {})
+
+
+def architecture(case: str) -> str:
+    found: str = config(case)["architectures"][0]
+    return found
+
+
+def convert(source: Path, destination: Path, dialect: str, **more: Any) -> None:
+    """Converts a model with mckpt, and accepts what Megatron would compute in another way, because
+    only tensors are compared.
+    """
+    wanted: dict[str, Any] = {
+        "format": "torch_dist",
+        "dialect": dialect,
+        "transformer_impl": "transformer_engine",
+        **more,
+    }
+    try:
+        plan = mckpt.plan(source, destination, **wanted)
+    except MappingError as refused:
+        names = re.findall(r"--allow-inexact (\w+)", str(refused))
+        plan = mckpt.plan(source, destination, allow_inexact=names, **wanted)
+    plan.run()
+
+
+def tensors(root: Path) -> dict[str, Any]:
+    """Returns the tensors of a torch_dist checkpoint by key, read by torch."""
+    import torch
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = dcp.FileSystemReader(next(root.rglob(".metadata")).parent)
+    stored = reader.read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        key: torch.empty(found.size, dtype=found.properties.dtype)
+        for key, found in stored.items()
+        if isinstance(found, TensorStorageMetadata)
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def apart(ours: dict[str, Any], theirs: dict[str, Any], rows: int) -> dict[str, str]:
+    """Returns the keys that differ, and in what. Only mckpt pads the vocabulary: of `rows` rows."""
+    import torch
+
+    found = dict.fromkeys(ours.keys() - theirs.keys(), "only mckpt has it")
+    found |= dict.fromkeys(theirs.keys() - ours.keys(), "only Megatron-Bridge has it")
+    for key in ours.keys() & theirs.keys():
+        a, b = ours[key], theirs[key]
+        if re.fullmatch(r"embedding\.word_embeddings\.weight|output_layer\.weight", key):
+            a = a[:rows]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            found[key] = f"{list(a.shape)} {a.dtype}, {list(b.shape)} {b.dtype}"
+        elif not torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+            found[key] = "other bits"
+    return found
+
+
+@functools.cache
+def version_of_megatron_core() -> str:
+    code = "from importlib.metadata import version; print(version('megatron-core'))"
+    return subprocess.check_output([PYTHON, "-c", code], text=True).strip()

@@ -1,0 +1,288 @@
+"""Megatron-Core computes the logits of transformers for every family in fixtures/families, and
+transformers those of checkpoints that Megatron-Core saved.
+
+mckpt converts what transformers itself saved, so the names and shapes of the Hugging Face side are
+proved as well: a tensor that a family does not name is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mckpt
+from mckpt import mapping
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.errors import MappingError, UsageError
+from mckpt.geometry.parallel import Parallel
+from tests.helpers import made_models, tiny
+from tests.helpers.judging import chosen_cases, explain, judge, limit, record
+from tests.helpers.made_models import CASES
+
+pytestmark = pytest.mark.judge
+
+VERSION = [int(part) for part in version("megatron-core").split(".")[:2]]
+WORLD = 4
+LOGITS_ATOL = 1e-4  # of fp32 logits of size 1 to 10
+# (case, dialect) -> the dims that the dialect cannot compute exactly; `mckpt plan` refuses these
+REFUSED: dict[tuple[str, str], str] = {
+    **{("gemma", dialect): "activation" for dialect in ("gpt", "hybrid")},
+    **{("granite", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
+    **{("gpt_neox_parallel", dialect): "parallel_residual" for dialect in ("gpt", "hybrid")},
+    **{("ministral3", dialect): "position_scale" for dialect in ("gpt", "hybrid")},
+    ("helium", "hybrid"): "rope_interleaved",
+    ("ernie4_5", "hybrid"): "rope_interleaved",
+    ("ernie4_5_bias", "hybrid"): "rope_interleaved",
+    ("glm", "hybrid"): "rope_interleaved",
+    ("hunyuan_v1_dense", "gpt"): "qk_norm_after_rope",
+    ("hunyuan_v1_dense", "hybrid"): "qk_norm_after_rope",
+    ("hunyuan_v1_moe", "gpt"): "qk_norm_after_rope",
+    ("hunyuan_v1_moe", "hybrid"): "qk_norm_after_rope",
+    ("llama4", "hybrid"): "rope_type rope_factor rope_interleaved",
+    ("llama4_qk_norm", "hybrid"): "rope_interleaved",
+    ("llama4_scout", "gpt"): "attn_chunk attn_temperature attn_temperature_floor qk_l2_norm",
+    ("llama4_scout", "hybrid"): "attn_chunk attn_temperature attn_temperature_floor qk_l2_norm"
+    " rope_interleaved",
+    ("llama4_vl", "hybrid"): "rope_interleaved",
+    ("moonlight", "gpt"): "norm_eps",
+    **{("granitemoeshared", dialect): "residual_scale" for dialect in ("gpt", "hybrid")},
+}
+# (case, dialect) that Megatron cannot even load
+UNLOADABLE = {
+    # a second norm where q has no latent
+    ("deepseek_v2_lite", "hybrid"),
+    ("moonlight", "hybrid"),
+    # GPTModel has no Mamba-2
+    ("bamba", "gpt"),
+    ("granitemoehybrid", "gpt"),
+    ("granitemoehybrid_dense", "gpt"),
+    ("mamba2", "gpt"),
+    ("nemotron_h", "gpt"),
+    ("nemotron_h_latent", "gpt"),
+    ("nemotron_h_moe", "gpt"),
+}
+# the cases that Megatron computes exactly
+EXACT = [case for case in CASES if (case, "gpt") not in REFUSED]
+# the cases that Transformer Engine cannot compute exactly with the newest megatron-core
+LOCAL = {"deepseek_v2_lite", "moonlight"}
+# (case, dialect) with modules that only Transformer Engine has; tests/helpers/fake_te stands for it
+WITH_TE = {
+    ("gemma_silu", "gpt"),
+    ("gemma_silu", "hybrid"),
+    ("nemotron", "gpt"),
+    ("nemotron", "hybrid"),
+    ("qwen3_5", "gpt"),
+    ("qwen3_5_moe", "gpt"),
+    ("qwen3_5_vl", "gpt"),
+    ("qwen3_5_moe_vl", "gpt"),
+    ("qwen3_next", "gpt"),
+    ("deepseek_v32", "gpt"),
+    ("deepseek_v32", "hybrid"),
+    ("glm_moe_dsa", "gpt"),
+    ("glm_moe_dsa", "hybrid"),
+}
+# case -> the oldest megatron-core that has its layers
+SINCE: dict[str, list[int]] = {
+    "arcee_yarn": [0, 19],
+    "gemma_silu": [0, 19],
+    "granite_residual_1": [0, 19],
+    "granitemoe": [0, 19],
+    "granitemoehybrid": [0, 19],
+    "granitemoehybrid_dense": [0, 19],
+    "granitemoehybrid_micro": [0, 19],
+    "gpt_oss": [0, 19],
+    "qwen3_next": [0, 19],
+    "qwen3_5": [0, 19],
+    "qwen3_5_moe": [0, 19],
+    "qwen3_5_vl": [0, 19],
+    "qwen3_5_moe_vl": [0, 19],
+    "deepseek_v32": [0, 19],
+    "glm_moe_dsa": [0, 19],
+    "bamba": [0, 19],
+    "mamba2": [0, 19],
+    "nemotron_h": [0, 19],
+    "nemotron_h_latent": [0, 19],
+    "nemotron_h_moe": [0, 19],
+}
+# (case, dialect) -> the sizes it runs at, where those of `sizes_of` do not do
+SIZES: dict[tuple[str, str], dict[str, int]] = {
+    # experts with biases
+    ("gpt_oss", "hybrid"): {"tp": 2, "pp": 2, "ep": 1, "etp": 1},
+}
+# encoders, which have a dialect of their own
+ENCODERS = {"megatron_bert": "bert"}
+
+
+def dialects(case: str) -> list[str]:
+    """The dialects that the installed megatron-core runs this case in."""
+    if case in ENCODERS:
+        return [ENCODERS[case]]
+    if SINCE.get(case, [0, 12]) > VERSION:
+        return []
+    known = ["gpt", "hybrid"] if VERSION >= [0, 19] else ["gpt"]
+    return [name for name in known if (case, name) not in {*REFUSED, *UNLOADABLE}]
+
+
+def sizes_of(case: str, dialect: str) -> dict[str, int]:
+    if (case, dialect) in SIZES:
+        return SIZES[case, dialect]
+    described = made_models.text(made_models.config(case))
+    moe = any("expert" in key and value for key, value in described.items())
+    if dialect == "hybrid":
+        return {"tp": 2, "pp": 2}
+    return {"pp": 2, "ep": 2, "tp": 1, "etp": 1} if moe else {"tp": 2, "pp": 2}
+
+
+@pytest.fixture(scope="module")
+def made(work: Path) -> Path:
+    made_models.make(CASES, work / "hf")
+    return work / "hf"
+
+
+@pytest.fixture(scope="module")
+def ran(work: Path, made: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Every chosen case converted in each dialect, run by Megatron-Core; and saved by it."""
+    cases: dict[str, list[dict[str, Any]]] = {"local": [], "transformer_engine": []}
+    for case in [case for case in CASES if case in chosen_cases(request.session)]:
+        tokens = made_models.tokens(case).tolist()
+        for dialect in dialects(case):
+            impl = "transformer_engine" if (case, dialect) in WITH_TE else "local"
+            form, size = "torch" if dialect == "hybrid" else "torch_dist", sizes_of(case, dialect)
+            wanted = {"format": form, "dialect": dialect, "parallel": Parallel(**size)}
+            if dialect != "hybrid":
+                wanted["transformer_impl"] = impl
+            out = work / dialect / case
+            mckpt.plan(made / case, out, **wanted).run()
+            given = {"tokens": tokens, "format": form, "impl": impl, **size}
+            name = f"{case}-{dialect}"
+            read = {"checkpoint": str(out), "args": {"dialect": dialect}, **given}
+            cases[impl].append({"name": name, "kind": "forward", **read})
+            saved = {"destination": str(work / "saved" / name), "args": args_of(out, impl), **given}
+            cases[impl].append({"name": f"saved-{name}", "kind": "save", **saved})
+    te = judge(cases["transformer_engine"], WORLD, work / "ran-te", fake_te=True, timeout=1200)
+    return judge(cases["local"], WORLD, work / "ran", timeout=1200) | te
+
+
+def args_of(converted: Path, impl: str) -> dict[str, Any]:
+    """Returns the args of a run that trains this model, as plain values."""
+    checkpoint = mckpt.open(converted)
+    given = {"dtype": "float32", "padded_vocab_size": 512, "transformer_impl": impl}
+    given["experts"] = "sequential" if impl == "local" else "grouped"
+    args = mapping.load("megatron", checkpoint.mapping.name).write(checkpoint.dims, given)
+    chosen = {"transformer_impl": impl, "dialect": checkpoint.mapping.name}
+    return {**args, "params_dtype": "float32", **chosen}
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_megatron_core_and_transformers_compute_the_same_logits(
+    case: str, work: Path, made: Path, ran: dict[str, dict[str, Any]]
+) -> None:
+    names = dialects(case)
+    if not names:
+        pytest.skip(f"this megatron-core cannot compute {case}")
+    tokens = made_models.tokens(case)
+    reference = tiny.hf_logits(made / case, tokens)
+    for dialect in names:
+        result, saved = ran[f"{case}-{dialect}"], ran[f"saved-{case}-{dialect}"]
+        assert result["ok"], explain(result)
+        assert result["unread"] == []
+        apart = np.abs(result["logits"] - reference).max()
+        form, largest = "torch" if dialect == "hybrid" else "torch_dist", np.abs(reference).max()
+        said = str(Parallel(**sizes_of(case, dialect)))
+        record("forward", case, form, said, apart, largest, dialect=dialect)
+        assert apart < limit(reference)
+        assert saved["ok"], explain(saved)
+        back = work / "back" / f"{case}-{dialect}"
+        family = mckpt.open(made / case).mapping
+        # the tensors that are not in Megatron's model come from the model's own directory
+        like = made / case if mapping.is_part(family.forms) else None
+        known = SourceOptions(like=like, family=None if like else family.name)
+        mckpt.plan(
+            mckpt.Checkpoint.open(work / "saved" / f"{case}-{dialect}", known), back, format="hf"
+        ).run()
+        apart = np.abs(tiny.hf_logits(back, tokens) - saved["logits"]).max()
+        largest = np.abs(saved["logits"]).max()
+        record("saved by megatron-core", case, form, said, apart, largest, dialect=dialect)
+        assert apart < limit(saved["logits"])
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_model_of_transformers_comes_back_bit_for_bit(
+    case: str, work: Path, made: Path, ran: dict[str, dict[str, Any]]
+) -> None:
+    """Also config.json: a config that mckpt writes from the args describes the same model."""
+    converted = [work / dialect / case for dialect in dialects(case)]  # by `ran`
+    if not converted:
+        wanted = {"format": "torch", "parallel": Parallel(**sizes_of(case, "hybrid"))}
+        converted = [work / "there" / case]
+        mckpt.plan(made / case, converted[0], **wanted).run()
+    for index, there in enumerate(converted):
+        back = work / "again" / f"{case}-{index}"
+        mckpt.plan(there, back, format="hf").run(check_replicas=True)
+        assert not mckpt.diff(made / case, back)
+
+
+@pytest.mark.parametrize(("case", "dialect"), REFUSED)
+def test_a_dialect_that_cannot_compute_a_model_is_refused(
+    case: str, dialect: str, work: Path, made: Path
+) -> None:
+    """If the user accepts the difference, the weights still come back bit for bit."""
+    wanted = {"format": "torch", "dialect": dialect, "parallel": Parallel(tp=2, pp=2)}
+    if case in LOCAL:
+        wanted["transformer_impl"] = "local"
+    out, dims = work / "refused" / f"{case}-{dialect}", REFUSED[case, dialect].split()
+    with pytest.raises(MappingError) as caught:
+        mckpt.plan(made / case, out, **wanted)
+    for dim in dims:
+        assert f"--allow-inexact {dim}" in str(caught.value)
+    mckpt.plan(made / case, out, allow_inexact=dims, **wanted).run()
+    mckpt.plan(out, work / "accepted" / f"{case}-{dialect}", format="hf").run()
+    assert not mckpt.diff(made / case, work / "accepted" / f"{case}-{dialect}")
+    record("accepted", case, "torch", f"`--allow-inexact {' '.join(dims)}`", 0, 1, dialect=dialect)
+
+
+@pytest.mark.parametrize(("case", "dialect"), sorted(UNLOADABLE))
+def test_a_dialect_that_cannot_load_a_model_is_refused(
+    case: str, dialect: str, work: Path, made: Path
+) -> None:
+    with pytest.raises(MappingError, match="Megatron could not load"):
+        mckpt.plan(made / case, work / "unloadable", format="torch", dialect=dialect)
+
+
+def test_groups_that_rank_by_other_scores_are_refused(work: Path, made: Path) -> None:
+    """As in the published DeepSeek-V2: 6 experts of 3 groups, and groups rank by their best."""
+    model = work / "ranked"
+    shutil.copytree(made / "deepseek_v2_groups", model)
+    changed = made_models.config("deepseek_v2_groups") | {"num_experts_per_tok": 6}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(MappingError, match="router_group_experts"):
+        mckpt.plan(model, work / "refused", format="torch")
+    wanted = {"format": "torch", "allow_inexact": ["router_group_experts"]}
+    mckpt.plan(model, work / "accepted-groups", **wanted).run()
+    mckpt.plan(work / "accepted-groups", work / "ranked-again", format="hf").run()
+    assert not mckpt.diff(model, work / "ranked-again")
+
+
+def test_a_smallest_time_step_is_refused(work: Path, made: Path) -> None:
+    """As in every published Nemotron-H: transformers takes no step below 0.001."""
+    model = work / "stepped"
+    shutil.copytree(made / "nemotron_h", model)
+    changed = made_models.config("nemotron_h") | {"time_step_min": 0.001}
+    (model / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(MappingError, match="--allow-inexact mamba_min_step"):
+        mckpt.plan(model, work / "refused", format="torch")
+    wanted = {"format": "torch", "allow_inexact": ["mamba_min_step"], "parallel": Parallel(tp=2)}
+    mckpt.plan(model, work / "accepted-steps", **wanted).run()
+    mckpt.plan(work / "accepted-steps", work / "stepped-again", format="hf").run()
+    assert not mckpt.diff(model, work / "stepped-again")
+
+
+def test_experts_with_biases_are_refused_above_etp_1(tmp_path: Path, made: Path) -> None:
+    with pytest.raises(UsageError, match=r"etp is 2; give --etp 1"):
+        mckpt.plan(made / "gpt_oss", tmp_path / "out", parallel=Parallel(tp=2))

@@ -1,0 +1,340 @@
+"""Training goes on after a reshard as if nothing had happened: losses and gradient norms of the
+real megatron-core, for every way in which it stores the state of its optimizers.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+# importing it here would cost every run 5 s, also a run that deselects this file
+if not find_spec("megatron.core"):
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import mckpt
+from mckpt.checkpoint.checkpoint import Checkpoint
+from tests.helpers.commands import good
+from tests.helpers.judged_models import DENSE, LLAMA3, MOE, QWEN3
+from tests.helpers.judging import explain, judge
+from tests.helpers.tiny import TinyModel
+
+pytestmark = pytest.mark.judge
+
+# steps, of the slow runs and of the others; the latter are enough to see another state
+SAVED_AT, STEPS, FEW_STEPS = 2, 10, 5
+JOB = {
+    "kind": "train",
+    "world": 4,
+    "lr": 1e-2,
+    "warmup": 1,
+    "decay_steps": SAVED_AT + STEPS,
+    "global_batch_size": 4,
+    "seq_length": 16,
+    "dtype": "float32",
+}
+# The scale doubles after every third step. At the save, two of three steps are counted.
+FP16: dict[str, Any] = {
+    "dtype": "float16",
+    "args": {"initial_loss_scale": 2**12, "loss_scale_window": 3, "hysteresis": 1},
+}
+# In the mode `duplicated`, its update does not depend on the number of tensor ranks.
+MUON: dict[str, Any] = {
+    "optimizer": "muon",
+    "distributed_optimizer": False,
+    "args": {"muon_tp_mode": "duplicated"},
+}
+# with a master copy of each weight, which megatron-core requires here
+BY_LAYERS: dict[str, Any] = MUON | {
+    "dtype": "bfloat16",
+    "args": MUON["args"] | {"use_layer_wise_distributed_optimizer": True},
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "fully_reshardable": {},
+    "dp_reshardable": {"optimizer_format": "dp_reshardable"},
+    "distrib_optim": {"format": "torch"},
+    "not_distributed": {"distributed_optimizer": False},
+    "not_distributed_torch": {"distributed_optimizer": False, "format": "torch"},
+    "bf16": {"dtype": "bfloat16"},
+    "bf16_not_distributed": {"dtype": "bfloat16", "distributed_optimizer": False},
+    "fp16": FP16,
+    "fp16_dp_reshardable": FP16 | {"optimizer_format": "dp_reshardable"},
+    "fp16_torch": FP16 | {"format": "torch"},
+    "fp16_not_distributed": FP16 | {"distributed_optimizer": False},
+    "muon": MUON,
+    "muon_torch": MUON | {"format": "torch"},
+    "muon_by_layers": BY_LAYERS
+    | {"args": BY_LAYERS["args"] | {"use_layer_wise_param_layout": False}},
+    "muon_by_layers_torch": BY_LAYERS
+    | {"args": BY_LAYERS["args"] | {"use_layer_wise_param_layout": False}, "format": "torch"},
+    "muon_and_distributed": BY_LAYERS,
+    "muon_and_dp_reshardable": BY_LAYERS | {"optimizer_format": "dp_reshardable"},
+}
+MODELS = {
+    "tied": DENSE | LLAMA3 | {"use_rope_scaling": False},
+    "dense": DENSE | QWEN3,
+    "moe": MOE | QWEN3,
+}
+
+
+class Run(NamedTuple):
+    """A run that is saved at one layout in one form, resharded, and continued at another."""
+
+    model: str
+    form: str
+    before: dict[str, int]
+    after: dict[str, int]
+    target: str = "torch_dist"  # format of the resharded checkpoint
+    command: str = "reshard"
+    via: str = ""  # another format, in which it is written before
+
+    @property
+    def saved(self) -> str:
+        sizes = "".join(f"{k}{v}" for k, v in self.before.items())
+        return f"{self.model}-{self.form}-{sizes}"
+
+    @property
+    def name(self) -> str:
+        more = [word for word in (self.via, self.command) if word not in ("", "reshard")]
+        return "-".join([self._moved, *more, self.target])
+
+    @property
+    def _moved(self) -> str:
+        return f"{self.saved}-to-{''.join(f'{k}{v}' for k, v in self.after.items())}"
+
+    @property
+    def native(self) -> str | None:
+        """The name of the run in which megatron-core itself changes the layout, if it can."""
+        forms = ("fully_reshardable", "not_distributed", "fp16", "muon", "muon_and_distributed")
+        # it cannot change the number of optimizers that Muon has with experts
+        can = self.form in forms and (self.form != "muon" or self.model == "dense")
+        return f"{self._moved}-natively" if can else None
+
+    @property
+    def has_curve(self) -> bool:
+        """Whether the test compares it with the run that was never resharded. At another layout,
+        rounding makes the routers of the latent models choose other experts, so those are left out.
+        """
+        return self.model != "mla" or self.before == self.after
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The trainer's options that say which optimizer runs."""
+        kept = ("distributed_optimizer", "dtype", "args", "optimizer")
+        return {k: v for k, v in FORMS[self.form].items() if k in kept}
+
+
+LATENT = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
+RUNS = [
+    Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}),
+    Run("tied", "dp_reshardable", {"pp": 2}, {"tp": 2}),
+    Run("moe", "dp_reshardable", {"ep": 2}, {"ep": 4}),
+    Run("moe", "distrib_optim", {"ep": 2}, {"ep": 1}),
+    Run("dense", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 2}),
+    Run("dense", "not_distributed_torch", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}),
+    Run("mla", "fully_reshardable", {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}),
+    Run("moe", "dp_reshardable", LATENT, {"tp": 2, "ep": 2, "etp": 1}, command="repair"),
+    Run("moe", "dp_reshardable", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, via="zarr"),
+    Run("moe", "distrib_optim", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1, "pp": 2}, "torch"),
+    Run("moe", "muon_by_layers", {"ep": 2}, {"pp": 2}),
+    Run("tied", "fp16", {"pp": 2}, {"tp": 2}),
+    Run("tied", "fp16_torch", {"pp": 2}, {"pp": 2}),
+]
+# these take minutes, and are slow
+MORE = [
+    Run("moe", "dp_reshardable", LATENT, {"tp": 4}),
+    Run("moe", "dp_reshardable", LATENT, {"tp": 4, "ep": 2, "etp": 2}, command="repair"),
+    Run("dense", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}),
+    Run("dense", "muon", {"tp": 2, "pp": 2}, {"tp": 4}),
+    Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"pp": 4}),
+    Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 1}),
+    Run("dense", "distrib_optim", {"tp": 2, "pp": 2}, {"pp": 2}),
+    Run("tied", "distrib_optim", {"pp": 2}, {"tp": 2}),
+    Run("dense", "not_distributed", {"tp": 2, "pp": 2}, {"tp": 4}),
+    Run("mla", "fully_reshardable", {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}, "torch"),
+    Run("dense", "fully_reshardable", {"tp": 2, "pp": 2}, {"tp": 4}, "torch"),
+    Run("dense", "dp_reshardable", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, "torch"),
+    Run("tied", "distrib_optim", {"pp": 2}, {"tp": 2, "pp": 2}, "torch"),
+    Run("dense", "not_distributed_torch", {"tp": 2, "pp": 2}, {"pp": 2, "vpp": 2}, "torch"),
+    Run("moe", "not_distributed", {"ep": 2}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
+    Run("moe", "bf16", {"tp": 2, "ep": 2, "etp": 1}, {"tp": 2, "ep": 2, "etp": 1}, "torch"),
+    Run("tied", "bf16_not_distributed", {"pp": 2}, {"pp": 2}, "torch"),
+    Run("mla", "distrib_optim", LATENT, LATENT),
+    Run("tied", "not_distributed", {"pp": 2}, {"tp": 2}, via="zarr"),
+    Run("moe", "muon", {"ep": 2}, {"tp": 2}),
+    Run("moe", "muon", {"ep": 2}, {"ep": 2}, "torch"),
+    Run("dense", "muon_torch", {"tp": 2, "pp": 2}, {"tp": 2, "pp": 2}),
+    Run("dense", "muon_and_distributed", {"tp": 2}, {"pp": 2}),
+    Run("moe", "muon_by_layers_torch", {"ep": 2}, {"ep": 2}),
+    Run("tied", "muon_by_layers_torch", {"pp": 2}, {"tp": 2}),
+    Run("moe", "muon_by_layers_torch", {"tp": 2, "ep": 2, "etp": 1}, {"pp": 2}),
+    Run("dense", "muon_and_dp_reshardable", {"tp": 2}, {"tp": 2}),
+    Run("dense", "muon_and_dp_reshardable", {"tp": 2, "pp": 2}, {"tp": 2}),
+    Run("moe", "fp16_dp_reshardable", {"ep": 2}, {"ep": 2}, "torch"),
+    Run("tied", "fp16_not_distributed", {"pp": 2}, {"pp": 2}, "torch"),
+]
+
+
+OLD = tuple(map(int, version("megatron-core").split(".")[:2])) < (0, 19)
+
+
+def known(runs: list[Run]) -> list[Run]:
+    """Returns the runs that the installed packages have."""
+    # The files of `torch` are the same in all versions, so that one of them is enough for these.
+    if OLD:
+        runs = [run for run in runs if run.target != "torch"]
+    if not find_spec("emerging_optimizers"):  # which needs Python 3.12
+        runs = [run for run in runs if "muon" not in run.form]
+    return runs
+
+
+RUNS, MORE = known(RUNS), known(MORE)
+if OLD:  # CI runs these with the newest version
+    MORE += [run for run in RUNS if run.model == "mla" or run.via or run.command == "repair"]
+    RUNS = [run for run in RUNS if run not in MORE]
+PARAMETERS = [
+    *(pytest.param(run, id=run.name) for run in RUNS),
+    *(pytest.param(run, id=run.name, marks=pytest.mark.slow) for run in MORE),
+]
+
+
+@pytest.fixture(scope="module")
+def chosen(request: pytest.FixtureRequest) -> list[Run]:
+    """The runs of the tests that are selected."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    selected = [found.params.get("run") for found in parameters if found]
+    return [run for run in [*RUNS, *MORE] if run in selected] or RUNS
+
+
+@pytest.fixture(scope="module")
+def steps(chosen: list[Run]) -> int:
+    """The steps that are trained after the save."""
+    return STEPS if any(run in MORE for run in chosen) else FEW_STEPS
+
+
+@pytest.fixture(scope="module")
+def results(
+    work: Path, tiny_model: TinyModel, chosen: list[Run], steps: int
+) -> dict[str, dict[str, Any]]:
+    """Saves at step 2, and goes on from there at the layout of the save; then goes on from the
+    resharded checkpoint at the other layout.
+    """
+    mckpt.plan(tiny_model("deepseek-v3", "float32"), work / "mla", format="torch_dist").run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute here
+        cases = [
+            {
+                "name": name,
+                "kind": "save",
+                "args": args,
+                "format": "torch_dist",
+                "destination": str(work / name),
+            }
+            for name, args in MODELS.items()
+        ]
+        for run in {run.saved: run for run in chosen}.values():
+            first = JOB | {"checkpoint": str(work / run.model)} | run.before | FORMS[run.form]
+            cases.append(
+                first | {"name": run.saved, "steps": SAVED_AT, "save": str(work / run.saved)}
+            )
+            if any(other.has_curve for other in chosen if other.saved == run.saved):
+                cases.append(_resumed(work, run, run.saved, f"{run.saved}-on", run.before, steps))
+        first_results = judge(cases, 4, work / "saving")
+        for run in chosen:
+            sizes = {"tp": 1, "pp": 1, "ep": 1, "vpp": 1} | run.after
+            sizes.setdefault("etp", sizes["tp"])
+            options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
+            # other padding would be other rows in the softmax, and so other losses
+            options += ["--target-format", run.target, "--keep-padding"]
+            options *= run.command == "reshard"
+            source = work / run.saved
+            if run.via:
+                other = work / f"{run.name}-before"
+                good("reshard", source, other, "--target-format", run.via, "--keep-padding")
+                source = other
+            good(run.command, source, work / run.name, *options)
+        after = [_resumed(work, run, run.name, run.name, run.after, steps) for run in chosen]
+        natively = {run.native: run for run in chosen if run.native}
+        after += [
+            _resumed(work, run, run.saved, name, run.after, steps) for name, run in natively.items()
+        ]
+        return first_results | judge(after, 4, work / "going-on")
+
+
+def _resumed(
+    work: Path, run: Run, checkpoint: str, name: str, sizes: dict[str, int], steps: int
+) -> dict[str, Any]:
+    job = JOB | {"name": name, "checkpoint": str(work / checkpoint), "resume": True}
+    return job | {"steps": SAVED_AT + steps} | sizes | run.options
+
+
+def curve(results: dict[str, dict[str, Any]], name: str, key: str) -> list[float]:
+    assert not explain(results[name])
+    return [step[key] for step in results[name]["steps"]]
+
+
+@pytest.mark.parametrize("run", PARAMETERS)
+def test_losses_go_on_as_without_a_reshard(
+    results: dict[str, dict[str, Any]], run: Run, steps: int
+) -> None:
+    """Two layouts add in another order, so their losses differ by rounding, and those of a router
+    by more. Where megatron-core can change the layout itself, nothing may differ. In fp16 the loss
+    is scaled as before.
+    """
+    scaled = "fp16" in run.form
+    if scaled:
+        scales = curve(results, run.name, "loss_scale")
+        assert scales == curve(results, f"{run.saved}-on", "loss_scale")
+        assert scales[:5] == [2**12, *[2**13] * 3, 2**14]
+    assert run.native or run.has_curve
+    for key in ("loss", "grad_norm"):
+        mine = curve(results, run.name, key)
+        assert len(mine) == steps
+        if run.native:
+            assert mine == curve(results, run.native, key), key
+        if not run.has_curve:
+            continue
+        expected = curve(results, f"{run.saved}-on", key)
+        if run.before == run.after:
+            assert mine == expected, key
+        elif not scaled:
+            # Muon makes all directions of a gradient equally long, also those of rounding
+            rtol = 5e-2 if "muon" in run.form else 2e-5
+            np.testing.assert_allclose(mine, expected, rtol=rtol, err_msg=key)
+
+
+def test_another_optimizer_state_would_be_seen(
+    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run], steps: int
+) -> None:
+    """Without the state the losses differ by far more than the tolerance, so the comparison above
+    can fail.
+    """
+    run = chosen[0]
+    fresh = JOB | {"name": "fresh", "checkpoint": str(work / run.saved), "steps": steps}
+    found = judge([fresh | run.before], 4, work / "fresh")
+    apart = np.subtract(curve(found, "fresh", "loss"), curve(results, run.name, "loss"))
+    assert np.abs(apart).max() > 1e-2
+
+
+def test_there_and_back_is_bitwise(
+    results: dict[str, dict[str, Any]], work: Path, chosen: list[Run]
+) -> None:
+    kinds = ("dp_reshardable", "muon")
+    for run in (r for r in chosen if r.target == "torch" or any(k in r.form for k in kinds)):
+        back = work / f"{run.name}-back"
+        sizes = [x for k, v in run.before.items() for x in (f"--target-{k}", v)]
+        sizes += ["--target-format", run.target] if "muon" in run.form else []
+        good("reshard", work / run.name, back, "--target-tp", 1, *sizes, "--keep-padding")
+        first, last = Checkpoint.open(work / run.saved), Checkpoint.open(back)
+        for other in (Checkpoint.open(work / run.name), last):
+            difference = mckpt.diff(first, other)
+            states = {name.partition("@")[2] for name in first.with_optimizer() if "@" in name}
+            assert first.optimizer and first.optimizer.states == sorted(states)
+            assert states >= {"exp_avg", "exp_avg_sq"}
+            assert ("momentum_buffer" in states) == ("muon" in run.form)
+            number = sum("@" in name for name in first.with_optimizer())
+            assert not difference and difference.same == len(first) + number

@@ -1,0 +1,151 @@
+"""The stock trainer of the megatron-core wheel goes on from the optimizer state that mckpt writes.
+
+megatron.training (tests/helpers/stock.py) builds its own optimizer at the sizes of the launch line
+that mckpt wrote. All of its numbers are NaN until its `load_checkpoint` sets them. Then it saves,
+and every weight, master copy and moment is that of the source, bit for bit, with the number of
+steps and the schedule.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+if not all(importlib.util.find_spec(name) for name in ("megatron", "megatron.training")):
+    pytest.skip("wheels of megatron-core have it from 0.17 on", allow_module_level=True)
+
+import mckpt
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.formats.megatron import megatron_args
+from tests.helpers.commands import good
+from tests.helpers.judged_models import DENSE, MOE, QWEN3
+from tests.helpers.judging import explain, judge
+from tests.judge.test_optimizer import FORMS, FP16, JOB, MUON
+from tests.judge.test_stock import flat
+
+pytestmark = [
+    pytest.mark.judge,
+    pytest.mark.filterwarnings("ignore"),  # torch and transformers cause it by their imports
+]
+
+DISTRIBUTED = ["--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
+# Megatron-core 0.19 finds the groups of parameters by these values, so they must be the same.
+SAME = ["--lr", str(JOB["lr"]), "--min-lr", "0", "--use-checkpoint-opt_param-scheduler"]
+WITH_MUON = ["--optimizer", "muon", "--muon-tp-mode", "duplicated"]
+BY_LAYERS = [*WITH_MUON, "--use-distributed-optimizer", "--no-use-layer-wise-param-layout"]
+MODELS = {"dense": DENSE | QWEN3, "moe": MOE | QWEN3}
+PLAIN = {"distributed_optimizer": False, "dtype": "bfloat16"}
+# the name of a checkpoint -> its model, and options of the training that saves it
+TRAINED: dict[str, tuple[str, dict[str, Any]]] = {
+    "dense": ("dense", {"dtype": "bfloat16"}),
+    "moe": ("moe", {"dtype": "bfloat16"}),
+    "plain": ("moe", PLAIN),
+    "half": ("dense", FP16),
+    "muon": ("dense", MUON | {"dtype": "bfloat16"}),
+    "layers": ("dense", FORMS["muon_by_layers"]),
+}
+
+
+class Run(NamedTuple):
+    """A checkpoint that mckpt writes from a source, or from what another run wrote."""
+
+    source: str
+    format: str
+    sizes: dict[str, int]
+    flags: list[str]
+
+    @property
+    def name(self) -> str:
+        return "-".join([self.source, self.format, *(f"{k}{v}" for k, v in self.sizes.items())])
+
+
+RUNS = [
+    Run("dense", "torch_dist", {"tp": 2}, DISTRIBUTED),
+    Run("dense", "torch_dist", {"pp": 2}, DISTRIBUTED),
+    Run("dense", "torch", {"tp": 2, "pp": 2}, DISTRIBUTED),
+    Run("dense", "torch", {"tp": 1}, DISTRIBUTED),
+    Run("moe", "torch_dist", {"ep": 2}, DISTRIBUTED),
+    Run("moe", "torch", {"ep": 2}, DISTRIBUTED),
+    Run("moe-torch-ep2", "torch_dist", {"ep": 1, "pp": 2}, DISTRIBUTED),
+    Run("plain", "torch", {"ep": 2}, []),
+    Run("plain", "torch_dist", {"pp": 2}, []),
+    Run("half", "torch_dist", {"tp": 2}, DISTRIBUTED),
+    Run("half", "torch", {"tp": 2}, [*DISTRIBUTED, "--accumulate-allreduce-grads-in-fp32"]),
+    Run("muon", "torch_dist", {"tp": 2}, WITH_MUON),
+    Run("layers", "torch_dist", {"tp": 1}, BY_LAYERS),
+]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    work = tmp_path_factory.mktemp("stock-optimizer")
+    cases = [
+        {
+            "name": f"start-{name}",
+            "kind": "save",
+            "args": args,
+            "format": "torch_dist",
+            "destination": str(work / f"start-{name}"),
+        }
+        for name, args in MODELS.items()
+    ]
+    for name, (model, options) in TRAINED.items():
+        paths = {"checkpoint": str(work / f"start-{model}"), "save": str(work / name)}
+        cases.append(JOB | {"world": 2, "steps": 2, "name": name} | options | paths)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        for result in judge(cases, 2, work / "trained").values():
+            assert result["ok"], explain(result)
+    stock = []
+    for run in RUNS:
+        sizes = {"tp": 1, "pp": 1, "ep": 1} | run.sizes
+        options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
+        options += ["--target-format", run.format, "--target-etp", sizes["tp"]]
+        good("reshard", work / run.source, work / run.name, *options)
+        stock.append(
+            {
+                "name": run.name,
+                "world": 4 if run.sizes == {"tp": 2, "pp": 2} else 2,
+                "flags": flags_of(work / run.name),
+                "optimizer": [*run.flags, *SAME],
+                "checkpoint": str(work / run.name),
+                "save": str(work / f"{run.name}-saved"),
+            }
+        )
+    return work, judge(stock, 2, work / "stock", program="stock.py")
+
+
+def flags_of(checkpoint: Path) -> list[str]:
+    unit = Checkpoint.open(checkpoint).opened.root
+    return flat(json.loads((unit / megatron_args.JSON).read_text()))
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.name)
+def test_the_stock_trainer_loads_all_of_it(
+    results: tuple[Path, dict[str, dict[str, Any]]], run: Run
+) -> None:
+    work, found = results
+    assert not explain(found[run.name])
+    ours, theirs = Checkpoint.open(work / run.name), Checkpoint.open(work / f"{run.name}-saved")
+    assert ours.optimizer is not None and theirs.optimizer is not None
+    states = [name for name in ours.with_optimizer() if "@" in name]
+    difference = mckpt.diff(ours, theirs)
+    assert not difference and difference.same == len(ours) + len(states)
+    assert theirs.optimizer.scalers == ours.optimizer.scalers
+    scaler = {"scale": 4096.0, "growth_tracker": 2, "hysteresis_tracker": 1}
+    assert ours.optimizer.scalers == [scaler] * (run.source == "half")
+    for mine, other in zip(ours.optimizer.groups, theirs.optimizer.groups, strict=True):
+        # that of experts loads no group without decay, which would be empty
+        for one, two in zip(mine, other, strict=False):
+            # Muon counts no steps
+            assert one.get("step") == two.get("step")
+            assert one.get("step", 0) > 0 or (run.source in ("muon", "layers"))
+            assert one["lr"] == two["lr"] and one["wd_mult"] == two["wd_mult"]
+    key = "opt_param_scheduler"
+    fields = [c.opened.common.fields.get(key) for c in (ours, theirs) if c.opened.common]
+    if fields[0] is not None:
+        assert fields[0]["num_steps"] == fields[1]["num_steps"] > 0

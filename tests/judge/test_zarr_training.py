@@ -1,0 +1,149 @@
+"""Training goes on from a `zarr` checkpoint that an old release of megatron-core saved itself, with
+optimizer and schedule: today's release, at other parallel sizes, has the losses and gradient norms
+of the old one, which went on itself (tests/helpers/zarr_training.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tarfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+if not find_spec("megatron.core"):
+    pytest.skip("megatron-core is not installed", allow_module_level=True)
+
+import mckpt
+from mckpt.checkpoint.checkpoint import Checkpoint
+from tests.helpers.commands import ROOT, good, run
+from tests.helpers.judging import explain, judge
+from tests.helpers.tiny import FIXTURES
+
+pytestmark = pytest.mark.judge
+
+# largest relative difference in another order of additions
+ORDER = 2e-5
+
+
+class Case(NamedTuple):
+    """A sample in the form in which it was saved, and the sizes at which its training goes on."""
+
+    form: str
+    sizes: dict[str, int]
+    ranks: int = 2
+    forgets: bool = False  # whether the first moments of Adam are lost
+
+    @property
+    def name(self) -> str:
+        sizes = "".join(f"{k}{v}" for k, v in self.sizes.items())
+        return f"{self.form}-{sizes}{'-forgets' * self.forgets}"
+
+
+FORMS = {
+    "fully_sharded_model_space": "fully_sharded_model_space",  # saved at tp 2, dp 2
+    "dp_zero_gather_scatter": "dp_zero_gather_scatter",  # at pp 2, dp 2
+    "float16": "not distributed",  # at tp 2, pp 2
+}
+CASES = [
+    Case("fully_sharded_model_space", {"pp": 2, "vpp": 2}),
+    Case("float16", {"tp": 2}),
+]
+MORE = [
+    Case("dp_zero_gather_scatter", {"tp": 2}),
+    Case("fully_sharded_model_space", {"tp": 2}, 4),
+    Case("fully_sharded_model_space", {"tp": 1}, 4),
+    Case("fully_sharded_model_space", {"pp": 2, "vpp": 2}, forgets=True),
+]
+PARAMETERS = [
+    *(pytest.param(case, id=case.name) for case in CASES),
+    *(pytest.param(case, id=case.name, marks=pytest.mark.slow) for case in MORE),
+]
+
+
+def unpacked(form: str, directory: Path) -> Path:
+    """Returns a directory with the checkpoint `zarr` of a sample, and its `run.json`."""
+    if not (directory / form).exists():
+        with tarfile.open(FIXTURES / "zarr" / f"0.12-trained-{form}.tar.xz") as archive:
+            archive.extractall(directory / form, filter="data")
+    return directory / form
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("zarr-training")
+
+
+@pytest.fixture(scope="module")
+def results(work: Path, request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
+    """Goes on from each chosen sample, resharded."""
+    parameters = [getattr(item, "callspec", None) for item in request.session.items]
+    selected = [found.params.get("case") for found in parameters if found]
+    jobs = []
+    for case in (case for case in [*CASES, *MORE] if case in selected):
+        sample = unpacked(case.form, work / ("forgetting" if case.forgets else "samples"))
+        if case.forgets:
+            for chunk in (sample / "zarr").glob("iter_*/optimizer.state.exp_avg.*/[0-9]*"):
+                chunk.write_bytes(bytes(chunk.stat().st_size))
+        sizes = {"tp": 1, "pp": 1, "vpp": 1} | case.sizes
+        options = [x for k, v in sizes.items() for x in (f"--target-{k}", v)]
+        # other padding would be other rows in the softmax, and so other losses
+        options += ["--target-format", "torch_dist", "--keep-padding"]
+        good("reshard", sample / "zarr", work / case.name, *options)
+        job = json.loads((sample / "run.json").read_text())["job"]
+        job |= {"name": case.name, "kind": "train", "checkpoint": str(work / case.name)}
+        jobs.append(job | case.sizes | {"world": case.ranks, "resume": True})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")  # compiling takes a minute here
+        return judge(jobs, max(job["world"] for job in jobs), work / "going-on")
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_losses_go_on_as_in_the_old_release(
+    case: Case, results: dict[str, dict[str, Any]], work: Path
+) -> None:
+    """Without the first moments they do not, so the comparison can fail."""
+    assert not explain(results[case.name])
+    mine = results[case.name]["steps"]
+    old = json.loads((unpacked(case.form, work / "samples") / "run.json").read_text())
+    expected = old["steps"][-len(mine) :]
+    assert len(mine) == 10 and [s["step"] for s in mine] == [s["step"] for s in expected]
+    apart = {
+        key: max(abs(a[key] / b[key] - 1) for a, b in zip(mine, expected, strict=True))
+        for key in ("loss", "grad_norm", "lr")
+    }
+    assert apart["lr"] == 0
+    if case.forgets:
+        assert apart["loss"] > 1e-3 and apart["grad_norm"] > 1e-3
+    else:
+        assert apart["loss"] < ORDER and apart["grad_norm"] < ORDER, apart
+
+
+@pytest.mark.slow
+def test_the_old_release_still_makes_the_samples(tmp_path: Path) -> None:
+    python = os.environ.get("OLD_MEGATRON_PYTHON")
+    if not python:
+        pytest.skip("OLD_MEGATRON_PYTHON names no Python with an old megatron-core")
+    launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 4]
+    program = ROOT / "tests" / "helpers" / "zarr_training.py"
+    form = "fully_sharded_model_space"
+    run([*launch, program, form, tmp_path / "again", "tp=2"], timeout=300)
+    kept = unpacked(form, tmp_path)
+    again = (tmp_path / "again" / "run.json").read_text()
+    assert json.loads(again) == json.loads((kept / "run.json").read_text())
+    assert not mckpt.diff(kept / "zarr", tmp_path / "again")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_schedule_is_kept(form: str, tmp_path: Path) -> None:
+    source = unpacked(form, tmp_path) / "zarr"
+    checkpoint = Checkpoint.open(source)
+    assert checkpoint.optimizer is not None and checkpoint.optimizer.form == FORMS[form]
+    good("repair", source, tmp_path / "out")
+    before, after = (Checkpoint.open(p).opened.common for p in (source, tmp_path / "out"))
+    assert before is not None and after is not None
+    schedule = after.fields["opt_param_scheduler"]
+    assert schedule == before.fields["opt_param_scheduler"] and schedule["num_steps"] == 8

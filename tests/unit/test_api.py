@@ -1,0 +1,277 @@
+"""The Python API: open, plan, convert and diff."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import mckpt as package
+from mckpt.errors import UsageError
+from mckpt.wording import in_keywords
+from tests.helpers import tiny
+from tests.helpers.commands import hf, tree
+
+
+def test_open_reads_tensors_and_slices_of_every_format(src, torch_dir, dist_dir):
+    arrays = tiny.tensors(tiny.config("qwen3"))
+    q = arrays["model.layers.3.self_attn.q_proj.weight"]
+    for path in (src, torch_dir, dist_dir):
+        ckpt = package.open(path)
+        tensor = ckpt["layers.3.attn.q.weight"]
+        assert (tensor.shape, tensor.dtype, tensor.nbytes, len(tensor)) == (
+            (384, 48),
+            "bfloat16",
+            384 * 48 * 2,
+            384,
+        )
+        assert tensor.numpy().dtype == ml_dtypes.bfloat16 and np.array_equal(
+            tensor.numpy().view("u2"), q.view("u2")
+        )
+        for index in (
+            np.s_[:8],
+            np.s_[-3:],
+            np.s_[5],
+            np.s_[-1],
+            np.s_[7:7],
+            np.s_[3:9, 40:],
+            np.s_[2, 3],
+            np.s_[..., :4],
+            np.s_[..., 3],
+            np.s_[2, ...],
+            np.s_[...],
+            np.s_[np.int64(4)],
+            np.s_[100:1000],
+        ):
+            assert tensor[index].shape == q[index].shape, index
+            assert np.array_equal(tensor[index].numpy().astype("f4"), q[index].astype("f4")), index
+        assert np.array_equal(tensor[4:8][1:3].numpy().astype("f4"), q[5:7].astype("f4"))
+        for index in (384, -385, np.s_[::2], np.s_[0, 0, 0]):
+            with pytest.raises(IndexError, match=r"layers\.3\.attn\.q\.weight"):
+                tensor[index]
+        assert len(ckpt) == 47 and "nope" not in ckpt and "layers.3.attn.q.weight" in ckpt
+        for name in (
+            "nope",
+            "layers.4.attn.q.weight",
+            "layers.{layer}.attn.q.weight",
+            "model.norm.weight",
+        ):
+            with pytest.raises(KeyError, match=re.escape(name)):
+                ckpt[name]
+        assert (ckpt.format, ckpt.dims["num_layers"]) == (ckpt.opened.format.name, 4)
+
+
+def test_an_opened_checkpoint_can_be_pickled_and_read_by_threads(torch_dir):
+    ckpt = package.open(torch_dir)
+    again = pickle.loads(pickle.dumps(ckpt))
+    piece = pickle.loads(pickle.dumps(ckpt["embed.weight"][3:5]))
+    assert np.array_equal(piece.numpy().view("u2"), again["embed.weight"][3:5].numpy().view("u2"))
+    fresh = package.open(torch_dir)
+    with ThreadPoolExecutor(8) as pool:
+        read = dict(
+            zip(ckpt, pool.map(lambda name: fresh[name].numpy().tobytes(), ckpt), strict=True)
+        )
+    assert read == {name: tensor.numpy().tobytes() for name, tensor in again.items()}
+
+
+def test_open_reads_no_tensor_until_it_is_used(tmp_path):
+    src = hf(tmp_path / "src")
+    ckpt = package.open(src)
+    tensor = ckpt["embed.weight"][:2]
+    (src / "model.safetensors").unlink()
+    with pytest.raises(package.errors.StorageError, match=r"model\.safetensors"):
+        tensor.numpy()
+
+
+def test_a_slice_converts_to_a_torch_tensor(dist_dir):
+    torch = pytest.importorskip("torch")
+    found = package.open(dist_dir)["layers.0.mlp.up.weight"][:3].torch()
+    wanted = tiny.tensors(tiny.config("qwen3"))["model.layers.0.mlp.up_proj.weight"][:3]
+    assert found.dtype == torch.bfloat16 and np.array_equal(
+        found.float().numpy(), wanted.astype("f4")
+    )
+
+
+def test_numpy_and_dlpack_take_tensors(src, dist_dir, monkeypatch):
+    torch = pytest.importorskip("torch")
+    wanted = tiny.tensors(tiny.config("qwen3"))["model.embed_tokens.weight"]
+    for path in (src, dist_dir):
+        tensor = package.open(path).tensors()["embed.weight"][3:9]
+        assert np.array_equal(np.asarray(tensor).view("u2"), wanted[3:9].view("u2"))
+        assert np.asarray(tensor, "f4").dtype == "f4" and np.array(tensor, copy=True).shape[0] == 6
+        with pytest.raises(ValueError, match="leave copy=False out"):
+            np.asarray(tensor, copy=False)
+        found = torch.from_dlpack(tensor)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, tensor.torch())
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(BufferError, match=r"embed\.weight is bfloat16.*install torch"):
+        tensor.__dlpack__()
+
+
+def test_numpy_dtypes_need_no_torch_for_dlpack(tmp_path, monkeypatch):
+    tensor = package.open(hf(tmp_path / "src", dtype="float32"))["embed.weight"]
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert np.array_equal(np.from_dlpack(tensor), tensor.numpy())
+
+
+def test_the_copies_of_a_plan_are_data(src, tmp_path):
+    plan = package.plan(src, tmp_path / "d", format="torch", tp=2, dtype="fp32")
+    out = {file.path: np.zeros(file.size, "u1") for file in plan.outputs}
+    for copy in plan.copies():
+        assert (copy.source_dtype, copy.target_dtype) == ("bfloat16", "float32")
+        assert not copy.added and not copy.scaled
+
+        def view(data, at, strides, dtype, shape=copy.shape):
+            strides = [n * np.dtype(dtype).itemsize for n in strides]
+            return np.ndarray(shape, dtype, data, at, strides)
+
+        data = np.fromfile(copy.source, "u1")
+        values = view(data, copy.source_offset, copy.source_strides, ml_dtypes.bfloat16)
+        view(out[copy.target], copy.target_offset, copy.target_strides, "f4")[...] = values
+    plan.run()
+    made = tree(plan.destination.path)
+    for path, data in out.items():
+        found = np.frombuffer(made[path], "u1")
+        assert np.array_equal(data[data != 0], found[data != 0])
+    assert sum(data.any() for data in out.values()) == 2  # the files of the ranks
+
+
+def test_python_plans_and_converts(src, torch_dir, tmp_path):
+    plan = package.plan(src, tmp_path / "d", format="torch", parallel=package.Parallel(tp=2, pp=2))
+    assert "47 logical tensors" in plan.summary() and not (tmp_path / "d").exists()
+    assert plan.run(max_memory="1MiB", threads=2)["plan"] == plan.digest
+    assert tree(tmp_path / "d") == tree(torch_dir)
+    package.convert(tmp_path / "d", tmp_path / "hf", format="hf")
+    assert not package.diff(src, tmp_path / "hf")
+    with pytest.raises(package.errors.UsageError, match="no format 'gguf'"):
+        package.plan(src, tmp_path / "e", format="gguf")
+    with pytest.raises(package.errors.UsageError, match="unknown dtype 'int4'"):
+        package.plan(src, tmp_path / "e", dtype="int4")
+    with pytest.raises(package.errors.DestinationError, match="--overwrite"):
+        package.plan(torch_dir, tmp_path / "hf", format="hf")
+
+
+@pytest.fixture
+def keywords() -> Iterator[None]:
+    """Lets errors name keywords, as they do for a program that imports mckpt."""
+    before = package.errors.show_options(False)
+    yield
+    package.errors.show_options(before)
+
+
+def test_all_functions_list_their_keywords():
+    assert {"open", "plan", "convert", "reshard", "repair", "diff", "check", "verify", "push"} <= {
+        *dir(package)
+    }
+    for name, some in (
+        ("open", {"iteration", "like", "family", "mapping", "vocab_size", "settings"}),
+        ("plan", {"format", "tp", "pp", "vpp", "ep", "etp", "dtype", "overwrite", "quantize"}),
+        ("convert", {"format", "tp", "max_memory", "threads", "progress", "cancel"}),
+        ("reshard", {"format", "tp", "no_optimizer", "max_memory"}),
+        ("repair", {"max_memory", "threads"}),
+        ("write", {"format", "tp", "dtypes", "settings", "max_memory", "progress", "cancel"}),
+        ("verify", {"level", "tp", "device", "tokens"}),
+    ):
+        found = inspect.signature(getattr(package, name)).parameters
+        assert some <= found.keys(), name
+        assert not [p for p in found.values() if p.kind is p.VAR_KEYWORD], name
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong", "kind", "text"),
+    [
+        ("plan", {"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
+        ("plan", {"format": "hf", "tp": 2}, UsageError, "tp: a Hugging Face directory has no"),
+        ("plan", {"format": "gguf"}, UsageError, "no format 'gguf'"),
+        ("plan", {"quantize": "fp4"}, UsageError, "quantize is 'fp4', and must be fp8"),
+        ("plan", {"allow_inexact": "rope"}, UsageError, "allow_inexact is the text 'rope'"),
+        ("plan", {"max_shard_size": "2 lots"}, UsageError, "max_shard_size='2 lots' is not a size"),
+        ("plan", {"max_shard_size": -1}, UsageError, "max_shard_size -1 is not a size"),
+        ("plan", {"tp": 0}, UsageError, "tp is 0"),
+        ("plan", {"target_iteration": -1}, UsageError, "iteration is -1"),
+        ("plan", {"transformer_impl": "te"}, UsageError, "transformer_impl is 'te'"),
+        ("plan", {"max_shard_size": "1GB"}, UsageError, "max_shard_size: it is for a Hugging Face"),
+        ("convert", {"checksum": "md5"}, UsageError, "checksum is 'md5'"),
+        ("convert", {"threads": -1}, UsageError, "threads is -1"),
+        ("convert", {"max_memory": "64"}, UsageError, "max_memory='64' without a unit"),
+        ("convert", {"engine": "spark"}, UsageError, "engine 'spark'"),
+        ("plan", {"dtype": "int8"}, UsageError, "dtype is 'int8', and must be bf16, fp16 or fp32"),
+        ("plan", {"overwrite": "no"}, UsageError, "overwrite is 'no', and must be True or False"),
+        ("plan", {"run_config": 1}, UsageError, "run_config is 1, and must be True or False"),
+        ("plan", {"megatron_version": 0.19}, UsageError, "megatron_version is 0.19"),
+        ("reshard", {}, UsageError, "is a Hugging Face directory; `convert` converts it"),
+        ("repair", {}, UsageError, "has no optimizer state to repair"),
+        ("verify", {"nonsense": 1}, TypeError, "unexpected keyword argument 'nonsense'"),
+    ],
+)
+def test_wrong_keywords_are_refused(function, wrong, kind, text, src, tmp_path, keywords):
+    with pytest.raises(kind, match=re.escape(text)) as caught:
+        getattr(package, function)(src, tmp_path / "out", **wrong)
+    assert "--" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_name_the_place_the_cure_and_the_keyword(src, torch_dir, tmp_path, keywords):
+    with pytest.raises(package.errors.SourceError, match="has no iter_0000007"):
+        package.open(torch_dir, iteration=7)
+    with pytest.raises(UsageError, match="vocab_size is 0"):
+        package.open(src, vocab_size=0)
+    with pytest.raises(UsageError, match="there is no dim 'tid'"):
+        package.open(src, settings={"tid": False})
+    with pytest.raises(UsageError, match="is not one of Megatron"):
+        package.reshard(torch_dir, tmp_path / "no", format="hf")
+    package.convert(src, tmp_path / "out", format="torch", tp=2)
+    with pytest.raises(package.errors.DestinationError) as caught:
+        package.convert(src, tmp_path / "out", format="torch", tp=4)
+    assert caught.value.exit_code == 6
+    assert caught.value.where == str(tmp_path / "out" / "release")
+    assert caught.value.cure == "give overwrite=True to replace the checkpoint in it"
+
+
+@pytest.mark.parametrize(
+    ("option", "keyword"),
+    [
+        ("give --etp 1", "give etp=1"),
+        ("give --overwrite to replace", "give overwrite=True to replace"),
+        ("--set mtp_layers=0 leaves", "settings={'mtp_layers': 0} leaves"),
+        ("--like HF_DIR", "like=HF_DIR"),
+        ("--allow-inexact a --allow-inexact args.b", "allow_inexact=['a', 'args.b']"),
+        ("--sequential-experts is", "grouped_experts=False is"),
+        ("Megatron's --use-checkpoint-args", "Megatron's --use-checkpoint-args"),
+        ("--tokenizer DIR", "tokenizer=DIR"),
+    ],
+)
+def test_options_become_keywords(option, keyword):
+    assert in_keywords(option) == keyword
+
+
+def test_a_conversion_that_is_done_returns_its_manifest(src, tmp_path):
+    first = package.convert(src, tmp_path / "out", tp=2)
+    assert package.convert(src, tmp_path / "out", tp=2) == first
+
+
+def test_reshard_keeps_what_is_not_given(torch_dir, tmp_path):
+    package.reshard(torch_dir, tmp_path / "out", tp=4)
+    made = package.open(tmp_path / "out")
+    assert (made.format, made.parallel) == ("torch", package.Parallel(tp=4, pp=2))
+
+
+def test_progress_gets_events_and_cancel_ends_a_run(src, tmp_path):
+    seen, cancel = [], threading.Event()
+    package.convert(src, tmp_path / "a", progress=seen.append, cancel=cancel)
+    assert seen[-1].complete and seen[-1].total_bytes > 0 and seen[-1].files > 0
+    cancel.set()
+    with pytest.raises(package.errors.Cancelled):
+        package.convert(src, tmp_path / "b", cancel=cancel)
+    assert not (tmp_path / "b" / "release").exists()
+    with pytest.raises(package.errors.Cancelled):
+        package.diff(src, tmp_path / "a", cancel=cancel)
+    assert package.convert(src, tmp_path / "b")["files"]

@@ -1,0 +1,504 @@
+"""Reading Megatron's args from a checkpoint, and keeping them when it is converted."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mckpt
+from mckpt import mapping
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.containers import safe_pickle
+from mckpt.errors import MappingError, UsageError
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import MappingFile
+from mckpt.mapping.inert import is_inert, known_args
+from tests.helpers import tiny
+from tests.helpers.commands import PT, Pt, as_trained, restate
+from tests.helpers.tiny import TinyModel
+
+
+def args_of(path: Path) -> dict[str, Any]:
+    args = mckpt.open(path).args
+    assert args is not None
+    return args
+
+
+@pytest.fixture
+def ones(tiny_model: TinyModel, tmp_path: Path) -> Path:
+    """A run at tp 2 whose output layer is ones from row 128 on, in the padding too: 193 rows of the
+    vocabulary, padded to 256.
+    """
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", parallel=Parallel(tp=2))
+    last = Pt(run / "release" / "mp_rank_01" / PT)
+    storage = safe_pickle.as_tensor(last.value["model"]["output_layer.weight"])
+    assert storage is not None
+    last.data[storage.storage] = bytes(np.full(128 * 48, 0x3F80, "<u2"))
+    last.save()
+    return run
+
+
+def padding(path: Path) -> np.ndarray:
+    """Returns the first value of each row of the output layer's padding."""
+    whole = mckpt.open(path).with_padding()
+    assert whole is not None
+    return whole["lm_head.weight"][193:].numpy()[:, 0].astype("f4")
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_the_vocabulary_is_padded_for_the_target(ones: Path, tmp_path: Path, form: str) -> None:
+    """As Megatron's own vocab_utils.py pads it: 193 rows, to a multiple of 128 times tp."""
+    more = mckpt.plan(ones, tmp_path / "more", format=form, parallel=Parallel(tp=4))
+    assert "of 193 tokens has 512 rows in the target, as Megatron pads it at tp 4" in more.summary()
+    assert more.run()["dropped"] == []
+    assert padding(tmp_path / "more").tolist() == [1] * (256 - 193) + [0] * 256
+    assert args_of(tmp_path / "more")["padded_vocab_size"] == 512
+    less = mckpt.plan(tmp_path / "more", tmp_path / "less", format=form, parallel=Parallel())
+    assert less.run()["dropped"] == []  # rows that are zero
+    assert padding(tmp_path / "less").tolist() == [1] * 63
+    same = mckpt.plan(ones, tmp_path / "same", format=form, parallel=Parallel(tp=2))
+    assert "rows in the target" not in same.summary()
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_rows_that_are_dropped_are_reported(ones: Path, tmp_path: Path, form: str) -> None:
+    less = mckpt.plan(ones, tmp_path / "less", format=form, tp=1, divisible_by=4)
+    assert less.json()["notes"] == [
+        "the vocabulary of 193 tokens has 196 rows in the target, as Megatron pads it at tp 1, and"
+        " 256 in the source; --keep-padding keeps those"
+    ]
+    assert less.run()["dropped"] == [
+        "output_layer.weight: 60 rows beyond the vocabulary are not zero (largest 1), and are"
+        " dropped"
+    ]
+    assert padding(tmp_path / "less").tolist() == [1] * 3
+    kept = args_of(tmp_path / "less")
+    assert (kept["padded_vocab_size"], kept["make_vocab_size_divisible_by"]) == (196, 4)
+    # the divisor of the args is that of the user's launch line
+    mckpt.plan(tmp_path / "less", tmp_path / "again", format=form, parallel=Parallel(tp=2)).run()
+    assert len(padding(tmp_path / "again")) == 200 - 193
+
+
+@pytest.mark.parametrize("form", ["torch_dist", "torch"])
+def test_padding_that_is_kept(ones: Path, tmp_path: Path, form: str) -> None:
+    plan = mckpt.plan(
+        ones, tmp_path / "kept", format=form, parallel=Parallel(tp=4), keep_padding=True
+    )
+    assert plan.run()["dropped"] == [] and padding(tmp_path / "kept").tolist() == [1] * 63
+    flags = json.loads((tmp_path / "kept/release/megatron_args.json").read_text())
+    assert flags["--padded-vocab-size"] == 256 and flags["--vocab-size"] == 193
+    # so that a Megatron that computes the number arrives at it
+    assert flags["--make-vocab-size-divisible-by"] == 64
+    with pytest.raises(UsageError, match=r"256 padded rows .* not divisible by tp 3"):
+        mckpt.plan(ones, tmp_path / "no", format=form, parallel=Parallel(tp=3), keep_padding=True)
+
+
+def test_padding_of_an_unknown_vocabulary_is_kept(ones: Path, tmp_path: Path) -> None:
+    for path in (ones / "release").glob(f"mp_rank_*/{PT}"):
+        pt = Pt(path)
+        pt.value["args"].state.pop("vocab_size", None)
+        pt.save()
+    assert (
+        "rows of the vocabulary" not in mckpt.plan(ones, tmp_path / "a", format="torch").summary()
+    )
+    plan = mckpt.plan(mckpt.open(ones, vocab_size=193), tmp_path / "a", format="torch")
+    assert "rows in the target" not in plan.summary()
+
+
+def test_a_hugging_face_directory_has_no_padding_rows(ones: Path, tmp_path: Path) -> None:
+    dropped = mckpt.plan(ones, tmp_path / "hf-out", format="hf").run()["dropped"]
+    assert dropped == [
+        "output_layer.weight: 63 rows beyond the vocabulary are not zero (largest 1), and are"
+        " dropped"
+    ]
+    with pytest.raises(UsageError, match=r"--keep-padding: .* is a Hugging Face directory"):
+        mckpt.plan(tmp_path / "hf-out", tmp_path / "back", keep_padding=True)
+
+
+@pytest.mark.parametrize("impl", ["local", "transformer_engine"])
+def test_args_decide_where_the_keys_fit_two_layer_specs(
+    impl: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    mckpt.plan(
+        tiny_model("qwen3-moe"), tmp_path / "a", transformer_impl=impl, grouped_experts=False
+    ).run()
+    mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
+    kept = args_of(tmp_path / "b")
+    assert (kept["transformer_impl"], kept["moe_grouped_gemm"]) == (impl, False)
+    keys = mckpt.open(tmp_path / "b").opened.keys()
+    assert "decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight" in keys
+    assert ("decoder.layers.0.input_layernorm.weight" in keys) == (impl == "local")
+
+
+def test_a_list_of_moe_layers_requires_per_layer_keys(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(
+        tiny_model("qwen3-moe"),
+        tmp_path / "run",
+        lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]),
+    )
+    mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
+    assert (
+        "decoder.layers.3.mlp.router.weight"
+        in mckpt.open(tmp_path / "dist").opened.metadata.tensors
+    )
+    assert not mckpt.diff(tiny_model("qwen3-moe"), tmp_path / "dist")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("apply_residual_connection_post_layernorm", True),
+        ("softmax_scale", 0.5),
+        ("spec", ["a", "b"]),
+        ("moe_router_load_balancing_type", "quantile_balancing"),
+        ("moe_router_load_balancing_type", ["aux_loss", "quantile_balancing"]),
+        ("moe_router_load_balancing_type", "sinkhorn"),
+        ("moe_mlp_glu_interleave_size", 32),
+        ("mla_down_proj_fusion", True),
+        ("mtp_use_repeated_layer", True),
+        ("gtp_weight_remat_size", 2),
+        ("moe_single_grouped_weight", True),
+        ("attn_logit_softcapping", 30.0),
+        ("final_logit_softcapping", 1.0),
+        ("moe_router_force_load_balancing", True),
+        ("softmax_scale", 0.5),
+        ("enable_hyper_connections", True),
+    ],
+)
+def test_args_that_change_the_model_are_refused(
+    name: str, value: Any, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update({name: value}))
+    with pytest.raises(MappingError, match=f"{name} is {re.escape(repr(value))}"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+def test_an_arg_that_an_expression_cannot_use_is_an_error_of_the_mapping(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    change = {"moe_layer_freq": "x"}
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update(change))
+    with pytest.raises(MappingError, match=r"args: .*config.moe_layer_freq.* has no value"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dim"),
+    [
+        ("no_rope_freq", 4, "rope_layers"),
+        ("rotary_interleaved", True, "rope_interleaved"),
+        ("layernorm_zero_centered_gamma", True, "norm_offset"),
+        ("apply_layernorm_1p", True, "norm_offset"),
+    ],
+)
+def test_args_that_no_family_with_these_tensors_has_are_refused(
+    name: str, value: Any, dim: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    def change(args: dict[str, Any]) -> None:
+        args.pop("layernorm_zero_centered_gamma", None)
+        args.pop("apply_layernorm_1p", None)
+        args[name] = value
+
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", change)
+    with pytest.raises(MappingError, match=f"(?s)no family computes.*qwen3: .*{dim}"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("input_embeddings_multiplier", 50.0), ("swish_gate", True), ("cap", "tanh")],
+)
+def test_an_arg_that_no_megatron_has_is_refused_where_it_would_be_lost(
+    name: str, value: Any, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update({name: value}))
+    note = f"its args have names that mckpt does not know: {name} {value!r}"
+    with pytest.raises(MappingError, match=rf"{name} is {value!r}.*(?s:.*)inexact args.{name}$"):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+    plan = mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=[f"args.{name}"])
+    assert note in plan.facts["notes"] and [*plan.facts["inexact"]] == [f"args.{name}"]
+    # a reshard keeps it, unless the target is of another model class
+    mckpt.plan(run, tmp_path / "more", parallel=Parallel(tp=2)).run()
+    assert args_of(tmp_path / "more")[name] == value
+    assert note in Checkpoint.open(tmp_path / "more").model.notes
+    for lost in ({"dialect": "hybrid"}, {"run_config": True, "format": "torch_dist"}):
+        with pytest.raises(MappingError, match=f"--allow-inexact .*args.{name}"):
+            mckpt.plan(run, tmp_path / "other", **lost)
+
+
+def test_args_that_change_nothing_are_accepted(tiny_model: TinyModel, tmp_path: Path) -> None:
+    inert = {
+        **{"wandb_flavour": "x", "my_profile_level": 3, "extra_data_mix": 0.5, "muon_ns": 5},
+        **{"source_model": "org/name", "recipe": None, "sparks": [], "enable_sparks": False},
+    }
+    neutral = {"sparks_scale": 1.0, "num_sparks": 0}  # listed, because they may be more elsewhere
+    more = inert | neutral
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run", lambda args: args.update(more))
+    notes = mckpt.plan(run, tmp_path / "hf", format="hf").facts["notes"]
+    assert notes[0].endswith(" does not know: sparks_scale 1.0, num_sparks 0")
+
+
+def test_an_unknown_name_of_an_arg_is_refused(tiny_model: TinyModel, tmp_path: Path) -> None:
+    run = as_trained(tiny_model("qwen3"), tmp_path / "run")
+    with pytest.raises(UsageError, match=r"--allow-inexact args\.foo: no feature has this name"):
+        mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=["args.foo"])
+
+
+def test_every_arg_of_the_installed_megatron_is_known() -> None:
+    """A new version's fields are carried by a dialect, refused by it away from one value
+    (`expect`), or listed in mappings/inert_args.yaml with the reason why they change nothing.
+    """
+    if (found := importlib.util.find_spec("megatron.core")) is None or found.origin is None:
+        pytest.skip("megatron-core is not installed")
+    core = Path(found.origin).parent
+    fields = fields_of(
+        core / "model_parallel_config.py", core / "transformer/transformer_config.py"
+    )
+    assert len(fields) > 200
+    for name in mapping.names("run_config"):
+        assert unlisted(mapping.load("run_config", name), fields) == []
+    trainer = core.parent / "training"  # megatron-core has it from 0.19 on
+    text = (trainer / "arguments.py").read_text() if trainer.exists() else ""
+    flags = re.findall(r"add_argument\(\s*['\"]--([\w-]+)", text)
+    args = fields_of(*trainer.glob("config/*_config.py"))
+    args |= {flag.replace("-", "_") for flag in flags if "no-" not in flag}  # these set another arg
+    for name in ("gpt", "hybrid", "t5", "bert"):
+        assert unlisted(mapping.load("megatron", name), args) == []
+
+
+def fields_of(*paths: Path) -> set[str]:
+    """Returns the fields of the dataclasses in some files of Python."""
+    return {
+        line.target.id
+        for path in paths
+        for made in ast.walk(ast.parse(path.read_text()))
+        if isinstance(made, ast.ClassDef)
+        for line in made.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }
+
+
+def unlisted(file: MappingFile, names: set[str]) -> list[str]:
+    return sorted(n for n in names - known_args(file) if not is_inert(n))
+
+
+def test_no_part_of_a_model_is_called_inert() -> None:
+    """The words stand for the args of forks, so they must not be those of a dim."""
+    for kind in ("megatron", "run_config"):
+        for file in (mapping.load(kind, name) for name in mapping.names(kind)):
+            keys = {key for dim in file.dims.values() for key in dim.keys}
+            assert not [key for key in keys if is_inert(f"my_{key}")]
+
+
+@pytest.mark.parametrize("value", ["none", ["seq_aux_loss"], ["aux_loss", "global_aux_loss"]])
+def test_auxiliary_losses_do_not_change_the_model(
+    value: Any, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(
+        tiny_model("qwen3-moe"),
+        tmp_path / "run",
+        lambda args: args.update(moe_router_load_balancing_type=value),
+    )
+    mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dim"),
+    [
+        ("moe_router_score_function", "sigmoid", "router_score"),
+        ("moe_router_num_groups", 4, "router_groups"),
+        ("moe_router_topk_scaling_factor", 2.5, "router_scale"),
+    ],
+)
+def test_a_router_that_no_family_with_these_tensors_has_is_refused(
+    name: str, value: Any, dim: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(
+        tiny_model("qwen3-moe"), tmp_path / "run", lambda args: args.update({name: value})
+    )
+    with pytest.raises(
+        MappingError,
+        match=rf"(?s)no family computes.*qwen3_moe: .*{dim} is {value!r}",
+    ):
+        mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+def test_sizes_that_the_trainer_derives_are_read(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """megatron-core 0.19 stores the product of tp and gtp_weight_remat_size in every run."""
+    for remat, shards in ((1, 2), (2, 4)):
+        derived = {
+            "gtp_weight_remat_size": remat,
+            "tensor_parallel_num_weight_shards": shards,
+            "expert_tensor_parallel_num_weight_shards": 2,
+        }
+        run = as_trained(
+            tiny_model("qwen3"),
+            tmp_path / f"run{remat}",
+            lambda args, new=derived: args.update(new),
+            parallel=Parallel(tp=2),
+        )
+        if remat == 1:
+            mckpt.plan(run, tmp_path / "hf", format="hf")
+        else:
+            with pytest.raises(MappingError, match="gtp_weight_remat_size is 2"):
+                mckpt.plan(run, tmp_path / "hf", format="hf")
+
+
+def test_a_window_in_the_args_is_read_and_written(tiny_model: TinyModel, tmp_path: Path) -> None:
+    run = as_trained(
+        tiny_model("llama"), tmp_path / "run", lambda args: args.update(window_size=(31, 0))
+    )
+    out = tmp_path / "hf"
+    planned = mckpt.plan(run, out, format="hf")
+    planned.run()
+    config = json.loads((out / "config.json").read_text())
+    assert (config["model_type"], config["sliding_window"]) == ("mistral", 32)
+    mckpt.plan(run, tmp_path / "dist", format="torch_dist").run()
+    assert "--window-size 31,0" in (tmp_path / "dist" / "release" / "megatron_args.sh").read_text()
+
+
+def test_settings_of_one_plan_do_not_apply_to_the_next(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(
+        tiny_model("llama"), tmp_path / "run", lambda args: args.update(vocab_size=None)
+    )
+    ckpt = mckpt.open(run)
+    mckpt.plan(ckpt, tmp_path / "a", format="torch_dist")
+    with pytest.raises(UsageError, match="--vocab-size"):
+        mckpt.plan(ckpt, tmp_path / "b", format="hf")
+    mckpt.plan(mckpt.open(run, vocab_size=131), tmp_path / "c", format="hf").run()
+    assert not mckpt.diff(tiny_model("llama"), tmp_path / "c")
+
+
+def test_a_rope_factor_that_the_trainer_ignores_must_be_confirmed(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    run = as_trained(
+        tiny_model("llama-rope-scaled"), tmp_path / "run", allow_inexact=["rope_factor"]
+    )
+    with pytest.raises(MappingError, match="rope_factor"):
+        mckpt.plan(run, tmp_path / "a", format="hf")
+    mckpt.plan(mckpt.open(run, settings={"rope_factor": 8.0}), tmp_path / "b", format="hf").run()
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["rope_scaling"]["factor"] == 8.0
+
+
+def test_a_setting_wins_over_the_args(tiny_model: TinyModel, tmp_path: Path) -> None:
+    run = as_trained(
+        tiny_model("llama"), tmp_path / "run", lambda args: args.update(max_position_embeddings=32)
+    )
+    mckpt.plan(mckpt.open(run, settings={"max_positions": 112}), tmp_path / "a", format="hf").run()
+    assert (
+        json.loads((tmp_path / "a" / "config.json").read_text())["max_position_embeddings"] == 112
+    )
+
+
+def test_an_empty_first_stage_reads_back(tiny_model: TinyModel, tmp_path: Path) -> None:
+    for case, impl in (("llama", "local"), ("qwen3-moe", "local")):
+        out = tmp_path / case
+        mckpt.plan(
+            tiny_model(case),
+            out,
+            format="torch",
+            parallel=Parallel(pp=3, layout="E|tt|ttL"),
+            transformer_impl=impl,
+        ).run()
+        assert not mckpt.diff(tiny_model(case), out)
+
+
+def test_a_renamed_checkpoint_keeps_its_iteration(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mckpt.plan(tiny_model("llama"), tmp_path / "run", target_iteration=500).run()
+    (tmp_path / "run" / "iter_0000500").rename(tmp_path / "best")
+    planned = mckpt.plan(
+        tmp_path / "best", tmp_path / "out", format="torch_dist", parallel=Parallel(tp=2)
+    )
+    assert planned.destination.iteration_name == "iter_0000500"
+
+
+def test_files_that_no_rank_saved_are_not_required(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """At tp 3 and ep 2 Megatron-LM writes only three of the six files that its ranks look for.
+    Those three hold all weights.
+    """
+    root = tmp_path / "moe"
+    config = {
+        **tiny.config("qwen3-moe"),
+        "num_attention_heads": 12,
+        "num_key_value_heads": 6,
+        "moe_intermediate_size": 64,
+    }
+    root.mkdir()
+    (root / "config.json").write_text(json.dumps(config))
+    tiny.write_weights(root, tiny.tensors(config))
+    sizes = Parallel(tp=3, ep=2, etp=1)
+    mckpt.plan(root, tmp_path / "run", format="torch", parallel=sizes).run()
+    kept = {sizes.directory(t, 0, e) for t, e in sizes.files(True, saved=True)}
+    for directory in (tmp_path / "run" / "release").glob("mp_rank_*"):
+        if directory.name not in kept:
+            (directory / PT).unlink()
+            restate(directory / PT)
+            directory.rmdir()
+    assert len(kept) == 3
+    assert not mckpt.diff(root, tmp_path / "run")
+
+
+def test_per_layer_keys_stay_until_stacked_keys_are_requested(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", layer_keys="per_layer").run()
+    mckpt.plan(tmp_path / "a", tmp_path / "b", format="torch").run()
+    mckpt.plan(tmp_path / "b", tmp_path / "c", format="torch_dist").run()
+    mckpt.plan(tmp_path / "c", tmp_path / "d", format="torch_dist", layer_keys="stacked").run()
+    per_layer = "decoder.layers.3.mlp.linear_fc2.weight"
+    assert [per_layer in mckpt.open(tmp_path / d).opened.metadata.tensors for d in "acd"] == [
+        True,
+        True,
+        False,
+    ]
+    assert [fields(tmp_path / d)["non_homogeneous_layers"] for d in "acd"] == [True, True, False]
+    assert not mckpt.diff(tiny_model("qwen3"), tmp_path / "d")
+    mckpt.plan(tiny_model("qwen3-moe"), tmp_path / "e").run()
+    run = as_trained(
+        tiny_model("qwen3-moe"),
+        tmp_path / "run",
+        lambda args: args.update(moe_layer_freq=[1, 1, 1, 1]),
+    )
+    with pytest.raises(UsageError, match="per-layer"):
+        mckpt.plan(run, tmp_path / "f", format="torch_dist", layer_keys="stacked")
+
+
+def fields(path: Path) -> dict[str, Any]:
+    common = mckpt.open(path).opened.common
+    assert common is not None
+    return dict(common.fields["content_metadata"])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "why"),
+    [
+        (
+            {"format": "torch", "layer_keys": "stacked"},
+            "the format torch has no choice",
+        ),
+        ({"format": "zip"}, "no format 'zip'; the formats are hf, torch_dist, torch"),
+        ({"format": "torch", "common_as_object": True}, "the format torch cannot keep the common"),
+        (
+            {"common_as_object": True, "megatron_version": "0.18"},
+            r"megatron-core reads it from 0\.19 on, and --megatron-version is 0\.18",
+        ),
+    ],
+)
+def test_an_option_that_the_target_cannot_use_is_refused(
+    wanted: dict[str, Any], why: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(mckpt.errors.UsageError, match=why):
+        mckpt.plan(tiny_model("llama"), tmp_path / "out", **wanted)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,146 @@
+"""Casts of the execution give the values of torch's own casts."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+
+from mckpt.execute.engine import Overflow
+from mckpt.values import casting
+from mckpt.values.dtypes import itemsize, numpy_dtype
+from tests.unit.test_execute import RNG, copies, copy, run
+
+
+def specials():
+    """Returns float32 bit patterns at every edge: subnormals, ties, infinities, NaN, and values
+    that float16 or bfloat16 cannot hold.
+    """
+    edges = [
+        0,
+        1,
+        0x007FFFFF,
+        0x00800000,
+        0x33000000,
+        0x33000001,
+        0x38800000,
+        0x387FFFFF,
+        0x477FE000,
+        0x477FEFFF,
+        0x477FF000,
+    ]
+    edges += [
+        0x3F808000,
+        0x3F818000,
+        0x3F807FFF,
+        0x3F808001,
+        0x7F7FFFFF,
+        0x7F7F8000,
+        0x7F7F7FFF,
+        0x7F800000,
+        0x7F800001,
+        0x7FC12345,
+    ]
+    bits = np.array(edges, "u4")
+    return np.concatenate(
+        [bits, bits | np.uint32(1 << 31), RNG.integers(0, 1 << 32, 1 << 17, dtype="u4")]
+    )
+
+
+@pytest.mark.parametrize("src", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dst", ["float32", "float16", "bfloat16"])
+def test_casts_are_those_of_torch(tmp_path, src, dst):
+    """The values are equal bit for bit, except the payload of NaN, in which torch's vector and
+    scalar loops differ themselves.
+    """
+    torch = pytest.importorskip("torch")
+    bits = specials() if src == "float32" else np.arange(1 << 16, dtype="u2")
+    (got,), _ = run(
+        tmp_path,
+        copies(copy(1, len(bits), (0, 0, 0, itemsize(src)), (0, 0, 0, itemsize(dst)))),
+        [(src, dst)],
+        [bits.view("u1")],
+        [len(bits) * itemsize(dst)],
+        allow_overflow=True,
+    )
+    held = torch.frombuffer(bytearray(bits.tobytes()), dtype=getattr(torch, src)).to(
+        getattr(torch, dst)
+    )
+    want = (
+        held.view(torch.int32 if dst == "float32" else torch.int16)
+        .numpy()
+        .view(f"u{itemsize(dst)}")
+    )
+    ours, nan = np.frombuffer(got, want.dtype), held.isnan().numpy()
+    assert np.array_equal(ours[~nan], want[~nan])
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(np.frombuffer(got, numpy_dtype(dst))[nan]).all()
+
+
+@pytest.mark.parametrize("run_of", [10000, 100000], ids=["pieces of rows", "rows in pieces"])
+@pytest.mark.parametrize("src", ["float32", "bfloat16"])
+def test_an_overflow_error_names_the_place(tmp_path, src, run_of):
+    """Infinities of the source do not count as overflow, and a signalling NaN warns of nothing."""
+    data, size, wrong = (
+        np.ones(3 * run_of, numpy_dtype(src)),
+        itemsize(src),
+        2 * run_of + run_of * 4 // 5,
+    )
+    data[[12, run_of + 1, wrong - 1, wrong]] = np.inf, -np.inf, np.inf, -70000
+    data.view(f"u{size}")[wrong - 2] = 0x7F81 << 8 * (size - 2)
+    plan = copies(copy(3, run_of, (0, 0, run_of * size, size), (0, 0, run_of * 2, 2), tensor=5))
+    place = (
+        rf"tensor 5: .*source0: {float(data[wrong]):g} at byte {wrong * size} .*--allow-overflow"
+    )
+    with pytest.raises(Overflow, match=place) as caught:
+        run(tmp_path, plan, [(src, "float16")], [data.view("u1")], [6 * run_of])
+    assert caught.value.tensor == 5
+    again = pickle.loads(pickle.dumps(caught.value))  # as from a process of a pool
+    assert (again.tensor, str(again)) == (5, str(caught.value))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_an_offset_of_1_goes_there_and_back_exactly_from_a_half_to_256(dtype):
+    kind = numpy_dtype(dtype)
+    first, last = (np.array(x, kind).view(f"u{kind.itemsize}").item() for x in (0.5, 256))
+    codes = np.arange(first, last + 1, 1 if kind.itemsize == 2 else 997)
+    values = codes.astype(f"u{kind.itemsize}").view(kind).reshape(1, -1)
+    less, back = np.empty_like(values), np.empty_like(values)
+    casting.shift(values, less, -1)
+    assert np.array_equal(less.astype("f8"), values.astype("f8") - 1)
+    casting.shift(less, back, 1)
+    assert np.array_equal(back, values)
+    # below 0.5 a value has more digits than the numbers near -1
+    values = np.array([[0.1]], kind)
+    casting.shift(values, less[:, :1], -1)
+    casting.shift(less[:, :1], back[:, :1], 1)
+    assert back[0, 0] != values[0, 0]
+
+
+@pytest.mark.parametrize("src", ["bfloat16", "float16", "float32", "float64"])
+@pytest.mark.parametrize("dst", ["bfloat16", "float16", "float32"])
+def test_an_execution_adds_the_offset_before_it_rounds(tmp_path, src, dst):
+    values = RNG.standard_normal(70_001).astype("f4").astype(numpy_dtype(src))
+    plan = copies(copy(1, len(values), (0, 0, 0, itemsize(src)), (0, 0, 0, itemsize(dst))))
+    size = itemsize(dst) * len(values)
+    (got,), _ = run(tmp_path, plan, [(src, dst, -1.0)], [values.view("u1")], [size])
+    wide = "f8" if src == "float64" else "f4"
+    want = (values.astype(wide) - np.ones((), wide)).astype(numpy_dtype(dst))
+    assert got == want.tobytes()
+
+
+def test_pieces_cover_each_element_once():
+    for shape in [
+        (1, 1),
+        (7, 10),
+        (3, casting.PIECE),
+        (2, casting.PIECE + 1),
+        (casting.PIECE + 1, 1),
+        (casting.PIECE // 3, 4),
+    ]:
+        times = np.zeros(shape, "i8")
+        for part in casting.pieces(*shape):
+            assert times[part].size <= casting.PIECE
+            times[part] += 1
+        assert (times == 1).all()

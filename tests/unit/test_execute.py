@@ -1,0 +1,524 @@
+"""Execution against plain numpy: bytes, checksums, bounded memory, and failures."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import subprocess
+import sys
+import textwrap
+import time
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mckpt import errors
+from mckpt.errors import SourceError, StorageError
+from mckpt.execute import files, ray_tasks, units
+from mckpt.execute.engine import execute
+from mckpt.geometry.join import COPY, Cast
+from mckpt.progress import Progress
+from mckpt.storage.files import TargetFile
+from mckpt.values.dtypes import itemsize, numpy_dtype
+
+SAME = [("bfloat16", "bfloat16")]
+RNG = np.random.default_rng(7)
+
+
+def copy(rows, run, src, dst, *, tensor=0, cast=0):
+    """Returns one COPY. `src` and `dst` are (file, at, pitch, step)."""
+    return (
+        tensor,
+        src[0],
+        dst[0],
+        cast,
+        -1,
+        rows,
+        run,
+        src[1],
+        dst[1],
+        src[2],
+        dst[2],
+        src[3],
+        dst[3],
+    )
+
+
+def copies(*rows):
+    return np.array(list(rows), COPY)
+
+
+def reference(plan, casts, sources, sizes):
+    """Returns the target files as bytes, copied element by element in numpy."""
+    out = [np.zeros(size, "u1") for size in sizes]
+    for c in plan:
+        src_type, dst_type = (numpy_dtype(name) for name in casts[c["cast"]])
+        shape = (int(c["rows"]), int(c["run"]))
+        src = np.ndarray(
+            shape,
+            src_type,
+            sources[c["src_file"]].data,
+            int(c["src_at"]),
+            (int(c["src_pitch"]), int(c["src_step"])),
+        )
+        dst = np.ndarray(
+            shape,
+            dst_type,
+            out[c["dst_file"]].data,
+            int(c["dst_at"]),
+            (int(c["dst_pitch"]), int(c["dst_step"])),
+        )
+        with np.errstate(all="ignore"):
+            dst[...] = src if src_type == dst_type else src.astype(dst_type)
+    return [o.tobytes() for o in out]
+
+
+def nothing(crc_of):
+    return []
+
+
+def run(tmp, plan, casts, data, sizes, fixed=nothing, **options):
+    """Executes into tmp/staging; returns (bytes of the targets, checksums)."""
+    sources = []
+    for i, d in enumerate(data):
+        sources.append(str(tmp / f"source{i}"))
+        Path(sources[-1]).write_bytes(d.tobytes())
+    staging = tmp / "staging"
+    outputs = [TargetFile(f"deep/{i % 2}/file{i}", size, fixed) for i, size in enumerate(sizes)]
+    sums = execute(plan, casts, sources, outputs, staging, **options)
+    assert not (staging / "done").exists()
+    return [(staging / o.path).read_bytes() for o in outputs], sums
+
+
+def check(tmp, plan, casts, data, sizes, **options):
+    got, sums = run(tmp, plan, casts, data, sizes, **options)
+    want = reference(plan, casts, data, sizes)
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        assert len(g) == len(w)
+        wrong = np.flatnonzero(np.frombuffer(g, "u1") != np.frombuffer(w, "u1"))
+        assert not len(wrong), f"file {i}: {len(wrong)} bytes differ, first at {wrong[0]}"
+    assert sums == [f"crc32:{zlib.crc32(w):08x}" for w in want]
+
+
+def random_bytes(n):
+    return RNG.integers(0, 256, n, dtype="u1")
+
+
+BUDGETS = [64 << 10, 1 << 20, 64 << 20]
+
+
+# Column shards, stacks and transposes
+
+
+def columns(sources, targets, rows, width, item=2):
+    """Plans the copy of a (rows, width) matrix from `sources` column shards to `targets` column
+    shards.
+    """
+    out = []
+    s, t = width // sources, width // targets
+    n = max(sources, targets)
+    w = width // n
+    for k in range(n):
+        col = k * w
+        out.append(
+            copy(
+                rows,
+                w,
+                (col // s, 64 + col % s * item, s * item, item),
+                (col // t, 128 + col % t * item, t * item, item),
+                tensor=3,
+            )
+        )
+    return copies(*out), [64 + rows * s * item] * sources, [128 + rows * t * item + 40] * targets
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("sources", "targets"), [(1, 8), (8, 1), (8, 2), (2, 8), (1, 1)])
+def test_column_shards_are_cut_and_joined(tmp_path, sources, targets, budget):
+    plan, src, dst = columns(sources, targets, 700, 1024)
+    check(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, max_memory=budget, threads=2)
+
+
+@pytest.mark.parametrize("budget", [16 << 10, *BUDGETS])
+def test_rows_wider_than_the_budget_are_copied(tmp_path, budget):
+    plan, src, dst = columns(4, 1, 5, 4 * 20000)
+    check(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst, max_memory=budget, threads=2)
+
+
+def test_each_source_byte_is_read_once(tmp_path, monkeypatch):
+    plan, src, dst = columns(1, 8, 3000, 4096)
+    real, read = os.preadv, []
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, views, at: read.append(real(fd, views, at)) or read[-1]
+    )
+    writes = []
+    put = os.pwrite
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, view, at: writes.append(put(fd, view, at)) or writes[-1]
+    )
+    check(tmp_path, plan, SAME, [random_bytes(n) for n in src], dst)
+    assert sum(read) == 3000 * 4096 * 2
+    assert len(read) < 30
+    assert len(writes) < 8 * 30
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("writer", ["rows", "columns"])
+def test_a_transpose_is_copied(tmp_path, budget, writer):
+    """Transposes (300, 500) to (500, 300), with moves that follow the target rows or the source
+    rows.
+    """
+    c = {
+        "rows": copy(500, 300, (0, 10, 2, 1000), (0, 6, 600, 2)),
+        "columns": copy(300, 500, (0, 10, 1000, 2), (0, 6, 2, 600)),
+    }[writer]
+    check(
+        tmp_path,
+        copies(c),
+        SAME,
+        [random_bytes(10 + 300000)],
+        [300010],
+        max_memory=budget,
+        threads=2,
+    )
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_interleaved_gate_and_up_are_split_and_joined(tmp_path, budget):
+    """Splits `[g0 u0 g1 u1 ...]` of every row into gate and up, transposed, and joins them again.
+    Neither of the two tensors fills a row alone.
+    """
+    rows, f = 64, 900
+    apart = [
+        copy(rows, f, (0, 2 * k, 4 * f, 4), (0, k * rows * f * 2, 2 * f, 2), tensor=k)
+        for k in (0, 1)
+    ]
+    turned = [
+        copy(f, rows, (0, 2 * k, 4, 4 * f), (1, k * rows * f * 2, 2 * rows, 2), tensor=k)
+        for k in (0, 1)
+    ]
+    together = [copy(rows, f, (1 + k, 0, 2 * f, 2), (2, 2 * k, 4 * f, 4), tensor=k) for k in (0, 1)]
+    alone = [copy(rows, f, (1, 0, 2 * f, 2), (3, 0, 4 * f, 4), tensor=2)]
+    data = [random_bytes(rows * f * 4), random_bytes(rows * f * 2), random_bytes(rows * f * 2)]
+    check(
+        tmp_path,
+        copies(*apart, *turned, *together, *alone),
+        SAME,
+        data,
+        [rows * f * 4] * 4,
+        max_memory=budget,
+        threads=2,
+    )
+
+
+@settings(max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_affine_copies_match_numpy(tmp_path_factory, data):
+    """Any affine copies: sources may overlap, and targets tile a grid whose order and gaps are
+    random.
+    """
+    draw = data.draw
+    names = ["float32", "bfloat16", "float16", "uint8", "int64"]
+    floats = names[:3]
+    casts, rows, at, sizes = [], [], [0, 0], [0, 0]
+    for tensor in range(draw(st.integers(1, 5))):
+        src_type = draw(st.sampled_from(names))
+        dst_type = draw(st.sampled_from(floats)) if src_type in floats else src_type
+        si, di = itemsize(src_type), itemsize(dst_type)
+        casts.append((src_type, dst_type))
+        n, m, ways = draw(st.integers(1, 40)), draw(st.integers(1, 60)), draw(st.integers(1, 4))
+        file = draw(st.integers(0, 1))
+        base = at[file] + draw(st.integers(0, 9))
+        mode = draw(st.sampled_from(["beside", "interleaved", "turned"]))
+        gap = draw(st.sampled_from([0, 0, di, 5, 9000]))
+        for k in range(ways):
+            steps = [si * draw(st.integers(1, 3)), 0]
+            steps[1] = draw(
+                st.sampled_from([steps[0] * m, steps[0] * m * ways, steps[0] * m + 9000 * si])
+            )
+            src_turned = draw(st.booleans())
+            if src_turned:
+                steps = [draw(st.sampled_from([steps[0] * n, steps[0] * n + 9000])), steps[0]]
+            src = (draw(st.integers(0, 1)), draw(st.integers(0, 70)) + k * si, steps[1], steps[0])
+            if mode == "beside":
+                pitch, step, start = ways * m * di + gap, di, base + k * m * di
+            elif mode == "interleaved":
+                pitch, step, start = ways * m * di + gap, ways * di, base + k * di
+            else:
+                pitch, step, start = di, n * di + gap, base + k * (m * (n * di + gap))
+            if draw(st.integers(0, 9)):  # otherwise the element stays a hole
+                rows.append(copy(n, m, src, (file, start, pitch, step), tensor=tensor, cast=tensor))
+        at[file] = base + ways * n * m * di + (n + ways * m) * gap
+        sizes[file] = at[file] + draw(st.integers(0, 20))
+    plan = copies(*rows)
+    if len(plan):
+        end = (
+            plan["src_at"]
+            + (plan["rows"] - 1) * plan["src_pitch"]
+            + (plan["run"] - 1) * plan["src_step"]
+        ).max() + 8
+    else:
+        end = 1
+    tmp = tmp_path_factory.mktemp("any")
+    src = [RNG.normal(0, 1, -(-int(end) // 4)).astype("f4").view("u1") for _ in range(2)]
+    budget = draw(st.sampled_from([4 << 10, 64 << 10, 64 << 20]))
+    check(
+        tmp,
+        plan,
+        casts,
+        src,
+        sizes,
+        max_memory=budget,
+        threads=draw(st.integers(1, 3)),
+        allow_overflow=True,
+    )
+
+
+# Holes, fixed bytes and their checksums
+
+
+@pytest.mark.parametrize("checksum", ["none", "crc32", "sha256"])
+def test_fixed_bytes_are_in_the_file_and_its_checksum(tmp_path, checksum):
+    """The file is `[head | data | hole | data | tail]`, and the tail is made from the crc of the
+    bytes before it.
+    """
+    data = random_bytes(300000)
+    plan = copies(
+        copy(1, 50000, (0, 0, 0, 2), (0, 64, 0, 2)),
+        copy(1, 50000, (0, 100000, 0, 2), (0, 200064, 0, 2)),
+    )
+    asked = []
+
+    def fixed(crc_of):
+        asked.append(crc_of and [crc_of(64, 300000), crc_of(64, 150000), crc_of(70, 10)])
+        return [(0, b"head"), (300064, b"tail")]
+
+    (got,), sums = run(tmp_path, plan, SAME, [data], [300100], fixed, checksum=checksum)
+    body = data[:100000].tobytes() + bytes(100000) + data[100000:200000].tobytes()
+    assert got == b"head" + bytes(60) + body + b"tail" + bytes(32)
+    want = {
+        "none": "",
+        "crc32": f"crc32:{zlib.crc32(got):08x}",
+        "sha256": f"sha256:{hashlib.sha256(got).hexdigest()}",
+    }
+    assert sums == [want[checksum]]
+    crcs = [zlib.crc32(body), zlib.crc32(body[:150000]), zlib.crc32(body[6:16])]
+    assert asked == [crcs if checksum == "crc32" else None]
+
+
+def test_many_copies_are_cut_fast():
+    """50,000 copies take 0.2 s and 8 MB, in chains of any length; a large model has 500,000."""
+    num = 50_000
+    plan = np.zeros(num, COPY)
+    i = np.arange(num)
+    plan["rows"], plan["run"], plan["src_step"], plan["dst_step"] = 1024, 512, 2, 2
+    plan["src_pitch"], plan["src_at"] = 1024, i << 20
+    plan["dst_file"], plan["dst_at"], plan["dst_pitch"] = (
+        i // 4000,
+        (i // 4 % 1000 << 22) + i % 4 * 1024,
+        4096,
+    )
+    tracemalloc.start()
+    began = time.process_time()
+    work = units.Work.of(plan, [Cast(*cast) for cast in SAME])
+    took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(work.bounds) - 1 == num // 4 and int(work.slabs["bytes"].sum()) == num << 20
+    assert peak < 220 * num and took < 2
+    chain = np.random.default_rng(0).permutation(num).astype("i4")
+    pairs = np.arange(0, num, 2), np.concatenate([[0], np.arange(1, num, 2)])
+    began = time.process_time()
+    assert not units._components([(chain, starts) for starts in pairs], num).any()
+    assert time.process_time() - began < 2
+
+
+def test_a_plan_without_copies_writes_zeros(tmp_path):
+    got, sums = run(tmp_path, copies(), [], [], [5, 0])
+    assert got == [bytes(5), b""]
+    assert sums == [f"crc32:{zlib.crc32(bytes(5)):08x}", "crc32:00000000"]
+
+
+def test_progress_ends_at_the_total(tmp_path):
+    seen = []
+    plan, src, dst = columns(1, 2, 100, 64)
+    run(
+        tmp_path,
+        plan,
+        SAME,
+        [random_bytes(n) for n in src],
+        dst,
+        progress=lambda at: seen.append((at.nbytes, at.total_bytes, at.files, at.total_files)),
+    )
+    assert seen[-1] == (100 * 64 * 2, 100 * 64 * 2, len(dst), len(dst))
+    assert all(a[0] <= b[0] and a[2] <= b[2] for a, b in itertools.pairwise(seen))
+
+
+# Failure
+
+
+def test_a_truncated_source_is_an_error_with_the_place(tmp_path):
+    with pytest.raises(
+        SourceError, match=r"source0 is truncated: wanted 1000 bytes at 500, got 400"
+    ):
+        run(
+            tmp_path,
+            copies(copy(1, 500, (0, 500, 0, 2), (0, 0, 0, 2))),
+            SAME,
+            [random_bytes(900)],
+            [1000],
+        )
+
+
+def test_a_missing_source_is_an_error_with_its_name(tmp_path):
+    outputs = [TargetFile("a", 10, nothing)]
+    with pytest.raises(StorageError, match=r"cannot open .*absent"):
+        execute(
+            copies(copy(1, 5, (0, 0, 0, 2), (0, 0, 0, 2))),
+            SAME,
+            [str(tmp_path / "absent")],
+            outputs,
+            tmp_path / "staging",
+        )
+
+
+def test_an_output_larger_than_the_free_space_is_refused(tmp_path):
+    with pytest.raises(
+        StorageError, match=r"needs \d+ bytes more, its filesystem has \d+ bytes free"
+    ):
+        execute(copies(), SAME, [], [TargetFile("a", 1 << 60, nothing)], tmp_path / "staging")
+    assert list((tmp_path / "staging").iterdir()) == []
+
+
+def test_more_files_than_descriptors_are_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr(files.resource, "getrlimit", lambda what: (64, 64))
+    plan = copies(*(copy(1, 50, (k, 0, 0, 2), (k, 0, 0, 2)) for k in range(60)))
+    check(tmp_path, plan, SAME, [random_bytes(100) for _ in range(60)], [100] * 60, threads=3)
+
+
+CHILD = textwrap.dedent("""
+    import os, re, signal, sys, time
+    # a shell that runs the tests in the background ignores SIGINT for all of them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    from pathlib import Path
+    import numpy as np
+    from mckpt.execute import engine as ex, units
+    from mckpt.geometry.join import COPY
+
+    folder, nbytes = Path(sys.argv[1]), int(sys.argv[2])
+    delay, budget = float(sys.argv[3]), int(sys.argv[4])
+    rows, w = nbytes // 8192, 512
+    plan = [(0, 0, k, 0, -1, rows, w, k * w * 2, 0, 8192, w * 2, 2, 2) for k in range(8)]
+    plan += [
+        (1, 0, 8, 1, -1, 1, nbytes // 4, 0, 0, 0, 0, 4, 2),
+        (2, 0, 9, 0, -1, 1, nbytes // 2, 0, 0, 0, 0, 2, 2),
+    ]
+    sizes = [nbytes // 8] * 8 + [nbytes // 2, nbytes]
+    if delay:
+        units.UNIT = units.SLAB = 1 << 20
+        real = os.pwrite
+        os.pwrite = lambda fd, view, at: (time.sleep(delay), real(fd, view, at))[1]
+    outputs = [ex.TargetFile(f"f{i}", size, lambda crc_of: []) for i, size in enumerate(sizes)]
+    import ml_dtypes, threading
+
+    def peak():
+        # bytes; not ru_maxrss, which a child inherits from the process that forked it
+        status = Path("/proc/self/status").read_text()
+        return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) << 10
+
+    idle = peak()
+    print("ready", flush=True)
+    try:
+        ex.execute(
+            np.array(plan, COPY), [("bfloat16",) * 2, ("float32", "bfloat16")],
+            [str(folder / "source")], outputs, folder / "staging", max_memory=budget, threads=2,
+        )
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(peak() - idle)
+    """)
+
+
+def child(folder, nbytes, delay=0.0, budget=64 << 20):
+    command = [sys.executable, "-c", CHILD, str(folder), str(nbytes), str(delay), str(budget)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).resolve().parents[2]
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path):
+    """For 32 MiB and for 256 MiB of source, the peak RSS above an idle process is at most the
+    budget and a tenth.
+    """
+    for nbytes in (32 << 20, 256 << 20):
+        folder = tmp_path / str(nbytes)
+        folder.mkdir()
+        with open(folder / "source", "wb") as file:
+            file.truncate(nbytes)
+        process = child(folder, nbytes, budget=16 << 20)
+        assert 1 << 20 < int(process.communicate()[0]) < (16 << 20) * 1.1, nbytes
+
+
+# A cluster does the steps
+
+
+class Nodes:
+    """A cluster without Ray: each range is done in this process, by what Ray runs on a node."""
+
+    cores = 2
+
+    def __init__(self, mark=None, version=None):
+        self.mark, self.version, self.done = mark, version, []
+
+    def do(self, job, step, count, tick):
+        mark = self.mark or (job.journal / "generation").read_text()
+        version = self.version or ray_tasks.__version__
+        for item in reversed(range(count)):
+            items = range(item, item + 1)
+            if failed := ray_tasks._do(job, step, items, version, mark):
+                raise ray_tasks._error(*failed)
+            self.done.append((step, item))
+            yield items
+            tick()
+
+
+def test_a_cluster_writes_what_one_process_writes(tmp_path, monkeypatch):
+    """The ranges come in another order, and the progress ends at all bytes and files."""
+    monkeypatch.setattr(units, "UNIT", 16 << 10)
+    monkeypatch.setattr(units, "SLAB", 4 << 10)
+    plan, sources, targets = columns(2, 4, 128, 512)
+    nodes, seen = Nodes(), []
+    check(
+        tmp_path,
+        plan,
+        SAME,
+        [random_bytes(n) for n in sources],
+        targets,
+        cluster=nodes,
+        progress=seen.append,
+    )
+    assert [item for step, item in nodes.done if step == "copy"] == list(range(8))[::-1]
+    assert [item for step, item in nodes.done if step == "end"] == [3, 2, 1, 0]
+    assert seen[-1] == Progress(128 * 1024, 128 * 1024, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"mark": "other"}, "is not there, or is another one"),
+        ({"version": "0.0"}, "the command is that of 0.0"),
+    ],
+)
+def test_a_node_that_cannot_take_part_says_why(tmp_path, monkeypatch, how, words):
+    monkeypatch.setattr(ray_tasks, "DEAD_S", 0.0)
+    plan, sources, targets = columns(1, 1, 8, 8)
+    data = [random_bytes(n) for n in sources]
+    with pytest.raises(errors.UsageError, match=rf"{words}[^\n]*\non the Ray node "):
+        run(tmp_path, plan, SAME, data, targets, cluster=Nodes(**how))

@@ -1,0 +1,292 @@
+"""The hybrid dialect: each attention and each mlp is a layer of its own, listed by a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mckpt
+from mckpt import launching
+from mckpt.errors import MappingError, MissingExtra, SourceError, UsageError
+from mckpt.geometry.parallel import Parallel
+from mckpt.verification import levels, requirements
+from tests.helpers import tiny
+from tests.helpers.tiny import TinyModel
+
+CASES = ("qwen3", "qwen2", "llama-tied", "qwen3-moe", "deepseek-v3")
+SIZES = {
+    "one rank": Parallel(),
+    "tp 2, pp 2": Parallel(tp=2, pp=2),
+    "pp 2, vpp 2": Parallel(pp=2, vpp=2),
+    "cut after an attention": Parallel(pp=2, layout="Ettt|tttttL"),
+}
+Made = Callable[..., Path]
+
+
+def written(source: Path, out: Path, **wanted: Any) -> Path:
+    wanted = {"allow_inexact": ["rope_factor"], **wanted}
+    mckpt.plan(source, out, **wanted).run()
+    return out
+
+
+def pattern(checkpoint: Path) -> str:
+    args = mckpt.open(checkpoint).args
+    assert args is not None
+    return str(args["hybrid_layer_pattern"])
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("qwen3", "*-*-*-*-"),
+        ("qwen3-moe", "*E*E*E*E"),
+        ("deepseek-v3", "+-+E+E+E/+E"),
+    ],
+)
+def test_the_pattern_of_a_model(
+    case: str, expected: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    made = written(tiny_model(case), tmp_path / "made", dialect="hybrid")
+    assert pattern(made) == expected
+    args = mckpt.open(made).args
+    assert args is not None and args["num_layers"] == len(expected.split("/")[0])
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("case", CASES)
+def test_gpt_to_hybrid_and_back_is_the_same(
+    case: str, sizes: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The weights are equal to the last bit, and so are the args that describe the model. The
+    hybrid checkpoint has the other format of the two.
+    """
+    parallel = SIZES[sizes]
+    form, other = ("torch", "torch_dist") if parallel.tp > 1 else ("torch_dist", "torch")
+    source = tiny_model(case)
+    if parallel.layout and tiny.config(case).get("num_nextn_predict_layers"):
+        parallel = Parallel(pp=2, layout="Ettt|tttttmL")
+    gpt = written(source, tmp_path / "gpt", format=form, parallel=Parallel(tp=2))
+    hybrid = written(gpt, tmp_path / "hybrid", format=other, dialect="hybrid", parallel=parallel)
+    assert mckpt.open(hybrid).mapping.name == "hybrid"
+    assert not mckpt.diff(source, hybrid)
+    back = written(hybrid, tmp_path / "back", format=form, dialect="gpt", parallel=Parallel(tp=2))
+    assert not mckpt.diff(gpt, back)
+    before, after = mckpt.open(gpt), mckpt.open(back)
+    assert before.dims == after.dims and before.names.choices == after.names.choices
+    assert before.args is not None and after.args is not None
+    apart = {k for k in before.args if before.args[k] != after.args.get(k)}
+    assert not apart and after.args["hybrid_layer_pattern"] is None
+    again = written(hybrid, tmp_path / "hf", format="hf")
+    assert not mckpt.diff(source, again)
+
+
+def test_a_checkpoint_of_another_dialect_keeps_its_pipeline(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    uneven = Parallel(pp=2, first_stage_layers=1)
+    gpt = written(tiny_model("qwen3"), tmp_path / "gpt", parallel=uneven)
+    kept = mckpt.open(gpt).parallel
+    hybrid = written(gpt, tmp_path / "hybrid", dialect="hybrid", parallel=kept)
+    assert pattern(hybrid) == "*-|*-*-*-"
+    kept = mckpt.open(hybrid).parallel
+    back = written(hybrid, tmp_path / "back", dialect="gpt", parallel=kept)
+    assert mckpt.open(back).parallel.stages(4) == uneven.stages(4)
+    again = written(hybrid, tmp_path / "again", parallel=kept.with_(tp=2))
+    assert pattern(again) == "*-|*-*-*-"
+    assert pattern(written(hybrid, tmp_path / "even", parallel=kept.with_(pp=4))) == "*-|*-|*-|*-"
+
+
+def test_a_stage_that_ends_in_a_layer_has_no_place_in_gpt(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    cut = Parallel(pp=2, layout="Ettt|tttttL")
+    hybrid = written(tiny_model("qwen3"), tmp_path / "hybrid", dialect="hybrid", parallel=cut)
+    assert pattern(hybrid) == "*-*|-*-*-"
+    kept = mckpt.open(hybrid).parallel
+    with pytest.raises(UsageError, match=r"\[3, 5\] layers.*cannot cut a layer in two.*target-pp"):
+        mckpt.plan(hybrid, tmp_path / "gpt", dialect="gpt", parallel=kept)
+
+
+@pytest.mark.parametrize("other", ["*-*-*-*-/*", "*-*-*-*-/*-*-", "*-*-*-*-/M-", "W-*-*-*-"])
+def test_another_pattern_is_another_model(
+    other: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    made = written(tiny_model("qwen3"), tmp_path / "made", dialect="hybrid")
+    opened = mckpt.open(made)
+    assert opened.args is not None
+    with pytest.raises(MappingError, match=r"hybrid_layer_pattern is '.*mckpt knows patterns of"):
+        opened.mapping.read({**opened.args, "hybrid_layer_pattern": other})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "parts", "numbers"),
+    [
+        ("*-*-", ["attn mlp", "attn mlp"], [0, 2]),
+        ("**-|--M*", ["attn", "attn mlp", "mlp", "mlp", "mamba", "attn"], [0, 1, 3, 4, 5, 6]),
+        ("-M|-ME|EM", ["mlp", "mamba mlp", "mamba moe", "moe", "mamba"], [0, 1, 3, 5, 6]),
+    ],
+)
+def test_any_order_of_layers_is_read_and_written_again(
+    pattern: str, parts: list[str], numbers: list[int], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    opened = mckpt.open(written(tiny_model("qwen3-moe"), tmp_path / "made", dialect="hybrid"))
+    assert opened.args is not None
+    dialect = opened.mapping
+    dims = dialect.read({**opened.args, "hybrid_layer_pattern": pattern})
+    assert dims["layer_parts"] == parts and dims["num_layers"] == len(parts)
+    assert dialect.num_numbers(dims) == len(pattern.replace("|", ""))
+    scope = dialect.scope(dims, keys="global", layers="per_layer", pp=1, transformer_impl="")
+    first = {}
+    for bound in dialect.bind(scope):
+        for number, layer in zip(bound.numbers.tolist(), bound.layers.tolist(), strict=True):
+            if "decoder.layers." in bound.rule.key:
+                first[layer] = min(number, first.get(layer, number))
+    assert [first[layer] for layer in range(len(parts))] == numbers
+    stages = [len(stage) for stage in pattern.split("|")]
+    ends = [sum(stages[: i + 1]) for i in range(len(stages))]
+    cut = [list(range(end - size, end)) for end, size in zip(ends, stages, strict=True)]
+    assert dialect.write(dims, {"stages": cut})["hybrid_layer_pattern"] == pattern
+
+
+def test_a_pattern_that_the_tensors_contradict_is_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    made = mckpt.open(written(tiny_model("qwen3"), tmp_path / "made", dialect="hybrid"))
+    assert made.args is not None
+    made.args["hybrid_layer_pattern"] = "**--*-*-"
+    with pytest.raises(MappingError, match=r"layer_parts is \['attn', 'attn mlp', 'mlp', "):
+        _ = made.dims
+
+
+def test_what_a_hybrid_model_cannot_say_is_named(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source = tiny_model("llama-rope-scaled")
+    with pytest.raises(MappingError, match="--allow-inexact rope_type"):
+        mckpt.plan(source, tmp_path / "hybrid", dialect="hybrid")
+    gpt = written(source, tmp_path / "gpt")
+    with pytest.raises(MappingError, match=r"dialect hybrid would not compute(?s:.*)rope_type"):
+        mckpt.plan(gpt, tmp_path / "hybrid", dialect="hybrid")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [
+        (
+            {"transformer_impl": "local"},
+            "--transformer-impl local: .*hybrid has transformer_engine",
+        ),
+        ({"grouped_experts": False}, "--sequential-experts: .* has grouped only"),
+        ({"layer_keys": "stacked"}, "--layer-keys stacked: .* has per_layer only"),
+        ({"megatron_version": "0.17"}, "hybrid.yaml writes for megatron-core 0.18 to 0.19"),
+        ({"dialect": "hybird"}, "no dialect 'hybird'; known: bert, gpt, hybrid"),
+    ],
+)
+def test_options_that_the_dialect_does_not_have(
+    wanted: dict[str, Any], said: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        mckpt.plan(tiny_model("qwen3-moe"), tmp_path / "made", **{"dialect": "hybrid", **wanted})
+
+
+def test_latent_attention_needs_the_newest_megatron(tiny_model: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(MappingError, match=r"multi-latent attention from megatron-core 0\.19 on"):
+        mckpt.plan(
+            tiny_model("deepseek-v3"), tmp_path / "made", dialect="hybrid", megatron_version="0.18"
+        )
+
+
+def test_mtp_lies_in_the_last_stage_of_a_hybrid_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    early = Parallel(pp=2, layout="Etttttttm|tL")
+    with pytest.raises(UsageError, match=r"multi-token prediction \(m\) in the last stage only"):
+        mckpt.plan(tiny_model("deepseek-v3"), tmp_path / "made", dialect="hybrid", parallel=early)
+
+
+def test_the_launch_line_has_the_pattern_and_none_of_the_flags_that_megatron_refuses_beside_it(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    sizes = Parallel(tp=2, pp=2, vpp=2)
+    made = written(tiny_model("deepseek-v3"), tmp_path / "made", dialect="hybrid", parallel=sizes)
+    text = (made / "release" / "megatron_args.sh").read_text()
+    assert "pretrain_hybrid.py" in text and "--hybrid-layer-pattern '+-|+E|+E|+E/+E'" in text
+    for flag in ("num-layers", "virtual", "moe-layer-freq", "mtp-num-layers", "account-for"):
+        assert f"--{flag}" not in text and f"-{flag}" not in text
+
+
+def test_stages_that_are_no_multiple_of_pp_are_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    made = written(
+        tiny_model("qwen3"), tmp_path / "made", dialect="hybrid", parallel=Parallel(pp=2)
+    )
+    opened = mckpt.open(made)
+    assert opened.args is not None
+    opened.args["hybrid_layer_pattern"] = "*-|*-|*-*-"
+    with pytest.raises(SourceError, match="has 3 stages, which is not a multiple of pp 2"):
+        _ = opened.parallel
+
+
+@pytest.mark.parametrize(
+    ("case", "dialect", "installed", "since"),
+    [
+        ("qwen3", "hybrid", "0.16.1", "0.18"),
+        ("deepseek-v3", "hybrid", "0.18.2", "0.19"),
+        ("deepseek-v3", "gpt", "0.16.1", None),
+        ("qwen3-moe", "hybrid", "0.18.0", None),
+    ],
+)
+def test_an_old_megatron_core_is_refused_before_a_model_runs(
+    case: str,
+    dialect: str,
+    installed: str,
+    since: str | None,
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = written(tiny_model(case), tmp_path / "made", dialect=dialect)
+    monkeypatch.setattr(requirements, "version", lambda name: installed)
+    if since is None:
+        return requirements.require_core(mckpt.open(made))
+    words = f"dialect {dialect}.* from {since} on.*megatron-core {installed}: pip install"
+    monkeypatch.setattr(launching, "require", lambda *modules: None)
+    monkeypatch.setattr(launching, "launch", lambda *job: pytest.fail("a model ran"))
+    with pytest.raises(MissingExtra, match=words):
+        levels.verify(tiny_model(case), made)
+    return None
+
+
+def test_an_optimizer_of_fixed_sizes_is_refused_before_a_model_runs(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    made = written(tiny_model("qwen3"), tmp_path / "made", dialect="gpt", parallel=Parallel(tp=2))
+    source = mckpt.open(made)
+    common = source.opened.common
+    assert common is not None
+    common.fields["content_metadata"] |= {"distrib_optim_sharding_type": "dp_reshardable"}
+    own = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2}
+    requirements.refuse_resume(source, own)
+    with pytest.raises(SourceError, match=r"dp_reshardable.*`mckpt repair SRC DST`"):
+        requirements.refuse_resume(source, own | {"tp": 1})
+
+
+def test_a_family_that_chooses_the_dialect_says_so(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("extends: qwen3\narchitectures: [Qwen3ForCausalLM]\ndialect: hybrid\n")
+    said = "the other choice: --dialect gpt"
+    source = mckpt.open(tiny_model("qwen3"), mapping=mine)
+    plan = mckpt.plan(source, tmp_path / "a")
+    assert [note for note in plan.facts["notes"] if note.endswith(said)]
+    for asked in ({"dialect": "hybrid"}, {"dialect": "gpt"}):
+        plan = mckpt.plan(source, tmp_path / "a", **asked)
+        assert not [note for note in plan.facts["notes"] if said in note]
+    for version, other in (
+        ("0.16", "--dialect gpt$"),
+        ("0.1", "0.18 to 0.19$"),
+        ("x", "or 0.19.2$"),
+    ):
+        with pytest.raises(UsageError, match=f"--megatron-version .*(?s:.*){other}"):
+            mckpt.plan(source, tmp_path / "a", megatron_version=version)

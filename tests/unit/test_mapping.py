@@ -1,0 +1,604 @@
+"""Mapping files: one broken file for each rule, and a custom family file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mckpt
+from mckpt import mapping
+from mckpt.checkpoint import inspection
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.errors import MappingError
+from tests.helpers import tiny
+from tests.helpers.tiny import TinyModel
+from tests.unit.test_mapping_config import llama
+
+# ------------------------------------------------------------------------------------- broken files
+
+
+BROKEN: dict[str, tuple[str, str]] = {
+    "unknown section": (
+        "extends: llama\ntensor: {}\n",
+        r"my\.yaml:2: 'tensor' is not a key of a mapping file; the keys are models, special,",
+    ),
+    "unknown dim": (
+        "extends: llama\ndims:\n  num_layer: n_layer\n",
+        r"my\.yaml:3: logical\.yaml has no dim 'num_layer'",
+    ),
+    "a broken requires": (
+        'extends: llama\nrequires: "mla and ("\n',
+        r"my\.yaml: 'mla and \(' is not an expression",
+    ),
+    "a broken derive": (
+        "extends: llama\nderive:\n  a: 1 +\n",
+        r"my\.yaml:3: '1 \+' is not an expression",
+    ),
+    "a broken also": (
+        "extends: llama\nalso:\n  b: c =\n",
+        r"my\.yaml:3: 'c =' is not an expression",
+    ),
+    "a broken inexact": (
+        "extends: llama\ninexact:\n  x: {when: num_layers !=, why: w}\n",
+        r"my\.yaml:3: 'num_layers !=' is not an expression",
+    ),
+    "inexact without why": (
+        "extends: llama\ninexact:\n  x: {when: 'True'}\n",
+        r"my\.yaml:3: x requires `when` and `why`",
+    ),
+    "a broken instead": (
+        (
+            "extends: llama\nblocks:\n  foo.:\n    instead: {when: 1 +, key: bar.}\n    tensors:"
+            " {a.weight: /embed.weight}\n"
+        ),
+        r"my\.yaml:3: '1 \+' is not an expression",
+    ),
+    "half an instead": (
+        (
+            "extends: llama\nblocks:\n  foo.:\n    instead: {key: bar.}\n    tensors: {a.weight:"
+            " /embed.weight}\n"
+        ),
+        r"my\.yaml:3: `instead` of foo\. wants `key` and `when`",
+    ),
+    "mtp as a list": (
+        "extends: llama\nblocks:\n  foo.:\n    mtp: [b.]\n    tensors: {a.weight: /embed.weight}\n",
+        r"my\.yaml:3: `mtp` of foo\. needs a prefix",
+    ),
+    "a dim that says nothing": (
+        "extends: llama\ndims:\n  head_dim: {default: '128'}\n",
+        r"my\.yaml:3: head_dim has no key, no const and no read",
+    ),
+    "unknown word of a dim": (
+        "dims:\n  head_dim: {keys: head_dim}\n",
+        r"my\.yaml:2: head_dim may say key, default, values, const, read",
+    ),
+    "a dim that is a list": (
+        "dims:\n  head_dim: [head_dim]\n",
+        r"my\.yaml:2: head_dim may say key, .*not \['head_dim'\]",
+    ),
+    "a dim whose key is a number": (
+        "dims:\n  head_dim: {key: 1.5}\n",
+        r"my\.yaml:2: the key of head_dim is a text or a list of texts: 1\.5",
+    ),
+    "a list of other things": (
+        "notes: [a, {b: c}]\n",
+        r"my\.yaml:1: notes holds texts, not \{'b': 'c'\}",
+    ),
+    "tensors of a block that are a number": (
+        "extends: llama\nblocks:\n  foo.:\n    tensors: 3\n",
+        r"the tensors of foo\. are keys and values, not 3",
+    ),
+    "half of a brace": (
+        "tensors:\n  a}: embed.weight\n",
+        r"my\.yaml:2: a\}: has a brace that belongs to no index",
+    ),
+    "unknown tensor": (
+        "tensors:\n\n  wte.weight: embeddings.weight\n",
+        r"my\.yaml:3: wte\.weight: logical\.yaml has no tensor 'embeddings\.weight'",
+    ),
+    "unknown tensor of a block": (
+        (
+            "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      c_attn.weight:"
+            " attn.qkv.weight\n"
+        ),
+        (
+            r"my\.yaml:5: h\.\{layer\}\.c_attn\.weight: logical\.yaml has no tensor"
+            r" 'layers\.\{layer\}\.attn\.qkv\.weight'"
+        ),
+    ),
+    "unknown packing": (
+        "tensors:\n  a: {pack: zip, of: [embed.weight, lm_head.weight]}\n",
+        r"my\.yaml:2: a: no packing 'zip'; known: one, concat, gated, qkv",
+    ),
+    "several tensors and no pack": (
+        "tensors:\n  a: {of: [embed.weight, lm_head.weight]}\n",
+        r"my\.yaml:2: a: several tensors need a `pack`",
+    ),
+    "unknown tp kind": (
+        "tensors:\n  a: {of: embed.weight, tp: columns}\n",
+        r"my\.yaml:2: a: no tp kind 'columns'; known: column, row, vocab, replicated",
+    ),
+    "unknown word of a rule": (
+        "tensors:\n  a: {of: embed.weight, stages: first}\n",
+        r"my\.yaml:2: a: a rule may say of, pack, .*, not stages",
+    ),
+    "a bad expression": (
+        "tensors:\n  a: {of: embed.weight, when: not tied and}\n",
+        r"my\.yaml:2: 'not tied and' is not an expression",
+    ),
+    "a bad expression of a dim": (
+        "dims:\n  head_dim: {key: d, default: hidden_size //}\n",
+        r"my\.yaml:2: 'hidden_size //' is not an expression",
+    ),
+    "a call": (
+        "tensors:\n  a: {of: embed.weight, when: open('x')}\n",
+        r"my\.yaml:2: .*only all, any, .*, range can be called",
+    ),
+    "a call of an attribute": (
+        "tensors:\n  a: {of: embed.weight, when: config.pop('x')}\n",
+        r"my\.yaml:2: .*can be called",
+    ),
+    "a key twice": (
+        "tensors:\n  a: embed.weight\n  a: lm_head.weight\n",
+        r"my\.yaml:3: 'a' stands here twice \(first in line 2\)",
+    ),
+    "a section twice": (
+        "inert: []\ndims: {}\ninert: []\n",
+        r"my\.yaml:3: 'inert' stands here twice \(first in line 1\)",
+    ),
+    "extends what is not there": (
+        "extends: lama\n",
+        r"my\.yaml:1: there is no mapping 'lama' to extend",
+    ),
+    "extends itself": (
+        "extends: my\n",
+        r"my\.yaml:1: there is no mapping 'my' to extend \(it extends itself\)",
+    ),
+    "an index not of the tensor": (
+        "tensors:\n  a.{layer}: embed.weight\n",
+        r"my\.yaml:2: a\.\{layer\}: \{layer\} is not an index of embed\.weight",
+    ),
+    "an unknown index": (
+        (
+            "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      e.{e}.weight:"
+            " moe.experts.{expert}.up.weight\n"
+        ),
+        r"my\.yaml:5: h\.\{layer\}\.e\.\{e\}\.weight: \{e\} is not an index of",
+    ),
+    "different indices": (
+        "tensors:\n  a: {pack: concat, of: [embed.weight, 'layers.{layer}.attn_norm.weight']}\n",
+        r"my\.yaml:2: a: its tensors do not have the same indices",
+    ),
+    "not YAML": ("tensors: {a: [}\n", r"(?s)my\.yaml: not valid YAML: .*line 1"),
+    "a tag of Python": (
+        "tensors: !!python/object/apply:os.system ['true']\n",
+        r"my\.yaml: not valid YAML: .*could not determine a constructor",
+    ),
+    "a tag that does not fit": ("notes: [!!float abc]\n", r"my\.yaml: not valid YAML: .*abc"),
+    "a number of 6,000 digits": (
+        f"notes: [{'9' * 6000}]\n",
+        r"my\.yaml: not valid YAML: a number of 6,000 digits",
+    ),
+    "aliases of aliases": (
+        "notes: &a0 [x, x]\n"
+        + "".join(f"inert{i}: &a{i} [{'*a' + str(i - 1)}, *a{i - 1}]\n" for i in range(1, 40)),
+        r"my\.yaml: not valid YAML: its aliases stand for more than 1,048,576 values",
+    ),
+    "an alias of itself": ("notes: &a [*a]\n", r"my\.yaml: not valid YAML: its aliases"),
+    "deep lists": ("notes: " + "[" * 9000, r"my\.yaml: not valid YAML: .*nesting"),
+    "too long": ("# " + "x" * (1 << 20), r"my\.yaml: has 1,048,578 bytes"),
+    "braces of other lengths": (
+        (
+            "blocks:\n  h.{layer}.:\n    is: layers.{layer}.\n    tensors:\n      '{q,k,v}.weight':"
+            " 'attn.{q,k}.weight'\n"
+        ),
+        r"my\.yaml:5: h\.\{layer\}\.\{q,k,v\}\.weight: \{q,k\} has 2 words, and the key has 3",
+    ),
+    "braces on one side": (
+        "tensors:\n  a: '{embed,lm_head}.weight'\n",
+        r"my\.yaml:2: a: \{embed,lm_head\} has 2 words, and the key has 0",
+    ),
+    "a section that is text": (
+        "extends: llama\ntensors: embed.weight\n",
+        r"my\.yaml:2: tensors holds keys and values, not 'embed\.weight'",
+    ),
+    "architectures as text": (
+        "architectures: LlamaForCausalLM\n",
+        r"my\.yaml:1: architectures holds a list, not 'LlamaForCausalLM'",
+    ),
+    "a block that is text": (
+        "blocks:\n  h.: layers.\n",
+        r"my\.yaml:2: h\. holds keys and values, not 'layers\.'",
+    ),
+    "values that are no list": (
+        "expect:\n  rope_type: rope\n",
+        r"my\.yaml:2: rope_type holds a list, not 'rope'",
+    ),
+    "a rule that is a number": (
+        "tensors:\n  a: 5\n",
+        r"my\.yaml:2: a: wants a tensor, or of, pack, .*, not 5",
+    ),
+    "a number in `of`": (
+        "tensors:\n  a: {of: [1, 2], pack: concat}\n",
+        r"my\.yaml:2: a: `of` names tensors, not \[1, 2\]",
+    ),
+    "a tensor that is a number": (
+        "tensors:\n  5: embed.weight\n",
+        r"my\.yaml:2: 5 is no name of a tensor",
+    ),
+    "a list": ("- a\n- b\n", r"my\.yaml: a mapping file holds keys and values, not list"),
+    "nothing": ("", r"my\.yaml: a mapping file holds keys and values, not NoneType"),
+    "a key that is no name": (
+        "tensors:\n  1.5: embed.weight\n",
+        r"my\.yaml:2: the key 1\.5 must be a name",
+    ),
+    "no UTF-8": ("\udcff", r"my\.yaml: cannot be read"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_the_error_of_a_broken_file_names_the_line(what: str, tmp_path: Path) -> None:
+    text, message = BROKEN[what]
+    path = tmp_path / "my.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(MappingError, match=message):
+        mapping.load("hf", str(path))
+
+
+def test_a_date_is_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("extends: llama\nnotes: [2001-02-03, 2001-99-99]\n")
+    assert mapping.load("hf", str(path)).notes == ("2001-02-03", "2001-99-99")
+
+
+def test_braces_expand_to_one_rule_for_each_word() -> None:
+    """Both sides of a rule have the same words in braces, and each word gives one rule."""
+    rules = {r.key: r.of for r in mapping.load("hf", "llama").rules}
+    for word in "qkv":
+        assert rules[f"model.layers.{{layer}}.self_attn.{word}_proj.weight"] == (
+            f"layers.{{layer}}.attn.{word}.weight",
+        )
+    assert not any("," in key for key in rules)
+
+
+def test_an_error_lists_all_problems_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        "dims:\n  no_such: x\ntensors:\n  a: nothing\n  b: {of: embed.weight, tp: diagonal}\n"
+    )
+    with pytest.raises(MappingError) as caught:
+        mapping.load("hf", str(path))
+    assert [f"my.yaml:{line}:" in str(caught.value) for line in (2, 4, 5)] == [True] * 3
+
+
+def test_an_error_in_a_base_file_names_the_base_file(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("tensors:\n  a: nothing\n")
+    (tmp_path / "my.yaml").write_text("# one\n# two\n# three\nextends: base\n")
+    with pytest.raises(MappingError, match=r"base\.yaml:2: a: "):
+        mapping.load("hf", str(tmp_path / "my.yaml"))
+
+
+def test_a_missing_mapping_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        MappingError,
+        match=r"no mapping 'lama'; known: .*llama, .*mistral.*path of a file that ends in \.yaml",
+    ):
+        mapping.load("hf", "lama")
+    with pytest.raises(MappingError, match=r"none\.yaml: no such file$"):
+        mapping.load("hf", str(tmp_path / "none.yaml"))
+
+
+def test_an_unknown_architecture_shows_how_to_write_a_file() -> None:
+    with pytest.raises(
+        MappingError,
+        match=(
+            r"(?s)no family has the architecture NoSuchForCausalLM.*mappings list.*"
+            r"mappings new HF_DIR > my\.yaml.*check my\.yaml HF_DIR.*--mapping my\.yaml"
+            r".*mckpt verify"
+        ),
+    ):
+        mapping.family_with("NoSuchForCausalLM")
+
+
+def test_an_architecture_without_layers_in_megatron_is_refused() -> None:
+    with pytest.raises(MappingError, match=r"can hold RwkvForCausalLM: Megatron-Core has no RWKV"):
+        mapping.family_with("RwkvForCausalLM")
+
+
+def test_no_family_has_an_architecture_that_is_refused() -> None:
+    known = {a for name in mapping.names("hf") for a in mapping.load("hf", name).architectures}
+    assert not known & mapping.refused().keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in ("hf", "megatron") for name in mapping.names(kind)]
+)
+def test_every_shipped_mapping_file_is_complete(kind: str, name: str) -> None:
+    """The file has rules, sets every dim that has no neutral value, and lists no key of a dim as
+    inert.
+    """
+    file = mapping.load(kind, name)
+    assert file.rules
+    silent = [
+        d
+        for d, about in mapping.schema().dims.items()
+        if about.neutral is None and d not in file.dims
+    ]
+    assert silent == []
+    used = {e for r in file.rules for e in r.of}
+    assert used <= set(mapping.schema().tensors)
+    assert not file.inert & {k for d in file.dims.values() for k in d.keys}
+
+
+def test_a_loaded_mapping_cannot_be_changed() -> None:
+    loaded: Any = mapping.load("hf", "llama")
+    with pytest.raises(AttributeError):
+        loaded.rules = ()
+    assert mapping.load("hf", "qwen3") is mapping.load("hf", "qwen3")
+    before = len(mapping.load("hf", "llama").rules)
+    mapping.load("hf", "mixtral")  # mixtral.yaml removes rules of its base
+    assert len(mapping.load("hf", "llama").rules) == before
+
+
+# ------------------------------------------------------------------------ a custom family file
+
+
+MINE = """
+architectures: [MineForCausalLM]
+extends: llama
+dims:
+  hidden_size: d_model
+tensors:
+  model.embed_tokens.weight: null
+  model.norm.weight: null
+  wte.weight: {of: embed.weight, stage: first}
+  ln_f.weight: final_norm.weight
+blocks:
+  model.layers.{layer}.: null
+  h.{layer}.:
+    is: layers.{layer}.
+    tensors:
+      ln_{1,2}.weight: "{attn_norm,mlp_norm}.weight"
+      c_attn.weight: {pack: concat, of: [attn.q.weight, attn.k.weight, attn.v.weight]}
+      c_proj.weight: attn.o.weight
+      gate_up.weight: {pack: concat, of: [mlp.gate.weight, mlp.up.weight]}
+      down.weight: mlp.down.weight
+"""
+
+
+def mine(directory: Path) -> dict[str, np.ndarray]:
+    """Writes the tiny Llama under MINE's names, its weights fused by numpy; returns its tensors."""
+    arrays = tiny.tensors(tiny.config("llama"))
+    out = {
+        "wte.weight": arrays["model.embed_tokens.weight"],
+        "ln_f.weight": arrays["model.norm.weight"],
+        "lm_head.weight": arrays["lm_head.weight"],
+    }
+    for i in range(tiny.config("llama")["num_hidden_layers"]):
+
+        def get(name: str, i: int = i) -> np.ndarray:
+            return arrays[f"model.layers.{i}.{name}.weight"]
+
+        out[f"h.{i}.ln_1.weight"], out[f"h.{i}.ln_2.weight"] = (
+            get("input_layernorm"),
+            get("post_attention_layernorm"),
+        )
+        out[f"h.{i}.c_attn.weight"] = np.concatenate([get(f"self_attn.{x}_proj") for x in "qkv"])
+        out[f"h.{i}.c_proj.weight"], out[f"h.{i}.down.weight"] = (
+            get("self_attn.o_proj"),
+            get("mlp.down_proj"),
+        )
+        out[f"h.{i}.gate_up.weight"] = np.concatenate([get("mlp.gate_proj"), get("mlp.up_proj")])
+    directory.mkdir()
+    tiny.write_weights(directory, out)
+    config = llama(
+        architectures=["MineForCausalLM"],
+        d_model=tiny.config("llama")["hidden_size"],
+        hidden_size="drop",
+    )
+    tiny.write_json(directory / "config.json", config)
+    return out
+
+
+def test_a_custom_family_file_converts_there_and_back(tmp_path: Path) -> None:
+    """The file has another prefix, other names and fused weights. Its model becomes the Llama in
+    Megatron, and comes back under its own names.
+    """
+    (tmp_path / "mine.yaml").write_text(MINE)
+    arrays = mine(tmp_path / "mine")
+    known = SourceOptions(mapping=str(tmp_path / "mine.yaml"))
+    with pytest.raises(MappingError, match="no family has the architecture MineForCausalLM"):
+        mckpt.plan(tmp_path / "mine", tmp_path / "out")
+    mckpt.plan(
+        mckpt.Checkpoint.open(tmp_path / "mine", known),
+        tmp_path / "out",
+        format="torch",
+        parallel=mckpt.Parallel(tp=2, pp=2),
+    ).run()
+    plain = tiny.tiny_random("llama", tmp_path / "llama")
+    found = mckpt.diff(plain, mckpt.open(tmp_path / "out", mapping=str(tmp_path / "mine.yaml")))
+    assert not found, found.json()
+    assert found.same > 30
+
+    mckpt.plan(mckpt.Checkpoint.open(tmp_path / "out", known), tmp_path / "back", format="hf").run()
+    again = mckpt.open(tmp_path / "back", mapping=str(tmp_path / "mine.yaml"))
+    assert set(again.opened.entries) == set(arrays)
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == json.loads(
+        (tmp_path / "mine" / "config.json").read_text()
+    )
+    raw = (tmp_path / "back" / "model.safetensors").read_bytes()
+    for key, entry in again.opened.entries.items():
+        assert raw[entry.at : entry.at + arrays[key].nbytes] == arrays[key].tobytes(), key
+
+
+def scaled() -> str:
+    """Returns the file of docs/new-model.md that adds a dim, a tensor and rules."""
+    text = (Path(mckpt.__file__).parent.parent / "docs" / "new-model.md").read_text()
+    return re.findall(r"(?s)```yaml\n(.*?)```", text[text.index("### Dims, tensors and rules") :])[
+        0
+    ]
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Removes what a test added to the schema; else later plans of this process would have it."""
+    known = mapping.schema()
+    tables = (known.dims, known.tensors, known.added)
+    before = [dict(table) for table in tables]
+    yield
+    for table, was in zip(tables, before, strict=True):
+        table.clear()
+        table.update(was)
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_family_file_adds_dims_tensors_and_rules(tmp_path: Path) -> None:
+    """The part goes to Megatron and back, a reshard needs no option, and other models stay."""
+    (tmp_path / "scaled.yaml").write_text(scaled())
+    arrays = tiny.tensors(tiny.config("llama"))
+    c = llama(architectures=["ScaledForCausalLM"], use_attn_scale=True)
+    for i in range(c["num_hidden_layers"]):
+        drawn = np.random.RandomState(i).standard_normal(c["hidden_size"])
+        arrays[f"model.layers.{i}.self_attn.scale"] = drawn.astype(np.float32)
+    (tmp_path / "hf").mkdir()
+    tiny.write_weights(tmp_path / "hf", arrays)
+    tiny.write_json(tmp_path / "hf" / "config.json", c)
+
+    known, sizes = SourceOptions(mapping=str(tmp_path / "scaled.yaml")), mckpt.Parallel(tp=2, pp=2)
+    wanted: dict[str, Any] = {"format": "torch_dist", "parallel": sizes}
+    mckpt.plan(mckpt.Checkpoint.open(tmp_path / "hf", known), tmp_path / "out", **wanted).run()
+    stored = mckpt.open(tmp_path / "out")
+    keys = set(stored.opened.keys())
+    assert "decoder.layers.self_attention.scale" in keys
+    assert stored.args is not None and stored.args["attention_scale"] is True
+    assert "--attention-scale" in next((tmp_path / "out").rglob("megatron_args.sh")).read_text()
+    mckpt.plan(
+        tmp_path / "out", tmp_path / "tp4", format="torch", parallel=mckpt.Parallel(tp=4)
+    ).run()
+    mckpt.plan(tmp_path / "tp4", tmp_path / "back", format="hf").run()
+    assert not mckpt.diff(tmp_path / "hf", tmp_path / "back")
+
+    with pytest.raises(MappingError, match="attn_scale is True, and hybrid would compute with"):
+        mckpt.plan(
+            mckpt.Checkpoint.open(tmp_path / "hf", known),
+            tmp_path / "no",
+            dialect="hybrid",
+            **wanted,
+        )
+    plain = tiny.tiny_random("llama", tmp_path / "llama")
+    mckpt.plan(plain, tmp_path / "plain", **wanted).run()
+    assert "attention_scale" not in (mckpt.open(tmp_path / "plain").args or {})
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize(
+    ("was", "now", "why"),
+    [
+        ('neutral: "False", ', "", r"mine\.yaml:5: attn_scale: it needs `neutral`"),
+        ("type: bool", "type: flag", r"mine\.yaml:5: attn_scale: its type is 'flag', and must be"),
+        ("type: bool, ", "", r"mine\.yaml:5: attn_scale: it needs `type`"),
+        ("[hidden_size]", "[hidden_size +]", r"mine\.yaml:7: layers\.\{layer\}\.attn\.scale: "),
+        (
+            "    attn_scale: {type: bool",
+            "    head_dim: {type: bool",
+            "head_dim has another definition",
+        ),
+        (
+            "  gpt:\n",
+            "  gtp:\n",
+            r"mine\.yaml:\d+: there is no dialect 'gtp'; known: bert, gpt, hybrid",
+        ),
+        ("    flags:", "    flag:", r"mine\.yaml:\d+: 'flag' is not a key of a mapping file"),
+    ],
+)
+def test_a_wrong_addition_is_refused(was: str, now: str, why: str, tmp_path: Path) -> None:
+    text = scaled()
+    assert was in text
+    text = text.replace(was, now)
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(MappingError, match=why):
+        mapping.load("megatron", "gpt", str(path))
+
+
+WITHOUT_NORMS = """
+extends: llama
+drop:
+  model.norm.weight: left out
+  "model.layers.{layer}.post_attention_layernorm.weight": left out
+tensors:
+  model.norm.weight: null
+blocks:
+  model.layers.{layer}.:
+    tensors:
+      post_attention_layernorm.weight: null
+"""
+
+
+def test_one_error_lists_all_tensors_that_the_other_side_lacks(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The family file lacks two norms, and `mappings check` reports the same two."""
+    (tmp_path / "mine.yaml").write_text(WITHOUT_NORMS)
+    source = tiny_model("llama")
+    known = SourceOptions(mapping=str(tmp_path / "mine.yaml"))
+    lacking = [
+        (
+            "final_norm.weight [64] (norm before the output layer): Megatron needs it, and"
+            " mine.yaml has no rule for it"
+        ),
+        (
+            "layers.{layer}.mlp_norm.weight [64] (norm before the mlp or the experts): Megatron"
+            " needs it, and mine.yaml has no rule for it"
+        ),
+    ]
+    for wanted in ({}, {"dtype": "fp32"}, {"format": "torch"}):
+        with pytest.raises(MappingError) as caught:
+            mckpt.plan(mckpt.Checkpoint.open(source, known), tmp_path / "out", **wanted)
+        assert list(caught.value.problems) == lacking
+    with pytest.raises(MappingError) as caught:
+        inspection.check_mapping(tmp_path / "mine.yaml", source / "config.json")
+    assert list(caught.value.problems) == lacking
+
+
+def test_a_plan_requires_every_tensor_of_the_target_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The family has LayerNorms without biases, but Megatron's model has biases."""
+    (tmp_path / "mine.yaml").write_text("extends: llama\ndims:\n  norm: {const: layernorm}\n")
+    source = tiny_model("llama")
+    with pytest.raises(MappingError) as caught:
+        mckpt.plan(mckpt.open(source, mapping=str(tmp_path / "mine.yaml")), tmp_path / "out")
+    lacking = [problem.split()[0] for problem in caught.value.problems]
+    assert lacking == [
+        "final_norm.bias",
+        "layers.{layer}.attn_norm.bias",
+        "layers.{layer}.mlp_norm.bias",
+    ]
+
+
+def test_a_model_that_does_not_fit_its_family_file_is_refused(tmp_path: Path) -> None:
+    """One error lists tensors that are missing, left over and of another shape."""
+    (tmp_path / "mine.yaml").write_text(MINE)
+    mine(tmp_path / "mine")
+    arrays = tiny.tensors({**tiny.config("llama"), "num_hidden_layers": 1})
+    arrays["wte.weight"] = arrays.pop("model.embed_tokens.weight")[:5]
+    (tmp_path / "mine" / "model.safetensors").unlink()
+    tiny.write_weights(tmp_path / "mine", arrays)
+    with pytest.raises(mckpt.errors.SourceError) as caught:
+        mckpt.plan(
+            mckpt.open(tmp_path / "mine", mapping=str(tmp_path / "mine.yaml")),
+            tmp_path / "out",
+        )
+    text = str(caught.value)
+    assert (
+        "wte.weight is [5, 64] in model.safetensors, and should be [131, 64] by config.json" in text
+    )
+    assert "ln_f.weight is missing; it should be [64]" in text
+    assert "and 16 more" in text

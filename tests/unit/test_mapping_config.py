@@ -1,0 +1,386 @@
+"""The mapping files that come with mckpt read, write and refuse configs, and report
+inexact dims.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import mckpt
+from mckpt import mapping
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.conversion.to_hf import choose_family
+from mckpt.errors import MappingError, UsageError
+from tests.helpers import made_models, tiny
+from tests.helpers.published import INEXACT
+from tests.helpers.tiny import FIXTURES
+
+EVERY = [
+    path
+    for path in sorted((FIXTURES / "configs").rglob("*.json"))
+    # without those of models that contain a text model, whose config no args describe
+    if "vision_config" not in json.loads(path.read_text())
+]
+# those of the families in fixtures/tiny, whose keys `bears` knows
+KINDS = {"kimi_k2", *(tiny.config(case)["model_type"] for case in tiny.CASES)}
+CONFIGS = [path for path in EVERY if json.loads(path.read_text())["model_type"] in KINDS]
+IDS = [str(p.relative_to(FIXTURES / "configs")) for p in CONFIGS]
+TINY = [FIXTURES / "tiny" / f"{case}.json" for case in tiny.CASES]
+
+
+def bears(config: dict[str, Any]) -> dict[str, Any]:
+    """Returns the keys of a config that change logits, by the names of transformers 4. A null
+    counts as absent. The list is written by hand, apart from mappings/.
+    """
+    keys = """
+        vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+        intermediate_size hidden_act rms_norm_eps rope_theta tie_word_embeddings attention_bias
+        mlp_bias max_position_embeddings num_local_experts num_experts num_experts_per_tok
+        moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers model_type
+        architectures q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+        n_routed_experts n_shared_experts first_k_dense_replace moe_layer_freq n_group topk_group
+        routed_scaling_factor scoring_func topk_method num_nextn_predict_layers
+        """
+    out = {k: config[k] for k in keys.split() if config.get(k) is not None}
+    # the same model
+    out["model_type"] = {"kimi_k2": "deepseek_v3"}.get(config["model_type"], config["model_type"])
+    if config.get("use_sliding_window", True) and config.get("sliding_window"):
+        out["sliding_window"] = config["sliding_window"]
+    if config["model_type"] == "gemma" and out["hidden_act"] == "gelu":
+        out["hidden_act"] = "gelu_pytorch_tanh"  # as transformers computes it
+    rope = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    out.update({k: rope.pop(k) for k in ("rope_theta",) if k in rope})
+    for key in ("mrope_section", "mrope_interleaved"):  # of images
+        rope.pop(key, None)
+    if "partial_rotary_factor" in config:
+        rope["partial_rotary_factor"] = config["partial_rotary_factor"]
+    if not rope.get("mscale_all_dim"):
+        rope.pop("mscale", None)  # transformers reads both or neither
+    rope["rope_type"] = rope.pop("type", rope.get("rope_type")) or "default"
+    out.update({f"rope.{k}": v for k, v in rope.items()})
+    if "num_local_experts" in out and config["model_type"] == "qwen3_moe":
+        out["num_experts"] = out.pop("num_local_experts")  # transformers 5
+    return out
+
+
+@pytest.mark.parametrize("path", [*CONFIGS, *TINY], ids=[*IDS, *(f"tiny/{p.name}" for p in TINY)])
+def test_a_config_comes_back_from_its_dims(path: Path) -> None:
+    """The written config equals the one that was read, in every key that changes logits. Any
+    further key has the default of transformers.
+    """
+    config = json.loads(path.read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    dims = family.read(config)
+    written = {"architectures": list(family.architectures), **family.write(dims)}
+    wanted, found = bears(config), bears(written)
+    assert {k: found.get(k) for k in wanted} == wanted
+    assert family.read(written) == dims
+    assert family.inexact(dims) == {}
+    # it describes how weights are stored, so no family lists it
+    assert set(family.unknown(config)) <= {"quantization_config"}
+    assert all(type(v) in (int, float, bool, str, list, type(None)) for v in dims.values())
+
+
+@pytest.mark.parametrize("path", EVERY, ids=lambda p: str(p.relative_to(FIXTURES / "configs")))
+def test_a_family_writes_the_config_that_it_reads(path: Path) -> None:
+    """The dims of the written config are those of the published one, and no key is left out."""
+    config = json.loads(path.read_text())
+    family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
+    dims = family.read(config)
+    written = {"architectures": list(family.architectures), **family.write(dims)}
+    assert family.read(written) == dims
+    assert set(family.unknown(config)) <= {"quantization_config"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=IDS)
+def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
+    """The dims are the same after Megatron's args were written and read, except those that the plan
+    calls inexact. The args alone decide on one family.
+    """
+    config = json.loads(path.read_text())
+    name = mapping.family_with(config["architectures"][0])
+    family, dialect = mapping.load("hf", name), mapping.load("megatron", "gpt")
+    dims = family.read(config)
+    # layers of Megatron-Core's own: those of Transformer Engine have a fault in 0.19
+    inexact = dialect.inexact(dims, {"transformer_impl": "local"})
+    again = dialect.read(dialect.write(dims))
+    free = {d for d, spec in family.dims.items() if spec.free}
+    apart = {k for k in dims if dims[k] != again[k]} - free
+    assert apart <= inexact.keys()
+    wanted = set(INEXACT.get((path.stem, "gpt"), ()))
+    assert inexact.keys() == wanted, inexact
+    if "activation" in inexact:
+        return  # the args are those of another gate, which no family has with these norms
+
+    source: Any = SimpleNamespace(named=SourceOptions(), dims=again, path=path)
+    chosen, note = choose_family(source)
+    if family.canonical:
+        assert chosen.name == name, note
+    else:  # several families compute the same
+        assert name in note.replace(",", "").split(), note
+    written = {"architectures": [chosen.architectures[0]], **chosen.write(again)}
+    same = {k: v for k, v in bears(written).items() if k not in ("architectures", "model_type")}
+    wanted_keys = {
+        k: v
+        for k, v in bears(config).items()
+        if k not in ("architectures", "model_type")
+        and (v is not False or k not in ("attention_bias", "mlp_bias"))  # of other families' names
+    }
+    assert {k: same.get(k) for k in wanted_keys} == wanted_keys
+
+
+def read(case: str, **changed: Any) -> dict[str, Any]:
+    """Returns the dims of a case of fixtures/families with these keys changed, None removes one."""
+    config = made_models.config(case) | changed
+    config = {key: value for key, value in config.items() if value is not None}
+    return mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
+
+
+def test_an_absent_key_means_the_default_of_the_config_class() -> None:
+    """The defaults are those of transformers, written by hand."""
+    dims = read("qwen2_window", sliding_window=None, layer_types=None, max_window_layers=2)
+    assert dims["sliding_window"] == 4096
+    assert dims["window_layers"] == [int(i >= 2) for i in range(dims["num_layers"])]
+    vision = json.loads((FIXTURES / "configs" / "qwen2-vl-7b.json").read_text())
+    vision |= {"use_sliding_window": True, "sliding_window": 512, "max_window_layers": None}
+    dims = mapping.load("hf", "qwen2_vl").read({k: v for k, v in vision.items() if v is not None})
+    assert not any(dims["window_layers"])
+
+
+def test_half_of_a_pair_of_keys_is_refused() -> None:
+    """transformers reads mscale and mscale_all_dim together or not at all."""
+    rope = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64}
+    for half in ({"mscale_all_dim": 1.0}, {"mscale": 0.707}):
+        with pytest.raises(MappingError, match="transformers reads mscale and mscale_all_dim"):
+            read("deepseek_v2", rope_scaling=rope | half, rope_parameters=None)
+    read("deepseek_v2", rope_scaling=rope | {"mscale": 1.0}, rope_parameters=None)
+
+
+def test_alpha_stretches_the_base_of_dynamic_scaling_only() -> None:
+    for kind, stretched in (("dynamic", True), ("default", False)):
+        rope = {"rope_type": kind, "alpha": 1000.0, "rope_theta": 10000.0}
+        dims = read("hunyuan_v1_dense", rope_scaling=None, rope_parameters=rope, rope_theta=None)
+        assert (dims["rope_theta"] > 10000.0) is stretched
+
+
+def llama(**changed: Any) -> dict[str, Any]:
+    return {k: v for k, v in {**tiny.config("llama"), **changed}.items() if v != "drop"}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "missing": (
+        {"hidden_size": "drop", "num_hidden_layers": "drop"},
+        [
+            "num_hidden_layers is missing (decoder layers)",
+            "hidden_size is missing (width of the residual stream)",
+        ],
+    ),
+    "types": (
+        {
+            "hidden_size": "64",
+            "rms_norm_eps": "1e-5x",
+            "tie_word_embeddings": 1,
+            "vocab_size": True,
+            "intermediate_size": 2.5,
+        },
+        [
+            "hidden_size is '64', and must be of type int",
+            "norm_eps is '1e-5x', and must be of type float",
+            "tied is 1, and must be of type bool",
+            "vocab_size is True, and must be of type int",
+            "ffn_size is 2.5, and must be of type int",
+        ],
+    ),
+    "negative": ({"num_hidden_layers": -1}, ["num_layers is -1, and must be from 1 to 10000"]),
+    "values": ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'; llama.yaml supports 'silu'"]),
+    "rope type": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        ["rope_scaling.rope_type is 'yarn'; llama.yaml supports 'default', 'llama3'"],
+    ),
+    "disagree": (
+        {"rope_parameters": {"rope_theta": 5.0}},
+        ["rope_theta has several values: rope_theta", "rope_parameters.rope_theta 5.0"],
+    ),
+    "lists": ({"hidden_size": [64]}, ["hidden_size is [64], and must be of type int"]),
+    "rope incomplete": (
+        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+        ["rope_scaling.low_freq_factor", "is missing"],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_an_error_lists_all_problems_of_a_config(what: str) -> None:
+    changed, messages = REFUSED[what]
+    with pytest.raises(MappingError) as caught:
+        mapping.load("hf", "llama").read(llama(**changed), source="some/config.json")
+    text = str(caught.value)
+    assert text.startswith("some/config.json: the mapping llama.yaml cannot read this model:")
+    for message in messages:
+        assert message in text
+    assert "could not be read" not in text
+
+
+def test_given_dims_fill_gaps_and_must_agree_with_the_config() -> None:
+    family = mapping.load("hf", "llama")
+    assert family.read(llama(vocab_size="drop"), {"vocab_size": 9})["vocab_size"] == 9
+    assert family.read(llama(), {"vocab_size": 131})["vocab_size"] == 131
+    with pytest.raises(
+        MappingError, match="vocab_size is 131 by vocab_size, but 9 by the given dims"
+    ):
+        family.read(llama(), {"vocab_size": 9})
+
+
+def test_a_config_of_a_billion_layers_costs_no_memory() -> None:
+    """mixtral.yaml makes a list of as many entries as there are layers."""
+    with pytest.raises(MappingError, match="must be from 1 to 10000"):
+        mapping.load("hf", "mixtral").read({**tiny.config("mixtral"), "num_hidden_layers": 10**9})
+
+
+def test_inert_keys_need_no_inner_list(tmp_path: Path) -> None:
+    (tmp_path / "my.yaml").write_text("extends: llama\ninert: [one_key, [another]]\n")
+    assert mapping.load("hf", str(tmp_path / "my.yaml")).inert == mapping.load(
+        "hf", "llama"
+    ).inert | {"one_key", "another"}
+
+
+def test_yarn_scaling_of_scores_without_yarn_is_inexact() -> None:
+    """megatron-core scales them (multi_latent_attention.py), and no family does."""
+    dialect, family = mapping.load("megatron", "gpt"), mapping.load("hf", "deepseek_v3")
+    args = dialect.write(family.read(tiny.config("deepseek-v3-plain")))
+    assert dialect.read(args)["rope_type"] == "default"
+    dims = dialect.read({**args, "rotary_scaling_factor": 40, "mscale_all_dim": 1.0})
+    assert "rope_type is 'mscale'" in family.inexact(dims)["config"]
+
+
+def test_an_arg_without_a_dim_is_refused() -> None:
+    """The dialect lists the expected value of such args. An unset arg has that value, and any other
+    value is another model.
+    """
+    dialect = mapping.load("megatron", "gpt")
+    dims = mapping.load("hf", "llama").read(llama())
+    args = dialect.write(dims)
+    assert dialect.read({**args, "enable_hyper_connections": None}) == dims
+    with pytest.raises(
+        MappingError, match=r"enable_hyper_connections is True, and gpt\.yaml supports only False"
+    ):
+        dialect.read({**args, "enable_hyper_connections": True})
+    with pytest.raises(
+        MappingError, match=r"(?s)position_embedding_type is 'mrope'.*softmax_scale is 0\.5"
+    ):
+        dialect.read({**args, "position_embedding_type": "mrope", "softmax_scale": 0.5})
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"rope_scaling": {**LLAMA3, "factor": 32.0}}, "rope_factor"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 2.0}}, "rope_low_freq_factor"),
+        ({"rope_theta": 10000.5}, "rope_theta"),
+        ({"mlp_bias": True}, "qkv_bias"),
+    ],
+)
+def test_the_report_of_an_inexact_dim_names_it(changed: dict[str, Any], name: str) -> None:
+    found = mapping.load("megatron", "gpt").inexact(
+        mapping.load("hf", "llama").read(llama(**changed))
+    )
+    assert name in found
+    assert found[name].startswith(f"{name} is ")
+
+
+def test_a_window_is_refused_for_a_megatron_core_that_mckpt_does_not_know_it_of(
+    tmp_path: Path,
+) -> None:
+    source = tiny.tiny_random("mistral", tmp_path / "hf", sliding_window=16)
+    with pytest.raises(
+        MappingError, match=r"sliding_window is 16 .*\n.*--allow-inexact sliding_window"
+    ):
+        mckpt.plan(source, tmp_path / "out", megatron_version="0.15")
+    mckpt.plan(source, tmp_path / "out", megatron_version="0.16")
+
+
+def test_the_windows_of_qwen2_begin_at_a_layer() -> None:
+    """Transformers gives a window to the layers from max_window_layers on."""
+    family = mapping.load("hf", "qwen2")
+    given = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+    config = json.loads(Path("fixtures/tiny/qwen2.json").read_text())
+    config.pop("layer_types", None)
+    layers = config["num_hidden_layers"]
+    dims = family.read({**config, **given})
+    assert dims["window_layers"] == [0] + [1] * (layers - 1)
+    given["layer_types"] = ["sliding_attention"] + ["full_attention"] * (layers - 1)
+    assert family.read({**config, **given})["window_layers"] == [1] + [0] * (layers - 1)
+    given["use_sliding_window"] = False
+    assert family.read({**config, **given})["sliding_window"] is None
+
+
+def test_unknown_keys_with_a_value_are_listed() -> None:
+    """Keys whose value is empty are ignored, and a plan to Megatron refuses all others by name."""
+    family = mapping.load("hf", "llama")
+    assert family.unknown(
+        llama(final_logit_softcapping=30.0, new_flag=False, other=None, empty=[], nothing={})
+    ) == ["final_logit_softcapping"]
+    assert family.unknown(llama()) == []
+
+
+def test_keys_that_a_file_expects_are_known(tmp_path: Path) -> None:
+    """transformers 5 writes rope_interleave: true into the config.json of a DeepSeek-V3."""
+    source = tiny.tiny_random("deepseek-v3", tmp_path / "hf", rope_interleave=True)
+    assert (
+        mapping.load("hf", "deepseek_v3").unknown(json.loads((source / "config.json").read_text()))
+        == []
+    )
+    mckpt.plan(source, tmp_path / "out")
+    other = tiny.tiny_random("deepseek-v3", tmp_path / "other", rope_interleave=False)
+    with pytest.raises(
+        MappingError, match=r"rope_interleave is False, and deepseek_v3\.yaml supports only True"
+    ):
+        mckpt.plan(other, tmp_path / "out")
+
+
+def test_an_unknown_key_is_refused_by_a_plan(tmp_path: Path) -> None:
+    source = tiny.tiny_random("llama", tmp_path / "hf")
+    tiny.write_json(source / "config.json", llama(final_logit_softcapping=30.0))
+    with pytest.raises(
+        MappingError,
+        match=r"does not mention:(?s:.*)softcapping is 30\.0 in config\.json(?s:.*)under `expect`",
+    ):
+        mckpt.plan(source, tmp_path / "out")
+    mckpt.plan(source, tmp_path / "out", allow_inexact=["final_logit_softcapping"])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("num_layers=3", ("num_layers", 3)),
+        ("tied=true", ("tied", True)),
+        ("rope_theta=5.0", ("rope_theta", 5.0)),
+        ("moe_layers=[0, 1]", ("moe_layers", [0, 1])),
+    ],
+)
+def test_a_setting_is_parsed(text: str, value: Any) -> None:
+    assert mapping.parse_setting(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["num_layers", "layers=3", "num_layers=three", "tied=3", "num_layers=-1", "num_layers=[", "=3"],
+)
+def test_a_bad_setting_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"--set {text!r}")):
+        mapping.parse_setting(text)

@@ -1,0 +1,377 @@
+"""run_config.yaml of Megatron-Bridge: the dims in it, and the file that mckpt writes.
+
+tests/judge/test_bridge.py lets Megatron-Bridge itself load what mckpt writes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mckpt
+from mckpt import mapping
+from mckpt.errors import MappingError, SourceError, UsageError
+from mckpt.formats.megatron import run_config
+from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
+from mckpt.geometry.parallel import Parallel
+from mckpt.mapping import MappingFile
+from tests.helpers.commands import Pt
+from tests.helpers.tiny import TinyModel
+
+ROOT = Path(__file__).resolve().parents[2] / "fixtures"
+
+PLAIN = """
+model:
+  num_layers: 4
+  hidden_size: 64
+  ffn_hidden_size: 128
+  num_attention_heads: 8
+  num_query_groups: 4
+  kv_channels: 16
+  vocab_size: 200
+  seq_length: 512
+  share_embeddings_and_output_weights: false
+  gated_linear_unit: true
+  activation_func: {_target_: torch.nn.functional.silu, _partial_: true}
+  add_bias_linear: false
+  normalization: RMSNorm
+  rotary_base: 10000
+  rope_scaling: false
+  rope_scaling_factor: 8.0
+"""
+LATENT = """
+  multi_latent_attention: true
+  q_lora_rank: 24
+  kv_lora_rank: 32
+  qk_head_dim: 16
+  qk_pos_emb_head_dim: 8
+  v_head_dim: 16
+  rope_type: yarn
+  rotary_scaling_factor: 40
+  original_max_position_embeddings: 4096
+  beta_fast: 32
+  beta_slow: 1
+  mscale: 1.0
+  mscale_all_dim: 1.0
+"""
+YARN = """
+  position_embedding_type: yarn
+  yarn_rotary_scaling_factor: 32.0
+  yarn_original_max_position_embeddings: 4096
+  yarn_beta_fast: 32.0
+  yarn_beta_slow: 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        ("  position_embedding_type: rope\n", ("default", 1.0)),
+        (LATENT, ("yarn", 40.0)),
+        (LATENT.replace("rope_type: yarn", "rope_type: rope"), ("mscale", 40.0)),
+        (YARN, ("yarn", 32.0)),
+    ],
+)
+def test_the_rotary_scaling_is_read(more: str, wanted: tuple[str, float], tmp_path: Path) -> None:
+    """Megatron-Bridge states it apart from `rope_scaling`, which is that of Llama 3 alone."""
+    path = tmp_path / "run_config.yaml"
+    path.write_text(PLAIN + more.strip("\n") + "\n")
+    dims = dims_of(path, "gpt", {}, {})
+    assert (dims["rope_type"], dims["rope_factor"]) == wanted
+
+
+def test_the_rotary_scaling_of_llama_3_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run_config.yaml"
+    path.write_text(PLAIN.replace("rope_scaling: false", "rope_scaling: true"))
+    dims = dims_of(path, "gpt", {}, {})
+    assert (dims["rope_type"], dims["rope_factor"]) == ("llama3", 8.0)
+
+
+def test_the_run_config_of_gpt_oss_is_read() -> None:
+    """Megatron-Bridge 0.6.2 wrote the file for a small GPT-OSS. It takes the numbers of yarn and
+    of the clamp from no config.
+    """
+    dims = dims_of(ROOT / "run_config" / "gpt-oss.yaml", "gpt", {}, {})
+    assert (dims["activation"], dims["gated"], dims["glu_clamp"]) == ("quick_gelu", True, 7.0)
+    assert (dims["rope_type"], dims["rope_factor"], dims["rope_mscale"]) == ("yarn", 32.0, 1.0)
+    assert (dims["attn_sinks"], dims["sliding_window"]) == (True, 17)
+    assert list(dims["window_layers"]) == [1, 0, 1, 0]
+
+
+def test_an_unknown_activation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / RUN_CONFIG
+    path.write_text(PLAIN.replace("torch.nn.functional.silu", "torch.tanh"))
+    with pytest.raises(MappingError, match=r"activation_func._target_ is 'torch.tanh'"):
+        dims_of(path, "gpt", {}, {})
+
+
+@pytest.mark.parametrize("value", ["2001-99-99", "!!float abc", "9" * 6000, "[" * 2000])
+def test_values_that_no_yaml_has_are_refused(value: str, tmp_path: Path) -> None:
+    path = tmp_path / RUN_CONFIG
+    path.write_text(PLAIN.replace("num_layers: 4", f"num_layers: {value}"))
+    with pytest.raises(SourceError, match="not valid YAML"):
+        dims_of(path, "gpt", {}, {})
+
+
+def test_a_shorter_sequence_than_the_models_is_accepted(tmp_path: Path) -> None:
+    path = tmp_path / RUN_CONFIG
+    path.write_text(PLAIN)
+    assert dims_of(path, "gpt", {"max_positions": 4096}, {})["max_positions"] == 4096
+    with pytest.raises(MappingError, match="hidden_size is 64 by hidden_size, but 65"):
+        dims_of(path, "gpt", {"hidden_size": 65}, {})
+
+
+# what differs in the file of the same model with experts, which stand in a latent
+WITH_EXPERTS = {
+    "hybrid_layer_pattern": "MEM*EME-",
+    "num_layers": 8,
+    "num_moe_experts": 6,
+    "moe_ffn_hidden_size": 44,
+    "moe_latent_size": 36,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_shared_expert_intermediate_size": 92,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "more"), [("nemotron_h", {}), ("nemotron_h_latent", WITH_EXPERTS)]
+)
+def test_the_run_config_of_nemotron_h_is_read(
+    case: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    """Megatron-Bridge 0.6.2 wrote the file for fixtures/families/nemotron_h.json. It has 8 experts,
+    although the pattern has none.
+    """
+    dims = dims_of(edited(more, tmp_path), "hybrid", {}, {})
+    config = json.loads((ROOT / "families" / f"{case}.json").read_text())
+    assert not apart(mapping.load("hf", "nemotron_h").read(config), dims)
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"multi_latent_attention": True}, "has no fields for multi-latent attention"),
+        ({"hybrid_layer_pattern": "M-|M-"}, "refuses virtual pipeline stages"),
+        ({"mtp_hybrid_override_pattern": "*E"}, "in hybrid_layer_pattern as well"),
+        ({"mtp_use_repeated_layer": True}, "mtp_use_repeated_layer is True"),
+        ({"seq_len_interpolation_factor": 2.0}, "seq_len_interpolation_factor is 2.0"),
+    ],
+)
+def test_a_hybrid_run_config_of_an_unknown_model_is_refused(
+    more: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MappingError, match=message):
+        dims_of(edited(more, tmp_path), "hybrid", {}, {})
+
+
+def test_a_field_that_no_provider_has_is_listed_and_refused(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """As `final_logit_softcapping`, which is refused by name, of the next Gemma."""
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "run", run_config=True).run()
+    path = tmp_path / "run" / "release" / RUN_CONFIG
+    common = Pt(path.with_name("common.pt"))
+    del common.value["args"]
+    common.save()
+    shutil.rmtree(tmp_path / "run" / "hf")
+    path.write_bytes(run_config.restated(path, {"query_cap": 224, "hf_model_id": "a/b"}, {}))
+    (path.parent / "mckpt.json").unlink()
+    with pytest.raises(
+        MappingError, match=r"query_cap is 224.*(?s:.*)--allow-inexact args.query_cap"
+    ):
+        mckpt.plan(tmp_path / "run", tmp_path / "hf", format="hf")
+    mckpt.plan(tmp_path / "run", tmp_path / "tp2", parallel=Parallel(tp=2)).run()
+    assert run_config.read_model(tmp_path / "tp2" / "release" / RUN_CONFIG)["query_cap"] == 224
+
+
+def test_layers_of_multi_token_prediction_are_read_from_the_pattern(tmp_path: Path) -> None:
+    more = {"hybrid_layer_pattern": "MEM*EME-/*E/*E", "mtp_hybrid_override_pattern": "*E"}
+    path = edited({**WITH_EXPERTS, **more, "mtp_num_layers": 2}, tmp_path)
+    assert dims_of(path, "hybrid", {}, {})["mtp_layers"] == 2
+
+
+def edited(more: dict[str, Any], directory: Path) -> Path:
+    """Returns the path of the run_config.yaml of a Nemotron-H with other entries of `model`."""
+    path = directory / RUN_CONFIG
+    own = ROOT / "run_config" / "nemotron-h.yaml"
+    path.write_bytes(run_config.restated(own, more, {}))
+    return path
+
+
+def dims_of(path: Path, dialect: str, known: dict[str, Any], said: dict[str, Any]) -> Any:
+    return run_config.run_config_dims(path, file_of(dialect), known, said)
+
+
+def file_of(dialect: str) -> MappingFile:
+    file = run_config.mapping_file(mapping.load("megatron", dialect))
+    assert file is not None
+    return file
+
+
+def apart(wanted: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Returns the dims that differ; mamba_min_step is transformers' alone."""
+    return {
+        n: (wanted[n], found[n])
+        for n in wanted
+        if n != "mamba_min_step" and not mapping.equal(wanted[n], found[n])
+    }
+
+
+def exact_models(name: str) -> list[str]:
+    """The published configs whose models the dialect computes without a difference, except in the
+    smallest time step of a Mamba-2.
+    """
+    dialect, out = mapping.load("megatron", name), []
+    for path in sorted((ROOT / "configs").glob("*.json")):
+        dims = published(path.stem)
+        program = {
+            "megatron": dialect.version(),
+            "transformer_impl": "transformer_engine",
+            "pp": 1,
+            "format": "torch_dist",
+        }
+        if not dialect.inexact(dims, program).keys() - {"mamba_min_step"}:
+            out.append(path.stem)
+    return out
+
+
+def published(name: str) -> dict[str, Any]:
+    config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
+    return mapping.load("hf", mapping.family_with(config["architectures"][0])).read(config)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "name"), [(d, n) for d in ("gpt", "hybrid") for n in exact_models(d)]
+)
+def test_a_written_run_config_has_the_dims(dialect: str, name: str, tmp_path: Path) -> None:
+    dims, file = published(name), file_of(dialect)
+    given = {"dtype": "bfloat16", "experts": "grouped"}
+    if dialect == "hybrid" and (dims["mla"] or dims["rope_type"] == "yarn"):
+        with pytest.raises(MappingError, match=r"multi-latent|position_embedding_type is 'yarn'"):
+            run_config.model_section(file, dims, given, Parallel(tp=2))
+        return
+    section = run_config.model_section(file, dims, given, Parallel(tp=2))
+    path = tmp_path / RUN_CONFIG
+    path.write_bytes(run_config.new(section, {"save_optim": False, "save_rng": False}))
+    assert not apart(dims, dims_of(path, dialect, {}, {}))
+    if dialect == "hybrid":
+        fields = yaml.safe_load((ROOT / "run_config" / "nemotron-h.yaml").read_text())["model"]
+        assert not section.keys() - fields.keys(), "HybridModelProvider has no such fields"
+
+
+def test_hf_to_megatron_writes_a_run_config(tiny_model: TinyModel, tmp_path: Path) -> None:
+    plan = mckpt.plan(
+        tiny_model("qwen3-moe"), tmp_path / "m", parallel=Parallel(tp=2, ep=2), run_config=True
+    )
+    plan.run()
+    unit = tmp_path / "m" / "release"
+    found = yaml.safe_load((unit / RUN_CONFIG).read_text())
+    model = found["model"]
+    assert model["_target_"] == "megatron.bridge.models.gpt_provider.GPTModelProvider"
+    assert model["activation_func"] == {"_target_": "torch.nn.functional.silu", "_call_": False}
+    assert model["params_dtype"] == {"_target_": "torch.bfloat16", "_call_": False}
+    sizes = [f"{n}_parallel_size" for n in ("tensor_model", "pipeline_model", "expert_model")]
+    assert [model[name] for name in sizes] == [2, 1, 2]
+    assert model["sequence_parallel"] is True
+    assert (model["num_moe_experts"], model["vocab_size"], model["should_pad_vocab"]) == (
+        *(24, 211),
+        True,
+    )
+    assert "padded_vocab_size" not in model and "norm_epsilon" not in model
+    assert not found["checkpoint"]["save_optim"] and not found["checkpoint"]["save_rng"]
+
+
+def test_reshard_carries_a_run_config_on(tiny_model: TinyModel, tmp_path: Path) -> None:
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, target_iteration=7).run()
+    unit = tmp_path / "a" / "iter_0000007"
+    text = (unit / RUN_CONFIG).read_text()
+    other = "  timers: !!python/object:megatron.core.timers.Timers {log_level: 2}\n  mine: 3\n"
+    text = text.replace("model:\n", "model:\n" + other)
+    (unit / RUN_CONFIG).write_text(text + "train:\n  global_batch_size: 64\n")
+    (unit / TRAIN_STATE).write_bytes(b"counters")
+    mckpt.plan(
+        tmp_path / "a", tmp_path / "b", format="torch_dist", parallel=Parallel(tp=2, pp=2)
+    ).run()
+    written = tmp_path / "b" / "iter_0000007"
+    lines, before = ((u / RUN_CONFIG).read_text().splitlines() for u in (written, unit))
+    gone = [" ".join(x.split()) for x in before if x not in lines]
+    assert {*gone} >= {"tensor_model_parallel_size: 1", "pipeline_model_parallel_size: 1"}
+    new = [" ".join(x.split()) for x in lines]
+    assert "tensor_model_parallel_size: 2" in new and "pipeline_model_parallel_size: 2" in new
+    assert "mine: 3" in new and "global_batch_size: 64" in new
+    assert any(x.startswith("timers: !!python/object:megatron.core.timers.Timers") for x in new)
+    assert (written / TRAIN_STATE).read_bytes() == b"counters"
+    # another iteration has other counters
+    mckpt.plan(tmp_path / "a", tmp_path / "c", format="torch_dist", target_iteration=8).run()
+    assert (tmp_path / "c" / "iter_0000008" / RUN_CONFIG).exists()
+    assert not (tmp_path / "c" / "iter_0000008" / TRAIN_STATE).exists()
+    # Megatron-Bridge does not read the format torch
+    mckpt.plan(tmp_path / "a", tmp_path / "d", format="torch").run()
+    assert not list((tmp_path / "d").rglob(RUN_CONFIG))
+
+
+def test_reshard_moves_the_stages_of_a_hybrid_pattern(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    uneven = Parallel(pp=2, first_stage_layers=2)
+    hybrid: dict[str, Any] = {"format": "torch_dist", "dialect": "hybrid"}
+    mckpt.plan(
+        tiny_model("qwen3"), tmp_path / "a", parallel=uneven, run_config=True, **hybrid
+    ).run()
+    mckpt.plan(tmp_path / "a", tmp_path / "b", parallel=Parallel(pp=4), **hybrid).run()
+    models = [
+        yaml.safe_load((tmp_path / d / "release" / RUN_CONFIG).read_text())["model"] for d in "ab"
+    ]
+    for model, pattern in zip(models, ("*-|*-*-*-", "*-|*-|*-|*-"), strict=True):
+        assert model["hybrid_layer_pattern"] == pattern
+        assert model["pipeline_model_parallel_size"] == pattern.count("|") + 1
+        assert model["num_layers_in_first_pipeline_stage"] is None
+        assert model["_target_"].endswith("hybrid_provider.HybridModelProvider")
+
+
+def test_another_dialect_gets_the_run_config_of_its_own_provider(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    mckpt.plan(tiny_model("qwen3"), tmp_path / "a", run_config=True, target_iteration=3).run()
+    (tmp_path / "a" / "iter_0000003" / TRAIN_STATE).write_bytes(b"counters")
+    source, found = tmp_path / "a", []
+    for name, dialect in (("b", "hybrid"), ("c", "gpt")):
+        mckpt.plan(source, tmp_path / name, dialect=dialect, format="torch_dist").run()
+        source = tmp_path / name
+        assert (source / "iter_0000003" / TRAIN_STATE).read_bytes() == b"counters"
+        found.append((source / "iter_0000003" / RUN_CONFIG).read_text())
+    assert "HybridModelProvider" in found[0] and "rope_scaling" not in found[0]
+    assert found[1] == (tmp_path / "a" / "iter_0000003" / RUN_CONFIG).read_text()
+
+
+def test_a_dialect_without_a_run_config_is_refused(
+    tiny_model: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for dialect in ("bert", "t5"):
+        assert run_config.mapping_file(mapping.load("megatron", dialect)) is None
+    monkeypatch.setattr(run_config, "mapping_file", lambda dialect: None)
+    with pytest.raises(UsageError, match="the dialect gpt there; give --dialect gpt or hybrid"):
+        mckpt.plan(tiny_model("qwen3"), tmp_path / "m", run_config=True)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"format": "torch"}, "does not read the format torch; give --format torch_dist"),
+        (
+            {"dialect": "hybrid", "parallel": Parallel(pp=2, vpp=2)},
+            "refuses virtual pipeline stages",
+        ),
+        ({"transformer_impl": "local"}, "the target is local; give --transformer-impl"),
+    ],
+)
+def test_a_run_config_that_cannot_be_loaded_is_refused(
+    wanted: dict[str, Any], message: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        mckpt.plan(tiny_model("qwen3"), tmp_path / "m", run_config=True, **wanted)
