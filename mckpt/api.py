@@ -19,7 +19,7 @@ from mckpt.checking import checking
 from mckpt.checkpoint import checkpoint, comparison
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion import planning, pushing
-from mckpt.conversion.plan import Plan
+from mckpt.conversion.planning import Plan
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
 from mckpt.geometry.parallel import Parallel

@@ -24,7 +24,7 @@ from mckpt.storage import sparse_copy
 
 if TYPE_CHECKING:
     from mckpt.checkpoint.checkpoint import Checkpoint
-    from mckpt.conversion.plan import Plan
+    from mckpt.conversion.planning import Plan
     from mckpt.conversion.target import TargetOptions
     from mckpt.execute.ranks import Ranks
 

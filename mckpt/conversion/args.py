@@ -1,4 +1,6 @@
-"""Megatron's args and common state for a checkpoint that is written."""
+"""Megatron's args and common state for a checkpoint that is written, and the files beside it from
+which Megatron-Bridge loads it.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,19 @@ from mckpt.conversion import optimizer
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import true_vocab
 from mckpt.conversion.target import TargetOptions
+from mckpt.errors import MappingError, UsageError
 from mckpt.formats.base import Names
+from mckpt.formats.megatron import run_config
 from mckpt.formats.megatron.common_state import (
     CHECKPOINT_VERSION,
     VERSION,
     Common,
     new_common,
 )
+from mckpt.formats.megatron.run_config import RUN_CONFIG, TRAIN_STATE
 from mckpt.formats.megatron.save_directory import iteration_of
 from mckpt.mapping import MappingFile
+from mckpt.storage.files import TargetFile, read_file
 
 # args that follow --transformer-impl; see parts/args.yaml
 FOLLOWS_IMPL = (
@@ -40,10 +46,14 @@ class Decided:
     destination: Destination
     target: TargetOptions
     names: Names  # of the target; the choice of `layers` follows from the args
+    dtypes: dict[str, str]  # of each logical tensor
     dtype: str  # of most of the weights
     padded_vocab_size: int  # rows
     divisible_by: int  # Megatron pads the vocabulary to a multiple of it times tp
-    optimizer: bool = False  # whether the optimizer's state is kept
+    megatron: list[int]  # the version of the megatron-core that will load the checkpoint
+    optimizer: bool  # whether the optimizer's state is kept
+    inexact: dict[str, str]  # features that the user accepts to lose: name -> reason
+    notes: list[str]  # on the vocabulary
 
     @property
     def changes_dialect(self) -> bool:
@@ -199,3 +209,85 @@ def _python(args: dict[str, Any]) -> dict[str, Any]:
         )
         for k, v in args.items()
     }
+
+
+def bridge_files(decided: Decided) -> list[TargetFile]:
+    """Returns run_config.yaml if the user asks for it or the source has one, and the source's
+    train_state.pt; nothing for a target that Megatron-Bridge cannot read.
+    """
+    source, target, names = decided.source, decided.target, decided.names
+    own = source.opened.root / RUN_CONFIG
+    carried = source.is_megatron and own.exists()
+    if not (target.run_config or carried):
+        return []
+    rows, true = decided.padded_vocab_size, true_vocab(source)
+    dims = {**names.dims, "vocab_size": rows if true is None else true}
+    try:
+        file = _bridge_mapping_file(decided)
+        model = run_config.model_section(file, dims, given_of(decided), names.parallel)
+    except (MappingError, UsageError) as e:
+        if target.run_config:
+            raise UsageError(f"--run-config: {e}") from None
+        return []
+    has_state = decided.optimizer and bool(source.optimizer)
+    if has_state:  # the state of the embedding loads with the same number of rows only
+        model |= {"vocab_size": rows, "should_pad_vocab": False}
+    states = {"save_optim": has_state, "save_rng": False}
+    if carried and not decided.changes_dialect:
+        content = run_config.restated(own, _changed_run_config(decided, file, model), states)
+    else:  # the provider of another dialect has other fields
+        content = run_config.new(model, states)
+    out = [TargetFile.whole(RUN_CONFIG, content)]
+    state = own.with_name(TRAIN_STATE)
+    if (
+        carried
+        and state.exists()
+        and source.files.iteration_directory is not None
+        and source.files.iteration_directory.name == decided.destination.iteration_name
+    ):
+        out.append(TargetFile.whole(TRAIN_STATE, read_file(state, 1 << 20)))
+    return out
+
+
+def _bridge_mapping_file(decided: Decided) -> MappingFile:
+    """Returns the mapping file of the target's run_config.yaml.
+
+    Raises UsageError if Megatron-Bridge cannot load the target with one.
+    """
+    dialect, format = decided.names.mapping, decided.destination.format
+    if not format.global_keys:
+        raise UsageError(
+            f"Megatron-Bridge does not read the format {format}; give --format torch_dist"
+        )
+    file = run_config.mapping_file(dialect)
+    if file is None:
+        raise UsageError(
+            f"mckpt cannot describe the dialect {dialect.name} there; give --dialect gpt or hybrid"
+        )
+    impl = decided.names.choices["transformer_impl"]
+    if impl != "transformer_engine":
+        raise UsageError(
+            f"Megatron-Bridge builds modules of Transformer Engine, and the target is {impl}; give"
+            " --transformer-impl transformer_engine"
+        )
+    return file
+
+
+def _changed_run_config(
+    decided: Decided, file: MappingFile, model: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the entries of `model` that a conversion changes in the source's run_config.yaml."""
+    source, target = decided.source, decided.target
+    out = run_config.sizes(decided.names.parallel)
+    out |= {key: model[key] for key in file.keys_with("stages") if key in model}
+    if target.dtype is not None:
+        out |= {k: model[k] for k in ("params_dtype", "pipeline_dtype", "bf16", "fp16")}
+    if target.grouped_experts is not None:
+        out["moe_grouped_gemm"] = model["moe_grouped_gemm"]
+    # without tensor parallelism it is refused; experts require it with
+    if target.parallel.tp == 1 or model["sequence_parallel"]:
+        out["sequence_parallel"] = model["sequence_parallel"]
+    if source.opened.padded_vocab(source.mapping) != decided.padded_vocab_size:
+        keys = ("vocab_size", "should_pad_vocab", "make_vocab_size_divisible_by")
+        out |= {k: model[k] for k in keys}
+    return out

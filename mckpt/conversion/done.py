@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mckpt.checkpoint.description import changed_files
-from mckpt.conversion.identity import State, key_of
-from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.errors import StorageError, shown
 from mckpt.execute.checksums import KINDS
 from mckpt.storage import sparse_copy
@@ -28,7 +27,7 @@ class Verdict(NamedTuple):
 
     manifest: dict[str, Any] | None
     why: str = ""
-    state: State | None = None  # of the source, whose content was found in the destination
+    state: SourceState | None = None  # of the source, whose content was found in the destination
 
 
 def judge(
@@ -49,7 +48,7 @@ def judge(
         return Verdict(None, f"The files differ: {gone[0]}")
     if gone := sorted(set(manifest.get("hf", ())) - set(plan.side.files)):
         return Verdict(None, f"The source differs: {plan.source.path} has no {gone[0]} now")
-    state = State.of(plan)
+    state = plan.state()
     if manifest.get("read") == str(state):
         return Verdict(manifest, state=state)
     if look:
@@ -59,7 +58,7 @@ def judge(
         )
         checksum = _checksum(manifest)
         found = differing(plan, here, checksum, MEMORY)
-        if not found and State.of(plan) == state:
+        if not found and plan.state() == state:
             return Verdict(manifest, state=state)
         if found and _was_changed(found, manifest["files"].get(os.path.relpath(found, here))):
             return Verdict(None, f"The files differ: {found}: was changed after it was written")
@@ -76,7 +75,7 @@ def settle(plan: PlanData, verdict: Verdict) -> None:
         destination.tracker.settle(destination.iteration_name)
     known = str(manifest.get("read"))
     shared = {known.partition(":")[0], state.shared}
-    destination.clean(*(key_of(plan, kind, one) for kind in KINDS for one in shared))
+    destination.clean(*(plan.key(kind, one) for kind in KINDS for one in shared))
     if known != str(state):
         _note(destination.path / MANIFEST, known, str(state))
 

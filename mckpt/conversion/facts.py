@@ -26,7 +26,7 @@ from mckpt.values import dtypes, quantisation
 from mckpt.version import __version__
 
 
-def kinds_of(source: Checkpoint, target: TargetOptions) -> tuple[dict[str, str], str]:
+def dtypes_of_target(source: Checkpoint, target: TargetOptions) -> tuple[dict[str, str], str]:
     """Returns the dtype of each logical tensor in the target, and the dtype of most bytes."""
     if target.dtype is not None:
         wanted = dtypes.parse(target.dtype)
@@ -49,7 +49,7 @@ def _states(source: Checkpoint) -> dict[str, str]:
 
 def most_dtype(source: Checkpoint) -> str:
     """Returns the dtype of most of a checkpoint's bytes."""
-    return kinds_of(source, TargetOptions())[1]
+    return dtypes_of_target(source, TargetOptions())[1]
 
 
 def mapping_to_keep(source: Checkpoint) -> tuple[str, bytes] | None:

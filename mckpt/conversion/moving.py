@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mckpt.conversion.identity import State
-from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.errors import SourceError, UsageError
 from mckpt.execute.checksums import KINDS
 from mckpt.execute.engine import Cluster, Overflow, execute
@@ -110,15 +109,17 @@ def dropped(plan: PlanData, check_replicas: bool) -> list[str]:
     return source.reader.padding()
 
 
-def check_unchanged(plan: PlanData, before: State, look: Callable[[], str] | None = None) -> State:
+def check_unchanged(
+    plan: PlanData, before: SourceState, look: Callable[[], str] | None = None
+) -> SourceState:
     """Returns the state of the source files now. Raises SourceError if they have changed since the
     run began.
 
     look: compares the output with the source, and returns what differs. It is called if the state
     has changed, which also happens without a change of the content, as after a chmod.
     """
-    now = State.of(plan, refresh=True)
-    if now == before or (look and not look() and State.of(plan, refresh=True) == now):
+    now = plan.state(refresh=True)
+    if now == before or (look and not look() and plan.state(refresh=True) == now):
         return now
     raise SourceError(
         f"{plan.source.path}: was changed while it was read; run the command again when"
@@ -127,7 +128,7 @@ def check_unchanged(plan: PlanData, before: State, look: Callable[[], str] | Non
 
 
 def manifest_of(
-    plan: PlanData, state: State, said: Sequence[str], sums: Sequence[str]
+    plan: PlanData, state: SourceState, said: Sequence[str], sums: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the content of mckpt.json after a run.
 

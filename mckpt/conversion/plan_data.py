@@ -1,10 +1,14 @@
-"""The data of a plan: all copies and files of a conversion, proved from headers."""
+"""The data of a plan: all copies and files of a conversion, proved from headers. Also the identity
+of its source, by which a later run recognises the output and the interrupted work of the same
+command: a file that has the same size, mtime, ctime and inode is the same. If one of them differs,
+the content decides (`done`).
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +24,8 @@ from mckpt.errors import counted, printable, shown
 from mckpt.formats.base import Names
 from mckpt.geometry.box import Layout, gaps
 from mckpt.geometry.join import COPY, UNSCALED, Joined
-from mckpt.storage.files import TargetFile
+from mckpt.storage import sparse_copy
+from mckpt.storage.files import Stamp, TargetFile, stamp
 from mckpt.values import dtypes
 
 
@@ -43,6 +48,22 @@ class PlannedCopy(NamedTuple):
     scaled: bool  # whether the elements of one side are quantised: values are codes times scales
 
 
+@dataclass(frozen=True)
+class SourceState:
+    """The state of the source files of a plan."""
+
+    stamps: Sequence[Stamp]
+
+    def __str__(self) -> str:
+        """Returns the text for the manifest."""
+        return f"{self.shared}:{_digest([one.exact for one in self.stamps])}"
+
+    @property
+    def shared(self) -> str:
+        """Returns the part that is the same on all machines that see the files."""
+        return _digest([one.shared for one in self.stamps])
+
+
 @dataclass(eq=False)
 class PlanData:
     """A conversion that is proved from headers alone."""
@@ -63,6 +84,25 @@ class PlanData:
     def digest(self) -> str:
         """Returns a digest of everything that determines the bytes of the output."""
         return hashlib.sha256(shown(json.dumps(self.facts, sort_keys=True)).encode()).hexdigest()
+
+    def state(self, refresh: bool = False) -> SourceState:
+        """Returns the state of the source files now; with `refresh`, lists the stores that have
+        them.
+        """
+        files = [*self.source.layout.files, *map(str, self.copied)]
+        if refresh:
+            for copy in {id(one): one for one in map(sparse_copy.of, files) if one}.values():
+                copy.list()
+        return SourceState([stamp(file) for file in files])
+
+    def key(self, checksum: str, shared: str) -> str:
+        """Returns a digest of the bytes that a run writes; the same command has the same one, on
+        all its ranks.
+
+        shared: that of the source's state. A run that continues another one compares the whole
+        state too (Destination.staging).
+        """
+        return _digest(f"{self.digest} {checksum} {shared}")
 
     @property
     def nbytes(self) -> int:
@@ -180,6 +220,10 @@ class PlanData:
         lines += [f"left behind: {', '.join(p['left_behind'])}"] * bool(p["left_behind"])
         lines += [f"inexact: {text}" for text in p["inexact"].values()]
         return "\n".join(map(printable, lines + p["notes"]))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def _optimizer_lines(state: Mapping[str, Any], compared: bool) -> Iterator[str]:

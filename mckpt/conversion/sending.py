@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.conversion.groups import part
-from mckpt.conversion.identity import State
 from mckpt.conversion.moving import RunSettings, move
-from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Sent, StoreJournal
 from mckpt.errors import SourceError
@@ -43,7 +42,7 @@ class Sender:
     outputs: Sequence[TargetFile]
     joined: Joined
     sources: Sequence[Path]
-    state: State
+    state: SourceState
     groups: Sequence[Sequence[int]]
     carried: frozenset[int]
     how: RunSettings
@@ -54,7 +53,7 @@ class Sender:
         plan: PlanData,
         journal: StoreJournal,
         how: RunSettings,
-        state: State,
+        state: SourceState,
         groups: Sequence[Sequence[int]],
         carried: frozenset[int],
     ) -> Sender:

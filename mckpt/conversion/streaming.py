@@ -26,10 +26,9 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.checkpoint.tensor import LazyTensor
 from mckpt.containers.entries import Entry
-from mckpt.conversion.identity import State, key_of
 from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.plan_data import PlanData
-from mckpt.conversion.publishing import publish
+from mckpt.conversion.run import publish
 from mckpt.conversion.target import MAX_SHARD_SIZE
 from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_as
 from mckpt.execute.batches import Batches
@@ -263,11 +262,11 @@ def run(
             " convert or copy it to the store"
         )
     plan.side.check_unchanged()
-    made, state = [p for p in (root, *root.parents) if not p.exists()], State.of(plan)
+    made, state = [p for p in (root, *root.parents) if not p.exists()], plan.state()
     try:
         # the same key every time, so that what a killed run left is found and replaced
         with plan.destination.staging(
-            key_of(plan, how.checksum, "stream"), str(state), resume=False
+            plan.key(how.checksum, "stream"), str(state), resume=False
         ) as staging:
             try:
                 sums = _move(plan, how, stream, staging / "data")

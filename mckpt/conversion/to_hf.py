@@ -12,14 +12,14 @@ from mckpt import mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
+    dtypes_of_target,
     facts_of,
     form_of,
-    kinds_of,
     mapping_to_keep,
     named_by_user,
     shifted,
 )
-from mckpt.conversion.plan import Plan
+from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.refusals import (
     lost_args,
     refuse_inexact,
@@ -72,7 +72,7 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     _ = source.layout  # damage is reported before dims that do not fit
     family, base, note = _model(source)
     inexact = _inexact(source, family, target)
-    kinds, dtype = kinds_of(source, target)
+    kinds, dtype = dtypes_of_target(source, target)
     text, notes = _config(source, family, base, dtype)
     if target.quantize and source.opened.quantised:
         raise UsageError(
@@ -100,7 +100,7 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     return Export(source, request, text, inexact, [note, *notes])
 
 
-def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions) -> Plan:
+def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions) -> PlanData:
     """Returns the plan of a Hugging Face directory."""
     tokenizer = target.tokenizer and places.local(target.tokenizer, weights=False)
     if not source.files.options.like:
@@ -133,7 +133,7 @@ def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions)
     )
     side, copied = SideFiles(destination.root, {}), list(copies.values())
     remarks = [*left_out(roots), *_lacking(copies, source)]
-    return Plan(
+    return PlanData(
         source,
         destination,
         target,

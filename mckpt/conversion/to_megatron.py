@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +15,19 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown
 from mckpt.containers import safe_pickle
 from mckpt.conversion import optimizer
-from mckpt.conversion.args import Decided, args_of
-from mckpt.conversion.bridge_files import bridge_files
+from mckpt.conversion.args import Args, Decided, args_of, bridge_files
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
     dequantised,
+    dtypes_of_target,
     facts_of,
     form_of,
-    kinds_of,
     mapping_to_keep,
     named_by_user,
     shifted,
     text_notes,
 )
-from mckpt.conversion.plan import Plan
+from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.refusals import (
     lost_args,
     refuse_choices,
@@ -54,9 +54,10 @@ from mckpt.formats.hf_config import (
 )
 from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.interface import MegatronRequest
+from mckpt.formats.megatron.optimizer import Scaler
 from mckpt.formats.megatron.run_config import RUN_CONFIG
 from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.geometry.join import join
+from mckpt.geometry.join import Joined, join
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile, major_minor
 from mckpt.storage.files import TargetFile
@@ -64,101 +65,166 @@ from mckpt.storage.files import TargetFile
 MAX_ROWS = 1 << 31  # of a padded vocabulary: far more than any model has
 
 
-def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOptions) -> Plan:
+def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOptions) -> PlanData:
     """Returns the plan of a Megatron checkpoint of any format."""
     refuse_changed(source)
+    decided = _decide(source, destination, target)
+    args = args_of(decided)
+    decided = _with_layer_keys(decided, args)
+    moved, target = decided.moved, decided.target
+    param_groups, scalers = _optimizer_entries(decided)
+    layout, tensor_files = destination.format.lay_out(
+        MegatronRequest(
+            decided.names,
+            decided.dtypes,
+            decided.padded_vocab_size,
+            args.common,
+            target.common_as_object,
+            distributed=not (decided.optimizer and moved.optimizer) or moved.optimizer.distributed,
+            groups=param_groups,
+            scalers=scalers,
+        )
+    )
+    side_files = _side_of(source)
+    launch = _launch(decided, args, side_files)
+    files = [*tensor_files, *_launch_files(decided, launch), *bridge_files(decided)]
+    more, carried_files = carried.lay_out(carried.of(moved.layout), target.max_shard_size)
+    layout = carried.joined(replace(layout, files=[file.path for file in files]), more)
+    side = _checked_side(source, SideFiles(destination.root, side_files, carried_files))
+    joined = join(moved.layout, layout)
+    entries = {"optimizer": [param_groups, scalers]} if decided.optimizer else {}
+    facts = _facts(
+        decided,
+        joined,
+        common=hashlib.sha256(safe_pickle.dumps({**args.common, **entries})).hexdigest(),
+        args=launch.flags,
+        **named_by_user(source, MAPPING in side.files),
+    )
+    root = _side_root(source)
+    return PlanData(
+        moved,
+        destination,
+        target,
+        joined,
+        layout,
+        decided.names,
+        [*files, *carried_files],
+        side,
+        [],
+        facts,
+        left_out([] if root is None else [root]),
+    )
+
+
+def _decide(source: Checkpoint, destination: Destination, target: TargetOptions) -> Decided:
+    """Returns all decisions from which the args of the target follow, or refuses the conversion."""
     dialect = dialect_to_write(source, target)
     megatron = _version(source, dialect, target, destination)
     target = replace(target, megatron_version=".".join(map(str, megatron)))
     refuse_old_version(target, megatron)
     refuse_choices(target, dialect)
     vocabulary = _vocabulary(source, dialect, target)
-    moved, padded = vocabulary.moved, vocabulary.rows
+    moved = vocabulary.moved
     # Damage is reported first: dims that do not fit the tensors must not be computed with.
     _ = moved.layout
-    dims = moved.dims
-    parallel = _parallel(source, dialect, target, dims)
+    parallel = _parallel(source, dialect, target, moved.dims)
     target = replace(target, parallel=parallel)
-    refuse_sizes(dialect, dims, parallel)
+    refuse_sizes(dialect, moved.dims, parallel)
     chosen = {**_choices(moved, destination, target, dialect), **dialect.choices_for(megatron)}
-    inexact = _inexact(source, dialect, dims, chosen["transformer_impl"], target)
+    inexact = _inexact(source, dialect, moved.dims, chosen["transformer_impl"], target)
+    names = Names(dialect, moved.dims, chosen, parallel)
     kept = optimizer.keeps(moved, target)
     optimizer.refuse_others(moved, destination.format, target)
     if kept:
         moved = moved.with_optimizer()
-    kinds, dtype = kinds_of(moved, target)
-    names = Names(dialect, dims, chosen, parallel)
-    decided = Decided(
-        source, moved, destination, target, names, dtype, padded, vocabulary.divisible_by, kept
+    dtypes, dtype = dtypes_of_target(moved, target)
+    return Decided(
+        source,
+        moved,
+        destination,
+        target,
+        names,
+        dtypes,
+        dtype,
+        vocabulary.rows,
+        vocabulary.divisible_by,
+        megatron,
+        kept,
+        inexact,
+        vocabulary.notes,
     )
-    args = args_of(decided)
-    refuse_stacked_keys(target, destination.format, args.implied_layers)
-    names = names._replace(choices={**chosen, "layers": args.layers})
-    refuse_misfit(moved, names, "Megatron")
-    fixed = destination.format.fixed_sizes
-    groups = optimizer.groups(moved, names, fixed, megatron) if kept else []
-    scalers = optimizer.scalers(moved, names, megatron) if kept else []
-    layout, outputs = destination.format.lay_out(
-        MegatronRequest(
-            names,
-            kinds,
-            padded,
-            args.common,
-            target.common_as_object,
-            distributed=not (kept and moved.optimizer) or moved.optimizer.distributed,
-            groups=groups,
-            scalers=scalers,
-        )
-    )
-    beside = _side_of(source)
-    named = megatron_args.BESIDE if has_tokenizer(beside) else None
-    line = megatron_args.launch(dialect, args.written, named)
-    notes = text_notes(moved)
-    launch_files = megatron_args.files(line, notes, kept).items()
-    outputs += [TargetFile.whole(name, text.encode()) for name, text in launch_files]
-    outputs += bridge_files(decided)
-    unchanged = carried.of(moved.layout)
-    more, carried_files = carried.lay_out(unchanged, target.max_shard_size)
-    layout = carried.joined(replace(layout, files=[file.path for file in outputs]), more)
-    outputs += carried_files
-    side = SideFiles(destination.root, beside, carried_files)
+
+
+def _with_layer_keys(decided: Decided, args: Args) -> Decided:
+    """Returns the decisions with the keys of layers that the args imply, or refuses the names."""
+    refuse_stacked_keys(decided.target, decided.destination.format, args.implied_layers)
+    names = decided.names
+    names = names._replace(choices={**names.choices, "layers": args.layers})
+    refuse_misfit(decided.moved, names, "Megatron")
+    return replace(decided, names=names)
+
+
+def _optimizer_entries(decided: Decided) -> tuple[list[list[dict[str, Any]]], list[Scaler]]:
+    """Returns the param_groups and the loss scalers of the optimizers of a rank of the target; none
+    if the optimizer's state is not kept.
+    """
+    if not decided.optimizer:
+        return [], []
+    moved, names, megatron = decided.moved, decided.names, decided.megatron
+    groups = optimizer.groups(moved, names, decided.destination.format.fixed_sizes, megatron)
+    return groups, optimizer.scalers(moved, names, megatron)
+
+
+def _launch(decided: Decided, args: Args, side_files: Iterable[str]) -> megatron_args.Launch:
+    """Returns the flags of Megatron's training program for the target."""
+    tokenizer = megatron_args.BESIDE if has_tokenizer(side_files) else None
+    return megatron_args.launch(decided.names.mapping, args.written, tokenizer)
+
+
+def _launch_files(decided: Decided, launch: megatron_args.Launch) -> list[TargetFile]:
+    """Returns the files that hold the flags of Megatron's training program."""
+    files = megatron_args.files(launch, text_notes(decided.moved), decided.optimizer)
+    return [TargetFile.whole(name, text.encode()) for name, text in files.items()]
+
+
+def _checked_side(source: Checkpoint, side: SideFiles) -> SideFiles:
+    """Returns the files of DST/hf. Raises DestinationError if those of another model are there."""
     side.refuse_other()
     if not side.files:
         refuse_side_of_other(source, side.path)
-    joined = join(moved.layout, layout)
-    state = optimizer.facts(moved, look=not destination.helps) if kept else None
-    facts = facts_of(
+    return side
+
+
+def _facts(decided: Decided, joined: Joined, **more: Any) -> dict[str, Any]:
+    """Returns the content of the manifest; `more` is a part of it."""
+    source, moved, target = decided.source, decided.moved, decided.target
+    dialect, kept = decided.names.mapping, decided.optimizer
+    look = not decided.destination.helps
+    state = optimizer.facts(moved, look) if kept else None
+    notes = [
+        *dequantised(moved),
+        *shifted(joined),
+        *decided.notes,
+        *text_notes(moved),
+        *_dialect_notes(source, dialect, decided.megatron, target),
+    ]
+    return facts_of(
         source,
         moved,
         target,
         dialect,
-        inexact,
-        [
-            *dequantised(moved),
-            *shifted(joined),
-            *vocabulary.notes,
-            *notes,
-            *_dialect_notes(source, dialect, megatron, target),
-        ],
-        parallel=parallel.args(),
-        choices=dict(names.choices),
-        padded_vocab_size=padded,
-        unit=destination.iteration_name,
-        common=hashlib.sha256(
-            safe_pickle.dumps({**args.common, **({"optimizer": [groups, scalers]} if kept else {})})
-        ).hexdigest(),
+        decided.inexact,
+        notes,
+        parallel=target.parallel.args(),
+        choices=dict(decided.names.choices),
+        padded_vocab_size=decided.padded_vocab_size,
+        unit=decided.destination.iteration_name,
         common_as_object=target.common_as_object,
-        args=line.flags,
         megatron_version=target.megatron_version,
         left_behind=optimizer.left_behind(source, kept),
         **({"optimizer": state} if state else {}),
         **_form(source),
-        **named_by_user(source, MAPPING in side.files),
-    )
-    root = _side_root(source)
-    remarks = left_out([] if root is None else [root])
-    return Plan(
-        moved, destination, target, joined, layout, names, outputs, side, [], facts, remarks
+        **more,
     )
 
 

@@ -29,9 +29,8 @@ from typing import Any
 from mckpt import errors
 from mckpt.conversion.done import judge, settle
 from mckpt.conversion.groups import groups
-from mckpt.conversion.identity import State, key_of
 from mckpt.conversion.moving import RunSettings, check_unchanged, dropped, manifest_of
-from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.sending import Sender, temporary
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal, raise_error_of
 from mckpt.errors import StorageError
@@ -49,17 +48,17 @@ START_S = 600.0  # seconds that ranks wait for rank 0 to begin
 
 def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
     """Runs the plan as one of `ranks`, and returns the manifest."""
-    job = _Job(plan, how, ranks, State.of(plan))
+    job = _Job(plan, how, ranks, plan.state())
     return job.help() if ranks.rank else job.lead()
 
 
 class _Job:
     """One run of one plan, as one of its ranks."""
 
-    def __init__(self, plan: PlanData, how: RunSettings, ranks: Ranks, before: State) -> None:
+    def __init__(self, plan: PlanData, how: RunSettings, ranks: Ranks, before: SourceState) -> None:
         self.plan, self.how, self.ranks, self.before = plan, how, ranks, before
         destination = self.destination = plan.destination
-        folder = destination.staging_directory(key_of(plan, how.checksum, before.shared))
+        folder = destination.staging_directory(plan.key(how.checksum, before.shared))
         files = [Path(os.path.normpath(destination.path / file.path)) for file in plan.outputs]
         self.journal = StoreJournal(destination, folder, files, ranks.rank)
         # files by number; the one without which no loader accepts the checkpoint goes last

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pytest
 
-from mckpt.conversion import moving, publishing
+from mckpt.conversion import moving
 from mckpt.conversion import run as run_module
 from mckpt.storage.staging import unfinished
 from tests.helpers.commands import TRACKER, command_line, good, mckpt, refused, tree
@@ -241,10 +241,10 @@ def test_no_resume_keeps_the_replaced_output_until_the_end(tmp_path, trained, an
 
 def test_config_json_is_renamed_after_all_other_files_are_on_disk(tmp_path, trained, monkeypatch):
     done: list[str] = []
-    rename, sync = os.rename, publishing.sync
+    rename, sync = os.rename, run_module.sync
     monkeypatch.setattr(os, "rename", lambda a, b: (done.append(Path(b).name), rename(a, b)))
     monkeypatch.setattr(
-        publishing, "sync", lambda path: (done.append(f"sync {Path(path).name}"), sync(path))
+        run_module, "sync", lambda path: (done.append(f"sync {Path(path).name}"), sync(path))
     )
     good("megatron-to-hf", trained, tmp_path / "dst", "--max-shard-size", "100KB")
     at = done.index("config.json")
