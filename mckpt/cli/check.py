@@ -1,4 +1,4 @@
-"""`mckpt check`: reads a checkpoint whole and says what is wrong with it."""
+"""`mckpt check`: reads a whole checkpoint and reports what is wrong with it."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from mckpt.errors import counted
 )
 @json_option
 def check(path: Path, threads: int, as_json: bool, **options: Any) -> int:
-    """Read a whole checkpoint and say what is wrong with it.
+    """Read a whole checkpoint and report what is wrong with it.
 
-    Any checkpoint, of mckpt or of another program: headers against files, tensors that are missing
-    or have holes, checksums, copies that differ, and values that are NaN or infinite.
+    The checkpoint may be of mckpt or of another program. The check compares the headers with the
+    files, and finds tensors that are missing or have holes, checksums that do not match, copies
+    that differ, and values that are NaN or infinite.
 
     Exit code 0: nothing is wrong; 1: values are not finite, copies differ, or something could not
     be checked; 3: it is damaged.

@@ -47,15 +47,16 @@ class _Option(NamedTuple):
 def compat(ctx: click.Context, runs: bool, as_json: bool, line: tuple[str, ...]) -> int:
     """Translate the command line of another converter.
 
-    It is printed, or run with --run. CMD is the command line as it is, such as
+    Prints the command line of mckpt that does the same, or runs it with --run. CMD is the other
+    command line, unchanged, such as
 
     \b
     python tools/checkpoint/convert.py --loader core --saver core ...
     ./scripts/conversion/convert.sh import --hf-model Qwen3 --tp 2 ...
     python tools/convert_torch_dist_to_hf.py --input-dir ckpt/iter_5 ...
 
-    It knows the programs of Megatron-LM, Megatron-Bridge, slime, verl and ms-swift. An option that
-    means nothing here is named on stderr with the reason; an unknown one is an error.
+    It knows the programs of Megatron-LM, Megatron-Bridge, slime, verl and ms-swift. Options that
+    mckpt does not need are listed on stderr with the reason; unknown options are errors.
     """
     program = ctx.find_root().command
     assert isinstance(program, click.Group)
@@ -94,7 +95,7 @@ def translate(line: tuple[str, ...]) -> Translation:
     problems: list[str] = []
     ours: dict[str, list[str]] = {}  # SRC, DST and options -> the words that follow
     if before:
-        notes.append(f"{shlex.join(before)}: means nothing here: mckpt is a program of its own")
+        notes.append(f"{shlex.join(before)}: is not needed: mckpt is a program of its own")
     seen = set()
     # in the order of the file, in which a later option decides
     place = {option.key: number for number, option in enumerate(options)}
@@ -109,7 +110,7 @@ def translate(line: tuple[str, ...]) -> Translation:
         seen.add(option.key)
         spelling = shlex.join([spelled, *values])
         if option.kind == "nothing":
-            notes.append(f"{spelling}: means nothing here: {option.reason}")
+            notes.append(f"{spelling}: is not needed: {option.reason}")
         elif option.kind == "refused":
             problems.append(f"{spelling}: {option.reason}")
         elif isinstance(option.becomes, dict) and "revision_of" in option.becomes:

@@ -144,7 +144,7 @@ def repair(src: Path, dst: Path | None, **options: Any) -> Outcome | None:
         text = f"{source.opened.root}: is portable already: {state} loads at any sizes"
         return Outcome("portable already", str(source.opened.root), text)
     if dst is None and sparse_copy.of(src) is not None:
-        raise UsageError(f"{src}: give DST too; only beside a local directory there is a default")
+        raise UsageError(f"{src}: give DST too; only a local SRC has a default DST")
     dst = dst or src.parent / f"{src.name}-portable"
     return _convert(source, dst, target, options)
 

@@ -104,7 +104,7 @@ OPTIONS = together(
         "--interval",
         default="60s",
         metavar="TIME",
-        help="Time between two looks of --watch or --wait-for.",
+        help="Time after which --watch or --wait-for looks again.",
     ),
     several_option(
         "--until",
@@ -144,7 +144,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
             src, dst = places.local(src) if stores.parse(src) else src, _resolved(dst)
             patience = parse_duration(wait_for, "--wait-for") if wait_for else 0.0
             if not watch and until is not None:
-                raise UsageError("--until says when --watch ends; give --watch too")
+                raise UsageError("--until ends --watch; give --watch too")
             if iterations is None and not watch:
                 if keep is not None:
                     raise UsageError("--keep needs --iterations or --watch")

@@ -122,7 +122,7 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
 
     as_json: adds --json to every step whose command has it.
 
-    Raises UsageError for a file that is no job, and names the step and the key.
+    Raises UsageError for a file that is not a job, and names the step and the key.
     """
     from mckpt.mapping.nodes import load
     from mckpt.storage.files import read_file
@@ -130,10 +130,10 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
     try:
         content = load(read_file(file, 1 << 20).decode())
     except ValueError as e:
-        raise UsageError(f"{file}: is no YAML: {e}") from None
+        raise UsageError(f"{file}: is not YAML: {e}") from None
     listed = content.get("steps") if isinstance(content, dict) and len(content) == 1 else None
     if not isinstance(listed, list) or not listed:
-        raise UsageError(f"{file}: is no job: {EXAMPLE}")
+        raise UsageError(f"{file}: is not a job: {EXAMPLE}")
     steps = []
     for number, fields in enumerate(listed, 1):
         where = f"{file}: step {number}"
@@ -142,7 +142,7 @@ def read(file: Path, program: click.Group, as_json: bool = False) -> list[Step]:
         name = fields["command"]
         known = [n for n in program.commands if n not in ("run", "compat", "mappings")]
         if name not in known:
-            raise UsageError(f"{where}: {name!r} is no command{_meant(name, known)}")
+            raise UsageError(f"{where}: {name!r} is not a command{_meant(name, known)}")
         rest = {str(key): value for key, value in fields.items() if key != "command"}
         if as_json:
             rest.setdefault("json", True)
@@ -169,7 +169,7 @@ def _step(target: click.Command, name: str, fields: Mapping[str, Any], where: st
             flags += _flags(*options[spelled], value, f"{where}: {key}")
         elif key != "json":
             raise UsageError(
-                f"{where}: {key!r} is no argument or option of mckpt {name}"
+                f"{where}: {key!r} is not an argument or option of mckpt {name}"
                 f"{_meant(spelled, [*arguments, *options])}"
             )
     missing = [str(n) for n, p in arguments.items() if p.required and n not in given]
@@ -185,7 +185,7 @@ def _flags(option: click.Option, flag: str, value: Any, where: str) -> list[str]
     """Returns an option and its value as words of a command line."""
     if option.is_flag:
         if not isinstance(value, bool):
-            raise UsageError(f"{where}: is true or false, not {value!r}")
+            raise UsageError(f"{where}: must be true or false, not {value!r}")
         other = option.secondary_opts if flag in option.opts else option.opts
         return [flag] if value else other[:1]
     if option.multiple:
@@ -201,19 +201,19 @@ def _text(value: Any, where: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if not isinstance(value, (str, int, float)):
-        raise UsageError(f"{where}: is one value, not {value!r}")
+        raise UsageError(f"{where}: must be one value, not {value!r}")
     try:
         text = string.Template(str(value)).substitute(os.environ)
     except KeyError as e:
         raise UsageError(f"{where}: the environment variable {e.args[0]} is not set") from None
     except ValueError:
-        raise UsageError(f"{where}: a $ that is meant as itself is written $$") from None
+        raise UsageError(f"{where}: write $$ for a $ that does not begin a variable") from None
     try:
         if b"\0" not in os.fsencode(text):
             return text
     except UnicodeEncodeError:  # half of a surrogate pair
         pass
-    raise UsageError(f"{where}: no argument of a command can have all characters of {text!r}")
+    raise UsageError(f"{where}: an argument of a command cannot contain all characters of {text!r}")
 
 
 def _meant(name: str, known: list[Any]) -> str:

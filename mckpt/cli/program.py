@@ -37,7 +37,7 @@ COMMANDS = {
     "repair": Summary("convert.repair", "Make a training checkpoint loadable at any sizes."),
     "plan": Summary("convert.plan", "Print the plan of a conversion; write nothing."),
     "inspect": Summary("inspect.inspect", "Print what a directory contains."),
-    "check": Summary("check.check", "Read a whole checkpoint and say what is wrong with it."),
+    "check": Summary("check.check", "Read a whole checkpoint and report what is wrong with it."),
     "diff": Summary("diff.diff", "Compare two checkpoints tensor by tensor."),
     "verify": Summary("verify.verify", "Check that two checkpoints hold the same model."),
     "train": Summary("train.train", "Train a Megatron checkpoint on Megatron-Core."),

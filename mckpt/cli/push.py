@@ -18,10 +18,12 @@ from mckpt.errors import counted
 @click.option(
     "--revision",
     metavar="BRANCH",
-    help="Branch to write, which is created if needed; without it, main. {iteration} in it is the"
-    " iteration that the export was made of: iter_{iteration}.",
+    help="Branch to write; it is created if needed. Without the option, main. {iteration}, as in"
+    " iter_{iteration}, stands for the iteration from which the export was made.",
 )
-@click.option("--private", is_flag=True, help="Make a repository that is created private.")
+@click.option(
+    "--private", is_flag=True, help="If the repository does not exist yet, create a private one."
+)
 @click.option("--message", metavar="TEXT", help="Message of the commit.")
 @click.option("--dry-run", is_flag=True, help="Print what would be uploaded; send nothing.")
 @json_option
@@ -37,9 +39,9 @@ def push(
     """Upload a Hugging Face directory to the Hub.
 
     NAME is org/name. The directory must be complete. Its weights, and the files that a conversion
-    copies (docs/side-files.md), become one commit, so nobody reads a part of them; weights of the
-    branch that the directory does not have are removed. The same command continues an interrupted
-    upload. Log in with `hf auth login`, or set HF_TOKEN.
+    copies (docs/side-files.md), are uploaded as one commit, so that readers never see an incomplete
+    model. The commit also removes weights that the branch has and the directory does not have. The
+    same command continues an interrupted upload. Log in with `hf auth login`, or set HF_TOKEN.
     """
     from mckpt import api
     from mckpt.conversion.pushing import Pushed

@@ -112,7 +112,7 @@ megatron_source_options = together(
     reading_option(
         "--check-replicas",
         is_flag=True,
-        help="Check that tensors stored by several ranks are equal.",
+        help="Check that the copies of a tensor that several ranks store are equal.",
     ),
 )
 
@@ -131,14 +131,14 @@ hf_target_options = together(
     hf_option(
         "--quantize",
         type=click.Choice(["fp8"]),
-        help="Quantise the weights of linear layers: fp8 is float8_e4m3fn with a scale for each"
-        " 128 x 128.",
+        help="Quantise the weights of linear layers: fp8 is float8_e4m3fn with one scale for each"
+        " block of 128 x 128.",
     ),
 )
 no_adapter_option = conversion_option(
     "--no-adapter",
     is_flag=True,
-    help="Leave out the adapter (LoRA) that lies beside the weights of a Hugging Face directory.",
+    help="Convert the weights alone where a Hugging Face directory has an adapter (LoRA) too.",
 )
 
 target_iteration_option = megatron_option(
@@ -207,12 +207,12 @@ megatron_target_options = together(
         "--run-config",
         is_flag=True,
         help="torch_dist only: write run_config.yaml too, from which Megatron-Bridge loads the"
-        " checkpoint. A source's own one is always carried on.",
+        " checkpoint. reshard keeps this file of its source without the option too.",
     ),
     megatron_option(
         "--update-tracker",
         is_flag=True,
-        help="Let the tracker file name this checkpoint even if it names a later one now.",
+        help="Make the tracker file name this checkpoint even if it now names a later iteration.",
     ),
 )
 
@@ -223,14 +223,14 @@ inexact_option = conversion_option(
     "--allow-inexact",
     multiple=True,
     metavar="NAME",
-    help="Convert although the target cannot represent this feature exactly. NAME is the name that"
-    " the error prints. May be repeated.",
+    help="Convert a model with a feature that the target cannot represent exactly. The error about"
+    " the feature prints its NAME. May be repeated.",
 )
 overwrite_option = conversion_option(
     "--overwrite",
     is_flag=True,
-    help="Replace an existing checkpoint once the new one is complete; in an object store, when its"
-    " first files are sent.",
+    help="Replace an existing checkpoint once the new one is complete. In an object store the old"
+    " one is removed earlier, before the first file of the new one is sent.",
 )
 stream_option = conversion_option(
     "--stream",
@@ -256,15 +256,16 @@ conversion_options = together(
     conversion_option(
         "--workers",
         type=POSITIVE,
-        help="Number of processes on this machine, whatever RANK and the like say. Without it, the"
-        " processes that torchrun or srun started share the work; without those, one does it.",
+        help="Number of processes on this machine that share the work; RANK and similar variables"
+        " are then ignored. Without the option, the processes that torchrun or srun started share"
+        " the work, or one process does all of it.",
     ),
     conversion_option(
         "--engine",
         type=click.Choice(["local", "ray"]),
         default="local",
-        help="Who copies: this process and its workers, or the nodes of the Ray cluster that"
-        " RAY_ADDRESS names (one on this machine if it is not set).",
+        help="local: this process and its workers copy. ray: the nodes of the Ray cluster that"
+        " RAY_ADDRESS names copy; if it is not set, a cluster on this machine.",
     ),
     conversion_option(
         "--checksum",
@@ -367,13 +368,13 @@ def run_options(otherwise: str) -> Decorator:
             "--device",
             type=click.Choice(["auto", "cpu", "cuda"]),
             default="auto",
-            help="Device of the run; auto takes cuda if there are enough GPUs.",
+            help="Device that runs the model; auto takes cuda if there are enough GPUs.",
         ),
         run_option(
             "--transformer-impl",
             type=click.Choice(["auto", "transformer_engine", "local"]),
             default="auto",
-            help="Layers that run; auto takes those of Transformer Engine if it is installed.",
+            help="Implementation of the layers; auto takes transformer_engine if it is installed.",
         ),
     )
 

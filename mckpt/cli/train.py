@@ -34,7 +34,7 @@ saving_option = in_section("Saving")
     "--steps",
     type=POSITIVE,
     required=True,
-    help="Total number of steps; with --resume this includes the steps already done.",
+    help="Total number of steps. With --resume it includes the steps of the earlier run.",
 )
 @data_option(
     "--resume",
@@ -45,7 +45,7 @@ saving_option = in_section("Saving")
     "--data",
     metavar="PATH",
     help="Megatron .bin/.idx (the path without suffix), or .jsonl with tokens or text. Without it,"
-    " made-up text.",
+    " text that mckpt generates.",
 )
 @data_option(
     "--tokenizer",
@@ -115,13 +115,13 @@ saving_option = in_section("Saving")
 @optimizer_option(
     "--distributed-optimizer/--no-distributed-optimizer",
     default=True,
-    help="Cut the optimizer state over the data-parallel ranks.",
+    help="Shard the optimizer state over the data-parallel ranks.",
 )
 @saving_option(
     "--optimizer-format",
     type=click.Choice(["fully_reshardable", "dp_reshardable"]),
     default="fully_reshardable",
-    help="Layout of the state of a distributed optimizer in torch_dist.",
+    help="Layout in which torch_dist stores the state of a distributed optimizer.",
 )
 @shared.run_options("1")
 @shared.run_option(

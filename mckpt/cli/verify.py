@@ -49,7 +49,7 @@ comparison_option = in_section("Comparison")
     "--length",
     type=WholeNumber(2),
     default=512,
-    help="Tokens in a random sequence; fewer if the model allows fewer.",
+    help="Tokens in a random sequence, at most those that the model allows.",
 )
 @comparison_option(
     "--steps", type=WholeNumber(2), default=4, help="Number of steps at --level train."
