@@ -120,7 +120,7 @@ def test_one_bad_iteration_does_not_stop_the_others(training: Path, tmp_path: Pa
         (2, ["names no iteration"], ["--iterations", "9:5"]),
         (2, ["give one of them"], ["--iterations", "all", "--iteration", 5]),
         (2, ["--keep needs --iterations or --watch"], ["--keep", 2]),
-        (2, ["--until says when --watch ends"], ["--until", 2]),
+        (2, ["--until ends --watch"], ["--until", 2]),
         (2, ["--interval 'soon' is not a time"], ["--watch", "--interval", "soon"]),
         (2, ["neither latest nor all"], ["--watch", "--iterations", "some"]),
     ],
