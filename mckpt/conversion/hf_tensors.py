@@ -16,7 +16,7 @@ from mckpt.conversion.target import TargetOptions
 from mckpt.conversion.to_hf import export_of
 from mckpt.errors import UsageError
 from mckpt.execute.mover import Overflow
-from mckpt.execute.reading import read
+from mckpt.execute.reading import read, within
 from mckpt.formats.shards import Row, tensors_of
 from mckpt.geometry.join import Joined, join
 from mckpt.values.dtypes import itemsize
@@ -105,7 +105,7 @@ class HfTensors(Mapping[str, HfTensor]):
         first, last = np.searchsorted(starts, [place, place + row.nbytes])
         copies = copies[first:last]
         if len(out) < row.nbytes:
-            copies = _within(copies, itemsize(row.dtype), start, start + len(out))
+            copies = within(copies, itemsize(row.dtype), start, start + len(out))
         sources = list(map(str, self._source.layout.files))
         try:
             read(copies, joined.casts, joined.grids, sources, start, out)
@@ -123,24 +123,3 @@ class HfTensors(Mapping[str, HfTensor]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return HfTensors, (self._given,)
-
-
-def _within(copies: np.ndarray, size: int, start: int, end: int) -> np.ndarray:
-    """Returns the copies cut along their outer axis to the rows that write bytes of [start, end).
-
-    size: bytes of an element of the target.
-    """
-    out = copies.copy()
-    for c in out:
-        count, step, source = "rows", "dst_pitch", "src_pitch"
-        inner = (int(c["run"]) - 1) * int(c["dst_step"]) + size
-        if c["rows"] == 1 or c["dst_step"] > c["dst_pitch"]:
-            count, step, source = "run", "dst_step", "src_step"
-            inner = (int(c["rows"]) - 1) * int(c["dst_pitch"]) + size
-        at, far = int(c["dst_at"]), max(1, int(c[step]))
-        first = max(0, (start - at - inner) // far + 1)
-        last = min(int(c[count]), -(-(end - at) // far))
-        c["dst_at"] += first * far
-        c["src_at"] += first * int(c[source])
-        c[count] = max(0, last - first)
-    return out

@@ -23,11 +23,12 @@ def read(
     sources: Sequence[str],
     start: int,
     out: memoryview,
+    memory: memoryview | None = None,
 ) -> None:
     """Does the copies into one target file, but writes into `out` what they write from byte `start`
     of the file on. Leaves out what they write before and behind.
 
-    copies, casts, grids: as for `engine.execute`.
+    copies, casts, grids: as for `engine.execute`. memory: the buffer to use, of MEMORY bytes.
     Raises the errors of reading, and Overflow.
     """
     end = start + len(out)
@@ -52,10 +53,31 @@ def read(
         write=put,
     )
     try:
-        memory = memoryview(mmap.mmap(-1, MEMORY))
+        memory = memoryview(mmap.mmap(-1, MEMORY)) if memory is None else memory
         for slab in range(len(work.slabs)):
             _, row, last, _, _ = work.slabs[slab].item()
             mover.move(work.cluster(slab), row, last, memory, lambda: None)
     finally:
         files.close()
         nowhere.close()
+
+
+def within(copies: np.ndarray, size: int, start: int, end: int) -> np.ndarray:
+    """Returns the copies cut along their outer axis to the rows that write bytes of [start, end).
+
+    size: bytes of an element of the target.
+    """
+    out = copies.copy()
+    for c in out:
+        count, step, source = "rows", "dst_pitch", "src_pitch"
+        inner = (int(c["run"]) - 1) * int(c["dst_step"]) + size
+        if c["rows"] == 1 or c["dst_step"] > c["dst_pitch"]:
+            count, step, source = "run", "dst_step", "src_step"
+            inner = (int(c["rows"]) - 1) * int(c["dst_pitch"]) + size
+        at, far = int(c["dst_at"]), max(1, int(c[step]))
+        first = max(0, (start - at - inner) // far + 1)
+        last = min(int(c[count]), -(-(end - at) // far))
+        c["dst_at"] += first * far
+        c["src_at"] += first * int(c[source])
+        c[count] = max(0, last - first)
+    return out

@@ -331,11 +331,13 @@ def temporary() -> Path:
                     os.close(fd)
     while True:
         folder = Path(os.path.realpath(tempfile.mkdtemp(prefix=TEMPORARY)))
-        fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        _held[folder] = fd
-        if folder.exists():  # no other process took it for a left-over before it was locked
-            return folder
+        # another process may take it for a left-over, and remove it, before it is locked
+        with suppress(FileNotFoundError):
+            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            _held[folder] = fd
+            if folder.exists():
+                return folder
 
 
 def discard(folder: Path) -> None:

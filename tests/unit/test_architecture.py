@@ -60,6 +60,7 @@ MAY = words(
         "verification": UPPER,
         "cli": f"{UPPER} api checking execute verification",
         "trainer": "errors execute formats geometry",
+        "live": f"{CORE} checkpoint containers conversion execute formats",
     }
 )
 # The packages that they must not import, not even through other modules.
@@ -192,6 +193,13 @@ def test_nothing_imports_the_trainer() -> None:
                 assert not any(name.startswith("mckpt.trainer") for name in imported(module)), (
                     module
                 )
+
+
+def test_nothing_imports_live() -> None:
+    """Only programs of users do, which have a model of Megatron-Core."""
+    for module in MODULES:
+        if not module.startswith("live"):
+            assert not any(name.startswith("mckpt.live") for name in imported(module)), module
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,274 @@
+"""Fills a live model from a checkpoint: each rank reads the bytes of its own parameters.
+
+The plan is that of a conversion from the source to the model's layout. Each rank does the copies
+into its own weights, window by window:
+
+    ranges of the source files --> staging memory of one window --> weights of this rank
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.description import VocabSizeUnknown
+from mckpt.conversion.refusals import refuse_misfit
+from mckpt.errors import UsageError
+from mckpt.execute.mover import Overflow
+from mckpt.execute.reading import MEMORY, read, within
+from mckpt.execute.threads import ThreadPool
+from mckpt.geometry.box import Layout
+from mckpt.geometry.join import Joined, join
+from mckpt.live.memory import Memory, Weight
+from mckpt.live.model import LiveModel, describe
+from mckpt.live.together import call, gathered, own_result
+from mckpt.values.dtypes import itemsize
+from mckpt.values.sizes import parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+THREADS = 8  # most threads of a rank; more than a conversion's do not read faster
+WINDOW = 8 << 20  # bytes; the least that a thread reads at a time, unless the weights are fewer
+
+
+class Window(NamedTuple):
+    """Neighbouring places of this rank that are filled at once: some weights, or a range of one."""
+
+    start: int
+    end: int
+    weights: tuple[Weight, ...]
+
+    @property
+    def expert(self) -> bool:
+        return self.weights[0].expert
+
+    def pieces(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Yields the bytes of each weight that lie in the window, and their place in it."""
+        for weight in self.weights:
+            low, high = max(self.start, weight.at), min(self.end, weight.at + weight.nbytes)
+            yield weight.bytes()[low - weight.at : high - weight.at], low - self.start
+
+
+class Filling(NamedTuple):
+    """The plan by which this rank fills its weights."""
+
+    joined: Joined
+    copies: np.ndarray  # those into this rank's weights, by their place
+    sources: list[str]
+    model: LiveModel
+
+
+def load(
+    model_chunks: Sequence[Any],
+    source: str | Path | Checkpoint,
+    *,
+    max_memory: int | str = "256MiB",
+    threads: int = 0,
+    broadcast: bool = False,
+    optimizer: Any = None,
+) -> None:
+    """Fills the parameters of a live model from a checkpoint of any format. All ranks call it.
+
+    Each rank reads only the byte ranges that its own parameters need. Values are cast to the
+    dtypes of the parameters; quantised weights are dequantised.
+
+    model_chunks: what get_model() of Megatron-LM returns; wrappers may be around the chunks.
+    source: a directory, a name on the Hub, a URL, or what mckpt.open returned.
+    max_memory: bytes of all buffers of one rank, on the host.
+    threads: 0 means one per core that a rank has, at most 8.
+    broadcast: of the ranks that hold the same parameters, each reads a part and sends it to the
+        others. Faster where storage is slower than the network.
+    optimizer: its master copies are set to the new parameters afterwards.
+
+    Raises one error on all ranks: those of `mckpt.open`, and CoverError, SourceError or
+    MappingError if the model and the checkpoint are not made of the same tensors. An error that
+    occurs while bytes are read leaves parameters partly filled.
+    """
+    most = parse_size(max_memory, "--max-memory")
+    memory = Memory(model_chunks)
+    opened = own_result(lambda: opened_source(source))
+    model = describe(memory, own=True)
+    filling = own_result(lambda: plan(opened, model))
+    windows = list(_windows(memory, filling, _window_bytes(most, _threads(threads, most))))
+    mine = _readers(windows) if broadcast else np.ones(len(windows), bool)
+    chosen = [window for window, own in zip(windows, mine, strict=True) if own]
+    gathered(lambda: _fill(chosen, filling, most, threads))
+    if broadcast:
+        _broadcast(windows)
+    for part, other in model.ranks.copies:
+        views = [memory.view(p.at, p.dtype, p.sizes, p.strides) for p in (other, part)]
+        views[0].copy_(views[1])
+    if optimizer is not None:
+        optimizer.reload_model_params()
+
+
+def opened_source(source: str | Path | Checkpoint) -> Checkpoint:
+    """Returns the checkpoint, with its headers read."""
+    found = source if isinstance(source, Checkpoint) else Checkpoint(source)
+    _ = found.layout
+    return found
+
+
+def plan(source: Checkpoint, model: LiveModel) -> Filling:
+    """Returns the copies that fill this rank's weights. The proof is that of the whole model."""
+    moved = _with_rows(source, model)
+    described = model.with_dims(moved.dims)
+    refuse_misfit(moved, described.names, "the live model")
+    # what Megatron's models do not have, such as a vision tower, has no place in this one
+    held = [s for s in moved.layout.stored if not s.carried]
+    layout = Layout(moved.layout.files, held, moved.layout.shapes)
+    joined = join(layout, described.layout)
+    ranks = model.ranks
+    own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == _rank()]
+    copies = joined.copies[np.isin(joined.copies["dst_file"], own)]
+    copies = copies[np.argsort(copies["dst_at"], kind="stable")]
+    return Filling(joined, copies, list(map(str, moved.layout.files)), model)
+
+
+def _with_rows(source: Checkpoint, model: LiveModel) -> Checkpoint:
+    """Returns the source with as many rows of the vocabulary as the model can take: its true ones,
+    and of its padding those that the model has too.
+    """
+    whole = source.padded() if source.is_megatron else None
+    rows = model.opened.padded_vocab(model.mapping)
+    if whole is None or rows is None:
+        return source
+    held = int(whole.dims["vocab_size"])
+    try:
+        true = int(source.dims["vocab_size"])
+    except VocabSizeUnknown:
+        true = min(held, rows)
+    if true > rows:
+        raise UsageError(
+            f"{source.path}: has a vocabulary of {true:,} tokens, and the live model has {rows:,}"
+            " rows for it; build the model with the vocabulary of the checkpoint"
+        )
+    return whole if held <= rows else source.with_dims({**whole.dims, "vocab_size": rows})
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _threads(threads: int, max_memory: int) -> int:
+    """Returns the number of threads of this rank."""
+    if type(threads) is not int or threads < 0:
+        raise UsageError(f"threads is {threads!r}, and must be a whole number from 0 on")
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cores = max(1, len(os.sched_getaffinity(0)) // ranks)
+    found = min(threads or min(cores, THREADS), max_memory // (MEMORY + WINDOW))
+    if not found:
+        raise UsageError(
+            f"--max-memory {max_memory}: one thread needs {MEMORY + WINDOW:,} bytes; raise it"
+        )
+    return found
+
+
+def _window_bytes(max_memory: int, threads: int) -> int:
+    return max_memory // threads - MEMORY
+
+
+def _windows(memory: Memory, filling: Filling, most: int) -> Iterator[Window]:
+    """Yields the places of this rank that the copies fill, in windows of at most `most` bytes: the
+    weights of the experts behind all others.
+    """
+    at = filling.copies["dst_at"]
+    filled = [w for w in memory.weights if _slice(at, w.at, w.at + w.nbytes)]
+    for expert in (False, True):
+        held: list[Weight] = []
+        for weight in (w for w in filled if w.expert == expert):
+            end = weight.at + weight.nbytes
+            if held and end - held[0].at > most:
+                yield Window(held[0].at, held[-1].at + held[-1].nbytes, tuple(held))
+                held = []
+            if weight.nbytes > most:
+                starts = range(weight.at, end, most)
+                yield from (Window(s, min(s + most, end), (weight,)) for s in starts)
+            else:
+                held.append(weight)
+        if held:
+            yield Window(held[0].at, held[-1].at + held[-1].nbytes, tuple(held))
+
+
+def _slice(at: np.ndarray, start: int, end: int) -> range:
+    """Returns the numbers of the copies that begin in [start, end)."""
+    return range(*np.searchsorted(at, [start, end]).tolist())
+
+
+def _readers(windows: Sequence[Window]) -> np.ndarray:
+    """Returns which windows this rank reads, if those that hold the same weights take turns."""
+    import torch.distributed as dist
+
+    groups = {expert: _group(expert) for expert in (False, True)}
+    turns = [dist.get_rank(groups[w.expert]) for w in windows]
+    sizes = [dist.get_world_size(groups[w.expert]) for w in windows]
+    return np.arange(len(windows)) % np.array(sizes or [1]) == np.array(turns, "i8")
+
+
+def _group(expert: bool) -> Any:
+    """Returns the group of the ranks that hold the same weights as this one."""
+    from megatron.core import parallel_state as ps
+
+    if expert:
+        return ps.get_expert_data_parallel_group()
+    return ps.get_data_parallel_group(with_context_parallel=True)
+
+
+def _broadcast(windows: Sequence[Window]) -> None:
+    """Sends each window from the rank that read it to the others that hold the same weights."""
+    import torch.distributed as dist
+
+    for number, window in enumerate(windows):
+        group = _group(window.expert)
+        size = dist.get_world_size(group)
+        for piece, _ in window.pieces() if size > 1 else ():
+            call(dist.broadcast, piece, dist.get_global_rank(group, number % size), group=group)
+
+
+def _fill(windows: Sequence[Window], filling: Filling, max_memory: int, threads: int) -> None:
+    """Reads windows into the weights, in several threads."""
+    import torch
+
+    joined, count = filling.joined, _threads(threads, max_memory)
+    at = filling.copies["dst_at"]
+    staging: dict[int, torch.Tensor] = {}  # by the buffer of the thread
+    cuda = torch.cuda.is_available() and any(p.is_cuda for w in windows for p, _ in w.pieces())
+    device = torch.cuda.current_device() if cuda else None
+
+    def work(number: int, buffer: memoryview, check: Any) -> None:
+        window = windows[number]
+        size = window.end - window.start
+        if id(buffer) not in staging or staging[id(buffer)].numel() < size:
+            most = min(_window_bytes(max_memory, count), max(w.end - w.start for w in windows))
+            staging[id(buffer)] = torch.empty(most, dtype=torch.uint8, pin_memory=cuda)
+        staged = staging[id(buffer)][:size]
+        staged.zero_()  # the rows of padding that no copy fills
+        first, last = window.weights[0], window.weights[-1]
+        chosen = _slice(at, first.at, last.at + last.nbytes)
+        copies = filling.copies[chosen.start : chosen.stop]
+        if window.start > first.at or window.end < last.at + last.nbytes:
+            width = itemsize(joined.casts[int(copies["cast"][0])].target)
+            copies = within(copies, width, window.start, window.end)
+        out = memoryview(staged.numpy())
+        read(copies, joined.casts, joined.grids, filling.sources, window.start, out, buffer)
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+        for piece, start in window.pieces():
+            piece.copy_(staged[start : start + len(piece)], non_blocking=True)
+        if device is not None:
+            torch.cuda.current_stream().synchronize()  # the next window overwrites the staging
+
+    try:
+        ThreadPool(count, MEMORY).each(
+            iter(range(len(windows))), lambda number: frozenset([number]), work, lambda: None
+        )
+    except Overflow as e:
+        raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e

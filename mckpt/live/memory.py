@@ -1,0 +1,203 @@
+"""The weights that a live model has in this process: which part of which whole tensor lies where.
+
+All parameters and buffers of this rank count as one file: they lie one after the other in the
+order of the modules, each at a multiple of ALIGN bytes. A byte of this file is called a place.
+
+    rank 3     [embedding.word_embeddings.weight | decoder.layers.0...linear_qkv.weight | ...]
+    place       0                                  262144
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mckpt.errors import UsageError
+from mckpt.values.dtypes import itemsize
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+ALIGN = 256  # bytes; more than the size of any element
+
+
+class Part(NamedTuple):
+    """A part of a whole tensor, as `sharded_state_dict()` describes it and one rank holds it."""
+
+    key: str  # of the whole tensor, as in a torch_dist checkpoint
+    dtype: str
+    whole: tuple[int, ...]  # shape of the whole tensor, with the axes of layers and experts
+    offset: tuple[int, ...]  # of the part in the whole tensor
+    sizes: tuple[int, ...]  # of the part, 1 along the axes of layers and experts
+    strides: tuple[int, ...]  # elements, along the same axes
+    at: int  # the place of its first element
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.sizes) * itemsize(self.dtype)
+
+
+class Weight(NamedTuple):
+    """A parameter or a buffer of this rank. It is looked up in its module each time, because a
+    framework may replace it, as by moving it to the host and back.
+    """
+
+    name: str
+    module: Any
+    attribute: str
+    at: int  # the place of its first byte
+    nbytes: int
+    expert: bool  # its copies are in the data-parallel group of the experts
+    parameter: bool
+
+    def tensor(self) -> torch.Tensor:
+        """Returns its elements as one axis."""
+        found: torch.Tensor = getattr(self.module, self.attribute).detach()
+        return found.reshape(-1) if found.is_contiguous() else _not_contiguous(self.name)
+
+    def bytes(self) -> torch.Tensor:
+        """Returns its bytes as one axis."""
+        import torch
+
+        return self.tensor().view(torch.uint8)
+
+
+def _not_contiguous(name: str) -> Any:
+    raise UsageError(f"{name}: is not contiguous, so mckpt cannot fill it; call .contiguous()")
+
+
+class Memory:
+    """The weights of the chunks of a model in this process."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        """Raises UsageError for a weight that is no plain tensor."""
+        self.chunks = [unwrapped(chunk) for chunk in chunks]
+        self.weights: list[Weight] = []
+        self._at: dict[int, int] = {}  # address of a weight -> its number
+        end = 0
+        for number, chunk in enumerate(self.chunks):
+            for path, module in chunk.named_modules():
+                held = {**module._parameters, **module._buffers}
+                for attribute, tensor in held.items():
+                    if tensor is None or not tensor.numel():
+                        continue
+                    name = f"chunk {number}: {path}.{attribute}"
+                    address = _address(tensor, name)
+                    if address in self._at:  # tied weights are one tensor
+                        continue
+                    self._at[address] = len(self.weights)
+                    nbytes = tensor.numel() * tensor.element_size()
+                    expert = not getattr(tensor, "allreduce", True)
+                    parameter = attribute in module._parameters
+                    self.weights.append(
+                        Weight(name, module, attribute, end, nbytes, expert, parameter)
+                    )
+                    end += -(-nbytes // ALIGN) * ALIGN
+        self.nbytes = end
+        self._places = [weight.at for weight in self.weights]
+        self._flat: dict[tuple[int, str], torch.Tensor] = {}
+
+    def refresh(self) -> None:
+        """Forgets where the weights were: `view` looks for them again."""
+        self._flat.clear()
+
+    def view(
+        self, place: int, dtype: str, shape: Sequence[int], strides: Sequence[int]
+    ) -> torch.Tensor:
+        """Returns elements of a weight. `place` is that of the first one; strides are elements."""
+        number = bisect_right(self._places, place) - 1
+        weight = self.weights[number]
+        if (flat := self._flat.get((number, dtype))) is None:
+            import torch
+
+            flat = self._flat[number, dtype] = weight.tensor().view(getattr(torch, dtype))
+        start = flat.storage_offset() + (place - weight.at) // itemsize(dtype)
+        return flat.as_strided(shape, strides, start)
+
+    def parts(self) -> tuple[list[Part], list[str]]:
+        """Returns the parts of whole tensors that `sharded_state_dict()` names, and the problems:
+        parameters that it does not name, and names that are not parts of parameters.
+        """
+        addresses = sorted(self._at)
+        parts: list[Part] = []
+        problems: list[str] = []
+        covered: dict[int, set[tuple[Any, ...]]] = {}  # number of a weight -> its parts
+        for shard in _shards(self.chunks):
+            if not shard.data.numel():
+                continue
+            data, address = shard.data.detach(), _address(shard.data, shard.key)
+            before = bisect_right(addresses, address) - 1
+            number = self._at[addresses[before]] if before >= 0 else 0
+            weight, inside = self.weights[number], address - addresses[before]
+            if before < 0 or inside >= weight.nbytes:
+                problems.append(
+                    f"{shard.key} {list(shard.global_shape)}: sharded_state_dict() returns a copy"
+                    " of it, and no part of a parameter"
+                )
+                continue
+            ones = (1,) * shard.prepend_axis_num
+            part = Part(
+                shard.key,
+                str(shard.dtype).removeprefix("torch."),
+                tuple(shard.global_shape),
+                tuple(shard.global_offset),
+                (*ones, *shard.local_shape),
+                (*ones, *(data.stride() if data.dim() else ())),
+                weight.at + inside,
+            )
+            parts.append(part)
+            covered.setdefault(number, set()).add((part.at, part.nbytes, part.strides))
+        for number, weight in enumerate(self.weights):
+            held = sum(nbytes for _, nbytes, _ in covered.get(number, ()))
+            if weight.parameter and held != weight.nbytes:
+                problems.append(
+                    f"{weight.name}: sharded_state_dict() of the model names {held:,} of its"
+                    f" {weight.nbytes:,} bytes"
+                )
+        return parts, problems
+
+
+def unwrapped(chunk: Any) -> Any:
+    """Returns the model in wrappers such as DistributedDataParallel and Float16Module."""
+    while not hasattr(chunk, "config") or hasattr(chunk, "module"):
+        if not hasattr(chunk, "module"):
+            raise UsageError(
+                f"{type(chunk).__name__}: is not a model of Megatron-Core; give the list of chunks"
+                " that get_model() returns"
+            )
+        chunk = chunk.module
+    return chunk
+
+
+def _shards(chunks: Sequence[Any]) -> Iterator[Any]:
+    """Yields every ShardedTensor of the chunks."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"singleton_local_shards": False, "dp_cp_group": group}
+    for chunk in chunks:
+        state = chunk.sharded_state_dict(metadata=metadata)
+        apply_factories(state)
+        for value in nested_values(state):
+            if isinstance(value, ShardedTensor):
+                yield value
+
+
+def _address(tensor: Any, name: str) -> int:
+    """Returns the address of the first element. Raises UsageError for a tensor of another class
+    than torch's, such as an fp8 weight of Transformer Engine, which holds codes.
+    """
+    import torch
+
+    if type(tensor.detach()) is not torch.Tensor or not tensor.data_ptr():
+        raise UsageError(
+            f"{name}: is a {type(tensor.detach()).__name__} and not a plain tensor, so mckpt cannot"
+            " address its elements; build the model without fp8_param, and on a device"
+        )
+    return int(tensor.data_ptr())

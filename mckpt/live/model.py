@@ -1,0 +1,213 @@
+"""A live model as a checkpoint: the parts that all ranks hold, under the names of `torch_dist`.
+
+So the mapping files, the proof and the join that read a directory read a model too. Only the bytes
+are somewhere else: each rank is one file (`memory`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.containers.dcp_metadata import Metadata
+from mckpt.containers.entries import Span
+from mckpt.containers.torch_spans import Item
+from mckpt.errors import CoverError, SourceError, UsageError, show_as
+from mckpt.formats.base import Names
+from mckpt.formats.megatron import torch_dist
+from mckpt.formats.megatron.chunked import Chunked, Files
+from mckpt.formats.megatron.common_state import Common
+from mckpt.geometry.box import Layout
+from mckpt.geometry.parallel import Parallel
+from mckpt.live.memory import Memory, Part
+from mckpt.live.together import gathered
+from mckpt.storage import sparse_copy
+
+FORMAT = replace(torch_dist.FORMAT, name="live", seen_as="a model in memory", optimizer=False)
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Ranks(Chunked):
+    """The parts that all ranks hold."""
+
+    def __init__(self, root: Path, held: Sequence[Sequence[Part]], own: int | None) -> None:
+        """held: the parts of each rank. own: the rank whose parts are taken where several ranks
+        hold the same one; None: they take turns.
+
+        Raises SourceError if the ranks describe one tensor in different ways.
+        """
+        holders: dict[tuple[str, tuple[int, ...]], list[tuple[int, Part]]] = {}
+        tensors: dict[str, tuple[str, tuple[int, ...], list[Any]]] = {}
+        self._strides: dict[tuple[str, tuple[int, ...]], tuple[int, ...]] = {}
+        problems = []
+        for rank, parts in enumerate(held):
+            for part in parts:
+                known = tensors.setdefault(part.key, (part.dtype, part.whole, []))
+                strides = self._strides.setdefault((part.key, part.sizes), part.strides)
+                same = holders.setdefault((part.key, part.offset), [])
+                if not same:
+                    known[2].append((part.offset, part.sizes))
+                sizes = same[0][1].sizes if same else part.sizes
+                stated = part.dtype, part.whole, part.strides, part.sizes
+                if stated != (*known[:2], strides, sizes):
+                    problems.append(
+                        f"{part.key}: rank {rank} holds {part.dtype} {list(part.sizes)} of"
+                        f" {list(part.whole)}, and another rank {known[0]} {list(sizes)} of"
+                        f" {list(known[1])}"
+                    )
+                same.append((rank, part))
+        if problems:
+            raise SourceError.of("the ranks do not hold parts of one model:", problems)
+        items: dict[tuple[str, Any], tuple[str, int, int]] = {}
+        # (place of the part that is taken, place of another copy) of parts that `own` has twice
+        self.copies: list[tuple[Part, Part]] = []
+        for turn, (at, same) in enumerate(holders.items()):
+            mine = [part for rank, part in same if rank == own]
+            rank, part = (own, mine[0]) if mine else same[turn % len(same) if own is None else 0]
+            items[at] = f"rank_{rank:06d}", part.at, part.nbytes
+            self.copies += [(part, other) for other in mine[1:] if other.at != part.at]
+        super().__init__(root, Metadata(tensors, [], items, None, {}))
+
+    def place(
+        self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files
+    ) -> tuple[int, int]:
+        """Returns the number of a rank's file, and the place of a part."""
+        name, at, _ = self.metadata.items[key, offsets]
+        return self.number[name], at
+
+    def rank_of(self, file: int) -> int:
+        """Returns the rank whose file has this number."""
+        return int(self.files[file].removeprefix("rank_"))
+
+    def strides(self, key: str, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the strides of a part."""
+        return self._strides[key, sizes]
+
+    def object(self, key: str) -> tuple[Any, Any]:
+        raise KeyError(key)  # there are none
+
+    def spans(self, problems: list[str], beside: list[Item]) -> Iterator[Span]:
+        return iter(())
+
+    def check_sizes(self) -> None:
+        """Does nothing: there are no files."""
+
+
+class OpenedModel(torch_dist.TorchDist):
+    """A live model whose parts are known and whose names are not yet understood."""
+
+    def __init__(self, directory: Ranks, sizes: Parallel, args: Mapping[str, Any] | None) -> None:
+        super().__init__(directory, FORMAT)
+        self.sizes = sizes
+        common = Common({}, "the live model")
+        common.args = None if args is None else dict(args)
+        self.__dict__["common"] = common  # a cached property that reads files
+
+    def parallel(self) -> Parallel:
+        return self.sizes
+
+    def optimizer(self, names: Any) -> None:
+        return None
+
+    def layout(self, names: Names) -> Layout:
+        """Returns the logical box that each part holds. Raises SourceError with every parameter
+        that the names do not have, that is missing or of another shape.
+        """
+        try:
+            return super().layout(names)
+        except (SourceError, CoverError) as error:
+            raise SourceError.of(
+                "the parameters of the live model are not those of the model that the checkpoint or"
+                " config.json describes:",
+                error.problems,
+                "Build the model with the args of the checkpoint; `mckpt inspect SRC"
+                " --megatron-args` prints them.",
+            ) from None
+
+
+class LiveModel(Checkpoint):
+    """A live model, as a mapping of logical tensors whose elements only its ranks can read."""
+
+    opened: OpenedModel
+
+    def __init__(self, opened: OpenedModel, known: SourceOptions) -> None:
+        self.__dict__["opened"] = opened
+        super().__init__(opened.root, known)
+
+    def _open(self) -> OpenedModel:
+        return self.opened
+
+    @property
+    def ranks(self) -> Ranks:
+        """Returns the parts that all ranks hold."""
+        directory = self.opened.directory
+        assert isinstance(directory, Ranks)
+        return directory
+
+
+def describe(
+    memory: Memory,
+    known: SourceOptions | None = None,
+    args: Any = None,
+    *,
+    own: bool = False,
+) -> LiveModel:
+    """Returns the model whose chunks all ranks have in their memory. All ranks call it.
+
+    known, args: what tells the dims of the model. own: where several ranks hold the same part, take
+    that of this rank; otherwise the ranks take turns.
+
+    Raises one error on all ranks, with all parameters that no rank's `sharded_state_dict()` names.
+    """
+
+    def parts() -> list[Part]:
+        found, problems = memory.parts()
+        if problems:
+            raise SourceError.of("the model has weights that cannot be described:", problems)
+        return found
+
+    held = gathered(parts)
+    root = sparse_copy.temporary()
+    show_as(str(root), "the live model")
+    directory = Ranks(root, held, _rank() if own else None)
+    plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
+    return LiveModel(OpenedModel(directory, sizes_of(memory), plain), known or SourceOptions())
+
+
+def sizes_of(memory: Memory) -> Parallel:
+    """Returns the parallel sizes of the running model."""
+    from megatron.core import parallel_state as ps
+
+    pp = ps.get_pipeline_model_parallel_world_size()
+    return Parallel(
+        tp=ps.get_tensor_model_parallel_world_size(),
+        pp=pp,
+        vpp=len(memory.chunks) if pp > 1 else 1,
+        ep=ps.get_expert_model_parallel_world_size(),
+        etp=ps.get_expert_tensor_parallel_world_size(),
+    )
+
+
+def _rank() -> int:
+    import torch.distributed as dist
+
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _plain(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the args of Megatron-LM that are plain values; a dtype becomes its name."""
+    out = {}
+    for name, value in args.items():
+        if isinstance(value, _PLAIN) or (
+            isinstance(value, (list, tuple)) and all(isinstance(one, _PLAIN) for one in value)
+        ):
+            out[name] = value
+        elif str(value).startswith("torch."):
+            out[name] = str(value)
+    if not out:
+        raise UsageError("args: has no args of Megatron; give what get_args() returns")
+    return out

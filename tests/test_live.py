@@ -1,0 +1,131 @@
+"""A live model is filled with the bits that a conversion and megatron-core's own load give it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mckpt
+from tests import tiny
+from tests.judging import explain, judge
+from tests.tiny import TinyModel
+
+pytestmark = pytest.mark.judge
+
+WORLD = 4
+# the sizes of the live model; in a world of 4 some of them have replicas
+DENSE: list[dict[str, Any]] = [{"tp": 2, "pp": 2, "vpp": 2}]
+MOE: list[dict[str, Any]] = [{"tp": 2, "pp": 2}, {"tp": 2, "ep": 2, "etp": 1}]
+# of a source of the format torch, which are not those of the live model
+OTHER = {"tp": 4, "pp": 2}
+EXPERTS = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
+# a launch at other sizes, in which four or two ranks hold the same weights and share the reading
+SHARED: list[tuple[str, dict[str, Any]]] = [("qwen3", {"tp": 2}), ("qwen3-moe", {"ep": 2})]
+FAULTS = (
+    "extra_parameter",
+    "hidden_parameter",
+    "renamed_parameter",
+    "failing_read",
+    "lost_rank",
+)
+
+
+def sizes_of(case: str) -> list[dict[str, Any]]:
+    if case in EXPERTS:
+        return MOE
+    return DENSE if tiny.config(case)["num_hidden_layers"] % 4 == 0 else [{"tp": 2, "pp": 2}]
+
+
+def name_of(case: str, size: dict[str, Any]) -> str:
+    return f"{case}-" + "".join(f"{k}{v}" for k, v in size.items())
+
+
+@pytest.fixture(scope="module")
+def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
+    """The results of every case, all from one launch."""
+    cases: list[dict[str, Any]] = []
+    options: dict[str, Any] = {"transformer_impl": "local", "allow_inexact": ["rope_factor"]}
+
+    def add(name: str, source: Path, size: dict[str, Any], *loads: Any, **more: Any) -> None:
+        converted = work / "dist" / source.name
+        if not converted.exists():
+            mckpt.convert(source, converted, **options)
+        given = [[str(place), keywords] for place, keywords in loads]
+        cases.append(
+            {"name": name, "kind": "live", "checkpoint": str(converted), "loads": given}
+            | {"world": WORLD, **size, **more}
+        )
+
+    for case in tiny.CASES:
+        source, other = tiny_model(case), work / "other" / case
+        mckpt.convert(source, other, format="torch", **options, **OTHER)
+        for size in sizes_of(case):
+            add(name_of(case, size), source, size, (source, {}), (other, {"threads": 2}))
+    for case, size in SHARED:
+        source, small = tiny_model(case), {"broadcast": True, "max_memory": "17MiB"}
+        loads = (source, small), (work / "dist" / case, {"broadcast": True})
+        add(f"shared-{case}", source, size, *loads)
+    quantised = work / "quantised"
+    mckpt.convert(tiny_model("qwen3"), quantised, format="hf", quantize="fp8")
+    add("quantised", quantised, {"tp": 2, "pp": 2}, (quantised, {}))
+    for fault in FAULTS:
+        source = tiny_model("qwen3")
+        add(fault, source, {"tp": 2, "pp": 2}, (source, {}), fault=fault, timeout=20)
+    other = tiny_model("qwen2")
+    add("other", tiny_model("qwen3"), {"tp": 2}, (other, {}), fault="failing_read")
+    return judge(cases, WORLD, work / "live", timeout=900)
+
+
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_a_live_model_gets_the_bits_of_the_file_route(
+    case: str, filled: dict[str, dict[str, Any]]
+) -> None:
+    for size in sizes_of(case):
+        result = filled[name_of(case, size)]
+        assert result["ok"], explain(result)
+        assert result["differs"] == {"0": [], "1": []}
+
+
+@pytest.mark.parametrize("case", [case for case, _ in SHARED])
+def test_replicas_share_the_reading(case: str, filled: dict[str, dict[str, Any]]) -> None:
+    result = filled[f"shared-{case}"]
+    assert result["ok"], explain(result)
+    assert result["differs"] == {"0": [], "1": []}
+
+
+def test_quantised_weights_are_dequantised(filled: dict[str, dict[str, Any]]) -> None:
+    result = filled["quantised"]
+    assert result["ok"], explain(result)
+    assert result["differs"] == {"0": []}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("extra_parameter", "decoder.extra: sharded_state_dict() of the model names 0 of its 12"),
+        (
+            "hidden_parameter",
+            "linear_proj.weight: sharded_state_dict() of the model names 0 of its",
+        ),
+        ("renamed_parameter", "self_attention.linear_out.weight [4, "),
+        ("failing_read", "the disk of one rank is broken\nThis is the error of rank 1."),
+        ("other", "q_layernorm.weight"),
+    ],
+)
+def test_all_ranks_raise_the_error_of_one(
+    fault: str, said: str, filled: dict[str, dict[str, Any]]
+) -> None:
+    result = filled[fault]
+    assert result["ok"], explain(result)
+    assert said in result["errors"][0]
+    assert len(set(result["errors"])) == 1
+
+
+def test_ranks_that_lost_another_one_raise_an_error(filled: dict[str, dict[str, Any]]) -> None:
+    result = filled["lost_rank"]
+    assert result["ok"], explain(result)
+    errors = result["errors"]
+    assert errors.pop(1) == ""
+    assert all("a rank has ended or does not answer" in error for error in errors)
