@@ -37,7 +37,7 @@ has further entries by kind. The entries are listed first, and the results behin
                 for each virtual stage
     train    checkpoint and the other entries of a job of mckpt.trainer.train
              -> steps: what train() returns
-    live     checkpoint, args, and the entries of tests/live_cases.py
+    live     checkpoint, args, and the entries of tests/helpers/live_cases.py
     grid     cp; runs at any size without the processes
              -> files: {mp_rank directory: [[rank, tp, pp, ep, etp] of each rank that writes it]}
              -> reads: the same of each rank that reads it
@@ -416,7 +416,7 @@ def grid_case(
 def live_case(
     case: dict[str, Any], store: dist.Store, rank: int, world: int, out: Path
 ) -> dict[str, Any]:
-    from tests import live_cases
+    from tests.helpers import live_cases
 
     stored = load.read_args(case["checkpoint"])
     args = build.at_sizes(stored, **case.get("args", {}) | sizes(case))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import mckpt
-from tests import tiny
-from tests.judging import explain, judge
-from tests.tiny import TinyModel
+from tests.helpers import tiny
+from tests.helpers.judging import explain, judge
+from tests.helpers.tiny import TinyModel
 
 pytestmark = pytest.mark.judge
 
