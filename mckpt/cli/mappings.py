@@ -70,11 +70,11 @@ def new(model: Path) -> None:
     The draft is printed. In its lines marked TODO a person must complete what names and shapes do
     not show.
     """
-    from mckpt import mapping
     from mckpt.checkpoint import inspection
+    from mckpt.mapping.drafting import draft
 
     config, tensors = inspection.stored_model(model)
-    document(mapping.draft(config, tensors, str(model)))
+    document(draft(config, tensors, str(model)))
 
 
 @command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -121,7 +120,9 @@ class _Command(click.Command):
         having = [other for other, one in others for p in one.params if f"--{name}" in p.opts]
         if having:
             return f"mckpt {self.name} has none; these commands have it: {', '.join(having)}"
-        near = difflib.get_close_matches(name, ours, 1, 0.7)
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, ours, 1, 0.7)
         return f"did you mean --{near[0]}?" if near else f"mckpt {self.name} --help lists all"
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

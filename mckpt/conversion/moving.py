@@ -19,13 +19,6 @@ from mckpt.geometry.join import Joined
 from mckpt.progress import OnProgress
 from mckpt.storage.files import TargetFile
 
-OWN_HEAD = (
-    "config.json says that the embedding is also the output layer (tied). transformers 5 ignores"
-    " that where the output layer of the file differs, and uses both; transformers 4 ignores the"
-    " output layer of the file. For the first give --set tied=false; for the second remove that"
-    " tensor."
-)
-
 
 @dataclass(frozen=True)
 class RunSettings:
@@ -90,23 +83,6 @@ def move(
         )
     except Overflow as e:
         raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
-
-
-def dropped(plan: PlanData, check_replicas: bool) -> list[str]:
-    """Returns sentences on the values that the conversion drops. Raises SourceError if copies of
-    one tensor differ; those of a Megatron source are compared only if `check_replicas`.
-    """
-    source = plan.source
-    look = check_replicas or not source.is_megatron
-    if look and (apart := source.reader.check_replicas()):
-        tied = not source.is_megatron and source.dims["tied"]
-        raise SourceError.of(
-            f"{source.path}: holds different copies of one tensor, and mckpt cannot tell which"
-            " one is right:",
-            apart,
-            OWN_HEAD * tied,
-        )
-    return source.reader.padding()
 
 
 def check_unchanged(

@@ -5,7 +5,6 @@ state belongs to the weight whose name it has.
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -149,6 +148,8 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     held = [name for name in weights if f"{name}@{MASTER}" in source]
     half = masters.in_half(source.args or {})
     if look:
+        from concurrent.futures import ThreadPoolExecutor
+
         compare = partial(masters.apart, source, half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
             apart = [text for text in pool.map(compare, held) if text]

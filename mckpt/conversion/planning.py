@@ -16,7 +16,7 @@ from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import most_dtype
 from mckpt.conversion.optimizer import prove
 from mckpt.conversion.plan_data import PlanData
-from mckpt.conversion.refusals import refuse_options
+from mckpt.conversion.refusals import dropped, refuse_options
 from mckpt.conversion.target import TargetOptions
 from mckpt.conversion.to_hf import plan_hf
 from mckpt.conversion.to_megatron import dialect_to_write, padded_rows, plan_megatron
@@ -63,11 +63,9 @@ class Plan(PlanData):
 
         Reads the padding of the vocabulary, and the tensors that have copies.
         """
-        from mckpt.conversion.moving import dropped
-
         self.destination.check()
         self.side.check_unchanged()
-        return dropped(self, check_replicas)
+        return dropped(self.source, check_replicas)
 
     def run(
         self,

@@ -10,7 +10,7 @@ from mckpt import formats, mapping
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.description import VocabSizeUnknown, family_for
 from mckpt.conversion.target import MAX_SHARD_SIZE, TargetOptions
-from mckpt.errors import DestinationError, MappingError, UsageError
+from mckpt.errors import DestinationError, MappingError, SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import WEIGHT_DTYPES, Format, Names
 from mckpt.formats.hf_config import ADAPTER, CONFIG, read_config
@@ -20,6 +20,13 @@ from mckpt.formats.megatron.save_directory import MAPPING
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Dims, MappingFile
 from mckpt.values import dtypes
+
+_OWN_HEAD = (
+    "config.json says that the embedding is also the output layer (tied). transformers 5 ignores"
+    " that where the output layer of the file differs, and uses both; transformers 4 ignores the"
+    " output layer of the file. For the first give --set tied=false; for the second remove that"
+    " tensor."
+)
 
 
 def refuse_options(target: TargetOptions, format: Format, source: Checkpoint) -> None:
@@ -341,3 +348,19 @@ def refuse_uncarried(source: Checkpoint, family: MappingFile) -> None:
             f" {carried.key_of(found[0])}, and {family.path.name} has no place for them; give the"
             " family of the whole model"
         )
+
+
+def dropped(source: Checkpoint, check_replicas: bool) -> list[str]:
+    """Returns sentences on the values that the conversion drops. Raises SourceError if copies of
+    one tensor differ; those of a Megatron source are compared only if `check_replicas`.
+    """
+    look = check_replicas or not source.is_megatron
+    if look and (apart := source.reader.check_replicas()):
+        tied = not source.is_megatron and source.dims["tied"]
+        raise SourceError.of(
+            f"{source.path}: holds different copies of one tensor, and mckpt cannot tell which"
+            " one is right:",
+            apart,
+            _OWN_HEAD * tied,
+        )
+    return source.reader.padding()

@@ -15,8 +15,9 @@ from typing import Any
 
 from mckpt.conversion import done
 from mckpt.conversion.destination import Destination
-from mckpt.conversion.moving import RunSettings, check_unchanged, dropped, manifest_of, move
+from mckpt.conversion.moving import RunSettings, check_unchanged, manifest_of, move
 from mckpt.conversion.plan_data import PlanData
+from mckpt.conversion.refusals import dropped
 from mckpt.conversion.side_files import SideFiles
 from mckpt.errors import DestinationError, StorageError
 from mckpt.execute.ranks import Gone, Ranks, Session
@@ -33,7 +34,7 @@ def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
         return _help(plan, session, how)
     plan.side.check_unchanged()
     if ranks.size == 1:  # before any file is created
-        said = dropped(plan, how.check_replicas)
+        said = dropped(plan.source, how.check_replicas)
     with destination.staging(key, str(before), how.resume, ranks.name) as staging, session:
         # other ranks would take this output for an old one that --overwrite replaces
         ends = how.resume and in_place(staging) and not (destination.overwrite and ranks.size > 1)
@@ -43,7 +44,7 @@ def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
             return verdict.manifest
         session.open()
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
-            said = dropped(plan, how.check_replicas)
+            said = dropped(plan.source, how.check_replicas)
         sums = _move(plan, session, how)
         look = partial(done.differing, plan, staging / "data", how.checksum, how.max_memory)
         now = check_unchanged(plan, before, look)

@@ -29,8 +29,9 @@ from typing import Any
 from mckpt import errors
 from mckpt.conversion.done import judge, settle
 from mckpt.conversion.groups import groups
-from mckpt.conversion.moving import RunSettings, check_unchanged, dropped, manifest_of
+from mckpt.conversion.moving import RunSettings, check_unchanged, manifest_of
 from mckpt.conversion.plan_data import PlanData, SourceState
+from mckpt.conversion.refusals import dropped
 from mckpt.conversion.sending import Sender, temporary
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal, raise_error_of
 from mckpt.errors import StorageError
@@ -82,7 +83,7 @@ class _Job:
         """Runs the plan as rank 0, and returns the manifest."""
         plan, journal = self.plan, self.journal
         plan.side.check_unchanged()
-        said = dropped(plan, self.how.check_replicas)
+        said = dropped(plan.source, self.how.check_replicas)
         journal.refuse_occupied()
         with journal.announced(str(self.before), self.how.resume):
             ends = journal.resumes and not plan.destination.overwrite

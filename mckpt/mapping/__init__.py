@@ -1,6 +1,5 @@
 """Mapping files: YAML -> rules and dims, and the expressions in them."""
 
-from mckpt.mapping.drafting import draft
 from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.fit import misfits
@@ -37,7 +36,6 @@ __all__ = [
     "dialect_for",
     "dialect_of",
     "digest_of",
-    "draft",
     "equal",
     "family_with",
     "folder",

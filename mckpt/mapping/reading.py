@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections import Counter
@@ -494,7 +493,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Parses `name=value` of --set into (dim, value)."""
     name, equals, value = text.partition("=")
     if not equals or name not in schema().dims:
-        near = difflib.get_close_matches(name, schema().dims, 3, 0.5)
+        from difflib import get_close_matches
+
+        near = get_close_matches(name, schema().dims, 3, 0.5)
         meant = f", such as {' or '.join(near)}," if near else ""
         raise UsageError(
             f"--set {text!r}: give DIM=VALUE with the name of a dim{meant} of those that `mckpt"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -72,7 +71,9 @@ class Schema(NamedTuple):
 
 def nearest(name: str, known: Iterable[str]) -> str:
     """Returns a hint with the known names that are most like an unknown one; empty if none is."""
-    found = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    from difflib import get_close_matches
+
+    found = get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; the nearest names are {', '.join(found)}" if found else ""
 
 

@@ -5,18 +5,20 @@ commits. Its token, its endpoint and its cache are those that huggingface_hub fi
 from __future__ import annotations
 
 import functools
-import logging
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from mckpt.errors import MckptError, MissingExtra, SourceError, StorageError, UsageError
 from mckpt.version import __version__
+
+if TYPE_CHECKING:
+    import logging
 
 T = TypeVar("T")
 
@@ -272,6 +274,8 @@ def _library(doing: str, name: Name | None) -> ModuleType:
             f"{doing} needs huggingface_hub, which is not installed here: pip install"
             f" 'mckpt[hub]'{other}"
         ) from e
+    import logging
+
     library_log.get_verbosity()  # makes the handlers, if that did not happen yet
     for handler in logging.getLogger("huggingface_hub").handlers:
         if _quiet not in handler.filters:

@@ -14,10 +14,8 @@ import atexit
 import fcntl
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -319,6 +317,8 @@ def temporary() -> Path:
     """Returns a new directory, which is removed when this process ends. Directories of killed
     processes are removed first.
     """
+    import tempfile
+
     if not _held:
         atexit.register(clean)
         for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
@@ -364,6 +364,8 @@ def in_threads(call: Callable[[T], object], items: Iterable[T]) -> None:
         for item in todo:
             call(item)
         return
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(min(THREADS, len(todo))) as pool:
         for _ in pool.map(call, todo):
             pass

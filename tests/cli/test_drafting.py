@@ -12,7 +12,7 @@ import mckpt
 from mckpt.checkpoint.inspection import stored_model
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError
-from mckpt.mapping import draft
+from mckpt.mapping.drafting import draft
 from mckpt.mapping.forms import Form
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import good, refused
