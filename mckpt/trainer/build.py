@@ -294,8 +294,6 @@ def transformer_config(
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
-    if pattern := hybrid.pattern(args):
-        hybrid.require(pattern)
     check(args)
     latent = getattr(args, "multi_latent_attention", False)
     config_class = MLATransformerConfig if latent else TransformerConfig
@@ -328,7 +326,7 @@ def transformer_config(
     if not args.num_experts:  # a dense run stores these as None
         config = {name: value for name, value in config.items() if not name.startswith("moe_")}
 
-    if pattern:
+    if hybrid.pattern(args):
         config |= hybrid.config(args)
     elif gpt.linear_attention(args):
         config |= gpt.config(args)

@@ -14,10 +14,8 @@ import itertools
 from argparse import Namespace
 from typing import Any
 
-from mckpt.errors import MissingExtra, UsageError
+from mckpt.errors import UsageError
 
-SINCE = (0, 18)  # the first megatron-core that has HybridModel
-SINCE_SYMBOL = {"+": (0, 19), "D": (0, 19)}  # and those that came later
 BUILT = "*+DGM-E"
 MIXERS = "*+DGM"  # layers that mix the positions of a sequence
 
@@ -43,22 +41,6 @@ def cut(pattern: str, num_stages: int) -> str:
         )
     bounds = [stage * len(decoder) // num_stages for stage in range(num_stages + 1)]
     return "|".join(decoder[a:b] for a, b in itertools.pairwise(bounds)) + slash + mtp
-
-
-def require(pattern: str) -> None:
-    """Raises MissingExtra if megatron-core is too old for this pattern."""
-    from megatron.core import __version__
-
-    symbols = [symbol for symbol in SINCE_SYMBOL if symbol in pattern]
-    needed = max([SINCE, *(SINCE_SYMBOL[symbol] for symbol in symbols)])
-    if tuple(int(part) for part in __version__.split(".")[:2]) < needed:
-        since = ".".join(map(str, needed))
-        layers = f" with the layer {symbols[0]}" if symbols else ""
-        raise MissingExtra(
-            f"hybrid_layer_pattern {pattern} describes a HybridModel{layers}, which megatron-core"
-            f" has from {since} on, and this is megatron-core {__version__}: pip install"
-            f" 'megatron-core>={since}' (it requires Python 3.12 or later)"
-        )
 
 
 def problems(args: Namespace) -> list[str]:

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from mckpt import formats
-from mckpt.errors import SourceError, UsageError
+from mckpt.errors import SourceError
 from mckpt.formats.base import Format
 from mckpt.formats.megatron import save_directory
-from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.optimizer import LAYER_WISE, loads_at_its_sizes
 from mckpt.geometry.parallel import Parallel
 from mckpt.trainer import optimizer_order, rng
@@ -32,8 +31,6 @@ from mckpt.trainer.names import other_name
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
-COMMON_FILE = "common.pt"  # of torch_dist
-# From this megatron-core on, the content of COMMON_FILE is an object of the checkpoint.
 # Keys beside the model's weights, which a load of weights alone does not read.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
 
@@ -42,68 +39,54 @@ NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "commo
 TWO_CUTS = re.compile(r"self_attention\.linear_(q|kv)_down_proj\.weight$")
 
 
-def unit_directory(checkpoint: str | Path) -> Path:
+def directory_of(checkpoint: str | Path) -> Path:
     """Returns `checkpoint`, or the iteration of it if it is a save directory."""
     return save_directory.find(Path(checkpoint)).path
 
 
 def format_of(checkpoint: str | Path) -> Format:
     """Returns the format of a Megatron checkpoint. Raises SourceError if there is none."""
-    unit = unit_directory(checkpoint)
-    if (found := formats.detect(unit, megatron=True)) is None:
-        if formats.detect(unit, megatron=False) is not None:
+    place = directory_of(checkpoint)
+    if (found := formats.detect(place, megatron=True)) is None:
+        if formats.detect(place, megatron=False) is not None:
             raise SourceError(
-                f"{unit} is a Hugging Face directory; convert it first: mckpt hf-to-megatron"
-                f" {unit} DST"
+                f"{place} is a Hugging Face directory; convert it first: mckpt hf-to-megatron"
+                f" {place} DST"
             )
-        raise SourceError(f"{unit}: not a Megatron checkpoint that mckpt reads")
+        raise SourceError(f"{place}: not a Megatron checkpoint that mckpt reads")
     if until := formats.FORMATS[found.name].until:
         raise SourceError(
-            f"{unit}: has the format {found}, which megatron-core loads up to {until}; write"
+            f"{place}: has the format {found}, which megatron-core loads up to {until}; write"
             f" another: mckpt reshard {checkpoint} DST --target-format torch_dist"
         )
     if not formats.FORMATS[found.name].written:
         raise SourceError(
-            f"{unit}: has the format {found}, which only a sharded model can load; write another:"
+            f"{place}: has the format {found}, which only a sharded model can load; write another:"
             f" mckpt reshard {checkpoint} DST --target-format torch_dist"
         )
     return found
 
 
 def read_common(checkpoint: str | Path) -> dict[str, Any]:
-    """Reads all but the weights: args, iteration, checkpoint_version, content_metadata ..."""
-    unit = unit_directory(checkpoint)
-    if format_of(checkpoint).global_keys:
-        from megatron.core import __version__, dist_checkpointing
+    """Reads all but the weights: args, iteration, checkpoint_version, content_metadata ...
 
-        if (
-            not (unit / COMMON_FILE).exists()
-            and [int(part) for part in __version__.split(".")[:2]] < COMMON_OBJECT_SINCE
-        ):
-            since = ".".join(map(str, COMMON_OBJECT_SINCE))
-            raise SourceError(
-                f"{unit} has no {COMMON_FILE}: it keeps its args and iteration as an object, which"
-                f" megatron-core reads from {since} on, and this is megatron-core {__version__}."
-                f" Install {since} or later, or write the file with `mckpt reshard {checkpoint} DST"
-                " --common-state file`"
-            )
+    `mckpt verify` and `mckpt train` have checked that this megatron-core can read them
+    (verification/requirements.py).
+    """
+    place = directory_of(checkpoint)
+    if format_of(checkpoint).global_keys:
+        from megatron.core import dist_checkpointing
+
         with safe_pickles():
-            return dist_checkpointing.load_common_state_dict(str(unit))
+            return dist_checkpointing.load_common_state_dict(str(place))
     # the directory of rank 0 without PP and EP, with one of them, and with both
     names = ("mp_rank_00", "mp_rank_00_000", "mp_rank_00_000_000")
     for name in names:
-        if (unit / name / MODEL_FILE).exists():
-            state = read_rank_file(unit / name / MODEL_FILE)
-            model = state.get("model", {})
-            if any(isinstance(v, dict) for k, v in model.items() if "_extra_state" not in k):
-                raise UsageError(
-                    f"{unit}: holds a model from before megatron-core, which is not run here."
-                    f" `mckpt reshard {checkpoint} DST --target-dialect DIALECT` writes it for"
-                    " megatron-core; `mckpt mappings list` lists the dialects"
-                )
+        if (place / name / MODEL_FILE).exists():
+            state = read_rank_file(place / name / MODEL_FILE)
             return {key: value for key, value in state.items() if not key.startswith("model")}
     raise SourceError(
-        f"{unit} has no file of rank 0: none of {', '.join(names)} holds {MODEL_FILE}"
+        f"{place} has no file of rank 0: none of {', '.join(names)} holds {MODEL_FILE}"
     )
 
 
@@ -111,7 +94,7 @@ def read_args(checkpoint: str | Path) -> Namespace:
     """Reads the args of the run that wrote the checkpoint."""
     args = read_common(checkpoint).get("args")
     if args is None:
-        raise SourceError(f"{unit_directory(checkpoint)} holds no args: give those of the model")
+        raise SourceError(f"{directory_of(checkpoint)} holds no args: give those of the model")
     return args
 
 
@@ -143,14 +126,13 @@ def load(
     state = read(chunks, args, checkpoint, strict, optimizer)
     if left := marked(chunks):
         raise SourceError.of(
-            f"{unit_directory(checkpoint)}: {rank_names()} has parameters that the load did not"
-            " set:",
+            f"{directory_of(checkpoint)}: {rank_names()} has parameters that the load did not set:",
             left,
         )
     if scheduler is not None:
         if "opt_param_scheduler" not in state:
             raise SourceError(
-                f"{unit_directory(checkpoint)} has no opt_param_scheduler: it does not say how far"
+                f"{directory_of(checkpoint)} has no opt_param_scheduler: it does not say how far"
                 " its run was"
             )
         scheduler.load_state_dict(state["opt_param_scheduler"])
@@ -167,33 +149,33 @@ def load_torch_dist(
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
     from megatron.core.dist_checkpointing.validation import parse_strict_flag
 
-    unit = str(unit_directory(checkpoint))
+    place = str(directory_of(checkpoint))
     common = read_common(checkpoint)
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
-    stored = {value.key for value in load_sharded_metadata(unit).values()}
+    stored = {value.key for value in load_sharded_metadata(place).values()}
     wanted = {
         value.key for value in sharded_values(stored_names(sharded_state(chunks, metadata), stored))
     }
     missing = sorted(key for key in wanted - stored if not key.endswith("_extra_state"))
     if missing:
         raise SourceError.of(
-            f"{unit}: {rank_names()} asks for keys that the checkpoint does not have:", missing
+            f"{place}: {rank_names()} asks for keys that the checkpoint does not have:", missing
         )
     state = drop_extra_state(stored_names(sharded_state(chunks, metadata), stored), stored)
     if optimizer is not None:
-        check_optimizer(common, args, metadata, unit)
+        check_optimizer(common, args, metadata, place)
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=True, metadata=with_group(metadata)
         )
         if "rng_state" in stored and same_sizes(common.get("args"), args):
             state["rng_state"] = rng.collect(sharded=True)
     with safe_pickles():
-        loaded = dist_checkpointing.load(state, unit, strict=parse_strict_flag(strict))
+        loaded = dist_checkpointing.load(state, place, strict=parse_strict_flag(strict))
     if isinstance(loaded, tuple):  # return_unexpected, return_all
         loaded = loaded[0]
     forgiven = []
     for key, chunk in zip(model_keys(chunks), chunks, strict=True):
-        forgiven += load_into(chunk, loaded.pop(key), f"{unit} ({key})")
+        forgiven += load_into(chunk, loaded.pop(key), f"{place} ({key})")
     if optimizer is not None:
         optimizer.load_state_dict(regroup(loaded.pop("optimizer"), optimizer))
     unread = sorted(
@@ -212,7 +194,7 @@ def load_torch(
     optimizer: Any = None,
 ) -> dict[str, Any]:
     """Reads this rank's mp_rank file with torch.load, and calls load_state_dict."""
-    path = unit_directory(checkpoint) / rank_directory(args) / MODEL_FILE
+    path = directory_of(checkpoint) / rank_directory(args) / MODEL_FILE
     if not path.exists():
         raise SourceError(f"{rank_names()} needs {path}, which does not exist")
     state = read_rank_file(path)
@@ -270,10 +252,10 @@ def other_cut(
     if len(value) == ranks * len(wanted):
         return value.chunk(ranks)[rank]
     sizes = Parallel(pp=ps.get_pipeline_model_parallel_world_size())
-    stage, unit = ps.get_pipeline_model_parallel_rank(), path.parent.parent
+    stage, place = ps.get_pipeline_model_parallel_rank(), path.parent.parent
     names = [sizes.directory(other, stage, 0) for other in range(ranks)]
     # all expert ranks of a name have the same rows
-    files = [min(unit.glob(f"{name}*/{MODEL_FILE}")) for name in names]
+    files = [min(place.glob(f"{name}*/{MODEL_FILE}")) for name in names]
     return torch.cat([read_rank_file(file)[key][name] for file in files])
 
 
@@ -324,27 +306,27 @@ def regroup(state: dict[Any, Any], optimizer: Any) -> dict[Any, Any]:
 
 
 def check_optimizer(
-    common: dict[str, Any], args: Namespace, metadata: dict[str, Any], unit: str
+    common: dict[str, Any], args: Namespace, metadata: dict[str, Any], place: str
 ) -> None:
     """Raises SourceError if the checkpoint has no optimizer state, or one that fits other parallel
     sizes only.
     """
     kind = metadata.get("distrib_optim_sharding_type")
     if "optimizer" not in common:
-        raise no_optimizer(unit)
+        raise no_optimizer(place)
     saved = common.get("args")
     for name, is_default in (("optimizer", "adam"), ("fp16", False)):
         stored, wanted = getattr(saved, name, is_default), getattr(args, name)
         if stored != wanted:
             raise SourceError(
-                f"{unit} was saved by a run with {name} {stored}, and this run has {wanted}: it"
+                f"{place} was saved by a run with {name} {stored}, and this run has {wanted}: it"
                 " cannot be resumed, only trained from"
             )
     by_layers = getattr(args, "use_layer_wise_distributed_optimizer", False)
     if args.use_distributed_optimizer != (kind is not None) and not by_layers:
-        raise other_optimizer(unit, args.use_distributed_optimizer)
+        raise other_optimizer(place, args.use_distributed_optimizer)
     if kind not in (None, "fully_reshardable") and not same_sizes(common.get("args"), args):
-        raise loads_at_its_sizes(unit, kind)
+        raise loads_at_its_sizes(place, kind)
 
 
 def no_optimizer(place: str) -> SourceError:

@@ -50,7 +50,7 @@ def save(
     distrib_optim_sharding_type of torch_dist: fully_reshardable or dp_reshardable. It is None if
     the optimizer is not distributed.
     """
-    unit, sharded = Path(directory) / iteration_name(iteration), formats.get(format).global_keys
+    place, sharded = Path(directory) / iteration_name(iteration), formats.get(format).global_keys
     state: dict[str, Any] = {"args": args} if with_args else {}
     state |= {
         "checkpoint_version": 3.0,
@@ -62,19 +62,19 @@ def save(
     if optimizer is not None:
         state["rng_state"] = rng.collect(sharded)
     if sharded:
-        save_torch_dist(chunks, unit, state, optimizer, optimizer_format)
+        save_torch_dist(chunks, place, state, optimizer, optimizer_format)
     else:
-        save_torch(chunks, args, unit, state, optimizer, optimizer_format is not None)
+        save_torch(chunks, args, place, state, optimizer, optimizer_format is not None)
     dist.barrier()
     if dist.get_rank() == 0:
         (Path(directory) / TRACKER).write_text(RELEASE if iteration is None else str(iteration))
     dist.barrier()
-    return unit
+    return place
 
 
 def save_torch_dist(
     chunks: list[Any],
-    unit: Path,
+    place: Path,
     state: dict[str, Any],
     optimizer: Any,
     optimizer_format: str | None,
@@ -91,20 +91,20 @@ def save_torch_dist(
     if optimizer is not None:
         state["optimizer"] = optimizer.sharded_state_dict(models, metadata=with_group(metadata))
     if dist.get_rank() == 0:
-        unit.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(state, str(unit), content_metadata=metadata)
+    dist_checkpointing.save(state, str(place), content_metadata=metadata)
 
 
 def save_torch(
     chunks: list[Any],
     args: Namespace,
-    unit: Path,
+    place: Path,
     state: dict[str, Any],
     optimizer: Any,
     distributed: bool,
 ) -> None:
-    path = unit / rank_directory(args) / MODEL_FILE
+    path = place / rank_directory(args) / MODEL_FILE
     if writes_torch_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         state |= {

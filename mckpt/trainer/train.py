@@ -102,11 +102,11 @@ def run(job: dict[str, Any], timeout_s: float = 1800) -> list[Step]:
     others = {"transformer_impl": job.get("transformer_impl", "auto")} | job.get("args", {})
     args = build.at_sizes(load.read_common(job["checkpoint"]).get("args") or {}, **sizes, **others)
     build.initialize(args, timeout_s, gloo_groups=True)
-    on_step = partial(tell, job.get("losses"), bool(job.get("json")))
+    on_step = partial(print_step, job.get("losses"), bool(job.get("json")))
     return train(args, job["checkpoint"], options, on_step)
 
 
-def tell(losses: str | None, as_json: bool, step: Step) -> None:
+def print_step(losses: str | None, as_json: bool, step: Step) -> None:
     """Prints a step, and adds it to the file `losses`."""
     if dist.get_rank() == 0:
         text = " ".join(f"{name} {value:.6g}" for name, value in step.items())
@@ -232,7 +232,11 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer import (
+        OptimizerConfig,
+        get_megatron_optimizer,
+        get_standard_config_overrides,
+    )
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     adam.install()
@@ -274,7 +278,7 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
             **settings,
         ),
         chunks,
-        config_overrides=no_decay(),
+        config_overrides=get_standard_config_overrides(OptimizerConfig()),  # no decay of norms
     )
     per_step = options.global_batch_size  # the scheduler counts sequences
     scheduler = OptimizerParamScheduler(
@@ -297,13 +301,6 @@ def set_up(args: Namespace, options: Options) -> tuple[list[Any], Any, Any]:
         model.config.finalize_model_grads_func = finalize_model_grads
         model.config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer, scheduler
-
-
-def no_decay() -> Any:
-    """Returns megatron-core's rule that biases and norms are not decayed."""
-    from megatron.core.optimizer import OptimizerConfig, get_standard_config_overrides
-
-    return get_standard_config_overrides(OptimizerConfig())
 
 
 def train_step(
@@ -344,11 +341,8 @@ def train_step(
     if reports:  # the last pipeline stage alone has reports
         total = torch.stack(reports).sum(0)
     dist.all_reduce(total, group=ps.get_data_parallel_group(with_context_parallel=True))
-    last, stages = (
-        ps.get_pipeline_model_parallel_last_rank(),
-        ps.get_pipeline_model_parallel_group(),
-    )
-    dist.broadcast(total, last, group=stages)
+    last_stage = ps.get_pipeline_model_parallel_last_rank()
+    dist.broadcast(total, last_stage, group=ps.get_pipeline_model_parallel_group())
     loss, num_tokens = total.tolist()
     seconds = time.perf_counter() - started
     return {

@@ -17,6 +17,7 @@ import mckpt
 from mckpt import mapping
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
+from mckpt.verification.requirements import require_core
 from tests.helpers import tiny
 
 torch = pytest.importorskip("torch")
@@ -326,11 +327,9 @@ def test_options_that_the_dialect_does_not_have(tmp_path: Path) -> None:
         mckpt.plan(source, tmp_path / "no", format="torch_dist", dialect="legacy")
 
 
-@pytest.mark.judge
-def test_the_trainer_refuses_an_old_model() -> None:
-    load = pytest.importorskip("mckpt.trainer.load")
+def test_an_old_model_is_refused_before_it_runs() -> None:
     with pytest.raises(UsageError, match=r"before megatron-core, .* --target-dialect DIALECT"):
-        load.read_args(old.FOLDER / "llama")
+        require_core(mckpt.open(old.FOLDER / "llama"))
 
 
 def test_models_that_the_dialect_cannot_hold(tmp_path: Path) -> None:

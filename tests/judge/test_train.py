@@ -20,6 +20,7 @@ if not find_spec("megatron.core"):
 import mckpt
 from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import data
+from mckpt.verification.requirements import require_core
 from tests.cli import test_json
 from tests.helpers import commands
 from tests.helpers.judged_models import DENSE as PLAIN
@@ -249,8 +250,8 @@ def test_a_common_state_kept_as_an_object_is_read_or_refused_with_the_cure(
     if int(__version__.split(".")[1]) >= 19:
         assert load.read_args(tmp_path / "ckpt").num_layers == 4
         return
-    with pytest.raises(SourceError, match=r"has no common\.pt.*0\.19.*--common-state file"):
-        load.read_args(tmp_path / "ckpt")
+    with pytest.raises(SourceError, match=r"as an object, .*0\.19.*--common-state file"):
+        require_core(mckpt.open(tmp_path / "ckpt"))
     mckpt.plan(
         tmp_path / "ckpt", tmp_path / "file", format="torch_dist"
     ).run()  # the error gives this cure
