@@ -93,13 +93,8 @@ def plan_megatron(source: Checkpoint, destination: Destination, target: TargetOp
     side = _checked_side(source, SideFiles(destination.root, side_files, carried_files))
     joined = join(moved.layout, layout)
     entries = {"optimizer": [param_groups, scalers]} if decided.optimizer else {}
-    facts = _facts(
-        decided,
-        joined,
-        common=hashlib.sha256(safe_pickle.dumps({**args.common, **entries})).hexdigest(),
-        args=launch.flags,
-        **named_by_user(source, MAPPING in side.files),
-    )
+    common = hashlib.sha256(safe_pickle.dumps({**args.common, **entries})).hexdigest()
+    facts = _facts(decided, joined, common, launch.flags, MAPPING in side.files)
     root = _side_root(source)
     return PlanData(
         moved,
@@ -195,8 +190,14 @@ def _checked_side(source: Checkpoint, side: SideFiles) -> SideFiles:
     return side
 
 
-def _facts(decided: Decided, joined: Joined, **more: Any) -> dict[str, Any]:
-    """Returns the content of the manifest; `more` is a part of it."""
+def _facts(
+    decided: Decided, joined: Joined, common: str, flags: dict[str, Any], keeps_mapping: bool
+) -> dict[str, Any]:
+    """Returns the content of the manifest.
+
+    common: the digest of the common state. flags: those of Megatron's training program.
+    keeps_mapping: whether the user's family file is kept in DST/hf.
+    """
     source, moved, target = decided.source, decided.moved, decided.target
     dialect, kept = decided.names.mapping, decided.optimizer
     look = not decided.destination.helps
@@ -219,12 +220,14 @@ def _facts(decided: Decided, joined: Joined, **more: Any) -> dict[str, Any]:
         choices=dict(decided.names.choices),
         padded_vocab_size=decided.padded_vocab_size,
         unit=decided.destination.iteration_name,
+        common=common,
         common_as_object=target.common_as_object,
+        args=flags,
         megatron_version=target.megatron_version,
         left_behind=optimizer.left_behind(source, kept),
         **({"optimizer": state} if state else {}),
         **_form(source),
-        **more,
+        **named_by_user(source, keeps_mapping),
     )
 
 
