@@ -80,8 +80,8 @@ class Sender:
 
     def mark(self) -> str:
         """Returns the id of the run that the journal in the store belongs to, "" if none does."""
-        said = self.journal.said()
-        return said.id if said else ""
+        line = self.journal.last_line()
+        return line.id if line else ""
 
     @property
     def place(self) -> Path:
@@ -155,7 +155,7 @@ class Sender:
                     folder, sums = made.__enter__()
                     self._compare_carried(group, folder)
                     sending.result()
-                    self.journal.clear()
+                    self.journal.remove_old()
                     sending = groups_of.submit(send_group, made, group, folder, sums)
                 sending.result()
             except BaseException:

@@ -2,7 +2,7 @@
 ranks that are alive, and the files that are in their place.
 
     DST/.mckpt-<plan>/intent.json    the names that this run writes
-    DST/.mckpt-<plan>/beat/<rank>    changes while the rank lives
+    DST/.mckpt-<plan>/beat/<rank>    the line of a rank (execute.ranks); changes while it lives
     DST/.mckpt-<plan>/sent/<n>       file n is in its place: its bytes, checksum and version
 
 The processes of a run know of each other through these objects alone. A killed run leaves its
@@ -13,25 +13,25 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from mckpt import errors
 from mckpt.conversion.destination import Destination
-from mckpt.errors import DestinationError, SourceError, StorageError
+from mckpt.errors import DestinationError, SourceError
+from mckpt.execute.ranks import Lines, Seconds, error_of
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import INTENT, MANIFEST, STAGING, Intent, intent
 from mckpt.storage.stores import Object
 
-BEAT_S = 5.0  # seconds between two changes of a rank's beat
-LIVE_S = 20.0  # seconds without a beat after which another run counts as dead
+BEAT_S = 5.0  # seconds between two changes of a rank's line
+POLL_S = 1.0  # seconds; the longest pause between two looks at the others' lines
+DEAD_S = 90.0  # seconds without a change after which a rank of this run counts as dead
+LIVE_S = 20.0  # seconds without a change after which another run counts as dead
 SENT, BEAT = "sent", "beat"
 
 T = TypeVar("T")
@@ -47,12 +47,10 @@ class Sent(msgspec.Struct):
     run: str  # the id of the run that sent it
 
 
-class Beat(msgspec.Struct):
-    """The last report of a rank."""
+class Line(msgspec.Struct):
+    """The parts of a rank's line (`ranks.Session`) that other runs read."""
 
     id: str  # of its run
-    beat: int
-    ready: bool
     error: tuple[str, str] | None = None  # class and message
 
 
@@ -60,14 +58,17 @@ class Over(DestinationError):
     """Rank 0 has published, or another run has taken this one for dead."""
 
 
-class StoreJournal:
-    """The journal of one run, as one of its ranks sees it. It can be pickled, for a process on
-    another machine that helps this rank.
+class StoreJournal(Lines):
+    """The journal of one run, as one of its ranks sees it, in which the ranks have their lines. It
+    can be pickled, for a process on another machine that helps this rank.
 
     files: the path of each file of the plan, by number.
+    id: that of the run (`ranks.Session`), "" while it has not begun.
     ready: whether the old checkpoint is removed, so that files may be sent.
     resumes: whether this run, as rank 0, continues the work of an earlier one.
     """
+
+    public = True
 
     def __init__(
         self, destination: Destination, folder: Path, files: Sequence[Path], rank: int
@@ -77,14 +78,9 @@ class StoreJournal:
         found = sparse_copy.of(destination.root)
         assert found is not None
         self.place = found
-        self.id = uuid.uuid4().hex
+        self.id = ""
         self.ready = self.resumes = False
-        self._number = 0  # of this rank's last beat
-        self._beats: _Beats | None = None
-        self._others: dict[str, Beat | None] = {}  # other run -> its last beat
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_beats": None}
+        self._others: dict[str, str] = {}  # other run -> the first line of its rank 0 that was read
 
     # ---- objects
 
@@ -165,7 +161,7 @@ class StoreJournal:
                     " --overwrite to replace the checkpoint"
                 )
 
-    def clear(self) -> None:
+    def remove_old(self) -> None:
         """Removes the checkpoint that --overwrite replaces, unless that is done."""
         if self.ready:
             return
@@ -185,9 +181,8 @@ class StoreJournal:
 
     # ---- runs
 
-    @contextmanager
-    def announced(self, source: str, resume: bool) -> Iterator[None]:
-        """Records, as rank 0, the files that this run will put in place, and that the run is alive.
+    def announce(self, source: str, resume: bool) -> None:
+        """Records, as rank 0, the files that this run will put in place.
 
         resume: whether files that an earlier run of this command sent count as sent, if it read the
         same state of the `source`. Raises DestinationError if another run writes this checkpoint.
@@ -207,15 +202,6 @@ class StoreJournal:
                 self.place.remove([self.name(self.folder / INTENT)])
             raise self._refused_for(others.pop())
         self.ready = not destination.overwrite
-        self.live()
-        try:
-            yield
-        except BaseException as error:
-            self.end_beats()
-            with suppress(StorageError):
-                if self._is_ours(self.said()):
-                    self._put_beat((type(error).__name__, str(error)))
-            raise
 
     def _source(self) -> str:
         """Returns the state of the source that the last run of this command has read."""
@@ -224,30 +210,29 @@ class StoreJournal:
 
     def remove(self) -> None:
         """Removes the journal of this run, which is published."""
-        self.end_beats()
         self.place.list()
         self.place.remove(self.place.below(self.folder))
 
     def refuse_living(self) -> None:
-        """Raises DestinationError if another run of this checkpoint has reported since the last
+        """Raises DestinationError if another run of this checkpoint has reported since the first
         call.
         """
-        before = self._others
-        self._others = {name: self.said(name) for name in self._runs() - {self.folder.name}}
-        for name, said in self._others.items():
-            if name in before and said != before[name]:
+        for name in self._runs() - {self.folder.name}:
+            line = self._line_of(name)
+            if self._others.setdefault(name, line) != line:
                 raise self._refused_for(name)
 
     def _end_dead_runs(self) -> None:
         """Removes the journals of interrupted runs that wrote this checkpoint. Raises
         DestinationError if one of them lives; this takes LIVE_S if one of them was killed.
         """
-        first = {name: self.said(name) for name in self._runs()}
+        first = {name: self._line_of(name) for name in self._runs()}
+        lines = [_decoded(line.encode(), Line) for line in first.values()]
         end = time.monotonic() + LIVE_S
-        while time.monotonic() < end and any(s is None or s.error is None for s in first.values()):
+        while time.monotonic() < end and any(ln is None or ln.error is None for ln in lines):
             time.sleep(min(1.0, LIVE_S / 4))
-            for name, said in first.items():
-                if self.said(name) != said:
+            for name, line in first.items():
+                if self._line_of(name) != line:
                     raise self._refused_for(name)
         for name in first.keys() - {self.folder.name}:
             self.place.remove(self.place.below(self.destination.root / name))
@@ -264,61 +249,52 @@ class StoreJournal:
                 found.add(folder.name)
         return found
 
-    # ---- beats
+    # ---- lines of ranks (execute.ranks.Lines)
 
-    def live(self) -> None:
-        """Begins to report to other ranks and runs that this rank is alive."""
-        self._put_beat()
-        self._beats = _Beats(self._beat)
+    @property
+    def seconds(self) -> Seconds:
+        return Seconds(BEAT_S, DEAD_S, POLL_S)
 
-    def end_beats(self) -> None:
-        """Ends what `live` began."""
-        if self._beats is not None:
-            self._beats.end()
+    def read(self, rank: int) -> str:
+        """Returns the line of a rank, "" if there is none."""
+        return self._line_of(self.folder.name, rank)
 
-    def forget_beat(self) -> None:
-        """Removes the beat of this rank."""
-        self.place.remove([self.name(self.folder / BEAT / str(self.rank))])
+    def write(self, rank: int, line: str) -> None:
+        """Replaces the line of a rank."""
+        self.put(self.folder / BEAT / str(rank), line.encode())
 
-    def beat_of(self, rank: int) -> Object | None:
-        """Returns the beat of a rank in the last listing."""
-        return self.place.objects.get(self.name(self.folder / BEAT / str(rank)))
+    def clear(self) -> None:
+        """Removes the lines of an earlier run."""
+        self.place.remove(self.place.below(self.folder / BEAT))
 
-    def said(self, run: str = "") -> Beat | None:
-        """Returns the last beat of rank 0 of a run ("": this one), None if there is none."""
-        folder = self.destination.root / run if run else self.folder
-        data = self._get(folder / BEAT / "0")
-        return _decoded(data, Beat)
+    def belong_to(self, run: str) -> bool:
+        """Returns whether rank 0 has a line, of the run with this id unless it is ""."""
+        line = self.last_line()
+        return line is not None and run in ("", line.id)
 
-    def refuse_if_over(self) -> Beat:
-        """Returns the last beat of rank 0. Raises Over if the run is over, and on other ranks the
-        error of rank 0.
-        """
-        said = self.said()
-        if said is None or not self._is_ours(said):
+    def last_line(self) -> Line | None:
+        """Returns the last line of rank 0, None if there is none."""
+        return _decoded(self.read(0).encode(), Line)
+
+    def refuse_if_over(self) -> None:
+        """Raises Over if the run is over, and on other ranks the error of rank 0."""
+        line = self.last_line()
+        if line is None or line.id != self.id:
             raise Over(
                 f"{self.folder}: is gone, and no checkpoint of this run is there; another mckpt has"
                 " taken this run for dead"
             )
-        if self.rank:
-            raise_error_of(said)
-        return said
+        if self.rank and line.error is not None:
+            raise error_of(0, *line.error)
 
-    def _is_ours(self, said: Beat | None) -> bool:
-        return said is not None and said.id == self.id
+    def forget_line(self) -> None:
+        """Removes the line of this rank."""
+        self.place.remove([self.name(self.folder / BEAT / str(self.rank))])
 
-    def _put_beat(self, error: tuple[str, str] | None = None) -> None:
-        self._number += 1
-        said = Beat(self.id, self._number, self.ready, error)
-        self.put(self.folder / BEAT / str(self.rank), msgspec.json.encode(said))
-
-    def _beat(self) -> bool:
-        """Changes the beat of this rank; returns whether the run is not over."""
-        with suppress(StorageError):
-            if not self._is_ours(self.said()):
-                return False
-            self._put_beat()
-        return True
+    def _line_of(self, run: str, rank: int = 0) -> str:
+        """Returns the last line of a rank of a run, "" if there is none."""
+        data = self._get(self.destination.root / run / BEAT / str(rank)) or b""
+        return data.decode(errors="replace")
 
 
 def _decoded(data: bytes | None, kind: type[T]) -> T | None:
@@ -326,29 +302,3 @@ def _decoded(data: bytes | None, kind: type[T]) -> T | None:
     with suppress(ValueError, RecursionError):
         return msgspec.json.decode(data or b"", type=kind)
     return None
-
-
-class _Beats:
-    """A thread that calls `beat` every BEAT_S until it returns False, or until `end`."""
-
-    def __init__(self, beat: Callable[[], bool]) -> None:
-        self.beat, self.over = beat, threading.Event()
-        self.thread = threading.Thread(target=self._run, name="beats", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        while not self.over.wait(BEAT_S) and self.beat():
-            pass
-
-    def end(self) -> None:
-        self.over.set()
-        self.thread.join()
-
-
-def raise_error_of(said: Beat) -> None:
-    """Raises the error that a beat of rank 0 reports, if any."""
-    if said.error is not None:
-        name, text = said.error
-        kind = getattr(errors, name, StorageError)
-        known = isinstance(kind, type) and issubclass(kind, errors.MckptError)
-        raise (kind if known else StorageError)(*f"rank 0: {text}".split("\n"))

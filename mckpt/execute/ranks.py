@@ -1,8 +1,8 @@
 """One run in several processes, on one machine or on many: how they share the work and wait for
 each other.
 
-The processes exchange small files in the staging directory. A shared filesystem is enough: no port,
-no library.
+The processes exchange small files in the staging directory, or small objects in the journal of an
+object store (`conversion.store_journal`): no port, no library.
 
     ranks/{r}    a line that changes while rank r lives; it contains the progress of the rank
     done/        the journal: the work that is done, by any rank
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from mckpt import errors
 from mckpt.errors import StorageError, UsageError
@@ -155,31 +155,107 @@ class Gone(StorageError):
     """The staging directory is gone: rank 0 has published it, or someone removed it."""
 
 
+class Seconds(NamedTuple):
+    """The pace at which ranks report and look, in seconds."""
+
+    beat: float  # between two changes of a rank's line
+    dead: float  # without a change, after which a rank counts as dead
+    poll: float  # the longest pause between two looks at the others' lines
+
+
+class Lines(Protocol):
+    """The place where the ranks of a run report, each in a line of its own.
+
+    public: whether other runs read the lines too, so that a run of one rank reports as well.
+    """
+
+    public: bool
+
+    @property
+    def seconds(self) -> Seconds: ...
+
+    def read(self, rank: int) -> str:
+        """Returns the line of a rank, "" if there is none."""
+
+    def write(self, rank: int, line: str) -> None:
+        """Replaces the line of a rank. Raises Gone if the place is gone."""
+
+    def clear(self) -> None:
+        """Makes the place, or removes the lines in it."""
+
+    def belong_to(self, run: str) -> bool:
+        """Returns whether the place is there and no other run than the one with this id has taken
+        it; "" is any run.
+        """
+
+
+class LinesInDirectory:
+    """Lines that are files in a directory."""
+
+    public = False
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def seconds(self) -> Seconds:
+        return Seconds(BEAT_S, DEAD_S, POLL_S)
+
+    def read(self, rank: int) -> str:
+        with suppress(OSError, ValueError):
+            return (self.folder / str(rank)).read_text()
+        return ""
+
+    def write(self, rank: int, line: str) -> None:
+        beside = self.folder / f"{rank}.{os.getpid()}.{uuid.uuid4().hex}.new"
+        try:
+            beside.write_text(line)
+            os.replace(beside, self.folder / str(rank))
+        except FileNotFoundError:
+            raise Gone(f"{self.folder.parent}: no longer exists") from None
+
+    def clear(self) -> None:
+        self.folder.mkdir(exist_ok=True)
+        for path in self.folder.iterdir():
+            path.unlink(missing_ok=True)
+
+    def belong_to(self, run: str) -> bool:
+        # `Session` finds another run there by its id
+        return self.folder.exists()
+
+
 class Session:
     """The ranks of one run at work in one staging directory.
 
     Methods raise the error of another rank that failed. `tell` is called with sentences for
-    people.
+    people. `lines` is the place where the ranks report, by default a part of the staging directory.
 
     From `open` or `join` to the end of the `with` block a thread reports that this rank lives,
     whatever the rank is busy with.
     """
 
     def __init__(
-        self, staging: Path, ranks: Ranks, tell: Callable[[str], None] = lambda text: None
+        self,
+        staging: Path,
+        ranks: Ranks,
+        tell: Callable[[str], None] = lambda text: None,
+        lines: Lines | None = None,
     ) -> None:
-        self.staging, self.folder, self.ranks, self.tell = staging, staging / FOLDER, ranks, tell
+        self.staging, self.ranks, self.tell = staging, ranks, tell
+        self.place = lines or LinesInDirectory(staging / FOLDER)
+        self.alone = ranks.size == 1 and not self.place.public  # nobody reads this rank's line
         # Rank 0 makes a new `id` each time that it begins. Lines with another id belong to a run
         # that is over, though its processes may live on.
         self.line: dict[str, Any] = {"run": ranks.name, "id": "", "beat": 0, "steps": 0, "done": []}
         self.next_look = 0.0
-        self.said = False  # whether this rank has said that it waits
+        self.told = False  # whether this rank has told that it waits
         self.heard: dict[int, str] = {}  # rank -> its last line
         # rank -> the time of the last look, and the seconds for which its line has not changed
         self.watched: dict[int, tuple[float, float]] = {}
         # rank -> its last line, parsed; without the ranks that were given up
         self.lines: dict[int, dict[str, Any]] = {}
         self.writing, self.over = threading.Lock(), threading.Event()
+        self.thread: threading.Thread | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -187,30 +263,30 @@ class Session:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Reports the error to the other ranks, if this rank fails."""
         self.over.set()
-        if (
-            error is None
-            or self.ranks.size == 1
-            or isinstance(error, Gone)
-            or not self.folder.exists()
-        ):
+        if error is None or self.alone or isinstance(error, Gone):
             return
         known = isinstance(error, (errors.MckptError, KeyboardInterrupt))
         message = str(error) if known else "".join(traceback.format_exception(error))
         with suppress(OSError, StorageError):
-            self._write({**self.line, "error": [type(error).__name__, message]})
+            if self.place.belong_to(self.line["id"]):
+                self._write({**self.line, "error": [type(error).__name__, message]})
 
     def open(self) -> None:
         """Begins the run as rank 0, which owns the staging directory.
 
         Removes the lines of an earlier run.
         """
-        if self.ranks.size == 1:
+        if self.alone:
             return
         self.line["id"] = uuid.uuid4().hex
-        self.folder.mkdir(exist_ok=True)
-        for path in self.folder.iterdir():
-            path.unlink(missing_ok=True)
+        self.place.clear()
         self._live()
+
+    def end(self) -> None:
+        """Ends the reports that this rank lives."""
+        self.over.set()
+        if self.thread is not None:
+            self.thread.join()
 
     def join(
         self, finished: Callable[[bool], bool], refuse: Callable[[], None] = lambda: None
@@ -228,25 +304,24 @@ class Session:
         """
         started, first, next_look = time.monotonic(), None, LOOK_S
         refused: errors.MckptError | None = None
-        for _ in patience():
+        for _ in patience(self.place.seconds.poll):
             waited = time.monotonic() - started
-            if waited > SAY_S and not self.said:
-                self.said = True
+            late = waited > self.place.seconds.dead
+            if waited > SAY_S and not self.told:
+                self.told = True
                 self.tell(self.ranks.waits_for("rank 0"))
-            with suppress(OSError, ValueError):
-                line = (self.folder / "0").read_text()
-                found = json.loads(line)
-                if first is None:
-                    first = line
-                ours = found["run"] == self.ranks.name
+            if line := self.place.read(0):
+                first = first or line
+                found = _parsed(line)
+                ours = found.get("run") == self.ranks.name
                 fresh = self.ranks.run or line != first  # else an earlier run may have written it
-                if ours and "error" in found and (fresh or waited > DEAD_S):
-                    raise _error_of(0, *found["error"])
+                if ours and "error" in found and (fresh or late):
+                    raise error_of(0, *found["error"])
                 if ours and "error" not in found and fresh:
                     self.line["id"] = found["id"]
                     self._live()
                     return
-            if not self.folder.exists() and finished(waited > DEAD_S):
+            elif not self.place.belong_to("") and finished(late):
                 raise Gone(f"{self.staging}: no longer exists")
             if waited > next_look:
                 before, refused, next_look = refused, refusal(refuse), waited + LOOK_S
@@ -268,7 +343,7 @@ class Session:
             self._reached(1)
 
     def beat(self, *done: int) -> None:
-        """Records the progress of this rank, and looks at the others at most once in BEAT_S.
+        """Records the progress of this rank, and looks at the others now and then.
 
         Raises StorageError if rank 0 is dead.
         """
@@ -276,13 +351,13 @@ class Session:
         self.line["done"] = done or self.line["done"]
         if self.ranks.size == 1 or now < self.next_look:
             return
-        self.next_look = now + BEAT_S
+        self.next_look = now + self.place.seconds.beat
         for rank in range(1, self.ranks.size) if self.ranks.rank == 0 else (0,):
             self._look(rank)
         if self.ranks.rank and not self.lives(0):
             raise StorageError(
-                f"{self.staging}: rank 0 has not been heard of for {DEAD_S:.0f} s; start the run"
-                " again: it continues"
+                f"{self.staging}: rank 0 has not been heard of for {self.place.seconds.dead:.0f} s;"
+                " start the run again: it continues"
             )
 
     def done(self) -> list[int]:
@@ -312,26 +387,27 @@ class Session:
 
     def listen(self) -> NoReturn:
         """Waits, as a rank that has done its share, until rank 0 is done (raises Gone) or fails."""
-        for _ in patience():
+        for _ in patience(self.place.seconds.poll):
             self.beat()
             self._look(0)
-            if not self.folder.exists():
+            if not self.place.belong_to(self.line["id"]):
                 break
         raise Gone(f"{self.staging}: no longer exists, and no checkpoint of this run is in place")
 
     def lives(self, rank: int) -> bool:
-        """Whether the rank's line has changed within DEAD_S.
+        """Returns whether the rank's line has changed lately.
 
         Time during which this process itself was stopped does not count.
         """
-        return not self.ranks.ended(rank) and self.watched.get(rank, (0, 0.0))[1] < DEAD_S
+        _, silent = self.watched.get(rank, (0, 0.0))
+        return not self.ranks.ended(rank) and silent < self.place.seconds.dead
 
     def _await(self, missing: set[int], step: int, do: Callable[[int], None]) -> None:
         started = time.monotonic()
-        for _ in patience():
+        for _ in patience(self.place.seconds.poll):
             absent = missing - self.heard.keys()
-            if absent and not self.said and time.monotonic() - started > SAY_S:
-                self.said = True
+            if absent and not self.told and time.monotonic() - started > SAY_S:
+                self.told = True
                 first, *more = sorted(absent)
                 self.tell(
                     self.ranks.waits_for(f"rank {first}{f' and {len(more)} more' * bool(more)}")
@@ -350,58 +426,63 @@ class Session:
                     do(rank)
             if not missing:
                 return
-            if not self.folder.exists():  # all is done, and rank 0's line is already gone
+            # all is done, and rank 0's line is already gone
+            if not self.place.belong_to(self.line["id"]):
                 raise Gone(f"{self.staging}: no longer exists")
 
     def _reached(self, step: int) -> None:
         self.line["steps"] = step
-        if self.ranks.size > 1:
+        if not self.alone:
             self._write(self.line)
 
     def _look(self, rank: int) -> None:
+        """Reads the line of a rank. Raises the error that it reports."""
         now = time.monotonic()
         before, silent = self.watched.get(rank, (now, 0.0))
-        self.watched[rank] = now, silent + min(now - before, 2 * BEAT_S)
-        with suppress(OSError, ValueError):
-            line = (self.folder / str(rank)).read_text()
-            if line == self.heard.get(rank):
-                return
-            found = json.loads(line)
-            if found["id"] != self.line["id"]:
-                if rank == 0:
-                    raise StorageError(
-                        f"{self.staging}: rank 0 has begun anew; start rank {self.ranks.rank}"
-                        " again: it joins"
-                    )
-                return
-            self.heard[rank], self.watched[rank] = line, (now, 0.0)
-            if "error" in found:
-                raise _error_of(rank, *found["error"])
-            self.lines[rank] = found
+        self.watched[rank] = now, silent + min(now - before, 2 * self.place.seconds.beat)
+        line = self.place.read(rank)
+        if line == self.heard.get(rank) or not (found := _parsed(line)):
+            return
+        if found["id"] != self.line["id"]:
+            if rank == 0:
+                raise StorageError(
+                    f"{self.staging}: rank 0 has begun anew; start rank {self.ranks.rank}"
+                    " again: it joins"
+                )
+            return
+        self.heard[rank], self.watched[rank] = line, (now, 0.0)
+        if "error" in found:
+            raise error_of(rank, *found["error"])
+        self.lines[rank] = found
 
     def _live(self) -> None:
         self._write(self.line)
-        threading.Thread(target=self._beats, name="ranks", daemon=True).start()
+        self.thread = threading.Thread(target=self._beats, name="ranks", daemon=True)
+        self.thread.start()
 
     def _beats(self) -> None:
-        while not self.over.wait(BEAT_S):
+        while not self.over.wait(self.place.seconds.beat):
             try:
+                if not self.place.belong_to(self.line["id"]):
+                    return
                 self._write(self.line)
             except Gone:
                 return
-            except OSError:
+            except (OSError, StorageError):
                 continue  # such as a full disk: the threads that write will report it
 
-    def _write(self, what: dict[str, Any]) -> None:
-        path = self.folder / str(self.ranks.rank)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.{id(self):x}.new")
+    def _write(self, line: dict[str, Any]) -> None:
         with self.writing:
             self.line["beat"] += 1
-            try:
-                beside.write_text(json.dumps({**what, "beat": self.line["beat"]}))
-                os.replace(beside, path)
-            except FileNotFoundError:
-                raise Gone(f"{self.staging}: no longer exists") from None
+            self.place.write(self.ranks.rank, json.dumps({**line, "beat": self.line["beat"]}))
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    """Returns the content of a line; {} if there is none, or if it is damaged."""
+    with suppress(ValueError):
+        found: dict[str, Any] = json.loads(line)
+        return found
+    return {}
 
 
 def refusal(refuse: Callable[[], None]) -> errors.MckptError | None:
@@ -415,7 +496,8 @@ def refusal(refuse: Callable[[], None]) -> errors.MckptError | None:
     return None
 
 
-def _error_of(rank: int, name: str, message: str) -> Exception:
+def error_of(rank: int, name: str, message: str) -> Exception:
+    """Returns the error that the line of a rank reports, by the name of its class."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, errors.MckptError):
         return kind(*f"rank {rank}: {message}".split("\n"))
@@ -444,10 +526,10 @@ def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -
     )
 
 
-def patience() -> Iterator[None]:
-    """Yields at once, then after pauses that grow from 2 ms to POLL_S, without end."""
+def patience(longest: float = POLL_S) -> Iterator[None]:
+    """Yields at once, then after pauses that grow from 2 ms to `longest` seconds, without end."""
     pause = 0.002
     while True:
         yield
         time.sleep(pause)
-        pause = min(POLL_S, 1.2 * pause)
+        pause = min(longest, 1.2 * pause)

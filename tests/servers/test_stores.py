@@ -23,6 +23,7 @@ from safetensors.numpy import load_file, save_file
 import mckpt as package
 from mckpt.conversion import sending, store_journal, to_store
 from mckpt.errors import SourceError, UsageError
+from mckpt.execute import ranks as execute_ranks
 from mckpt.storage import sparse_copy, stores
 from tests.formats import test_towers
 from tests.helpers.commands import ROOT, TRACKER, Said, command_line, good, mckpt, refused, tree
@@ -396,7 +397,7 @@ def test_files_of_another_source_do_not_count_as_sent(cli, server, bucket, monke
     path.write_bytes(data)
     os.utime(path, ns=(0, before))
     with monkeypatch.context() as patch:
-        patch.setattr(store_journal.StoreJournal, "remove", lambda journal: journal.end_beats())
+        patch.setattr(store_journal.StoreJournal, "remove", lambda journal: None)
         assert "continues" not in cli(*line).err
     cli("diff", str(model), "s3:m")
     server.set()
@@ -773,7 +774,7 @@ def test_texts_of_times_are_told_apart_by_all_of_them(when: str) -> None:
 
 RANKS = """
 from mckpt.conversion import store_journal as j, to_store as t
-t.GROUP, j.BEAT_S, t.QUIET_S, j.LIVE_S = 1, 0.2, 3.0, 1.0
+t.GROUP, j.BEAT_S, j.DEAD_S, j.LIVE_S = 1, 0.2, 3.0, 1.0
 """
 DIES = RANKS + "import os; t._Job._send = lambda *a: os._exit(9)"
 
@@ -852,7 +853,7 @@ def test_another_run_that_lives_ends_all_ranks_within_seconds(bucket, monkeypatc
     good("hf-to-megatron", changed(tmp_path / "model"), f"s3://{bucket}/m", *SIZES)
     assert [one.returncode for one in found] == [6, 6], found
     assert all("another mckpt is writing here" in one.stderr for one in found), found
-    assert begun[1] - begun[0] < to_store.START_S / 4
+    assert begun[1] - begun[0] < execute_ranks.START_S / 4
 
 
 def test_what_is_in_the_way_of_rank_0_ends_the_others(bucket, cli):
