@@ -83,6 +83,20 @@ def src(tiny_model: TinyModel) -> Path:
 
 
 @pytest.fixture(scope="session")
+def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes a DeepSeek-V3 as transformers saves it: without its layers of multi-token prediction,
+    although config.json counts them.
+    """
+    root = tmp_path_factory.mktemp("headless") / "hf"
+    root.mkdir()
+    config = tiny.config("deepseek-v3")
+    arrays = tiny.tensors(config)
+    tiny.write_weights(root, {name: arrays[name] for name in tiny.decoder_only(config, arrays)})
+    tiny.write_json(root / "config.json", {**config, "torch_dtype": "bfloat16"})
+    return root
+
+
+@pytest.fixture(scope="session")
 def torch_dir(tmp_path_factory: pytest.TempPathFactory, src: Path) -> Path:
     """`src` as `torch` at tp 2, pp 2. Tests only read it."""
     root = tmp_path_factory.mktemp("torch") / "ckpt"

@@ -91,31 +91,6 @@ def test_open_reads_no_tensor_until_it_is_used(tmp_path):
         tensor.numpy()
 
 
-def test_a_slice_converts_to_a_torch_tensor(dist_dir):
-    torch = pytest.importorskip("torch")
-    found = package.open(dist_dir)["layers.0.mlp.up.weight"][:3].torch()
-    wanted = tiny.tensors(tiny.config("qwen3"))["model.layers.0.mlp.up_proj.weight"][:3]
-    assert found.dtype == torch.bfloat16 and np.array_equal(
-        found.float().numpy(), wanted.astype("f4")
-    )
-
-
-def test_numpy_and_dlpack_take_tensors(src, dist_dir, monkeypatch):
-    torch = pytest.importorskip("torch")
-    wanted = tiny.tensors(tiny.config("qwen3"))["model.embed_tokens.weight"]
-    for path in (src, dist_dir):
-        tensor = package.open(path).tensors()["embed.weight"][3:9]
-        assert np.array_equal(np.asarray(tensor).view("u2"), wanted[3:9].view("u2"))
-        assert np.asarray(tensor, "f4").dtype == "f4" and np.array(tensor, copy=True).shape[0] == 6
-        with pytest.raises(ValueError, match="leave copy=False out"):
-            np.asarray(tensor, copy=False)
-        found = torch.from_dlpack(tensor)
-        assert found.dtype == torch.bfloat16 and torch.equal(found, tensor.torch())
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(BufferError, match=r"embed\.weight is bfloat16.*install torch"):
-        tensor.__dlpack__()
-
-
 def test_numpy_dtypes_need_no_torch_for_dlpack(tmp_path, monkeypatch):
     tensor = package.open(hf(tmp_path / "src", dtype="float32"))["embed.weight"]
     monkeypatch.setitem(sys.modules, "torch", None)

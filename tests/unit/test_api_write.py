@@ -95,20 +95,6 @@ def test_write_makes_a_hugging_face_directory(src: Path, tmp_path: Path) -> None
     alike(tmp_path / "c", tmp_path / "fp8")
 
 
-def test_write_takes_arrays_of_every_kind(src: Path, dist_dir: Path, tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
-    ckpt = mckpt.open(dist_dir)
-
-    def stream() -> Iterator[Named]:
-        for number, (name, tensor) in enumerate(ckpt.hf_tensors().items()):
-            strided = torch.stack([tensor.torch()] * 2, -1)[..., 0]
-            yield name, (tensor, tensor.numpy(), tensor.torch(), strided)[number % 4]
-
-    config = json.loads((src / "config.json").read_text())
-    mckpt.write(tmp_path / "a", config, stream())
-    assert not mckpt.diff(src, tmp_path / "a")
-
-
 @pytest.fixture
 def arrays() -> dict[str, np.ndarray]:
     return tiny.tensors(tiny.config("qwen3"))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -18,8 +16,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.containers import safe_pickle
 from mckpt.errors import MappingError, UsageError
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import MappingFile
-from mckpt.mapping.inert import is_inert, known_args
+from mckpt.mapping.inert import is_inert
 from tests.helpers import tiny
 from tests.helpers.commands import PT, Pt, as_trained, restate
 from tests.helpers.tiny import TinyModel
@@ -251,44 +248,6 @@ def test_an_unknown_name_of_an_arg_is_refused(tiny_model: TinyModel, tmp_path: P
     run = as_trained(tiny_model("qwen3"), tmp_path / "run")
     with pytest.raises(UsageError, match=r"--allow-inexact args\.foo: no feature has this name"):
         mckpt.plan(run, tmp_path / "hf", format="hf", allow_inexact=["args.foo"])
-
-
-def test_every_arg_of_the_installed_megatron_is_known() -> None:
-    """A new version's fields are carried by a dialect, refused by it away from one value
-    (`expect`), or listed in mappings/inert_args.yaml with the reason why they change nothing.
-    """
-    if (found := importlib.util.find_spec("megatron.core")) is None or found.origin is None:
-        pytest.skip("megatron-core is not installed")
-    core = Path(found.origin).parent
-    fields = fields_of(
-        core / "model_parallel_config.py", core / "transformer/transformer_config.py"
-    )
-    assert len(fields) > 200
-    for name in mapping.names("run_config"):
-        assert unlisted(mapping.load("run_config", name), fields) == []
-    trainer = core.parent / "training"  # megatron-core has it from 0.19 on
-    text = (trainer / "arguments.py").read_text() if trainer.exists() else ""
-    flags = re.findall(r"add_argument\(\s*['\"]--([\w-]+)", text)
-    args = fields_of(*trainer.glob("config/*_config.py"))
-    args |= {flag.replace("-", "_") for flag in flags if "no-" not in flag}  # these set another arg
-    for name in ("gpt", "hybrid", "t5", "bert"):
-        assert unlisted(mapping.load("megatron", name), args) == []
-
-
-def fields_of(*paths: Path) -> set[str]:
-    """Returns the fields of the dataclasses in some files of Python."""
-    return {
-        line.target.id
-        for path in paths
-        for made in ast.walk(ast.parse(path.read_text()))
-        if isinstance(made, ast.ClassDef)
-        for line in made.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    }
-
-
-def unlisted(file: MappingFile, names: set[str]) -> list[str]:
-    return sorted(n for n in names - known_args(file) if not is_inert(n))
 
 
 def test_no_part_of_a_model_is_called_inert() -> None:

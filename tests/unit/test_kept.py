@@ -248,20 +248,6 @@ def test_args_must_agree_in_everything_that_was_not_allowed(mine: Path, tmp_path
 # ---- layers of multi-token prediction that config.json counts but the files do not contain
 
 
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a DeepSeek-V3 as transformers saves it: without its layers of multi-token prediction,
-    although config.json counts them.
-    """
-    root = tmp_path_factory.mktemp("headless") / "hf"
-    root.mkdir()
-    config = tiny.config("deepseek-v3")
-    arrays = tiny.tensors(config)
-    tiny.write_weights(root, {name: arrays[name] for name in tiny.decoder_only(config, arrays)})
-    tiny.write_json(root / "config.json", {**config, "torch_dtype": "bfloat16"})
-    return root
-
-
 def test_the_error_names_missing_layers_of_multi_token_prediction(
     headless: Path, tmp_path: Path
 ) -> None:
@@ -311,16 +297,6 @@ def test_a_setting_wins_over_config_json_if_the_tensors_agree_with_it(
         )
     said = good("verify", headless, tmp_path / "r", "--level", "bytes", "--set", "mtp_layers=0").out
     assert said.splitlines()[-1].startswith("PASS")
-
-
-def test_transformers_loads_the_corrected_config(headless: Path, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    good("hf-to-megatron", headless, tmp_path / "d", "--set", "mtp_layers=0")
-    good("megatron-to-hf", tmp_path / "d", tmp_path / "back")
-    _, info = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "back", output_loading_info=True
-    )
-    assert not info["missing_keys"] and not info["unexpected_keys"]
 
 
 def test_a_setting_is_refused_if_the_tensors_disagree_or_cannot_tell(

@@ -118,7 +118,9 @@ def test_megatron_args_give_the_dims_of_the_config(path: Path) -> None:
     if "activation" in inexact:
         return  # the args are those of another gate, which no family has with these norms
 
-    source: Any = SimpleNamespace(named=SourceOptions(), dims=again, path=path)
+    source: Any = SimpleNamespace(
+        model=SimpleNamespace(options=SourceOptions()), dims=again, path=path
+    )
     chosen, note = choose_family(source)
     if family.canonical:
         assert chosen.name == name, note

@@ -89,17 +89,6 @@ def test_every_code_has_the_value_of_float_arithmetic(case, kind):
     same(out, worth(codes, scales, (128, 256)))
 
 
-def test_torch_computes_the_same_values():
-    torch = pytest.importorskip("torch")
-    codes, scales = weight((200, 72), (16, 32))
-    wide = torch.from_numpy(codes).view(torch.float8_e4m3fn).float()
-    spread = (
-        torch.from_numpy(scales).repeat_interleave(16, 0)[:200].repeat_interleave(32, 1)[:, :72]
-    )
-    theirs = (wide * spread).bfloat16().view(torch.int16).numpy().view(BF16)
-    same(theirs, worth(codes, scales, (16, 32)))
-
-
 # ---- geometry
 
 

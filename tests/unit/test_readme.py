@@ -24,7 +24,7 @@ def test_ci_runs_the_test_command() -> None:
     awk = re.search(r"command=\$\((awk .*?README\.md)\)", script, re.S)
     assert awk
     assert subprocess.check_output(["sh", "-c", awk[1]], cwd=ROOT, text=True) == TESTS[0]
-    assert "pytest" in TESTS[0]
+    assert TESTS[0].endswith(" -m pytest tests\n"), "CI runs the tests of all folders"
 
 
 def test_ci_runs_the_judges_with_the_newest_megatron_core_too() -> None:
