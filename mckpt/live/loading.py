@@ -25,7 +25,7 @@ from mckpt.execute.threads import ThreadPool
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
-from mckpt.live.model import LiveModel, describe
+from mckpt.live.model import describe, ranks_of
 from mckpt.live.together import call, gathered, own_result
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size
@@ -61,7 +61,7 @@ class Filling(NamedTuple):
     joined: Joined
     copies: np.ndarray  # those into this rank's weights, by their place
     sources: list[str]
-    model: LiveModel
+    model: Checkpoint
 
 
 def load(
@@ -101,7 +101,7 @@ def load(
     gathered(lambda: _fill(chosen, filling, most, threads))
     if broadcast:
         _broadcast(windows)
-    for part, other in model.ranks.copies:
+    for part, other in ranks_of(model).copies:
         views = [memory.view(p.at, p.dtype, p.sizes, p.strides) for p in (other, part)]
         views[0].copy_(views[1])
     if optimizer is not None:
@@ -110,12 +110,12 @@ def load(
 
 def opened_source(source: str | Path | Checkpoint) -> Checkpoint:
     """Returns the checkpoint, with its headers read."""
-    found = source if isinstance(source, Checkpoint) else Checkpoint(source)
+    found = source if isinstance(source, Checkpoint) else Checkpoint.open(source)
     _ = found.layout
     return found
 
 
-def plan(source: Checkpoint, model: LiveModel) -> Filling:
+def plan(source: Checkpoint, model: Checkpoint) -> Filling:
     """Returns the copies that fill this rank's weights. The proof is that of the whole model."""
     moved = _with_rows(source, model)
     described = model.with_dims(moved.dims)
@@ -124,18 +124,18 @@ def plan(source: Checkpoint, model: LiveModel) -> Filling:
     held = [s for s in moved.layout.stored if not s.carried]
     layout = Layout(moved.layout.files, held, moved.layout.shapes)
     joined = join(layout, described.layout)
-    ranks = model.ranks
+    ranks = ranks_of(model)
     own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == _rank()]
     copies = joined.copies[np.isin(joined.copies["dst_file"], own)]
     copies = copies[np.argsort(copies["dst_at"], kind="stable")]
     return Filling(joined, copies, list(map(str, moved.layout.files)), model)
 
 
-def _with_rows(source: Checkpoint, model: LiveModel) -> Checkpoint:
+def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
     """Returns the source with as many rows of the vocabulary as the model can take: its true ones,
     and of its padding those that the model has too.
     """
-    whole = source.padded() if source.is_megatron else None
+    whole = source.with_padding() if source.is_megatron else None
     rows = model.opened.padded_vocab(model.mapping)
     if whole is None or rows is None:
         return source

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.files import CheckpointFiles
+from mckpt.checkpoint.model import ModelDescription
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
@@ -129,37 +131,17 @@ class OpenedModel(torch_dist.TorchDist):
             ) from None
 
 
-class LiveModel(Checkpoint):
-    """A live model, as a mapping of logical tensors whose elements only its ranks can read."""
-
-    opened: OpenedModel
-
-    def __init__(self, opened: OpenedModel, known: SourceOptions) -> None:
-        self.__dict__["opened"] = opened
-        super().__init__(opened.root, known)
-
-    def _open(self) -> OpenedModel:
-        return self.opened
-
-    @property
-    def ranks(self) -> Ranks:
-        """Returns the parts that all ranks hold."""
-        directory = self.opened.directory
-        assert isinstance(directory, Ranks)
-        return directory
-
-
 def describe(
     memory: Memory,
-    known: SourceOptions | None = None,
+    options: SourceOptions | None = None,
     args: Any = None,
     *,
     own: bool = False,
-) -> LiveModel:
+) -> Checkpoint:
     """Returns the model whose chunks all ranks have in their memory. All ranks call it.
 
-    known, args: what tells the dims of the model. own: where several ranks hold the same part, take
-    that of this rank; otherwise the ranks take turns.
+    options, args: the user's description of the model. own: where several ranks hold the same
+    part, take that of this rank; otherwise the ranks take turns.
 
     Raises one error on all ranks, with all parameters that no rank's `sharded_state_dict()` names.
     """
@@ -175,7 +157,15 @@ def describe(
     show_as(str(root), "the live model")
     directory = Ranks(root, held, _rank() if own else None)
     plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
-    return LiveModel(OpenedModel(directory, sizes_of(memory), plain), known or SourceOptions())
+    opened = OpenedModel(directory, sizes_of(memory), plain)
+    files = CheckpointFiles(root, options or SourceOptions(), None, opened)
+    return Checkpoint(files, ModelDescription(files))
+
+
+def ranks_of(model: Checkpoint) -> Ranks:
+    """Returns the parts that all ranks hold of a live model."""
+    directory = cast(OpenedModel, model.opened).directory
+    return cast(Ranks, directory)
 
 
 def sizes_of(memory: Memory) -> Parallel:

@@ -3,22 +3,31 @@
 live   checkpoint: of Megatron, which megatron-core itself loads
        loads: [[source, keywords of mckpt.live.load]]: each must fill the model with the same
        bits as that load
+       like: the Hugging Face directory that describes the model
+       exports: [[directory, keywords of mckpt.live.Sync]]: each Sync must give the tensors of that
+       Hugging Face directory, bit for bit. The keyword `to` may be a name in TO
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
-       -> error: of the first load on each rank, null on a rank that did not call it
+       -> exported: {number of an export: what is wrong with its tensors, on any rank}
+       -> errors: of the first load, one for each rank; "" for a rank that has none
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 from mckpt import live
 from mckpt.errors import MckptError, SourceError
 from mckpt.live import loading
 from mckpt.trainer import load
+from mckpt.values.sizes import parse_size
 
 
 def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
@@ -34,7 +43,63 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
         differs[str(number)] = on_any_rank(
             name for name, value in load.weights(chunks) if not same(value, wanted[name])
         )
-    return {"differs": differs}
+    exported = {
+        str(number): on_any_rank(export_problems(chunks, case["like"], directory, options))
+        for number, (directory, options) in enumerate(case.get("exports", ()))
+    }
+    return {"differs": differs, "exported": exported}
+
+
+# what the keyword `to` of Sync may be, by a name that JSON can have
+TO = {
+    "halves": lambda rank: NAMES[rank % 2 :: 2],  # two groups of ranks receive every other tensor
+    "last": lambda rank: NAMES if rank == 3 else [],
+}
+NAMES: list[str] = []
+
+
+@torch.no_grad()
+def export_problems(
+    chunks: list[Any], like: str, directory: str, options: dict[str, Any]
+) -> Iterator[str]:
+    """Yields what is wrong with the tensors that a Sync gives this rank, in two calls: before the
+    second one all weights are doubled, and afterwards they are halved. Doubling is not exact for
+    the smallest numbers of fp16, nor for codes, which have one call only.
+    """
+    wanted: dict[str, torch.Tensor] = {}
+    for file in sorted(Path(directory).glob("*.safetensors")):
+        wanted |= load_file(file)
+    NAMES[:] = sorted(wanted)
+    rank, to = dist.get_rank(), options.get("to")
+    mine = set(TO[to](rank)) if isinstance(to, str) else set(NAMES)
+    if isinstance(to, int) and to != rank:
+        mine = set()
+    sync = live.Sync(chunks, like=like, **{**options, "to": TO.get(to, to)})
+    most = parse_size(options.get("bucket_bytes", "1GiB"))
+    once = options.get("quantize") or options.get("dtype") == "fp16"
+    for factor in (1,) if once else (1, 2):
+        for _, weight in load.weights(chunks) if factor == 2 else ():
+            weight.mul_(2)
+        whole = {name: torch.zeros_like(wanted[name]) for name in mine}
+        rows = Counter[str]()
+        for found in sync():
+            name, tensor = found[:2]
+            first = found.first if options.get("slices") else 0
+            if name not in mine or 2 * tensor.nbytes > most:
+                yield f"{name}: not asked for, or too large"
+                continue
+            part = whole[name][first : first + len(tensor)]
+            if (tensor.dtype, tensor.shape) != (part.dtype, part.shape):
+                yield f"{name}: is {tensor.dtype} {list(tensor.shape)}"
+                continue
+            part.copy_(tensor)
+            rows[name] += len(part)
+        for name, tensor in whole.items():
+            right = wanted[name] if factor == 1 else wanted[name] * 2
+            if rows[name] != len(tensor) or not same(tensor, right):
+                yield f"{name}: differs, or is not complete (call {factor})"
+        for _, weight in load.weights(chunks) if factor == 2 else ():
+            weight.div_(2)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -58,15 +58,35 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
             | {"world": WORLD, **size, **more}
         )
 
+    def export(case: str, name: str, **keywords: Any) -> Path:
+        out = work / name / case
+        if not out.exists():
+            mckpt.convert(work / "dist" / case, out, format="hf", **keywords)
+        return out
+
     for case in tiny.CASES:
         source, other = tiny_model(case), work / "other" / case
         mckpt.convert(source, other, format="torch", **options, **OTHER)
         for size in sizes_of(case):
-            add(name_of(case, size), source, size, (source, {}), (other, {"threads": 2}))
+            loads = (source, {}), (other, {"threads": 2})
+            add(name_of(case, size), source, size, *loads)
+            cases[-1]["exports"] = [[str(export(case, "hf")), {}]]
+            cases[-1]["like"] = str(source)
     for case, size in SHARED:
         source, small = tiny_model(case), {"broadcast": True, "max_memory": "17MiB"}
         loads = (source, small), (work / "dist" / case, {"broadcast": True})
         add(f"shared-{case}", source, size, *loads)
+        hf = str(export(case, "hf"))
+        cases[-1]["like"] = str(source)
+        cases[-1]["exports"] = [
+            [hf, {"bucket_bytes": 65536, "slices": True}],
+            [hf, {"bucket_bytes": "1MiB", "to": 2}],
+            [hf, {"bucket_bytes": "1MiB", "to": "halves"}],
+            [hf, {"bucket_bytes": "2MiB", "to": "last", "slices": True}],
+            [str(export(case, "fp32", dtype="fp32")), {"dtype": "fp32"}],
+            [str(export(case, "fp16", dtype="fp16")), {"dtype": "fp16"}],
+            [str(export(case, "fp8", quantize="fp8")), {"quantize": "fp8"}],
+        ]
     quantised = work / "quantised"
     mckpt.convert(tiny_model("qwen3"), quantised, format="hf", quantize="fp8")
     add("quantised", quantised, {"tp": 2, "pp": 2}, (quantised, {}))
@@ -86,6 +106,26 @@ def test_a_live_model_gets_the_bits_of_the_file_route(
         result = filled[name_of(case, size)]
         assert result["ok"], explain(result)
         assert result["differs"] == {"0": [], "1": []}
+
+
+@pytest.mark.parametrize("case", tiny.CASES)
+def test_a_live_model_gives_the_tensors_of_the_file_route(
+    case: str, filled: dict[str, dict[str, Any]]
+) -> None:
+    for size in sizes_of(case):
+        result = filled[name_of(case, size)]
+        assert result["ok"], explain(result)
+        assert result["exported"] == {"0": []}
+
+
+@pytest.mark.parametrize("case", [case for case, _ in SHARED])
+def test_buckets_receivers_and_dtypes_change_no_value(
+    case: str, filled: dict[str, dict[str, Any]]
+) -> None:
+    result = filled[f"shared-{case}"]
+    assert result["ok"], explain(result)
+    assert len(result["exported"]) == 7
+    assert not any(result["exported"].values()), result["exported"]
 
 
 @pytest.mark.parametrize("case", [case for case, _ in SHARED])

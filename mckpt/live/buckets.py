@@ -1,0 +1,261 @@
+"""The plan of an export of a live model: its Hugging Face tensors in buckets, and their copies.
+
+Every rank makes the same plan, from the join of the model's layout with that of the Hugging Face
+directory. A bucket is what ranks send at once. Each rank that holds elements of its tensors packs
+them into a segment, copy by copy:
+
+    bucket   [segment of rank 0 | segment of rank 2]      --> tensors, by the same copies
+              q rows 0..8, k rows 0..4    q rows 8..16
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mckpt import formats
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.conversion.target import TargetOptions
+from mckpt.conversion.to_hf import export_of
+from mckpt.errors import UsageError
+from mckpt.formats.base import dtypes_of
+from mckpt.formats.hf import HuggingFaceRequest, quantises
+from mckpt.formats.hf_encodings import WRITTEN
+from mckpt.formats.shards import Row, tensors_of
+from mckpt.geometry.box import Layout, Stored, clip
+from mckpt.geometry.join import Joined, join
+from mckpt.live.model import ranks_of
+from mckpt.mapping import Bound
+from mckpt.values.dtypes import itemsize
+
+FILE = 44  # bits of a byte's place in a file of 16 TiB
+ALIGN = 16  # bytes; each copy begins at a multiple of this in its segment
+
+# which tensors a rank receives: None for every rank, the number of the only one, or a function
+# that returns the names of a rank
+To = int | Callable[[int], Iterable[str]] | None
+
+
+class Tensor(NamedTuple):
+    """A tensor of the Hugging Face directory, or some of its rows."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int  # row of the whole tensor
+    whole: tuple[int, ...]  # shape of the whole tensor
+    at: int  # the place of its first byte: the number of the file, shifted by FILE, and the byte
+    quantised: bool  # it is quantised when it is complete
+    to: frozenset[int]  # the ranks that receive it
+
+    @property
+    def byte(self) -> int:
+        """Returns the byte of the file at which it begins."""
+        return self.at & ((1 << FILE) - 1)
+
+
+class Bucket(NamedTuple):
+    """Tensors that are sent at once."""
+
+    tensors: list[Tensor]
+    to: frozenset[int]
+    copies: np.ndarray  # of COPY, in the order of the segments
+    tensor: np.ndarray  # of each copy: the number of its tensor in the bucket
+    rank: np.ndarray  # of each copy: the rank that holds its elements
+    at: np.ndarray  # of each copy: its first byte in the bucket
+    segments: dict[int, tuple[int, int]]  # rank -> the first byte of its segment, and its size
+    nbytes: int
+
+
+class Buckets(NamedTuple):
+    """The plan of an export."""
+
+    config: dict[str, Any]  # of the Hugging Face directory
+    joined: Joined
+    listed: list[Bucket]
+
+
+def plan(
+    model: Checkpoint, target: TargetOptions, most: int, to: To, slices: bool, world: int
+) -> Buckets:
+    """Returns the plan that sends the model's tensors in buckets of at most `most` bytes.
+
+    Raises the errors of a conversion to Hugging Face, and UsageError for a tensor that is larger
+    than half of a bucket, unless `slices` allows to cut it.
+    """
+    export = export_of(model, target)
+    request, quantised = _unquantised(model, export.request)
+    layout, outputs = formats.get(formats.HUGGING_FACE).lay_out(request)
+    rows = [
+        (row, (number << FILE) + at)
+        for number, output in enumerate(outputs[: len(layout.files)])
+        for row, at in tensors_of(output)
+    ]
+    receivers = _receivers([row.key for row, _ in rows], to, world)
+    names = {key for b in quantised for key in b.keys()}  # noqa: SIM118
+    block = WRITTEN[target.quantize].block[0] if target.quantize else 1
+    tensors: list[Tensor] = []
+    for row, at in rows:
+        count, own = row.shape[0] if row.shape else 1, row.key in names
+        width, unit = row.nbytes // max(count, 1), block if own else 1
+        step = _step(count, width, unit, most)
+        if step < count:
+            _refuse_large(row, width * unit, most, slices, step)
+        for first in range(0, count, step):
+            shape = (min(step, count - first), *row.shape[1:]) if row.shape else ()
+            place, ranks = at + first * width, receivers[row.key]
+            tensors.append(Tensor(row.key, row.dtype, shape, first, row.shape, place, own, ranks))
+    tensors.sort(key=lambda t: t.at)
+    units = {b.rule.key: block for b in quantised}
+    joined = join(model.layout, _cut(layout, units, most))
+    return Buckets(json.loads(export.config), joined, list(_buckets(tensors, joined, model, most)))
+
+
+def _step(count: int, width: int, unit: int, most: int) -> int:
+    """Returns the number of rows of a slice: all `count`, or as many as half of a bucket takes.
+
+    width: bytes of a row. unit: a slice has a multiple of so many rows; 0 if that is too many.
+    """
+    half = most // 2
+    return count if count * width <= half else half // width // unit * unit
+
+
+def _unquantised(
+    model: Checkpoint, request: HuggingFaceRequest
+) -> tuple[HuggingFaceRequest, list[Bound]]:
+    """Returns the request without its quantisation, and the rules whose tensors it quantises. These
+    keep the dtype of the model, because a scale is computed from the values of the model.
+    """
+    rules = [b for b in request.names.bound() if quantises(request, b)]
+    if not rules:
+        return request, []
+    own = dtypes_of(model.layout)
+    dtypes = {**request.dtypes, **{name: own[name] for b in rules for name in b.rule.of}}
+    return replace(request, quantize=None, dtypes=dtypes), rules
+
+
+def _receivers(names: list[str], to: To, world: int) -> Mapping[str, frozenset[int]]:
+    """Returns the ranks that receive each tensor. Raises UsageError for a rank or a name that does
+    not exist.
+    """
+    if to is None:
+        return dict.fromkeys(names, frozenset(range(world)))
+    if isinstance(to, int):
+        if not 0 <= to < world:
+            raise UsageError(f"to is {to!r}, and the ranks are 0 to {world - 1}")
+        return dict.fromkeys(names, frozenset([to]))
+    wanted = {rank: set(to(rank)) for rank in range(world)}
+    if unknown := set().union(*wanted.values()) - set(names):
+        raise UsageError.of("to: the model has no tensors of these names:", sorted(unknown))
+    return {
+        name: frozenset(rank for rank, held in wanted.items() if name in held) for name in names
+    }
+
+
+def _refuse_large(row: Row, least: int, most: int, slices: bool, step: int) -> None:
+    if not slices:
+        raise UsageError(
+            f"{row.key}: has {row.nbytes:,} bytes, and one tensor may have half of bucket_bytes,"
+            f" which is {most:,}; give bucket_bytes of at least {2 * row.nbytes:,}, or slices=True"
+        )
+    if not step:
+        raise UsageError(
+            f"{row.key}: its smallest slice has {least:,} bytes, and may have half of bucket_bytes,"
+            f" which is {most:,}; give bucket_bytes of at least {2 * least:,}"
+        )
+
+
+def _cut(layout: Layout, units: Mapping[str, int], most: int) -> Layout:
+    """Returns the layout with the tensors cut that come in slices, so that no copy is for two of
+    them. A tensor of all experts is stored expert by expert already.
+
+    units: of the rules that have other units than one row; see `_step`.
+    """
+    stored: list[Stored] = []
+    for s in layout.stored:
+        size, count = itemsize(s.dtype), s.shape[0] if s.shape else 1
+        width = s.numel // max(count, 1)
+        step = _step(count, width * size, units.get(s.key, 1), most)
+        for first in range(0, count, step):
+            rows = min(step, count - first)
+            if rows == count:
+                stored.append(s)
+                continue
+            low = first * width
+            pieces = tuple(part for p in s.pieces for part in clip(p, low, low + rows * width))
+            shape = (rows, *s.shape[1:])
+            stored.append(replace(s, shape=shape, pieces=pieces, at=s.at + low * size))
+    return replace(layout, stored=stored)
+
+
+def _buckets(
+    tensors: list[Tensor], joined: Joined, model: Checkpoint, most: int
+) -> Iterator[Bucket]:
+    """Yields the buckets: tensors of the same receivers, in the order of their places."""
+    copies = joined.copies
+    where = (copies["dst_file"].astype("i8") << FILE) + copies["dst_at"]
+    starts = np.array([t.at for t in tensors], "i8")
+    tensor = np.searchsorted(starts, where, "right") - 1
+    items = np.array([itemsize(cast.target) for cast in joined.casts], "i8")[copies["cast"]]
+    nbytes = -(-(copies["rows"] * copies["run"] * items) // ALIGN) * ALIGN
+    held = ranks_of(model)
+    ranks = np.array([held.rank_of(file) for file in range(len(held.files))], "i4")
+    rank = ranks[copies["src_file"]]
+    order = np.lexsort((where, tensor))
+    bounds = np.searchsorted(tensor[order], np.arange(len(tensors) + 1))
+    sums = np.add.reduceat(np.append(nbytes[order], 0), bounds[:-1]) if len(tensors) else []
+    sets: dict[frozenset[int], list[int]] = {}
+    for number, one in enumerate(tensors):
+        if one.to:
+            sets.setdefault(one.to, []).append(number)
+    for to, numbers in sets.items():
+        chosen: list[int] = []
+        size = 0
+        for number in numbers:
+            if chosen and size + int(sums[number]) > most:
+                yield _bucket(chosen, tensors, to, copies, order, bounds, rank, nbytes)
+                chosen, size = [], 0
+            chosen.append(number)
+            size += int(sums[number])
+        yield _bucket(chosen, tensors, to, copies, order, bounds, rank, nbytes)
+
+
+def _bucket(
+    numbers: list[int],
+    tensors: list[Tensor],
+    to: frozenset[int],
+    copies: np.ndarray,
+    order: np.ndarray,
+    bounds: np.ndarray,
+    rank: np.ndarray,
+    nbytes: np.ndarray,
+) -> Bucket:
+    """Returns the bucket of some tensors.
+
+    order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]].
+    """
+    rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
+    chosen = np.concatenate(rows)
+    tensor = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
+    by_rank = np.argsort(rank[chosen], kind="stable")
+    chosen, tensor = chosen[by_rank], tensor[by_rank]
+    ends = np.cumsum(nbytes[chosen])
+    at, held = ends - nbytes[chosen], rank[chosen]
+    segments = {}
+    for one in np.unique(held).tolist():
+        first, last = np.searchsorted(held, [one, one + 1]).tolist()
+        segments[one] = int(at[first]), int(ends[last - 1] - at[first])
+    return Bucket(
+        [tensors[n] for n in numbers],
+        to,
+        copies[chosen],
+        tensor,
+        held,
+        at,
+        segments,
+        int(ends[-1]) if len(ends) else 0,
+    )
