@@ -183,11 +183,12 @@ class MappingFile(NamedTuple):
             which = every, rule.when.text if rule.when else None
             if which not in found:
                 try:
-                    if rule.when is None or "layer" not in rule.when.names:
-                        holds = rule.when is None or (every and rule.when(scope))
-                        found[which] = list(every) if holds else []
-                    else:
+                    if rule.when is None or not every:
+                        found[which] = list(every)
+                    elif "layer" in rule.when.names:
                         found[which] = [i for i in every if at(rule.when, i)]
+                    else:
+                        found[which] = list(every) if rule.when(scope) else []
                 except ExpressionError as e:
                     raise MappingError(f"{rule.where}: {rule.key}: {e}") from None
             if layers := found[which]:

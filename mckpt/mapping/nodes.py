@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 # Of a file that is read; ten times the longest one in mappings/. It also limits the nodes of a tree
 # in which each alias is replaced by its anchor: a text without aliases cannot have more.
 MAX_BYTES = 1 << 20
+_TEXT = "tag:yaml.org,2002:str"
 MAX_DIGITS = 100  # of a whole number; Python prints no number of more than 4,300
 
 
@@ -32,7 +33,7 @@ class Node(dict):
 def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
     out = Node()
     for key_node, value_node in node.value:
-        key = loader.construct_object(key_node, deep=True)
+        key = _value(loader, key_node)
         line = f"{key_node.start_mark.name}:{key_node.start_mark.line + 1}"
         if not isinstance(key, (str, bool, int)):
             raise MappingError(f"{line}: the key {key!r} must be a name")
@@ -41,9 +42,16 @@ def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
                 f"{line}: {key!r} stands here twice (first in line"
                 f" {out.lines[key].rsplit(':', 1)[1]})"
             )
-        out[key] = loader.construct_object(value_node, deep=True)
+        out[key] = _value(loader, value_node)
         out.lines[key] = line
     return out
+
+
+def _value(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+    """Returns the value of a node. Most are texts, for which the loader takes ten times as long."""
+    if node.tag == _TEXT and node.id == "scalar":
+        return node.value
+    return loader.construct_object(node, deep=True)
 
 
 @functools.cache

@@ -152,8 +152,10 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
                 if condition is None:  # it is among the problems
                     continue
                 there, when = condition.text, rule.when and rule.when.text
-                yield rule._replace(when=Expression(_both(f"not ({there})", when)))
-                yield rule._replace(key=other_prefix + stored, when=Expression(_both(there, when)))
+                yield rule._replace(when=expression(_both(f"not ({there})", when), where))
+                yield rule._replace(
+                    key=other_prefix + stored, when=expression(_both(there, when), where)
+                )
 
 
 def _both(first: str, second: Any) -> str:

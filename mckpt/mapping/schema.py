@@ -81,8 +81,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def schema() -> Schema:
     """Returns the dims and tensors of logical.yaml, and those that the user's files have added."""
     node, digest = parse(FOLDER / "logical.yaml")
-    dims = {name: _dim(entry) for name, entry in node["dims"].items()}
-    tensors = {name: _tensor(entry) for name, entry in node["tensors"].items()}
+    dims = {name: _dim(entry, later=True) for name, entry in node["dims"].items()}
+    tensors = {name: _tensor(entry, later=True) for name, entry in node["tensors"].items()}
     return Schema(dims, tensors, frozenset(node["quantised"]), digest, {})
 
 
@@ -115,18 +115,19 @@ def extend(added: Node) -> None:
             known.added[name] = entry
 
 
-def _dim(entry: Mapping[str, Any]) -> DimSpec:
+def _dim(entry: Mapping[str, Any], later: bool = False) -> DimSpec:
+    """Returns a dim. later: its expression is parsed when it is first used."""
     if entry["type"] not in _TYPES:
         raise ValueError(f"its type is {entry['type']!r}, and must be one of {', '.join(_TYPES)}")
     return DimSpec(
         entry["type"],
         entry.get("optional", False),
-        Expression(entry["neutral"]) if "neutral" in entry else None,
+        Expression(entry["neutral"], later) if "neutral" in entry else None,
         entry["about"],
         entry.get("min", 0),
         entry.get("max", math.inf),
     )
 
 
-def _tensor(entry: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(tuple(Expression(e) for e in entry["shape"]), entry["about"])
+def _tensor(entry: Mapping[str, Any], later: bool = False) -> TensorSpec:
+    return TensorSpec(tuple(Expression(e, later) for e in entry["shape"]), entry["about"])

@@ -336,6 +336,24 @@ def test_every_shipped_mapping_file_is_complete(kind: str, name: str) -> None:
     assert not file.inert & {k for d in file.dims.values() for k in d.keys}
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [(kind, name) for kind in mapping.KINDS for name in mapping.names(kind)]
+)
+def test_every_shipped_mapping_file_has_correct_expressions(kind: str, name: str) -> None:
+    """A path is read as the file of a user, whose expressions are all checked."""
+    path = mapping.folder(kind) / f"{name}.yaml"
+    assert mapping.load(kind, str(path)).digest == mapping.load(kind, name).digest
+
+
+def test_the_schema_has_correct_expressions() -> None:
+    schema = mapping.schema()
+    for name, dim in schema.dims.items():
+        assert dim.neutral is None or dim.neutral.names <= schema.dims.keys(), name
+    for name, tensor in schema.tensors.items():
+        for size in tensor.shape:
+            assert size.names <= schema.dims.keys(), name
+
+
 def test_a_loaded_mapping_cannot_be_changed() -> None:
     loaded: Any = mapping.load("hf", "llama")
     with pytest.raises(AttributeError):
