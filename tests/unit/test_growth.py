@@ -137,7 +137,10 @@ def test_a_dialect_must_declare_the_names_that_it_uses(own_mappings: Path) -> No
             "extends: gpt\nderive:\n  wide: tp > 1\n",
             r":3: derive: wide: 'tp' is not .*given",
         ),
-        ("extends: gpt\nsaid:\n  keys: hidden_size\n", r":3: said: keys: 'hidden_size' is not"),
+        (
+            "extends: gpt\nby_args:\n  keys: hidden\n",
+            r":3: by_args: keys: 'hidden' is not",
+        ),
         (
             "extends: gpt\ngiven: {divisible_by: null}\n",
             "must declare divisible_by",
