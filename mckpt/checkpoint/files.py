@@ -10,7 +10,7 @@ from typing import Any
 from mckpt import formats
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import SourceError, UsageError, shown
-from mckpt.formats import foreign, hf_hub, places
+from mckpt.formats import foreign, places
 from mckpt.formats.base import Opened
 from mckpt.formats.hf_config import CONFIG, is_side_file
 from mckpt.formats.megatron.common_state import Common
@@ -158,7 +158,7 @@ def open_files(path: str | Path, options: SourceOptions) -> CheckpointFiles:
     if options.like is not None:
         options = replace(options, like=places.local(options.like, weights=False))
     if not local.exists():
-        raise SourceError(f"{local}: does not exist{hf_hub.hint(local)}")
+        raise SourceError(f"{local}: does not exist{places.hint(local)}")
     sparse_copy.refuse_empty(local)
     if not local.is_dir():
         other = foreign.program_of(local)

@@ -12,7 +12,7 @@ import click
 from mckpt.cli.echo import echo
 from mckpt.cli.options import command, json_option
 from mckpt.errors import MckptError, MissingExtra, UsageError, counted
-from mckpt.storage import stores
+from mckpt.storage import addresses, stores
 
 # What a user may want to do -> the extra that it needs.
 PURPOSES = {"verify": "verify", "train": "verify", "hub": "hub", "stores": "stores", "ray": "ray"}
@@ -44,7 +44,7 @@ def doctor(purposes: tuple[str, ...], urls: tuple[str, ...], as_json: bool) -> N
     # here, because it needs parts of the standard library that no other command imports
     from mckpt.cli import machine
 
-    places = {url: stores.parse(url) for url in urls}
+    places = {url: addresses.url_of(url) for url in urls}
     for url, place in places.items():
         if place is None:
             raise UsageError(f"--store {url}: is not a URL such as s3://BUCKET/PATH")

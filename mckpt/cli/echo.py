@@ -44,9 +44,9 @@ def reporting(path: str) -> Iterator[None]:
 
 def named(path: Path) -> str:
     """Returns a path as the user gave it: Path makes s3:/ of s3://."""
-    from mckpt.storage import stores
+    from mckpt.storage import addresses
 
-    return str(stores.parse(path) or path)
+    return str(addresses.url_of(path) or path)
 
 
 def echo_outcome(state: str, start: float, facts: Mapping[str, Any], **places: Path) -> None:

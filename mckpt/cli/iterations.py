@@ -41,7 +41,7 @@ from mckpt.formats.megatron.save_directory import (
     iteration_of,
     iterations_of,
 )
-from mckpt.storage import sparse_copy, stores
+from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.staging import MANIFEST, OVER, STAGING, sweep
 from mckpt.values.sizes import parse_duration
 
@@ -141,7 +141,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
             **options: Any,
         ) -> int:
             pause = parse_duration(interval, "--interval")
-            src, dst = places.local(src) if stores.parse(src) else src, _resolved(dst)
+            src, dst = places.local(src) if addresses.url_of(src) else src, _resolved(dst)
             patience = parse_duration(wait_for, "--wait-for") if wait_for else 0.0
             if not watch and until is not None:
                 raise UsageError("--until ends --watch; give --watch too")
@@ -178,7 +178,7 @@ def repeated(to_hf: bool) -> Callable[[Convert], Callable[..., int]]:
 
 def _resolved(dst: Path | None) -> Path | None:
     """Returns DST; for a URL, the sparse copy of the part before {iteration}, and the rest."""
-    url = stores.parse(dst) if dst is not None else None
+    url = addresses.url_of(dst) if dst is not None else None
     if dst is None or url is None:
         return dst
     parts = Path(url.path).parts

@@ -15,7 +15,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.hf_config import CONFIG, belongs, read_config, side_files
 from mckpt.formats.hf_files import INDEX
-from mckpt.storage import hub
+from mckpt.storage import addresses, hub
 from mckpt.storage.files import stamp_to_copy
 from mckpt.storage.staging import MANIFEST, unfinished
 from mckpt.version import __version__
@@ -27,7 +27,7 @@ _ITERATION = re.compile(r"\{iteration(:0?\d*d)?\}")
 class Pushed(NamedTuple):
     """An upload that is complete, or planned."""
 
-    name: hub.Name
+    name: addresses.HubName
     commit: hub.Commit | None  # None: it is planned
     files: dict[str, int]  # name in the repository -> bytes
     left_out: list[str]  # files of the directory that are not hidden
@@ -71,7 +71,7 @@ def push(
         raise SourceError(f"{directory}: does not exist; give the directory of an export")
     if directory.is_dir() and (said := unfinished(directory)):
         raise SourceError(f"{directory}: is not complete. {said}")
-    target = hub.parse(name if name.startswith("hf:/") else f"hf://{name}")
+    target = addresses.hub_name_of(name if name.startswith("hf:/") else f"hf://{name}")
     if target is None or "/" not in target.repo:
         raise UsageError(f"{name}: must be a name on the Hugging Face Hub, as org/name")
     if target.revision and revision:
@@ -93,7 +93,7 @@ def push(
             raise UsageError(f"--revision {branch}: the only name in braces is {{iteration}}")
     files = {path: stamp_to_copy(directory / path).bytes for path in _files(directory, source)}
     left_out = [path for path in _visible(directory) if path not in files]
-    planned = Pushed(hub.Name(target.repo, branch), None, files, left_out)
+    planned = Pushed(addresses.HubName(target.repo, branch), None, files, left_out)
     tell(planned)
     if dry_run:
         return planned

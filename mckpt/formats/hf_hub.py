@@ -13,6 +13,7 @@ from mckpt.errors import UsageError
 from mckpt.formats.hf_config import ADAPTER, CONFIG, SIDE_FILES
 from mckpt.formats.hf_files import INDEX, SINGLE, index_files
 from mckpt.storage import hub, sparse_copy
+from mckpt.storage.addresses import HubName
 from mckpt.storage.staging import MANIFEST
 from mckpt.storage.stores import Object
 
@@ -20,15 +21,12 @@ from mckpt.storage.stores import Object
 SMALL = (CONFIG, MANIFEST, ADAPTER[0], *INDEX.values(), *SIDE_FILES)
 
 
-def local(path: str | Path, *, weights: bool = True) -> Path:
-    """Returns the directory of a path; a model on the Hub, `org/name[@revision]`, is downloaded
-    into the cache of huggingface_hub first, with its weights or without.
+def local(name: HubName, *, weights: bool = True) -> Path:
+    """Downloads a model into the cache of huggingface_hub, with its weights or without, and returns
+    its directory there.
 
     Raises the errors of `storage.hub.fetch`.
     """
-    name = hub.parse(path)
-    if name is None:
-        return Path(path)
     root = hub.fetch(name, SMALL)
     # the directory of a snapshot has the name of its commit, so a branch may move meanwhile
     at_commit = name._replace(revision=root.name)
@@ -46,14 +44,15 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
     return root
 
 
-def streamed(path: str | Path) -> Path:
+def streamed(name: HubName) -> Path:
     """Returns a directory of a model on the Hub whose weights are read from there when they are
     needed, if they are not in the cache. Everything else is downloaded into the cache.
 
     Raises as `local`.
     """
-    name, kind = hub.parse(path), ".safetensors"
-    assert name is not None
+    if hub.offline():
+        return local(name)
+    kind = ".safetensors"
     root = hub.fetch(name, SMALL)
     at_commit = name._replace(revision=root.name)
     sizes = hub.sizes(at_commit)
@@ -63,7 +62,7 @@ def streamed(path: str | Path) -> Path:
     elif SINGLE[kind] in names:
         names = [SINGLE[kind]]
     if not names or all((root / file).exists() for file in names):
-        return local(path)
+        return local(name)
     store = _Weights(at_commit, {file: sizes[file] for file in names})
     folder = sparse_copy.load(name, store, name.repo.rpartition("/")[2])
     for small in root.iterdir():
@@ -76,7 +75,7 @@ def streamed(path: str | Path) -> Path:
 class _Weights(NamedTuple):
     """Files of a model on the Hub as a `stores.Store` that is only read."""
 
-    name: hub.Name  # at a commit, so that the files cannot change
+    name: HubName  # at a commit, so that the files cannot change
     sizes: Mapping[str, int]  # bytes, by name
 
     def list(self) -> dict[str, Object]:
@@ -91,10 +90,3 @@ class _Weights(NamedTuple):
 
     def remove(self, names: Iterable[str]) -> None:
         raise UsageError(f"{self.name}: `mckpt push` writes to the Hub")
-
-
-def hint(path: Path) -> str:
-    """Returns the cure for a path that does not exist, where it might mean a model on the Hub."""
-    if hub.parse(f"hf://{path}") is not None and str(path).count("/") == 1:
-        return f"; for a model of that name on the Hugging Face Hub, give hf://{path}"
-    return ""

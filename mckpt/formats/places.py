@@ -5,14 +5,13 @@ store. All of them are read as a local directory.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from mckpt.errors import DestinationError, SourceError
-from mckpt.formats import hf_hub
 from mckpt.formats.megatron.save_directory import is_iteration_name
-from mckpt.storage import hub, sparse_copy, stores
+from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.staging import STAGING
 
 _SIDE = "hf/"  # the directory of Hugging Face files in a save directory
@@ -27,8 +26,13 @@ def local(path: str | Path, *, weights: bool = True) -> Path:
 
     Raises UsageError, SourceError, StorageError or MissingExtra.
     """
-    url = stores.parse(path)
-    return hf_hub.local(path, weights=weights) if url is None else _sparse_copy(url)
+    if (url := addresses.url_of(path)) is not None:
+        return _sparse_copy(url)
+    if (name := addresses.hub_name_of(path)) is not None:
+        from mckpt.formats import hf_hub
+
+        return hf_hub.local(name, weights=weights)
+    return Path(path)
 
 
 def target(path: str | Path) -> Path:
@@ -36,30 +40,31 @@ def target(path: str | Path) -> Path:
 
     Raises DestinationError if the bucket of the URL does not exist.
     """
-    url = stores.parse(path)
+    url = addresses.url_of(path)
     if url is None:
         return Path(os.path.abspath(path))
     try:
-        return sparse_copy.load(url, stores.open_store(url), url.name)
+        return _loaded(url)
     except SourceError as error:
         raise DestinationError(str(error)) from None
 
 
-def _sparse_copy(url: stores.Url) -> Path:
+def _loaded(url: addresses.Url, keep: Callable[[str], bool] = lambda name: True) -> Path:
+    """Returns the sparse copy of a URL. keep: which objects to show."""
+    from mckpt.storage import stores
+
+    return sparse_copy.load(url, stores.open_store(url), url.name, keep)
+
+
+def _sparse_copy(url: addresses.Url) -> Path:
     if is_iteration_name(url.name) and "/" in url.path:
         # the tracker and hf/, which are beside the checkpoint, belong to it, and the journals
         # show whether it is complete
         parts = (f"{url.name}/", _SIDE, STAGING)
-        parent = url.parent
-        root = sparse_copy.load(
-            parent,
-            stores.open_store(parent),
-            parent.name,
-            lambda name: "/" not in name or name.startswith(parts),
-        )
+        root = _loaded(url.parent, lambda name: "/" not in name or name.startswith(parts))
         root = root / url.name
     else:
-        root = sparse_copy.load(url, stores.open_store(url), url.name)
+        root = _loaded(url)
     ready(root)
     return root
 
@@ -88,7 +93,17 @@ def streamed(path: str | Path) -> Iterator[Path]:
 
     Raises as `local`.
     """
-    if hub.parse(path) is None or stores.parse(path) is not None or hub.offline():
+    name = addresses.hub_name_of(path)
+    if name is None or addresses.url_of(path) is not None:
         yield local(path)
-    else:
-        yield hf_hub.streamed(path)
+        return
+    from mckpt.formats import hf_hub
+
+    yield hf_hub.streamed(name)
+
+
+def hint(path: Path) -> str:
+    """Returns the cure for a path that does not exist, where it might mean a model on the Hub."""
+    if addresses.hub_name_of(f"hf://{path}") is not None and str(path).count("/") == 1:
+        return f"; for a model of that name on the Hugging Face Hub, give hf://{path}"
+    return ""

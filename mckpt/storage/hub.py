@@ -5,7 +5,6 @@ commits. Its token, its endpoint and its cache are those that huggingface_hub fi
 from __future__ import annotations
 
 import functools
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 from mckpt.errors import MckptError, MissingExtra, SourceError, StorageError, UsageError
+from mckpt.storage.addresses import HubName, without_queries
 from mckpt.version import __version__
 
 if TYPE_CHECKING:
@@ -22,52 +22,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# org/name[@revision]; hf:// in front means that this is no local directory; Path turns it into
-# hf:/. Only with hf:// may the organisation be missing.
-_NAME = re.compile(
-    r"(?:(?:(?P<scheme>hf:/{1,2})(?:[A-Za-z0-9][\w.-]*/)?)|[A-Za-z0-9][\w.-]*/)"
-    r"[A-Za-z0-9_][\w.-]*(?:@[A-Za-z0-9][\w./+-]*)?"
-)
 MAIN = "main"  # the branch of a name without a revision
 WAITS = (1, 2, 4)  # seconds before each further try, if the server does not ask for others
 LONGEST_WAIT = 300  # seconds
 BUSY = (408, 429, 500, 502, 503, 504)  # HTTP status codes after which another try may succeed
 EXPIRED = (400, 401, 403, 404, 410)  # HTTP status codes for a redirect address that has expired
-# A URL's query may carry a signature that grants access.
-_QUERY = re.compile(r"(https?://[^\s?'\"]+)\?[^\s'\"]+")
 
 
 # URL of a file -> the address to which the Hub has redirected: signed, and valid for about an hour
 _redirected: dict[str, str] = {}
 
 
-class Name(NamedTuple):
-    """A model on the Hub."""
-
-    repo: str  # org/name
-    revision: str | None  # a branch, a tag or a commit; None: the branch main
-
-    def __str__(self) -> str:
-        return f"{self.repo}@{self.revision}" if self.revision else self.repo
-
-
-def parse(path: str | Path) -> Name | None:
-    """Returns the model on the Hub that a path names, or None if it is a local path.
-
-    What exists here is always local. So is a missing `org/name` in an existing directory `org`,
-    because that is probably a misspelt path; `hf://org/name` names the model even then.
-    """
-    text = str(path)
-    found = _NAME.fullmatch(text)
-    if found is None:
-        return None
-    if found["scheme"] is None and (Path(text).exists() or Path(text.split("/")[0]).exists()):
-        return None
-    repo, _, revision = text.removeprefix(found["scheme"] or "").partition("@")
-    return Name(repo, revision or None)
-
-
-def fetch(name: Name, patterns: Sequence[str]) -> Path:
+def fetch(name: HubName, patterns: Sequence[str]) -> Path:
     """Returns the snapshot in the cache of huggingface_hub, after it has downloaded the files at
     the top of the repository that match.
 
@@ -101,7 +67,7 @@ def offline() -> bool:
     return bool(constants.is_offline_mode())
 
 
-def sizes(name: Name) -> dict[str, int]:
+def sizes(name: HubName) -> dict[str, int]:
     """Returns the bytes of each file at the top of a repository, by name; raises as `fetch`."""
     hub = _library(f"reading {name} from the Hugging Face Hub", name)
     api = hub.HfApi(library_name="mckpt", library_version=__version__)
@@ -113,7 +79,7 @@ def sizes(name: Name) -> dict[str, int]:
     return _retried(name, listed)
 
 
-def read_range(name: Name, file: str, start: int, nbytes: int) -> Any:
+def read_range(name: HubName, file: str, start: int, nbytes: int) -> Any:
     """Returns a buffer of `nbytes` bytes of a file on the Hub from the offset `start`, without the
     cache.
 
@@ -202,7 +168,7 @@ class Commit(NamedTuple):
 
 
 def upload(
-    name: Name,
+    name: HubName,
     files: Mapping[str, Path],
     *,
     stale: Callable[[str], bool],
@@ -259,7 +225,7 @@ def upload(
 # ------------------------------------------------------------------------------- errors and retries
 
 
-def _library(doing: str, name: Name | None) -> ModuleType:
+def _library(doing: str, name: HubName | None) -> ModuleType:
     """Returns huggingface_hub, after it was told to log no queries of URLs and to draw progress
     bars on a terminal only.
     """
@@ -294,18 +260,13 @@ def _quiet(record: logging.LogRecord) -> bool:
     return not text.startswith("No files matched")
 
 
-def without_queries(text: str) -> str:
-    """Returns a text without the queries of its URLs, which may contain a signature."""
-    return _QUERY.sub(r"\1?...", text)
-
-
-def _download(name: Name) -> str:
+def _download(name: HubName) -> str:
     revision = f" --revision {name.revision}" if name.revision else ""
     folder = name.repo.rpartition("/")[2]
     return f"`hf download {name.repo}{revision} --local-dir {folder}`"
 
 
-def _retried(name: Name, call: Callable[[], T]) -> T:
+def _retried(name: HubName, call: Callable[[], T]) -> T:
     """Calls a function of huggingface_hub, which already repeats some requests itself. Busy servers
     and lost connections are tried again after WAITS, or after the time that the server asks for.
     """
@@ -349,7 +310,7 @@ def _is_lost_connection(error: BaseException) -> bool:
 
 
 def _raise(
-    name: Name,
+    name: HubName,
     error: Exception,
     causes: Sequence[BaseException],
     response: Any,

@@ -18,10 +18,12 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mckpt.errors import SourceError, UsageError, show_as
-from mckpt.storage.stores import Object, Store
+
+if TYPE_CHECKING:
+    from mckpt.storage.stores import Object, Store
 
 T = TypeVar("T")
 

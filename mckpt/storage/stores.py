@@ -17,13 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from mckpt.errors import MissingExtra, SourceError, StorageError, UsageError
-from mckpt.storage.hub import without_queries
+from mckpt.storage.addresses import OBSTORE, Url, without_queries
 
 T = TypeVar("T")
 
-# Path turns s3:// into s3:/. hf:// names a model on the Hub (storage.hub).
-_URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
-OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
 # Without credentials, the libraries ask the machine's cloud for them, at these addresses.
 _UNKNOWN = re.compile(
     r"(?i)credential|169\.254|latest/api/token|metadata\.google|metadata/identity"
@@ -47,25 +44,6 @@ RETRIES = {  # of one request by obstore: about a minute
         "base": 2,
     },
 }
-
-
-class Url(NamedTuple):
-    """A place in an object store."""
-
-    scheme: str
-    path: str  # bucket/prefix, without slashes at the ends
-
-    def __str__(self) -> str:
-        return f"{self.scheme}://{self.path}"
-
-    @property
-    def name(self) -> str:
-        """Returns the last part of the path."""
-        return self.path.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Url:
-        return Url(self.scheme, self.path.rpartition("/")[0])
 
 
 class Object(NamedTuple):
@@ -103,31 +81,6 @@ class Store(Protocol):
 
     def remove(self, names: Iterable[str]) -> None:
         """Removes objects; those that are not there are ignored."""
-
-
-def parse(path: str | Path) -> Url | None:
-    """Returns the URL that a path means, None for a path of this machine.
-
-    Raises UsageError for a URL with a query, a user or a password: they would be printed.
-    """
-    found = _URL.fullmatch(f"{path}/" if str(path)[:-1] in OBSTORE else str(path))  # s3: of s3://
-    if found is None:
-        return None
-    scheme, rest = found[1].lower(), found[2].strip("/")
-    first, query = rest.partition("/")[0], re.search(r"[?#]", rest)
-    container = scheme in ("abfs", "abfss") and ":" not in first  # container@account
-    password = ("@" in first and not container) or re.search(":.*@", rest, re.DOTALL)
-    if password or query:
-        shown = "" if query and "@" in rest else re.split("[?#]", rest)[0].rpartition("@")[2]
-        raise UsageError(
-            f"{scheme}://{'...@' if '@' in rest else ''}{shown}: has a user, a password, a query or"
-            " a fragment, which mckpt would print"
-            " and store. Give the plain URL, and the credentials as the store's own tools take"
-            " them: environment variables or a profile"
-        )
-    if not rest:
-        raise UsageError(f"{path}: names no bucket; write {scheme}://BUCKET/PATH")
-    return Url(scheme, re.sub("/+", "/", rest))
 
 
 def open_store(url: Url) -> Store:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from mckpt.conversion.pushing import Pushed
-from mckpt.storage import hub
+from mckpt.storage import addresses, hub
 from tests.helpers.commands import ROOT, good, mckpt
 
 TYPES = {
@@ -95,7 +95,7 @@ def test_the_others(src: Path, tmp_path: Path, monkeypatch: Any) -> None:
     compare("Compat", good("compat", "--json", *line.split()).json)
     commit = hub.Commit("0123", "https://hub/c", True, [])
     for made, state in ((commit, "uploaded"), (None, "planned")):
-        pushed = Pushed(hub.Name("org/name", None), made, {"config.json": 7}, ["id_rsa"])
+        pushed = Pushed(addresses.HubName("org/name", None), made, {"config.json": 7}, ["id_rsa"])
         monkeypatch.setattr("mckpt.api.push", lambda *args, pushed=pushed, **how: pushed)
         out, _ = outcome("push", src, "org/name")
         compare("Push", out)

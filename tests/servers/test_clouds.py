@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from mckpt.storage import sparse_copy, stores
+from mckpt.storage import addresses, sparse_copy, stores
 from tests.helpers.commands import good, refused
 from tests.helpers.s3_server import Fault, Server
 from tests.servers.test_stores import SIZES, SRC, files, small_groups
@@ -82,7 +82,7 @@ def test_faults_are_survived_or_end_the_run(cloud: tuple[Server, str], tmp_path:
     assert not (tmp_path / "none" / "release").exists()
     server.set()
     weights = server.keys("bucket")["hf/model.safetensors"]
-    begun = stores.open_store(stores.Url(url[:2], "bucket/hf"))
+    begun = stores.open_store(addresses.Url(url[:2], "bucket/hf"))
     version = begun.list()["model.safetensors"].version
     weights.write_bytes(weights.read_bytes() + b" ")
     with pytest.raises(stores.SourceError, match="was changed while it was read"):

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from mckpt.storage import descriptors, sparse_copy
-from mckpt.storage import hub as names
+from mckpt.storage import addresses, descriptors, sparse_copy
+from mckpt.storage import hub as storage_hub
 from tests.helpers.commands import ROOT, Said, good, mckpt, refused, run, tree
 from tests.helpers.hub_server import SIGNATURE, TOKEN, Fault, Hub, serving, sha256
 
@@ -47,7 +47,7 @@ def cli(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     from huggingface_hub import constants
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(names, "WAITS", (0, 0, 0))
+    monkeypatch.setattr(storage_hub, "WAITS", (0, 0, 0))
     url = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     for name, value in {
         "ENDPOINT": hub.url,
@@ -120,21 +120,21 @@ def reads(hub: Hub) -> list[str]:
 )
 def test_a_name_is_a_repository_and_a_revision(text, repo, revision, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert names.parse(text) == names.parse(Path(text)) == (repo, revision)
+    assert addresses.hub_name_of(text) == addresses.hub_name_of(Path(text)) == (repo, revision)
 
 
 @pytest.mark.parametrize("text", ["gpt2", "a/b/c", "/org/name", "../name", "org/n@", ".a/b"])
 def test_other_paths_are_local(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert names.parse(text) is None
+    assert addresses.hub_name_of(text) is None
 
 
 def test_what_exists_here_is_local(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
-    assert names.parse("org/name") is None
-    assert names.parse("org/nome") is None
-    assert names.parse("hf://org/name") == ("org/name", None)
+    assert addresses.hub_name_of("org/name") is None
+    assert addresses.hub_name_of("org/nome") is None
+    assert addresses.hub_name_of("hf://org/name") == ("org/name", None)
     refused(3, "org/nome: does not exist", "give hf://org/nome", args=("inspect", "org/nome"))
     assert "hf://" not in refused(3, "does not exist", args=("inspect", "gone"))
 
@@ -228,7 +228,7 @@ def test_a_streamed_model_is_not_stored_here(hub, cli, sharded, tmp_path, monkey
     hub.faults += [Fault("GET /cdn"), Fault("GET /cdn", 503, 1, {"Retry-After": "0"})]
     # the address to which the Hub redirects is no longer valid
     gone = {f"{hub.url}/{MODEL}/resolve/{oid}/{file}": f"{hub.cdn}/cdn/{oid}" for file in files}
-    monkeypatch.setattr(names, "_redirected", gone)
+    monkeypatch.setattr(storage_hub, "_redirected", gone)
     options = ("--tp", "2", "--format", "torch")
     cli("hf-to-megatron", MODEL, "out", "--stream", *options)
     assert not any(fault.times for fault in hub.faults) and not hub.leaks
@@ -304,7 +304,10 @@ def test_a_connection_lost_in_the_middle_of_a_file_goes_on_there(hub, process):
     data = random.Random(0).randbytes(25 << 20)
     hub.commit(MODEL, {"model.safetensors": data})
     hub.faults.append(Fault("GET /cdn"))
-    code = f"from mckpt.storage.hub import *; print(fetch(parse('{MODEL}'), ['*.safetensors']))"
+    code = (
+        "from mckpt.storage import hub, addresses;"
+        f" print(hub.fetch(addresses.hub_name_of('{MODEL}'), ['*.safetensors']))"
+    )
     found = Path(process("-c", code).stdout.strip())
     assert (found / "model.safetensors").read_bytes() == data
     assert [r for r in hub.asked if "bytes=" in r] == [f"GET /cdn/{sha256(data)} bytes={10 << 20}-"]
@@ -323,8 +326,8 @@ def test_an_unreachable_server_is_named(cli):
 
 
 def test_a_signature_is_cut_out_of_every_text():
-    text = "Error while downloading from https://cdn/x?X-Amz-Signature=abc&b=1 (lost)"
-    assert names.without_queries(text) == "Error while downloading from https://cdn/x?... (lost)"
+    text = "Error: https://cdn/x?X-Amz-Signature=abc&b=1 (lost)"
+    assert addresses.without_queries(text) == "Error: https://cdn/x?... (lost)"
 
 
 # --------------------------------------------------------------------------------------- uploads

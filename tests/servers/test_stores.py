@@ -24,7 +24,7 @@ import mckpt as package
 from mckpt.conversion import sending, store_journal, to_store
 from mckpt.errors import SourceError, UsageError
 from mckpt.execute import ranks as execute_ranks
-from mckpt.storage import sparse_copy, stores
+from mckpt.storage import addresses, sparse_copy, stores
 from tests.formats import test_towers
 from tests.helpers.commands import ROOT, TRACKER, Said, command_line, good, mckpt, refused, tree
 from tests.helpers.s3_server import Fault, Server
@@ -637,7 +637,7 @@ def test_a_url_with_a_secret_is_refused_and_not_shown(cli):
         said = cli("inspect", url, code=2).err
         assert "abc" not in said and "AKIAKEY" not in said and "credentials" in said
     for url in ("s3://bucket/a@b/c", "abfss://container@account/key"):
-        assert str(stores.parse(url)) == url
+        assert str(addresses.url_of(url)) == url
 
 
 def test_names_that_are_not_there(cli, server, bucket):
@@ -756,7 +756,7 @@ def test_an_answer_that_is_too_short_is_an_error(tmp_path):
 def test_an_object_that_changed_between_listing_and_reading_is_an_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store: Any = stores.open_store(stores.Url("memory", "changed"))
+    store: Any = stores.open_store(addresses.Url("memory", "changed"))
     store.write("a", b"1234")
     monkeypatch.setattr(store.fs, "info", lambda path: {"size": 4, "ETag": "two"})
     assert bytes(store.read("a", 0, 2, "two")) == b"12"
