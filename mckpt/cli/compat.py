@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -27,14 +27,18 @@ class Translation(NamedTuple):
 
 
 class _Option(NamedTuple):
-    """An option of the other program; `becomes` is of the file, `reason` of its other sections."""
+    """An option of the other program, as mappings/compat.yaml describes it."""
 
     key: str  # its entry in the file
     names: tuple[str, ...]
-    values: int  # words that follow it
-    kind: str  # options, nothing, refused
-    becomes: Any = None
-    reason: str = ""
+    num_values: int  # words that follow it
+    section: str  # of the file: options, nothing, refused
+    reason: str = ""  # for nothing and refused
+    to: Sequence[str] = ()  # SRC, DST or options of mckpt
+    values: Mapping[str, str] | None = None  # value -> that of mckpt; None: any value, unchanged
+    below: Mapping[str, str] = {}  # SRC, DST or an option -> the folder below the value
+    absent: Sequence[str] = ()  # an option of mckpt and its value, if a line lacks this option
+    revision_of: Sequence[str] = ()  # the options to whose value @REVISION is added
 
 
 @command("compat", context_settings={"allow_interspersed_args": False})
@@ -109,28 +113,24 @@ def translate(line: tuple[str, ...]) -> Translation:
             continue
         seen.add(option.key)
         spelling = shlex.join([spelled, *values])
-        if option.kind == "nothing":
+        if option.section == "nothing":
             notes.append(f"{spelling}: is not needed: {option.reason}")
-        elif option.kind == "refused":
+        elif option.section == "refused":
             problems.append(f"{spelling}: {option.reason}")
-        elif isinstance(option.becomes, dict) and "revision_of" in option.becomes:
-            for name in option.becomes["revision_of"]:
+        elif option.values is not None and values[0] not in option.values:
+            problems.append(f"{spelling}: the values known are {', '.join(option.values)}")
+        elif option.to != ["case"]:
+            ours.update((name, value) for name, *value in _become(option, values))
+            for name in option.revision_of:
                 if name in ours:  # by the order of the file, the model comes before
                     ours[name][0] += f"@{values[0]}"
-        elif option.becomes != "case":
-            try:
-                for name, *value in _become(option, values):
-                    ours[name] = value
-            except KeyError as e:
-                problems.append(f"{spelling}: the values known are {', '.join(e.args[0])}")
     for option in options:
-        given_here = option.key in seen or not isinstance(option.becomes, dict)
-        if not given_here and (absent := option.becomes.get("absent")):
-            ours.setdefault(absent[0], absent[1:])
+        if option.absent and option.key not in seen:
+            ours.setdefault(option.absent[0], list(option.absent[1:]))
     wanted = {
         word: option.names[-1]
         for option in options
-        for word in (_below(option) or [option.becomes])
+        for word in (*option.below, *option.to)
         if word in _ARGUMENTS
     }
     problems += [f"{wanted[name]}: is missing" for name in _ARGUMENTS if name not in ours]
@@ -208,36 +208,21 @@ def _parsed(
             while words and not words[0].startswith("-"):
                 words.pop(0)
             continue
-        values = [value] if equals else words[: option.values]
-        del words[: 0 if equals else option.values]
-        if len(values) != option.values:
-            yield f"takes {option.values} values, not {len(values)}", name, []
+        values = [value] if equals else words[: option.num_values]
+        del words[: 0 if equals else option.num_values]
+        if len(values) != option.num_values:
+            yield f"takes {option.num_values} values, not {len(values)}", name, []
         else:
             yield option, name, values
 
 
-def _below(option: _Option) -> dict[str, str]:
-    """Returns the folders below the value that an option becomes; {} for most options."""
-    becomes = option.becomes
-    return becomes.get("below", {}) if isinstance(becomes, dict) else {}
-
-
 def _become(option: _Option, values: list[str]) -> list[list[str]]:
-    """Returns what an option becomes: options of mckpt, each with its value.
-
-    Raises KeyError, with the known values, for a value that is not in the file.
-    """
-    to = option.becomes
-    if below := _below(option):
-        return [[name, str(PurePath(values[0], folder))] for name, folder in below.items()]
-    if isinstance(to, dict):
-        known = to.get("values")
-        if known is not None:
-            if values[0] not in known:
-                raise KeyError(list(known))
-            values = list(filter(None, [known[values[0]]]))
-        to = to["to"]
-    return [[*name.split(), *values] for name in ([to] if isinstance(to, str) else to) if name]
+    """Returns what an option becomes: options of mckpt, each with its value."""
+    if option.below:
+        return [[name, str(PurePath(values[0], folder))] for name, folder in option.below.items()]
+    if option.values is not None:
+        values = list(filter(None, [option.values[values[0]]]))
+    return [[*name.split(), *values] for name in option.to if name]
 
 
 # ---------------------------------------------------------------------------------------- the file
@@ -263,7 +248,10 @@ def _options(section: Mapping[str, Any]) -> Iterator[_Option]:
                 yield _option(key, kind, reason=reason)
 
 
-def _option(key: str, kind: str, becomes: Any = None, reason: str = "") -> _Option:
+def _option(key: str, section: str, becomes: Any = None, reason: str = "") -> _Option:
     *aliases, last = key.split(", ")
     name, *metavars = last.split()
-    return _Option(key, (*aliases, name), len(metavars), kind, becomes, reason)
+    facts = dict(becomes) if isinstance(becomes, dict) else {"to": becomes or []}
+    if isinstance(facts.get("to"), str):
+        facts["to"] = [facts["to"]]
+    return _Option(key, (*aliases, name), len(metavars), section, reason, **facts)
