@@ -67,7 +67,7 @@ class Imported(UserDict[str, Any]):
         return command
 
     def summaries(self) -> dict[str, click.Command]:
-        """Returns a command that only has a help in the place of each that is not imported."""
+        """Returns the commands; those that are not imported have their help only."""
         return {
             name: click.Command(name, help=found.text) if isinstance(found, Summary) else found
             for name, found in self.data.items()

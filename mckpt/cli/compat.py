@@ -19,7 +19,7 @@ _ARGUMENTS = ("SRC", "DST")
 
 
 class Translation(NamedTuple):
-    """A command line of mckpt, and what a reader of the other one should know."""
+    """A command line of mckpt, with notes on how it differs from the other one."""
 
     title: str  # of the other program
     words: list[str]  # without `mckpt`

@@ -108,8 +108,9 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def faults(packages: Mapping[str, Mapping[str, Any]] | None) -> list[str]:
-    """Returns what is wrong with the packages of an extra, of which None means that they are not
-    known.
+    """Returns what is wrong with the packages of an extra.
+
+    packages: None if mckpt is not installed as a package, so that they are unknown.
     """
     if packages is None:
         return ["mckpt is not installed as a package, so the packages of the extra are not known"]

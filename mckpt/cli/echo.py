@@ -1,5 +1,5 @@
-"""Prints texts, with URLs in the place of the local directories that stand for them, and escapes in
-the place of characters that a terminal would obey.
+"""Prints texts. Replaces local copies of URLs by the URLs, and characters that would control a
+terminal by escapes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def document(text: str, *, err: bool = False) -> None:
 
 @contextmanager
 def reporting(path: str) -> Iterator[None]:
-    """For the report of what is published at `path`: raises Unreported if stdout refuses it."""
+    """Raises Unreported if stdout refuses what the block prints about the output at `path`."""
     try:
         yield
     except Unprinted as error:

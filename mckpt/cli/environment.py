@@ -34,7 +34,7 @@ def name_variables(command: click.Command) -> None:
 
 
 def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.environ) -> None:
-    """Raises UsageError for a variable that looks like an option's and is none."""
+    """Raises UsageError for a variable that begins with PREFIX and belongs to no option."""
     ours = [n for n in environment if n.startswith(PREFIX) and not _OTHERS.fullmatch(n)]
     if not ours:
         return  # without importing the other commands

@@ -1,6 +1,6 @@
 """Many checkpoints of one training run by one command: --iterations, --wait-for, --watch, --keep.
 
-What is done already is the state: nothing else is kept between two runs of the command.
+The command stores no state between two runs. It finds from the output which iterations are done.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from mckpt.storage.staging import MANIFEST, OVER, STAGING, sweep
 from mckpt.values.sizes import parse_duration
 
 REST_S = 5.0  # seconds between two looks at a checkpoint, in which nothing may have changed
-TRIES = 3  # a checkpoint that --watch cannot convert is tried so often before it counts as failed
+TRIES = 3  # how often --watch tries to convert an iteration
 FIELD = re.compile(r"\{iteration(:0?\d*d)?\}")
 Look = list[tuple[str, int, int]]  # name, bytes and mtime of each file of a checkpoint
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one conversion came to."""
+    """The result of one conversion."""
 
     state: str  # written, done already, portable already, planned, failed
     path: str
@@ -399,7 +399,7 @@ class _Run:
 
 def _complete(src: Path) -> tuple[list[int], list[int]]:
     """Returns the iterations of a save directory that training has completed, and those that it may
-    still be writing: Megatron lets the tracker name an iteration after its last file.
+    still be writing: Megatron updates the tracker after it has written the last file.
     """
     sparse_copy.refresh(src)
     there, tracked = iterations_of(src), Tracker(src).says()
@@ -424,7 +424,7 @@ def look(path: Path) -> Look:
 def wait(src: Path, iteration: int | None, patience: float, pause: float) -> None:
     """Returns when the checkpoint that `src` (and `iteration`) means is complete and at rest.
 
-    patience: seconds after which it raises SourceError, which says what was missing at the end.
+    patience: seconds after which it raises SourceError, which names what was missing at the end.
     """
     end, step = time.monotonic() + patience, min(REST_S, pause)
     before: Look | None = None

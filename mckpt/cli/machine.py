@@ -62,7 +62,7 @@ PLACES = {
 
 
 def report() -> dict[str, Any]:
-    """Returns everything that was found, without the network."""
+    """Returns the content of `mckpt doctor`, without using the network."""
     extras = _extras()
     folder = tempfile.gettempdir()
     return {

@@ -29,9 +29,8 @@ def print_note(text: str, as_json: bool) -> None:
 
 @contextmanager
 def showing(what: str, as_json: bool) -> Iterator[OnProgress | None]:
-    """Yields a callback that shows progress on stderr; None if there is nobody to show it to.
-
-    With `as_json` the callback prints one JSON event a second, on a terminal it draws a line.
+    """Yields a callback that shows progress on stderr: with `as_json` as one JSON event a second,
+    on a terminal as a line that it redraws. Otherwise yields None.
     """
     if as_json:
         yield Events(what, lambda text: echo(text, err=True))
@@ -116,8 +115,8 @@ class Events:
 
 
 class Line:
-    """Draws one line on a terminal, with rich. A narrow terminal has no bar, and no files and
-    memory either before it would lose a number of the others.
+    """Draws one line on a terminal, with rich. On a narrow terminal the line has no bar, and on a
+    narrower one also no memory and files.
     """
 
     def __init__(self, what: str) -> None:

@@ -50,22 +50,22 @@ def raising() -> Iterator[None]:
 
 
 def caught() -> bool:
-    """Whether a signal has come. Python swallows an exception that is raised while an object is
-    freed, so a loop without end asks.
+    """Returns whether a signal has come. Python drops an exception that a signal handler raises
+    while an object is freed, so an endless loop calls this too.
     """
     return bool(_caught)
 
 
 def raise_caught() -> None:
-    """Raises Interrupted if a signal has come that a command took as its end."""
+    """Raises Interrupted if a signal has come, even if the command ended normally because of it."""
     if _caught:
         raise Interrupted(_caught[-1])
 
 
 def open_streams() -> None:
-    """Opens /dev/null in the place of each standard stream that is closed, because the next file
-    would get its number, and lets stderr ignore errors: progress and notes that nobody can read end
-    no conversion.
+    """Opens /dev/null for each standard stream that is closed; otherwise the next file would get
+    the number of the stream. Also makes stderr ignore errors, so that a conversion continues if
+    progress and notes cannot be printed.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
