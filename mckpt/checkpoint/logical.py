@@ -23,7 +23,7 @@ from mckpt.geometry.box import (
 )
 from mckpt.lazy import numpy as np
 from mckpt.storage import descriptors
-from mckpt.storage.files import unreadable
+from mckpt.storage.files import opened
 from mckpt.values.casting import cast, shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 from mckpt.values.quantisation import Grid, dequantise
@@ -281,16 +281,10 @@ class Reader(Mapping[str, "LogicalTensor"]):
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:
         """Fills `out`, an array of bytes, from byte `at` of a file, and returns it."""
         path, nbytes = self._layout.files[file], len(out)
-        try:
-            fd = descriptors.open_file(path)
-            try:
-                got = 0
-                while got < nbytes and (n := descriptors.preadv(fd, [out[got:].data], at + got)):
-                    got += n
-            finally:
-                descriptors.close(fd)
-        except OSError as e:
-            raise unreadable(path, e) from e
+        got = 0
+        with opened(path) as fd:
+            while got < nbytes and (n := descriptors.preadv(fd, [out[got:].data], at + got)):
+                got += n
         if got < nbytes:
             raise SourceError(
                 f"{path}: ends {nbytes - got:,} bytes short of byte {at + nbytes:,}: truncated"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal
 from mckpt.containers.entries import Columns, Entries, Kind
 from mckpt.errors import SourceError
 from mckpt.storage import descriptors
-from mckpt.storage.files import LFS_POINTER, pointer, unreadable
+from mckpt.storage.files import LFS_POINTER, opened, pointer
 from mckpt.values import dtypes
 
 # the entry with which most headers begin; it does not describe a tensor
@@ -108,31 +108,25 @@ def _without_holes(
 
 def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
     """Returns the tensors of a header by key, the offset of their data, and the file's size."""
-    try:
-        fd = descriptors.open_file(path)
-        try:
-            size = os.fstat(fd).st_size
-            first = descriptors.pread(fd, 8, 0)
-            if len(first) < 8:
-                raise SourceError(
-                    f"{path}: has {size} bytes, but a safetensors file has at least 8; download or"
-                    " copy it again"
-                )
-            if first == LFS_POINTER[:8]:
-                raise pointer(path)
-            length = int.from_bytes(first, "little")
-            if not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise SourceError(
-                    f"{path}: claims a header of {length:,} bytes, and the file has {size:,}:"
-                    " truncated, or not a safetensors file"
-                )
-            raw = bytearray(length)
-            # the file may have become shorter
-            del raw[descriptors.preadv(fd, [memoryview(raw)], 8) :]
-        finally:
-            descriptors.close(fd)
-    except OSError as e:
-        raise unreadable(path, e) from e
+    with opened(path) as fd:
+        size = os.fstat(fd).st_size
+        first = descriptors.pread(fd, 8, 0)
+        if len(first) < 8:
+            raise SourceError(
+                f"{path}: has {size} bytes, but a safetensors file has at least 8; download or copy"
+                " it again"
+            )
+        if first == LFS_POINTER[:8]:
+            raise pointer(path)
+        length = int.from_bytes(first, "little")
+        if not 2 <= length <= min(MAX_HEADER, size - 8):
+            raise SourceError(
+                f"{path}: claims a header of {length:,} bytes, and the file has {size:,}:"
+                " truncated, or not a safetensors file"
+            )
+        raw = bytearray(length)
+        # the file may have become shorter
+        del raw[descriptors.preadv(fd, [memoryview(raw)], 8) :]
     return _header(path, raw), 8 + length, size
 
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.entries import Span
 from mckpt.errors import MckptError, SourceError
-from mckpt.storage import descriptors
-from mckpt.storage.files import unreadable
+from mckpt.storage.files import opened
 from mckpt.values.dtypes import itemsize
 
 
@@ -44,16 +43,10 @@ def _spans(item: Item) -> Iterator[Span]:
     """Yields the records of one item, and the tensors in it."""
     path, name, base, length = item
     where = f"{path}: {name}" if name else path
-    try:
-        fd = descriptors.open_file(path)
-    except OSError as e:
-        raise unreadable(path, e) from e
-    try:
+    with opened(path) as fd:
         for record, (at, nbytes, crc) in torch_file.records(fd, where, base, length).items():
             yield Span(f"{name} record {record}".lstrip(), path, at, nbytes, crc=crc)
         value, data = torch_file.read(fd, where, base, length)
-    finally:
-        descriptors.close(fd)
     for key, view in _tensors(value, name):
         if not math.prod(view.shape):
             continue

@@ -234,6 +234,16 @@ def dtype_of(rule: Rule, dtypes: dict[str, str]) -> str:
     return next(iter(found.values()))
 
 
+def file_order(b: Bound, num_layers: int) -> np.ndarray:
+    """Returns a number for each tensor of a rule, by which writers sort the tensors of all rules:
+    those before the layers first, then layer after layer, as sources have them.
+    """
+    layers = b.instances()[0]
+    if "layer" in b.rule.indices:
+        return layers + 1
+    return np.full(len(layers), 0 if b.rule.stage == "first" else num_layers + 1)
+
+
 def group(
     key: str,
     shape: tuple[int, ...],
@@ -291,29 +301,22 @@ def stored_of(
             " follow; save it as a dense tensor"
         )
         return []
-    layer, expert, file = where[:3].astype("i4")
-    held = shape if strides is None else _extent(shape, strides)
+    if strides is not None:  # the buffer is the range from the first to the last element
+        shape = (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)),)
     known = tuple(p for p in placed if p is not None)
     return [
         Stored(
             key,
             dtype,
-            held,
+            shape,
             known,
-            layer,
-            expert,
-            file,
-            where[3],
+            *where,
             replica=replica,
             padding=padding,
             view=strides is not None,
             carried=carried,
         )
     ]
-
-
-def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True)),)
 
 
 def dtypes_of(layout: Layout) -> dict[str, str]:

@@ -26,6 +26,7 @@ from mckpt.formats.base import (
     Shown,
     best_choices,
     dtype_of,
+    file_order,
     packed,
     shapes_of,
     stored_of,
@@ -315,19 +316,14 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
         held, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
         form = scheme if quantises(request, b) else None
         keys = b.keys()
+        order = file_order(b, dims["num_layers"])
         for i in range(0, len(keys), math.prod(axes)):
-            layer = int(b.layers[i // len(b.experts)])
-            order = (
-                layer + 1
-                if "layer" in b.rule.indices
-                else (0 if b.rule.stage == "first" else dims["num_layers"] + 1)
-            )
             stored_as = form.encoding.dtype if form else dtype
-            ranked.append((order, Row(keys[i], stored_as, axes + held), r, i, False))
+            ranked.append((order[i], Row(keys[i], stored_as, axes + held), r, i, False))
             if form:
                 grid = form.grids((held[0], held[1]))[0]
                 row = Row(keys[i] + form.scales, form.dtypes[0], grid)
-                ranked.append((order, row, r, i, True))
+                ranked.append((order[i], row, r, i, True))
     ranked.sort(key=lambda row: row[0])
     rows = [*carried.rows(request.carried), *(row[1] for row in ranked)]
     placed = place(rows, request.max_shard_size, STEM)

@@ -16,7 +16,7 @@ from mckpt.containers.entries import Entries, Entry, entry_of
 from mckpt.errors import SourceError
 from mckpt.formats import foreign
 from mckpt.storage import descriptors
-from mckpt.storage.files import LFS_POINTER, pointer, read_file, unreadable
+from mckpt.storage.files import LFS_POINTER, opened, pointer, read_file
 
 INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.bin.index.json"}
 SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
@@ -161,16 +161,10 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
 
     Nothing in its pickle is imported or called.
     """
-    try:
-        fd = descriptors.open_file(path)
-    except OSError as e:
-        raise unreadable(path, e) from e
-    try:
+    with opened(path) as fd:
         if descriptors.pread(fd, len(LFS_POINTER), 0) == LFS_POINTER:
             raise pointer(path)
         value, data = torch_file.read(fd, path)
-    finally:
-        descriptors.close(fd)
     if not isinstance(value, dict):
         raise SourceError(f"{path}: holds {safe_pickle.short(value)}, not a state dict")
     for key, record in value.items():

@@ -116,9 +116,9 @@ class QuantisedTensors:
                     quantisation.VALUES,
                     held,
                     pieces,
-                    weights.layers[alike].astype("i4"),
-                    weights.experts[alike].astype("i4"),
-                    self.entries.file[rows[alike]].astype("i4"),
+                    weights.layers[alike],
+                    weights.experts[alike],
+                    self.entries.file[rows[alike]],
                     ats,
                     replica=weights.rule.alias,
                     scales=Scales(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from mckpt.lazy import numpy as np
@@ -84,6 +84,7 @@ class Stored:
     expert: np.ndarray
     file: np.ndarray
     at: np.ndarray
+    _: KW_ONLY
     # a further copy of boxes that another stored tensor holds: it is written, but not read
     replica: bool = False
     padding: bool = False  # elements that no piece covers are padding, and zero
@@ -93,6 +94,10 @@ class Stored:
     # the dtype of the elements in the buffer, if the values are these elements rounded to `dtype`
     rounded_from: str | None = None
     carried: bool = False  # no mapping describes it: its bytes are copied and never cast
+
+    def __post_init__(self) -> None:
+        for name in ("layer", "expert", "file"):  # digests of plans need one dtype
+            object.__setattr__(self, name, getattr(self, name).astype("i4", copy=False))
 
     def __len__(self) -> int:
         return len(self.file)

@@ -9,7 +9,8 @@ import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +32,22 @@ def pointer(path: str | Path) -> SourceError:
     return SourceError(
         f"{path}: is a pointer of git-lfs, not the file itself: run `git lfs pull` there"
     )
+
+
+@contextmanager
+def opened(path: str | Path) -> Iterator[int]:
+    """Yields a descriptor of a file for reading with `storage.descriptors`.
+
+    Raises StorageError if the operating system refuses to open or read the file.
+    """
+    try:
+        fd = descriptors.open_file(path)
+        try:
+            yield fd
+        finally:
+            descriptors.close(fd)
+    except OSError as e:
+        raise unreadable(path, e) from e
 
 
 def read_file(path: str | Path, limit: int = 1 << 30) -> bytes:

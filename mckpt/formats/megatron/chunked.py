@@ -24,7 +24,7 @@ from mckpt.geometry.box import Box, Stored, range_boxes, row_major
 from mckpt.geometry.packing import buffer
 from mckpt.mapping import Bound
 from mckpt.storage import descriptors
-from mckpt.storage.files import unreadable
+from mckpt.storage.files import opened, unreadable
 from mckpt.values.dtypes import itemsize
 
 # files open at once while a layout is read; a save has one or two for each rank
@@ -85,14 +85,8 @@ class Chunked(ABC):
         """Returns the value of a torch.save file, which may be a part of a file, and the places of
         its storages.
         """
-        try:
-            fd = descriptors.open_file(path)
-        except OSError as e:
-            raise unreadable(path, e) from e
-        try:
+        with opened(path) as fd:
             return torch_file.read(fd, path, base, length)
-        finally:
-            descriptors.close(fd)
 
     def show(self, most: int | None) -> Shown:
         """Returns every stored tensor, with the number of its chunks."""

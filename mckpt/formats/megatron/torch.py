@@ -54,8 +54,7 @@ from mckpt.formats.megatron.torch_writing import lay_out
 from mckpt.geometry.box import Layout, Stored
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, MappingFile
-from mckpt.storage import descriptors
-from mckpt.storage.files import unreadable
+from mckpt.storage.files import opened
 
 CHOICES = {"keys": ("local",)}  # of the dialects
 _RANK = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -409,14 +408,8 @@ class Torch:
         return str(_file_in(folder) or folder / FILE)
 
     def _parse(self, path: str) -> tuple[Any, Ranges]:
-        try:
-            fd = descriptors.open_file(path)
-        except OSError as e:
-            raise unreadable(path, e) from e
-        try:
+        with opened(path) as fd:
             return self._pickles.read(fd, path)
-        finally:
-            descriptors.close(fd)
 
 
 def _flat(model: dict[Any, Any], prefix: str = "", depth: int = 1) -> Iterator[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata
 from mckpt.errors import UsageError
-from mckpt.formats.base import dtype_of, packed, shapes_of
+from mckpt.formats.base import dtype_of, file_order, packed, shapes_of
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import (
     common_of,
@@ -146,18 +146,22 @@ def _parts(
 
 def _place(parts: list[_Part], num_layers: int) -> tuple[_Placed, list[int]]:
     """Places the chunks of all parts, layer by layer; also returns the cuts between files."""
-    columns = [np.empty((4, 0), "i8")]  # of each chunk: order, number of its part, layer, expert
-    for number, part in enumerate(parts):
-        rule = part.bound.rule
-        layers, experts = part.bound.instances()
-        outside = 0 if rule.stage == "first" else num_layers + 1
-        order = layers + 1 if "layer" in rule.indices else outside
-        columns.append(np.stack(np.broadcast_arrays(order, number, layers, experts)))
-    every = np.concatenate(columns, 1)
-    _, number, layer, expert = every[:, np.argsort(every[0], kind="stable")]
+    number, layer, expert = in_file_order([part.bound for part in parts], num_layers)
     sizes = np.array([part.container.size for part in parts], "i8")[number]
     file, at, cuts = _in_files(sizes)
     return _Placed(number, layer, expert, file, at), cuts
+
+
+def in_file_order(bound: list[Bound], num_layers: int) -> np.ndarray:
+    """Returns the tensors of some rules layer by layer: the number of the rule, the layer and the
+    expert of each [3, tensors].
+    """
+    columns = [np.empty((4, 0), "i8")]
+    for number, b in enumerate(bound):
+        order = file_order(b, num_layers)
+        columns.append(np.stack([order, np.full(len(order), number), *b.instances()]))
+    every = np.concatenate(columns, 1)
+    return every[1:, np.argsort(every[0], kind="stable")]
 
 
 def _indexed(part: _Part, own: _Placed) -> tuple[list[Chunks], Items]:
@@ -186,18 +190,9 @@ def _stored(request: MegatronRequest, part: _Part, own: _Placed) -> Stored:
     rule = part.bound.rule
     whole = packed(rule, request.names.scope(), request.padded_vocab_size)
     shape, pieces = buffer(whole, [part.region], rule.of)
-    return Stored(
-        rule.key,
-        part.dtype,
-        shape,
-        pieces,
-        own.layer.astype("i4"),
-        own.expert.astype("i4"),
-        own.file.astype("i4"),
-        own.at + part.container.data["0"][0],
-        replica=rule.alias,
-        padding=rule.tp == "vocab",
-    )
+    where = own.layer, own.expert, own.file, own.at + part.container.data["0"][0]
+    padding = rule.tp == "vocab"
+    return Stored(rule.key, part.dtype, shape, pieces, *where, replica=rule.alias, padding=padding)
 
 
 def _objects(request: MegatronRequest) -> list[tuple[torch_file.TorchFile, list[str]]]:

@@ -157,16 +157,7 @@ def _stored(
         for t, e in shard.files
         for v, layer, expert, key in instances(b, stages[p], p, parallel, dims, e)
     ]
-    layer, expert, file, at = np.array(rows, "i8").reshape(-1, 4).T
-    return Stored(
-        f"{b.rule.key} ({state})" if state else b.rule.key,
-        dtype_of(named, request.dtypes),
-        shard.shape,
-        pieces,
-        layer.astype("i4"),
-        expert.astype("i4"),
-        file.astype("i4"),
-        at,
-        replica=shard.replica,
-        padding=b.rule.tp == "vocab",
-    )
+    where = np.array(rows, "i8").reshape(-1, 4).T
+    key, dtype = f"{b.rule.key} ({state})" if state else b.rule.key, dtype_of(named, request.dtypes)
+    padding = b.rule.tp == "vocab"
+    return Stored(key, dtype, shard.shape, pieces, *where, replica=shard.replica, padding=padding)

@@ -23,6 +23,7 @@ from mckpt.formats.megatron.torch_dist_writing import (
     COMMON,
     MARKER,
     MARKER_LONG,
+    in_file_order,
     object_keys,
     regions_of,
 )
@@ -52,20 +53,15 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     """
     arrays: dict[str, Array] = {}
     parts = [part for b in _bound(request) for part in _parts(request, b, arrays)]
-    # layer by layer, as the source has them
-    order = sorted(
-        (layer, number, i)
-        for number, part in enumerate(parts)
-        for i, layer in enumerate(_layers(request, part.bound))
-    )
-    file = [np.empty(len(part.names), "i4") for part in parts]
-    names: list[str] = []
-    outputs: list[TargetFile] = []
-    for at, (_, number, i) in enumerate(order):
-        file[number][i] = at
-        names.append(parts[number].names[i])
-        outputs.append(TargetFile.headed(names[-1], b"", parts[number].nbytes))
-    stored = [_stored(part, own) for part, own in zip(parts, file, strict=True)]
+    bound = [part.bound for part in parts]
+    number = in_file_order(bound, request.names.dims["num_layers"])[0]
+    left = [iter(part.names) for part in parts]
+    names = [next(left[n]) for n in number.tolist()]
+    outputs = [
+        TargetFile.headed(name, b"", parts[n].nbytes)
+        for name, n in zip(names, number.tolist(), strict=True)
+    ]
+    stored = [_stored(part, np.flatnonzero(number == n)) for n, part in enumerate(parts)]
     outputs += [TargetFile.whole(f"{key}/{ARRAY}", array.text()) for key, array in arrays.items()]
     shapes = shapes_of(_bound(request), request.names.scope())
     return Layout(names, stored, shapes), [*outputs, *_objects(request), *_small_files(request)]
@@ -127,31 +123,13 @@ def _grid(regions: list[Box], shape: tuple[int, ...]) -> list[Box]:
     return regions if regular and tiles(regions, shape) is None else [whole_box(shape)]
 
 
-def _layers(request: MegatronRequest, b: Bound) -> list[int]:
-    """Returns the place of each of a rule's instances in the order of the files."""
-    if "layer" in b.rule.indices:
-        return [layer + 1 for layer in b.instances()[0].tolist()]
-    last = request.names.dims["num_layers"] + 1
-    return [0 if b.rule.stage == "first" else last] * len(b.instances()[0])
-
-
 def _stored(part: _Part, file: np.ndarray) -> Stored:
     """Returns the chunks of one part as boxes of logical tensors."""
     rule = part.bound.rule
-    layers, experts = part.bound.instances()
     shape, pieces = buffer(part.whole, [part.region], rule.of)
-    return Stored(
-        rule.key,
-        part.dtype,
-        shape,
-        pieces,
-        layers.astype("i4"),
-        experts.astype("i4"),
-        file,
-        np.zeros(len(file), "i8"),
-        replica=rule.alias,
-        padding=rule.tp == "vocab",
-    )
+    where = *part.bound.instances(), file, np.zeros(len(file), "i8")
+    padding = rule.tp == "vocab"
+    return Stored(rule.key, part.dtype, shape, pieces, *where, replica=rule.alias, padding=padding)
 
 
 def _objects(request: MegatronRequest) -> list[TargetFile]:

@@ -29,7 +29,7 @@ from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
 from mckpt.storage import descriptors
-from mckpt.storage.files import unreadable
+from mckpt.storage.files import opened
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
 MASTER = "master"
@@ -233,14 +233,8 @@ def _number(entry: Entry, path: str) -> float | None:
     """Reads the number of a tensor with one element; None if it has several."""
     if math.prod(entry.shape) != 1:
         return None
-    try:
-        fd = descriptors.open_file(path)
-        try:
-            data = descriptors.pread(fd, itemsize(entry.dtype), entry.at)
-        finally:
-            descriptors.close(fd)
-    except OSError as e:
-        raise unreadable(path, e) from e
+    with opened(path) as fd:
+        data = descriptors.pread(fd, itemsize(entry.dtype), entry.at)
     return float(np.frombuffer(data, numpy_dtype(entry.dtype))[0])
 
 

@@ -158,18 +158,10 @@ def _kind(p: Parameter, state: str, replica: bool) -> _Kind:
 
 
 def _stored(kind: _Kind, places: list[tuple[int, int, int, int]]) -> Stored:
-    layer, expert, file, at = np.array(places, "i8").T
+    where = np.array(places, "i8").T
+    # the vocabulary has padding
     return Stored(
-        kind.key,
-        FLAT,
-        kind.shape,
-        kind.pieces,
-        layer.astype("i4"),
-        expert.astype("i4"),
-        file.astype("i4"),
-        at,
-        replica=kind.replica,
-        padding=True,  # of the vocabulary
+        kind.key, FLAT, kind.shape, kind.pieces, *where, replica=kind.replica, padding=True
     )
 
 
