@@ -166,10 +166,10 @@ _NUMBER = re.compile(r"\d+(?![^\[]*\])")  # outside of a shape
 class Problems(list[str]):
     """All problems that were found in a source, raised as one error."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, what: str, cure: str = "") -> None:
+        """cure: replaces the advice to copy the checkpoint again."""
         super().__init__()
-        self.what, self.damaged = what, False
-        self.cure = ""  # replaces the advice to copy the checkpoint again
+        self.what, self.cure, self.damaged = what, cure, False
         self.num_unknown = 0  # of the problems: they come first
 
     def missing(self, text: str) -> None:

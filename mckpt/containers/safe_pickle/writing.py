@@ -4,6 +4,7 @@ stand for.
 
 from __future__ import annotations
 
+import pickle
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -169,21 +170,8 @@ class Emitter:
 
 
 def emit_int(v: int) -> bytes:
-    """Returns the opcode that pushes an int."""
-    if 0 <= v < 256:
-        return b"K%c" % v
-    if 0 <= v < 65536:
-        return b"M" + struct.pack("<H", v)
-    if -(2**31) <= v < 2**31:
-        return b"J" + struct.pack("<i", v)
-    raw = v.to_bytes((v.bit_length() >> 3) + 1, "little", signed=True)
-    if v < 0 and len(raw) > 1 and raw[-1] == 0xFF and raw[-2] & 0x80:
-        raw = raw[:-1]
-    return (
-        b"\x8a%c" % len(raw) + raw
-        if len(raw) < 256
-        else b"\x8b" + struct.pack("<i", len(raw)) + raw
-    )
+    """Returns the opcode that pushes an int, with its argument."""
+    return pickle.dumps(v, 2)[2:-1]  # without the opcodes PROTO and STOP
 
 
 def emitted(value: Any) -> Emitter:

@@ -19,11 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.errors import SourceError
-from mckpt.formats.base import Format, Names, Problems, packed, shapes_of
-from mckpt.formats.megatron import optimizer
-from mckpt.formats.megatron.dcp_directory import MODEL, has_keys, listed, names_of, single_keys
-from mckpt.formats.megatron.optimizer import MASTER, Optimizer, state_bound
-from mckpt.formats.megatron.torch_dcp import TorchDcp, lay_out
+from mckpt.formats.base import Format, Names, Problems, packed
+from mckpt.formats.megatron.dcp_directory import MODEL, has_keys, names_of, single_keys
+from mckpt.formats.megatron.optimizer import MASTER, Optimizer
+from mckpt.formats.megatron.torch_dcp import States, TorchDcp, lay_out
 from mckpt.formats.megatron.torch_dist_writing import METADATA
 from mckpt.geometry.box import Layout, Stored
 from mckpt.mapping import Bound
@@ -107,41 +106,28 @@ class FsdpDtensor(TorchDcp):
 
         Raises SourceError with every state that is missing, left over or of another shape.
         """
-        states: dict[str, dict[str, str]] = {}
+        found: States = {}
         for key in self.metadata.tensors:
             if one := _STATE.fullmatch(key):
-                states.setdefault(self.prefix + one[1], {})[one[2]] = key
-        if not states:
+                found.setdefault(self.prefix + one[1], {})[one[2]] = key
+        if not found:
             return None
-        problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
-        problems.cure = optimizer.CURE
-        stored: list[Stored] = []
-        bound: list[Bound] = []
+        problems = self._problems_of_optimizer()
         rules = [b for b in self._bound(names, problems) if not b.rule.alias]
-        for b in rules:
-            keys = single_keys(b)
-            every = dict.fromkeys(s for key, _, _ in keys for s in states.get(key, ()))
-            for state in (MASTER, *every) if every else ():
-                own = [
-                    (
-                        key
-                        if state == MASTER
-                        else states.get(key, {}).get(state, f"{state} of {key}"),
-                        layer,
-                        expert,
-                    )
-                    for key, layer, expert in keys
-                ]
-                bound.append(state_bound(b, state))
-                stored += self.directory.stored(bound[-1:], names, problems, listed(own))
+        states = {
+            key: {MASTER: key, **found.get(key, {})}
+            for keys in map(single_keys, rules)
+            if any(key in found for key, _, _ in keys)
+            for key, _, _ in keys
+        }
+        layout = self._states(rules, states, names, problems)
         known = names_of(rules)
         problems.extend(
             f"{key}: the state of a weight that {names.mapping.path.name} does not have"
-            for key in states
+            for key in found
             if key not in known
         )
         problems.check()
-        layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
         experts = names_of(b for b in rules if "expert" in b.rule.indices)
         groups = self._settings(experts if names.parallel.ep > 1 else set())
         return Optimizer(FORMAT.name, layout, groups, self._keys_of_optimizer(), [])

@@ -14,7 +14,7 @@ Without master copies, as in fp32, keys begin with `optimizer.` once and not twi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,7 +56,10 @@ class Slot(NamedTuple):
     """The place of one parameter in an optimizer."""
 
     shape: tuple[int, ...]
-    keys: Mapping[str, str]  # state -> key
+    keys: dict[str, str]  # state -> key
+
+
+States = dict[str, dict[str, str]]  # key of a weight -> state -> key of the state
 
 
 class TorchDcp:
@@ -162,29 +165,40 @@ class TorchDcp:
         groups = self._slots()
         if not groups:
             return None
-        problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
-        problems.cure = optimizer.CURE
-        found = self._assigned(names, groups, problems)
+        problems = self._problems_of_optimizer()
+        states = self._assigned(names, groups, problems)
         problems.check()
-        stored: list[Stored] = []
-        bound: list[Bound] = []
-        for b in self._bound(names, problems):
-            instances = [one for one in single_keys(b) if one[0] in found]
-            for state in dict.fromkeys(s for key, _, _ in instances for s in found[key]):
-                own = [
-                    (found[key].get(state, f"the {state} of {key}"), layer, expert)
-                    for key, layer, expert in instances
-                ]
-                bound.append(state_bound(b, state))
-                stored += self.directory.stored(bound[-1:], names, problems, listed(own))
+        layout = self._states(self._bound(names, problems), states, names, problems)
         problems.check()
-        plain = self._param_groups()
-        layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
+        plain = optimizer.groups_of({"param_groups": self._groups}, str(self.root))
         return Optimizer(NOT_DISTRIBUTED, layout, plain, self._keys_of_optimizer(), [])
+
+    def _problems_of_optimizer(self) -> Problems:
+        what = f"the optimizer's state of {self.root} does not match its weights:"
+        return Problems(what, optimizer.CURE)
 
     def _keys_of_optimizer(self) -> frozenset[str]:
         every = (*self.metadata.tensors, *self.metadata.objects)
         return frozenset(key for key in every if key.startswith("optimizer."))
+
+    def _states(
+        self, bound: list[Bound], states: States, names: Names, problems: Problems
+    ) -> Layout:
+        """Returns the states of the weights of these rules. Those that are missing or of another
+        shape become `problems`.
+        """
+        stored: list[Stored] = []
+        named: list[Bound] = []
+        for b in bound:
+            instances = [one for one in single_keys(b) if one[0] in states]
+            for state in dict.fromkeys(s for key, _, _ in instances for s in states[key]):
+                own = [
+                    (states[key].get(state, f"the {state} of {key}"), layer, expert)
+                    for key, layer, expert in instances
+                ]
+                named.append(state_bound(b, state))
+                stored += self.directory.stored(named[-1:], names, problems, listed(own))
+        return Layout(self.directory.paths, stored, shapes_of(named, names.scope()))
 
     def _slots(self) -> list[list[Slot]]:
         """Returns the places of each group's parameters, in the order of the group."""
@@ -196,7 +210,7 @@ class TorchDcp:
             elif one := _MASTER.fullmatch(key):
                 masters[int(one[1]), int(one[2])] = key
         out, left = [], set(masters)
-        for g, group in enumerate(self._groups() if states else []):
+        for g, group in enumerate(self._groups if states else []):
             slots = []
             for i, number in enumerate(group["params"]):
                 keys = dict(states.pop(number, {}))
@@ -214,56 +228,42 @@ class TorchDcp:
         return out
 
     @cached_property
-    def _group_fields(self) -> list[dict[str, Any]]:
-        """The param_groups of the optimizer, with the numbers of their parameters."""
+    def _groups(self) -> list[dict[str, Any]]:
+        """Returns the param_groups of the optimizer, with the numbers of their parameters."""
         out: dict[int, dict[str, Any]] = {}
         for key in self.metadata.objects:
             if one := _GROUP.fullmatch(key):
                 out.setdefault(int(one[1]), {})[one[2]] = self.directory.object(key)[0]
-        return [out[number] for number in sorted(out)]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        groups = self._group_fields
-        for group in groups:
+        for group in out.values():
             numbers = group.get("params")
             if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
                 raise SourceError(
                     f"{self.root}: a group of its optimizer does not list its parameters."
                     f" {optimizer.CURE}"
                 )
-        return groups
+        return [out[number] for number in sorted(out)]
 
-    def _param_groups(self) -> list[list[dict[str, Any]]]:
-        """Returns the param_groups of each optimizer."""
-        return optimizer.groups_of({"param_groups": self._groups()}, str(self.root))
-
-    def _assigned(
-        self, names: Names, groups: list[list[Slot]], problems: Problems
-    ) -> dict[str, dict[str, str]]:
-        """Returns the states of each weight: key of the weight -> state -> key.
-
-        A group has its parameters in the order of their registration. Megatron does not decay
-        biases and parameters of one axis, so they have a group of their own. The plan's comparison
-        of master copies with weights proves the result.
+    def _assigned(self, names: Names, groups: list[list[Slot]], problems: Problems) -> States:
+        """Returns the states of each weight. The plan's comparison of master copies with weights
+        proves the result.
         """
         order = names.mapping.registration
         aliases = names_of(b for b in names.bound() if b.rule.alias)
         keys = (key for key in self.held if order.is_parameter(key) and key not in aliases)
         left = [list(slots) for slots in groups]
-        plain = [not group.get("weight_decay", group.get("wd_mult")) for group in self._groups()]
-        out: dict[str, dict[str, str]] = {}
+        decaying = [optimizer.decays(group) for group in self._groups]
+        out: States = {}
         for name in order.sorted(keys):
             key = self.prefix + name
             shape = self.metadata.tensors[key][1]
-            is_plain = len(shape) == 1 or name.endswith(".bias")
-            fits = [g for g, slots in enumerate(left) if slots and slots[0].shape == shape]
-            if not fits:
+            following = [slots[0].shape if slots else None for slots in left]
+            number = optimizer.next_group(name, shape, following, decaying)
+            if number is None:
                 problems.missing(
                     f"no group of its optimizer has a state of {list(shape)} next, for {key}"
                 )
                 return out
-            best = min(fits, key=lambda g: plain[g] != is_plain)
-            out[key] = dict(left[best].pop(0).keys)
+            out[key] = left[number].pop(0).keys
         if rest := sum(map(len, left)):
             problems.missing(f"its optimizer has {rest} more states than parameters")
         return out

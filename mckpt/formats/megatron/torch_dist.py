@@ -225,8 +225,8 @@ class TorchDist:
                 key = next(key for key in keys if state in held.get(key, ()))
                 prefix = held[key][state].removesuffix(key)
                 bound.append(optimizer.state_bound(b, state, prefix))
-        problems = Problems(f"the optimizer's state of {self.root} does not match its weights:")
-        problems.cure = optimizer.CURE
+        what = f"the optimizer's state of {self.root} does not match its weights:"
+        problems = Problems(what, optimizer.CURE)
         stored = self.directory.stored(bound, names, problems)
         known = {key for b in bound for key, _ in b.global_keys()}
         problems.extend(

@@ -9,7 +9,7 @@ from typing import Any
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.formats.base import dtype_of, packed, shapes_of
 from mckpt.formats.megatron.interface import MegatronRequest
-from mckpt.formats.megatron.optimizer import state_bound, states_of, torch_writing
+from mckpt.formats.megatron.optimizer import state_bound, state_pieces, states_of, torch_writing
 from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, shards
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
@@ -145,10 +145,7 @@ def _stored(
     places in its files.
     """
     named = state_bound(b, state).rule if state else b.rule
-    pieces = tuple(
-        piece._replace(tensor=f"{piece.tensor}@{state}", offset=named.offset) if state else piece
-        for piece in shard.pieces
-    )
+    pieces = state_pieces(shard.pieces, state) if state else shard.pieces
     _, dims, _, parallel = request.names
     stages = request.names.stages()
     rows = [

@@ -20,14 +20,16 @@ distributed_data_parallel.py, megatron-core 0.12 to 0.19. All numbers are elemen
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError
 from mckpt.formats.base import Names, dtype_of, packed
 from mckpt.formats.megatron.optimizer.chains import is_matrix
+from mckpt.formats.megatron.optimizer.state import state_pieces
 from mckpt.formats.megatron.torch_shards import instances, local
-from mckpt.geometry.box import Piece
+from mckpt.geometry.box import Piece, clip
 from mckpt.geometry.packing import Packed
 from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound
@@ -57,6 +59,33 @@ class Parameter(NamedTuple):
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def whole(self) -> tuple[tuple[Piece, ...], int, int]:
+        """Returns the facts that a parameter and its copies on other ranks have in common."""
+        return self.pieces, self.layer, self.expert
+
+
+class StateKind(NamedTuple):
+    """The state of equal parameters, or of equal ranges of them, of several layers and experts."""
+
+    key: str  # template, for messages
+    state: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    replica: bool
+
+    @classmethod
+    def of(
+        cls, p: Parameter, state: str, replica: bool, low: int = 0, high: int | None = None
+    ) -> StateKind:
+        """Returns the kind of the elements low..high of a parameter; None: to its end."""
+        shape, pieces = p.shape, p.pieces
+        if high is not None and (low, high) != (0, p.numel):
+            shape = (high - low,)
+            pieces = tuple(part for piece in p.pieces for part in clip(piece, low, high))
+        key = f"{re.sub(r'[0-9]+', '*', p.key)} ({state})"
+        return cls(key, state, shape, state_pieces(pieces, state), replica)
 
 
 class Placed(NamedTuple):

@@ -8,7 +8,7 @@
     dp_zero_gather_scatter   each model-parallel rank has an object with the buffers of all its
                              states: optimizer.distributed.dp_group_idx_G.param_state
 
-`optimizer_buckets` says which parameter lies where. A model with experts on ranks of their own has
+`buckets` computes which parameter lies where. A model with experts on ranks of their own has
 two optimizers, whose keys begin with chained_0. and chained_1.
 """
 
@@ -24,7 +24,13 @@ from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats.base import Names, Problems, group, shapes_of
 from mckpt.formats.megatron.optimizer.buckets import PARAMETER_STEP as STEP
-from mckpt.formats.megatron.optimizer.buckets import Buffer, Parameter, optimizers, rounded
+from mckpt.formats.megatron.optimizer.buckets import (
+    Buffer,
+    Parameter,
+    StateKind,
+    optimizers,
+    rounded,
+)
 from mckpt.formats.megatron.optimizer.state import (
     CURE,
     LOW_BITS,
@@ -32,7 +38,7 @@ from mckpt.formats.megatron.optimizer.state import (
     MASTER_KEYS,
     state_bound,
 )
-from mckpt.geometry.box import Layout, Piece, Stored, clip
+from mckpt.geometry.box import Layout, Piece, Stored
 from mckpt.values.dtypes import itemsize
 
 _GROUP = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(.+)")
@@ -62,7 +68,6 @@ class Extent(NamedTuple):
 
 Extents = dict[Place, list[Extent]]
 _Key = tuple[int, int, int, str]  # optimizer, dp_group_idx, gbuf_idx and dtype of a buffer
-_Whole = tuple[tuple[Piece, ...], int, int]
 
 
 # what reading an object of another structure raises
@@ -149,8 +154,7 @@ def layout(
     """
     if low := next((e for found in extents.values() for e in found if e.dtype == "int16"), None):
         raise UsageError(f"{files[low.file]}: {LOW_BITS}")
-    problems = Problems("the optimizer's buffers do not fit the parameters of the model:")
-    problems.cure = CURE
+    problems = Problems("the optimizer's buffers do not fit the parameters of the model:", CURE)
     if rest:
         extents = {place._replace(chain=0): found for place, found in extents.items()}
     chained = any(place.chain for place in extents)
@@ -158,8 +162,8 @@ def layout(
     for place, found in extents.items():
         states = held.setdefault(place[:4], {})
         states.setdefault(place.state, {})[place.bucket] = found
-    kinds: dict[_Kind, list[tuple[int, int, Entry]]] = {}
-    seen: set[_Whole] = set()
+    kinds: dict[StateKind, list[tuple[int, int, Entry]]] = {}
+    seen: set[tuple[tuple[Piece, ...], int, int]] = set()
     for one in optimizers(names, dtypes, rows, chained, rest=rest):
         for number, buffer in enumerate(one.buffers):
             states = held.pop((one.chain, one.group, number, buffer.dtype), {})
@@ -168,9 +172,12 @@ def layout(
                 problems.missing(f"{where}: is missing")
             for state, buckets in states.items():
                 for part in _parts(buffer, state, buckets, where, problems):
+                    p, low, high = part.parameter, part.low, part.high
                     # the ranges of one copy of a parameter do not repeat each other
-                    _add(kinds, part, replica=_whole(part.parameter) in seen)
-            seen |= {_whole(p.parameter) for p in buffer.placed}
+                    kind = StateKind.of(p, state, p.whole in seen, low, high)
+                    entry = Entry(part.dtype, kind.shape, part.file, part.at)
+                    kinds.setdefault(kind, []).append((p.layer, p.expert, entry))
+            seen |= {placed.parameter.whole for placed in buffer.placed}
     problems.extend(
         f"dp_group_idx_{group}, chunk {chunk}, {dtype} of optimizer {chain} belongs to no rank of"
         " these sizes"
@@ -190,31 +197,15 @@ def layout(
     return Layout(files, stored, {name: shape for name, shape in shapes.items() if name in used})
 
 
-def _whole(p: Parameter) -> _Whole:
-    """Returns what a parameter and its copies on other ranks have in common."""
-    return p.pieces, p.layer, p.expert
-
-
 class _Part(NamedTuple):
     """A range of a parameter that lies in one extent."""
 
-    state: str
     parameter: Parameter
     low: int  # elements of the parameter
     high: int
     dtype: str
     file: int
     at: int  # byte of the file
-
-
-class _Kind(NamedTuple):
-    """The geometry of equal parts of several layers and experts."""
-
-    key: str
-    state: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    replica: bool
 
 
 def _parts(
@@ -241,7 +232,7 @@ def _parts(
             low, high = max(start, e.low), min(end, e.high)
             if low < high:
                 at = e.at + (low - e.low) * itemsize(e.dtype)
-                yield _Part(state, placed.parameter, low - start, high - start, e.dtype, e.file, at)
+                yield _Part(placed.parameter, low - start, high - start, e.dtype, e.file, at)
 
 
 def places(numels: Iterable[int], buckets: list[int]) -> list[tuple[int, int]] | None:
@@ -263,20 +254,3 @@ def places(numels: Iterable[int], buckets: list[int]) -> list[tuple[int, int]] |
         out.append((bucket, start))
         end = start + numel
     return out if bucket == len(buckets) - 1 and end == buckets[bucket] else None
-
-
-def _add(kinds: dict[_Kind, list[tuple[int, int, Entry]]], part: _Part, replica: bool) -> None:
-    p = part.parameter
-    whole = (part.low, part.high) == (0, p.numel)
-    found = p.pieces if whole else [q for o in p.pieces for q in clip(o, part.low, part.high)]
-    pieces = tuple(
-        q._replace(
-            tensor=f"{q.tensor}@{part.state}", offset=q.offset if part.state == MASTER else 0.0
-        )
-        for q in found
-    )
-    shape = p.shape if whole else (part.high - part.low,)
-    key = f"{re.sub(r'[0-9]+', '*', p.key)} ({part.state})"
-    kind = _Kind(key, part.state, shape, pieces, replica)
-    entry = Entry(part.dtype, shape, part.file, part.at)
-    kinds.setdefault(kind, []).append((p.layer, p.expert, entry))

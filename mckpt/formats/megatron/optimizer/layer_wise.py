@@ -31,6 +31,7 @@ from mckpt.formats.megatron.optimizer.state import (
     Optimizer,
     decays,
     groups_of,
+    is_undecayed,
 )
 from mckpt.formats.megatron.optimizer.torch_reading import (
     KEYS,
@@ -108,8 +109,9 @@ def read(source: Source, held: Files, args: dict[str, Any]) -> Optimizer:
         )
     num_ranks = 1 + max(number for numbers in held.values() for number in numbers)
     parallel = source.names.parallel
-    problems = Problems(f"the optimizer's state of {source.where} does not match its weights:")
-    problems.cure = CURE
+    problems = Problems(
+        f"the optimizer's state of {source.where} does not match its weights:", CURE
+    )
     _check(held, parallel, args.get("data_parallel_size") or num_ranks, problems)
     problems.check()
     contents = {
@@ -219,12 +221,11 @@ def _placed(
     out = []
     for p in parameters:
         expert = apart and "expert" in p.bound.rule.indices
-        # biases and parameters with one axis are not decayed
-        plain = len(p.entry.shape) == 1 or p.key.endswith(".bias")
+        undecayed = is_undecayed(p.key, len(p.entry.shape))
         for link, own in enumerate(groups):
             if chain[link].updates(p.bound, len(p.entry.shape)):
                 fits = [
-                    (bool(g.get("is_expert_parallel")) != expert, decays(g) == plain, number)
+                    (bool(g.get("is_expert_parallel")) != expert, decays(g) == undecayed, number)
                     for number, g in enumerate(own)
                 ]
                 out.append(_Place(p, link, min(fits)[2], expert))

@@ -25,7 +25,7 @@ from mckpt.containers import safe_pickle
 from mckpt.containers.entries import Entry, entry_of
 from mckpt.containers.torch_file import Ranges
 from mckpt.errors import SourceError, UsageError
-from mckpt.geometry.box import Layout, Stored
+from mckpt.geometry.box import Layout, Piece, Stored
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
 from mckpt.storage import descriptors
@@ -148,6 +148,18 @@ def state_bound(b: Bound, state: str, prefix: str = "") -> Bound:
             dtype=None,
             offset=b.rule.offset if state == MASTER else 0.0,
         )
+    )
+
+
+def state_pieces(pieces: Iterable[Piece], state: str) -> tuple[Piece, ...]:
+    """Returns the pieces of weights as pieces of one of their states. The master copy alone has the
+    offset of the weights.
+    """
+    return tuple(
+        piece._replace(
+            tensor=f"{piece.tensor}@{state}", offset=piece.offset if state == MASTER else 0.0
+        )
+        for piece in pieces
     )
 
 
@@ -298,6 +310,27 @@ def rescaled(scalers: Sequence[Scaler], num_optimizers: int) -> list[Scaler]:
 def decays(group: Mapping[str, Any]) -> bool:
     """Returns whether weight decay applies to the parameters of a group."""
     return bool(group.get("wd_mult", group.get("weight_decay")))
+
+
+def is_undecayed(key: str, num_axes: int) -> bool:
+    """Returns whether Megatron applies no weight decay to a parameter, which is then in another
+    param_group than the others: to a bias, and to a parameter with one axis.
+    """
+    return num_axes == 1 or key.endswith(".bias")
+
+
+def next_group(
+    key: str, shape: tuple[int, ...], following: Sequence[Any], decaying: Sequence[bool]
+) -> int | None:
+    """Returns the number of the param_group that has the states of a parameter; None if there is
+    none. Each group has its parameters in the order of their registration.
+
+    following: the shape of the next parameter of each group, None at its end. decaying: whether
+    weight decay applies to each group.
+    """
+    fits = [number for number, own in enumerate(following) if own == shape]
+    undecayed = is_undecayed(key, len(shape))
+    return min(fits, key=lambda number: decaying[number] == undecayed, default=None)
 
 
 def is_wrapped(distributed: bool, states: Iterable[str]) -> bool:

@@ -34,8 +34,10 @@ from mckpt.formats.megatron.optimizer.state import (
     Optimizer,
     decays,
     groups_of,
+    next_group,
     scalers_of,
     state_bound,
+    state_pieces,
 )
 from mckpt.formats.megatron.torch_shards import FILE as MODEL
 from mckpt.formats.megatron.torch_shards import Shard, directories, instances, shards
@@ -112,8 +114,9 @@ def read(source: Source) -> Optimizer | None:
     plain = first.value.get("optimizer") if first is not None else None
     if not flat and not _has_states(plain):
         return None
-    problems = Problems(f"the optimizer's state of {source.where} does not match its weights:")
-    problems.cure = CURE
+    problems = Problems(
+        f"the optimizer's state of {source.where} does not match its weights:", CURE
+    )
     groups = groups_of(plain, f"{source.where}/{places[0]}/{MODEL}")
     chain = links(groups)
     found: list[Found] = []
@@ -315,22 +318,19 @@ def _listed(
 def _grouped(
     contents: Contents, groups: list[_Group], parameters: list[Parameter], problems: Problems
 ) -> Iterator[Found]:
-    """Yields the states of groups, each of which has some of the parameters in their order.
-
-    Megatron does not decay biases and parameters with one axis, so they have a group of their own.
-    """
+    """Yields the states of groups, each of which has some of the parameters in their order."""
+    decaying = [one.decays for one in groups]
     for p in parameters:
-        plain = len(p.entry.shape) == 1 or p.key.endswith(".bias")
-        fits = [one for one in groups if one.states and shape_of(one.states[0]) == p.entry.shape]
-        if not fits:
+        following = [shape_of(one.states[0]) if one.states else None for one in groups]
+        number = next_group(p.key, p.entry.shape, following, decaying)
+        if number is None:
             problems.missing(
                 f"{contents.path}: no group of its optimizer has a state of {list(p.entry.shape)}"
                 f" next, for {p.key}"
             )
             return
-        fits.sort(key=lambda one: one.decays == plain)
-        states = fits[0].states.pop(0)
-        if (masters := fits[0].masters) is not None and p.entry.dtype != "float32":
+        states, masters = groups[number].states.pop(0), groups[number].masters
+        if masters is not None and p.entry.dtype != "float32":
             if not masters:
                 problems.missing(f"{contents.path}: its optimizer has no master copy of {p.key}")
                 return
@@ -369,14 +369,10 @@ def stored_of(found: list[Found], problems: Problems) -> tuple[list[Stored], lis
     for (state, _, _, replica), members in kinds.items():
         first = members[0].parameter
         b = bound.setdefault((state, id(first.bound)), state_bound(first.bound, state))
-        pieces = tuple(
-            piece._replace(tensor=f"{piece.tensor}@{state}", offset=b.rule.offset)
-            for piece in first.shard.pieces
-        )
         stored += group(
             f"{b.rule.key} ({state})",
             first.shard.shape,
-            pieces,
+            state_pieces(first.shard.pieces, state),
             [(m.parameter.layer, m.parameter.expert, m.entry) for m in members],
             problems,
             replica=replica,

@@ -1,10 +1,9 @@
-"""The optimizer's state in the files of a new `torch` checkpoint; see `torch_optimizer`."""
+"""The optimizer's state in the files of a new `torch` checkpoint; `torch_reading` describes it."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mckpt.containers import safe_pickle, torch_file
 from mckpt.errors import UsageError
@@ -15,6 +14,7 @@ from mckpt.formats.megatron.optimizer.buckets import (
     Buffer,
     Optimizer,
     Parameter,
+    StateKind,
     bucket_size,
     gradient_dtype,
     optimizers,
@@ -26,6 +26,7 @@ from mckpt.formats.megatron.optimizer.state import (
     MASTER_KEYS,
     SCALER,
     decays,
+    is_undecayed,
     is_wrapped,
     scaler_record,
     states_of,
@@ -69,7 +70,7 @@ def lay_out(
     # the files of one stage differ in their data alone
     containers: dict[tuple[int, ...], torch_file.TorchFile] = {}
     outputs: list[TargetFile] = []
-    kinds: dict[_Kind, list[tuple[int, int, int, int]]] = {}
+    kinds: dict[StateKind, list[tuple[int, int, int, int]]] = {}
     seen: set[tuple[tuple[Piece, ...], int, int]] = set()
     for file, (directory, here) in enumerate(held.items(), num_files):
         kind = (*(one.pp for one in here.values()), *here)
@@ -83,20 +84,21 @@ def lay_out(
                 for state in states:
                     at = laid.data[_storage(one.chain, number, state)][0]
                     for p, start in _starts(buffer):
-                        kind_of = _kind(p, state, (p.pieces, p.layer, p.expert) in seen)
+                        kind_of = StateKind.of(p, state, p.whole in seen)
                         place = (p.layer, p.expert, file, at + start * itemsize(FLAT))
                         kinds.setdefault(kind_of, []).append(place)
-                seen |= {(p.pieces, p.layer, p.expert) for p, _ in _starts(buffer)}
-    return [_stored(kind, places) for kind, places in kinds.items()], outputs
-
-
-class _Kind(NamedTuple):
-    """The geometry of equal parameters of several layers and experts, and their state."""
-
-    key: str
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    replica: bool
+                seen |= {p.whole for p, _ in _starts(buffer)}
+    # padding: that of the vocabulary
+    stored = [
+        Stored(
+            *(kind.key, FLAT, kind.shape, kind.pieces),
+            *np.array(places, "i8").T,
+            replica=kind.replica,
+            padding=True,
+        )
+        for kind, places in kinds.items()
+    ]
+    return stored, outputs
 
 
 def _directory(names: Names, one: Optimizer) -> str:
@@ -147,22 +149,6 @@ def _starts(buffer: Buffer) -> list[tuple[Parameter, int]]:
     return [
         (placed.parameter, buffer.start(placed.bucket) + placed.start) for placed in buffer.placed
     ]
-
-
-def _kind(p: Parameter, state: str, replica: bool) -> _Kind:
-    pieces = tuple(
-        q._replace(tensor=f"{q.tensor}@{state}", offset=q.offset if state == MASTER else 0.0)
-        for q in p.pieces
-    )
-    return _Kind(f"{re.sub(r'[0-9]+', '*', p.key)} ({state})", p.shape, pieces, replica)
-
-
-def _stored(kind: _Kind, places: list[tuple[int, int, int, int]]) -> Stored:
-    where = np.array(places, "i8").T
-    # the vocabulary has padding
-    return Stored(
-        kind.key, FLAT, kind.shape, kind.pieces, *where, replica=kind.replica, padding=True
-    )
 
 
 # --------------------------------------------- not distributed: tensors beside those of the model
@@ -230,8 +216,8 @@ def _grouped(
 def group_of(p: Parameter, groups: Sequence[Mapping[str, Any]], args: Mapping[str, Any]) -> int:
     """Returns the number of the param_group that a parameter belongs to.
 
-    Megatron does not decay biases and parameters with one axis, but those of the norms of q and k
-    with --apply-wd-to-qk-layernorm. Raises UsageError for groups that differ in something else.
+    With --apply-wd-to-qk-layernorm, Megatron decays the norms of q and k too. Raises UsageError for
+    groups that differ in something else.
     """
     kinds = [decays(group) for group in groups]
     if len(kinds) == 1:
@@ -245,5 +231,4 @@ def group_of(p: Parameter, groups: Sequence[Mapping[str, Any]], args: Mapping[st
         )
     normed = any(f".{name}_layernorm." in p.key for name in ("q", "k"))
     kept = bool(args.get("apply_wd_to_qk_layernorm")) and normed
-    plain = (len(p.shape) == 1 or p.key.endswith(".bias")) and not kept
-    return kinds.index(not plain)
+    return kinds.index(kept or not is_undecayed(p.key, len(p.shape)))
