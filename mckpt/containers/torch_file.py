@@ -203,20 +203,17 @@ def _pread(fd: int, nbytes: int, at: int, where: str) -> bytes:
     return got
 
 
-def read(
-    fd: int, where: str, base: int = 0, length: int | None = None, max_bytes: int = MAX_BYTES
-) -> tuple[Any, Ranges]:
+def read(fd: int, where: str, base: int = 0, length: int | None = None) -> tuple[Any, Ranges]:
     """Reads a torch.save file, or an item of a .distcp; returns its value and {storage key: (offset
     in the file, bytes)}.
 
     where: names the file in errors.
     base, length: the range of the item in the file.
-    max_bytes: the largest pickle or directory that is read.
 
     Reads no tensor data. Raises SourceError if the container is damaged or torch would not write
     it, PickleError if its pickle is hostile or damaged.
     """
-    return _read(fd, where, base, length, max_bytes, _loaded)
+    return _read(fd, where, base, length, _loaded)
 
 
 class TorchFileReader:
@@ -232,20 +229,20 @@ class TorchFileReader:
 
     def read(self, fd: int, where: str) -> tuple[Any, Ranges]:
         """Reads one file, as the function `read` does."""
-        return _read(fd, where, 0, None, MAX_BYTES, self._loaded)
+        return _read(fd, where, 0, None, self._loaded)
 
-    def _loaded(self, data: bytes, where: str, max_bytes: int) -> tuple[Any, list[Storage]]:
-        found = self._known.pop(data, None) or _loaded(data, where, max_bytes)
+    def _loaded(self, data: bytes, where: str) -> tuple[Any, list[Storage]]:
+        found = self._known.pop(data, None) or _loaded(data, where)
         self._known[data] = found
         if len(self._known) > _MAX_KNOWN:
             self._known.popitem(last=False)
         return found
 
 
-def _loaded(data: bytes, where: str, max_bytes: int) -> tuple[Any, list[Storage]]:
+def _loaded(data: bytes, where: str) -> tuple[Any, list[Storage]]:
     """Returns the value of a pickle and the storages that it names, each once."""
     storages: list[Storage] = []
-    value = loads(data, where, max_bytes=max_bytes, storages=storages)
+    value = loads(data, where, storages=storages)
     return value, list({(storage.key, storage.nbytes): storage for storage in storages}.values())
 
 
@@ -254,8 +251,7 @@ def _read(
     where: str,
     base: int,
     length: int | None,
-    max_bytes: int,
-    load: Callable[[bytes, str, int], tuple[Any, list[Storage]]],
+    load: Callable[[bytes, str], tuple[Any, list[Storage]]],
 ) -> tuple[Any, Ranges]:
     room = os.fstat(fd).st_size - base
     length = room if length is None else length
@@ -265,8 +261,8 @@ def _read(
             " it is cut short"
         )
     if pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
-        return torch_stream.read(fd, where, base, length, max_bytes)
-    found = _directory(fd, where, base, length, max_bytes)
+        return torch_stream.read(fd, where, base, length)
+    found = _directory(fd, where, base, length)
     records = {name: (at, size) for name, (at, size, _) in found.items()}
     if "data.pkl" not in records:
         raise SourceError(
@@ -282,11 +278,11 @@ def _read(
                 " it on a little-endian one"
             )
     start, size = records["data.pkl"]
-    if size > max_bytes:
+    if size > MAX_BYTES:
         raise SourceError(
-            f"{where}: its data.pkl has {size} bytes; at most {max_bytes} are read here"
+            f"{where}: its data.pkl has {size} bytes; at most {MAX_BYTES} are read here"
         )
-    value, storages = load(_pread(fd, size, start, where), where, max_bytes)
+    value, storages = load(_pread(fd, size, start, where), where)
     ranges = {name[5:]: at for name, at in records.items() if name.startswith("data/")}
     problems = {}
     for storage in storages:
@@ -314,13 +310,11 @@ def records(
     length = os.fstat(fd).st_size - base if length is None else length
     if pread(fd, min(length, len(torch_stream.MAGIC)), base) == torch_stream.MAGIC:
         return {}
-    found = _directory(fd, where, base, length, MAX_BYTES)
+    found = _directory(fd, where, base, length)
     return {name: (at, size, crc or None) for name, (at, size, crc) in found.items()}
 
 
-def _directory(
-    fd: int, where: str, base: int, length: int, max_bytes: int
-) -> dict[str, tuple[int, int, int]]:
+def _directory(fd: int, where: str, base: int, length: int) -> dict[str, tuple[int, int, int]]:
     """Reads the directory of a zip; returns {record name without its stem: (offset in the file,
     bytes, crc32)}.
 
@@ -349,10 +343,10 @@ def _directory(
             f"{where}: a directory of {size} bytes at {offset} should end at {end} of {length}:"
             " padded, cut or not of torch"
         )
-    if size > max_bytes or count * 46 > size:
+    if size > MAX_BYTES or count * 46 > size:
         raise SourceError(
             f"{where}: a directory of {count} records in {size} bytes; at least 46 each, at most"
-            f" {max_bytes} in all"
+            f" {MAX_BYTES} in all"
         )
     raw, at = _pread(fd, size, base + offset, where), 0
     found: dict[str, tuple[int, int, int]] = {}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mckpt.containers.safe_pickle import Storage, as_pickle, loads
+from mckpt.containers.safe_pickle import MAX_BYTES, Storage, as_pickle, loads
 from mckpt.errors import PickleError, SourceError
 from mckpt.storage import descriptors
 
@@ -21,11 +21,10 @@ _FIRST = 1 << 20  # bytes that are read to find the end of a pickle; then twice 
 Ranges = dict[str, tuple[int, int]]  # storage key -> (offset, bytes)
 
 
-def read(fd: int, where: str, base: int, length: int, max_bytes: int) -> tuple[Any, Ranges]:
+def read(fd: int, where: str, base: int, length: int) -> tuple[Any, Ranges]:
     """Reads a stream; returns its value and {storage key: (offset in the file, bytes)}.
 
-    where: names the file in errors. base, length: the range of the stream in the file. max_bytes:
-    the largest pickle that is read.
+    where: names the file in errors. base, length: the range of the stream in the file.
 
     Reads no tensor data. Raises SourceError if the stream is damaged, PickleError if a pickle is
     hostile or damaged.
@@ -34,8 +33,8 @@ def read(fd: int, where: str, base: int, length: int, max_bytes: int) -> tuple[A
     storages: list[Storage] = []
     parts = []
     for _ in range(4):
-        data = _pickle(fd, where, at, min(end - at, max_bytes))
-        parts.append(loads(data, where, max_bytes=max_bytes, storages=storages))
+        data = _pickle(fd, where, at, min(end - at, MAX_BYTES))
+        parts.append(loads(data, where, storages=storages))
         at += len(data)
     protocol, machine, value, keys = parts
     if protocol != _PROTOCOL or not isinstance(machine, dict) or not isinstance(keys, list):

@@ -13,28 +13,26 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mckpt import mapping
 from mckpt.containers import torch_spans
-from mckpt.containers.entries import Kind, Span
+from mckpt.containers.entries import Span
 from mckpt.errors import SourceError, UsageError
 from mckpt.formats import carried
 from mckpt.formats.base import (
     Format,
     LayoutRequest,
     Names,
-    Problems,
     Shown,
     best_choices,
     dtype_of,
     file_order,
     packed,
     shapes_of,
-    stored_of,
 )
-from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config
+from mckpt.formats.hf_config import CONFIG, quantised_by, read_config
 from mckpt.formats.hf_encodings import WRITTEN, Quantisation, quantisation_of
 from mckpt.formats.hf_files import INDEX, SINGLE, weight_files
-from mckpt.formats.hf_quantised import QuantisedTensors, Weights, target_scales
+from mckpt.formats.hf_layout import Matching
+from mckpt.formats.hf_quantised import target_scales
 from mckpt.formats.shards import Row, place
 from mckpt.geometry.box import Layout, Stored, whole_box
 from mckpt.geometry.packing import buffer
@@ -44,8 +42,6 @@ from mckpt.mapping import Bound, MappingFile, schema
 from mckpt.storage.files import TargetFile
 from mckpt.values import dtypes
 
-# dtypes of the elements of quantised weights, which have no value without scales
-EIGHT_BITS = ("float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 STEM = "model"  # starts the names of the weight files
 
 
@@ -164,139 +160,8 @@ class HuggingFace:
                 self.problems,
                 "If a download was interrupted, continue it.",
             )
-        family, scope, bound = names.mapping, names.scope(), names.bound()
-        problems = Problems(
-            f"the tensors of {self.root} do not match its config.json (read as family"
-            f" {family.name}):"
-        )
-        entries = self.entries
-        quantised = QuantisedTensors(entries, self.files, self.quantisation)
-        used = np.zeros(len(entries.names), bool)
-        stored: list[Stored] = []
-        mtp_found = mtp_missing = 0  # tensors of multi-token prediction
-        for b in bound:
-            rule, keys = b.rule, b.keys()
-            whole = packed(rule, scope)
-            shape, pieces = buffer(whole, [whole_box(whole.shape)], rule.of, rule.transposed)
-            axes, experts = b.axes(scope), b.instances()[1]
-            rows, coded = entries.rows(keys), np.zeros(len(keys), bool)
-            for scheme, which, elements in quantised.rows_of(keys):
-                at = np.flatnonzero(which)
-                layers, numbers = (index[at] for index in b.instances())
-                named = [keys[i] for i in at.tolist()]
-                weights = Weights(rule, named, layers, numbers, axes, shape, pieces)
-                held, scales = quantised.stored(weights, scheme, elements[at], problems)
-                stored += held
-                used[elements[at]] = used[scales] = coded[at] = True
-            rows = np.where(coded, -1, rows)
-            used[rows[rows >= 0]] = True
-            if rule.mtp:
-                mtp_found += int((coded | (rows >= 0)).sum())
-                mtp_missing += 0 if rule.alias else int((~coded & (rows < 0)).sum())
-            fit = entries.are(rows, [kind.shape == axes + shape for kind in entries.kinds])
-            for i in np.flatnonzero(~fit & ~coded).tolist():
-                if axes and experts[i]:
-                    continue  # one tensor holds all experts
-                if rows[i] >= 0:
-                    problems.missing(
-                        f"{keys[i]} is {list(entries[keys[i]].shape)} in {self._file(keys[i])}, and"
-                        f" should be {[*axes, *shape]} by config.json"
-                    )
-                elif not rule.alias:
-                    problems.missing(f"{keys[i]} is missing; it should be {[*axes, *shape]}")
-            here = np.flatnonzero(fit)
-            rows = rows[here]
-            where = np.stack(
-                [*(index[here] for index in b.instances()), entries.file[rows], entries.at[rows]]
-            )
-            kinds = entries.kind[rows]
-            for number in np.flatnonzero(np.bincount(kinds)).tolist():
-                kind, alike = entries.kinds[number], kinds == number
-                if axes:
-                    kind = _stacked(kind, where, alike)
-                if kind.dtype in EIGHT_BITS:
-                    for i in here[alike].tolist():
-                        problems.missing(
-                            f"{keys[i]} {list(axes + shape)} holds {kind.dtype}, and {QUANTISED} of"
-                            " config.json does not describe it: dequantise it first"
-                        )
-                    continue
-                stored += stored_of(
-                    rule.key, pieces, kind, where[:, alike], problems, replica=rule.alias
-                )
-        form = family.form(scope)
-        left = dict.fromkeys(entries.names[i] for i in np.flatnonzero(~used).tolist())
-        unchanged = [key for key in left if form.carries(key)]
-        left = {key: None for key in left if not form.carries(key)}
-        stored += carried.stored(entries, unchanged, problems)
-        if quantised_by(self.config):
-            carried.refuse_quantised(stored, problems)
-            for key in unchanged:
-                if any(x.codes and key.endswith(x.codes) for x in self.quantisation.schemes):
-                    problems.append(
-                        f"{key} holds the elements of a quantised weight, and tensors that are"
-                        " carried unchanged cannot be quantised: dequantise the model first"
-                    )
-        for pattern in form.unmatched(unchanged):
-            problems.missing(
-                f"{pattern}: no tensor has such a name, and {family.path.name} lists it as a part"
-                " of the model"
-            )
-        ignored = quantised.ignored(left)
-        dropped: dict[str, str] = {}
-        for found, patterns in ((ignored, family.ignore), (dropped, family.drop)):
-            for pattern, why in patterns.items():
-                match = mapping.key_pattern(form.rename(pattern))
-                found.update({key: why for key in left if match.fullmatch(key)})
-        ignored |= dropped
-        unknown: list[tuple[str, str]] = []
-        for key in [k for k in left if k not in ignored]:
-            weight = quantised.weight_of(key)
-            if weight in ignored:
-                ignored[key] = ignored[weight]
-            elif weight == key or weight in left:
-                unknown.append((key, f"{key} {list(entries[key].shape)}"))
-            else:
-                what = f"holds {entries[weight].dtype}" if weight in entries else "is not there"
-                problems.missing(f"{key} in {self._file(key)} has scales, and {weight} {what}")
-        problems.unknown(unknown, family.path.name)
-        if problems and self.quantisation.refused:
-            problems.damaged = True  # listed first, because all others may follow from it
-            problems.insert(
-                0,
-                f"config.json says {QUANTISED} {_short(quantised_by(self.config))}:"
-                f" {self.quantisation.refused}: dequantise it first",
-            )
-        if mtp_missing and not mtp_found and mtp_missing == len(problems):
-            said = [f"{k} {v!r}" for k, v in family.keys_of("mtp_layers", self.config).items()]
-            problems.cure = (
-                f"All {mtp_missing:,} missing tensors are of layers of multi-token prediction, and"
-                " no tensor of such a layer is there; config.json says"
-                f" {', '.join(said) or 'nothing of them'}. transformers saves a model without them:"
-                " --set mtp_layers=0 leaves them out."
-            )
-        problems.check()
-        shapes = {**shapes_of(bound, scope), **carried.shapes(stored)}
-        return Layout(self.files, stored, shapes, ignored, dropped)
-
-    def _file(self, key: str) -> str:
-        """Returns the name of the file that holds a tensor."""
-        return Path(self.files[self.entries[key].file]).name
-
-
-def _stacked(kind: Kind, where: np.ndarray, alike: np.ndarray) -> Kind:
-    """Returns the kind of one expert's part of tensors that hold all experts, and moves the
-    buffers in `where` that are `alike` to their parts.
-    """
-    shape, strides = kind.shape[1:], kind.strides
-    step = math.prod(shape) if strides is None else strides[0]
-    where[3, alike] += where[1, alike] * step * dtypes.itemsize(kind.dtype)
-    return Kind(kind.dtype, shape, strides and strides[1:])
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + " ..."
+        found = Matching(self.root, self.files, self.entries, self.config, self.quantisation, names)
+        return found.layout()
 
 
 # ------------------------------------------------------------------------------------------ writing

@@ -20,17 +20,3 @@ from mckpt.containers.dcp_metadata.reading import (
     read_metadata,
 )
 from mckpt.containers.dcp_metadata.writing import Chunks, Items, Rows, Words, emit_metadata
-
-__all__ = [
-    "MAX_BYTES",
-    "Chunk",
-    "Chunks",
-    "Index",
-    "Items",
-    "Metadata",
-    "Rows",
-    "Words",
-    "emit_metadata",
-    "possible",
-    "read_metadata",
-]

@@ -39,7 +39,6 @@ class Metadata(NamedTuple):
     tensors: dict[str, Tensor]
     objects: list[str]  # keys
     items: dict[tuple[str, Index | None], Item]  # (key, chunk offsets; None for an object)
-    planner_data: dict[str, Any] | None  # torch_dcp: key -> path in the nested state dict
     # Megatron-Core 0.6 to 0.15: the shapes of tensors whose shards are stored as ranges of their
     # elements, by key
     flattened: dict[str, Index]
@@ -166,17 +165,11 @@ def _checked(md: dict[str, Any], where: str) -> Metadata:
     problems += [
         f"{key[:200]}: an object without an item" for key in objects if (key, None) not in items
     ]
-    planner, mcore = md.get("planner_data"), md.get("mcore_data")
+    mcore = md.get("mcore_data")
     flattened = _flattened(mcore if type(mcore) is dict else {}, tensors, problems)
     if problems:
         raise SourceError.of(f"{where}: is damaged:", problems)
-    return Metadata(
-        tensors,
-        objects,
-        items,
-        planner if type(planner) is dict else None,
-        flattened,
-    )
+    return Metadata(tensors, objects, items, flattened)
 
 
 def _flattened(

@@ -108,29 +108,16 @@ def emit_metadata(
     e = Emitter()
     module = {"_StorageInfo": "torch.distributed.checkpoint.filesystem"}
     names = (
-        "Metadata",
-        "TensorStorageMetadata",
-        "TensorProperties",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "MetadataIndex",
+        "Metadata TensorStorageMetadata TensorProperties BytesStorageMetadata"
+        " ChunkStorageMetadata MetadataIndex _StorageInfo"
     )
-    new = {n: e.constant(glob(module.get(n, DCP), n)) + b")\x81" for n in (*names, "_StorageInfo")}
+    new = {n: e.constant(glob(module.get(n, DCP), n)) + b")\x81" for n in names.split()}
     size_class = e.constant(glob("torch", "Size"))
-    attributes = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta")
     words = (
-        "properties",
-        "size",
-        "chunks",
-        "offsets",
-        "sizes",
-        "fqn",
-        "offset",
-        "index",
-        "relative_path",
-        "length",
+        "state_dict_metadata planner_data storage_data storage_meta"
+        " properties size chunks offsets sizes fqn offset index relative_path length"
     )
-    word = {w: e.constant(w) for w in (*attributes, *words)}
+    word = {w: e.constant(w) for w in words.split()}
     # torch before 2.2 wrote the global torch.strided instead of this call; both load everywhere
     layout: Record = glob("torch.serialization", "_get_layout")("torch.strided")
     encoding: Record = glob(DCP, "_MEM_FORMAT_ENCODING")(0)

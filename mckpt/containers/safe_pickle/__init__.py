@@ -19,28 +19,3 @@ from mckpt.containers.safe_pickle.tensors import (
     torch_dtype,
 )
 from mckpt.containers.safe_pickle.writing import Emitter, dumps, emit_int, emitted
-
-__all__ = [
-    "MAX_BYTES",
-    "Emitter",
-    "Global",
-    "Ordered",
-    "Record",
-    "Storage",
-    "TensorView",
-    "as_pickle",
-    "as_tensor",
-    "contiguous",
-    "dumps",
-    "emit_int",
-    "emitted",
-    "fields",
-    "glob",
-    "loads",
-    "namespace",
-    "no_gc",
-    "plain",
-    "short",
-    "tensor",
-    "torch_dtype",
-]

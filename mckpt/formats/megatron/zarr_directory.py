@@ -149,7 +149,7 @@ class ZarrDirectory(Chunked):
                 " none of them stands for a fill value; copy the checkpoint again:",
                 problems,
             )
-        super().__init__(root, Metadata(tensors, objects, items, None, {}))
+        super().__init__(root, Metadata(tensors, objects, items, {}))
 
     def _folders(self) -> Iterator[tuple[str, dict[str, int]]]:
         """Yields the name of each directory, with the names and sizes of the files in it."""
