@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mckpt.pages.markup import Markup, listed, say, section, table, tag
+from mckpt.verification.pair import say_sizes
 
 X_LABELS = 12  # at most, on an x axis
 LEFT, TOP = 78, 48  # of every plot, in units of its SVG
@@ -250,9 +251,3 @@ def training(facts: dict[str, Any]) -> Markup:
     ]
     figure = tag("figure", _legend(a=names[0], b=names[1]), drawn)
     return section("Training", listed(summary), figure, table(head, rows))
-
-
-def say_sizes(sizes: dict[str, Any], all_of_them: bool = False) -> str:
-    """Returns the sizes in words; those that are 1 only if `all_of_them`."""
-    shown = [f"{name} {size}" for name, size in sizes.items() if all_of_them or size != 1]
-    return ", ".join(shown) or "one rank"

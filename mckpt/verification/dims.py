@@ -18,10 +18,10 @@ def dims_apart(left: Checkpoint, right: Checkpoint) -> list[dict[str, Any]]:
     the vocabulary and the longest sequence.
     """
     both = [name for name in left.dims if name in right.dims and name not in BOUNDS]
-    apart = [name for name in both if not _same(left.dims[name], right.dims[name])]
     return [
-        {"dim": n, "arg": n, "hf": _plain(left.dims[n]), "megatron": _plain(right.dims[n])}
-        for n in apart
+        _row(name, name, left.dims[name], right.dims[name])
+        for name in both
+        if not _same(left.dims[name], right.dims[name])
     ]
 
 
@@ -45,32 +45,24 @@ def differing_dims(
     """Returns the dims that differ between the Megatron args and the config, and the reason if the
     args could not be read.
 
-    A sliding `window` is left out if a sequence longer than it is run.
+    window: also compare the sliding window. A run on a sequence that is longer than the window
+    shows a difference without this.
     """
     if right.args is None:
         return [], None
-    dialect = right.mapping
-    said, unread = _said(right, left.dims["vocab_size"])
-    if unread is not None:
-        return [], unread
-    # what the args of an inexact conversion say in place of what --allow-inexact let pass
-    meant = _written(right)
-    out = []
-    for name, value in left.dims.items():
-        other = said.get(name)
-        value = meant.get(name, value)
-        if name in BOUNDS or (name == "sliding_window" and not window) or _same(value, other):
-            continue
-        keys = dialect.dims[name].keys if name in dialect.dims else ()
-        out.append(
-            {
-                "dim": name,
-                "arg": ", ".join(keys) or name,
-                "hf": _plain(value),
-                "megatron": _plain(other),
-            }
-        )
-    return out, None
+    vocabulary = {"vocab_size": left.dims["vocab_size"]}
+    try:
+        of_args = right.mapping.read(right.args, {}, f"args of {right.path}", vocabulary)
+    except MckptError as e:
+        return [], f"{e}"
+    expected = {**left.dims, **_written(right)}
+    skipped = BOUNDS if window else (*BOUNDS, "sliding_window")
+    dims = right.mapping.dims
+    return [
+        _row(n, ", ".join(dims[n].keys if n in dims else ()) or n, expected[n], of_args.get(n))
+        for n in left.dims
+        if n not in skipped and not _same(expected[n], of_args.get(n))
+    ], None
 
 
 def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
@@ -79,31 +71,12 @@ def unlike_dims(left: Checkpoint, right: Checkpoint) -> list[str]:
     """
     if left.is_megatron or right.args is None:
         return []
-    pairs = [
-        (name, left.dims[name], value)
-        for name, value in _written(right).items()
-        if name in left.dims
-    ]
     return [
-        f"{name}: the config says {_plain(a)}, and the args mean {_plain(b)}: --allow-inexact"
-        f" {name} was given when the checkpoint was made"
-        for name, a, b in pairs
-        if not _same(a, b)
+        f"{name}: the config says {_plain(left.dims[name])}, and the args mean {_plain(value)}:"
+        f" --allow-inexact {name} was given when the checkpoint was made"
+        for name, value in _written(right).items()
+        if name in left.dims and not _same(left.dims[name], value)
     ]
-
-
-def _said(right: Checkpoint, vocab_size: int) -> tuple[Dims, str | None]:
-    """Returns the dims that a Megatron checkpoint's args alone determine, and the reason if they
-    could not be read.
-    """
-    assert right.args is not None
-    try:
-        return (
-            right.mapping.read(right.args, {}, f"args of {right.path}", {"vocab_size": vocab_size}),
-            None,
-        )
-    except MckptError as e:
-        return {}, f"{e}"
 
 
 def _written(right: Checkpoint) -> Dims:
@@ -116,6 +89,11 @@ def _written(right: Checkpoint) -> Dims:
     dims = {**right.dims, **right.model.accepted_dims}
     again = dialect.read(dialect.write(dims), {}, "args", {"vocab_size": dims["vocab_size"]})
     return {name: again[name] for name in right.model.accepted_dims if name not in BOUNDS}
+
+
+def _row(name: str, arg: str, hf: Any, megatron: Any) -> dict[str, Any]:
+    """Returns the entry of a dim that differs, as plain data."""
+    return {"dim": name, "arg": arg, "hf": _plain(hf), "megatron": _plain(megatron)}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -38,10 +38,11 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.storage import sparse_copy
 from mckpt.verification import verdict
 from mckpt.verification.dims import differing_dims, dims_apart, model_notes, unlike_dims
+from mckpt.verification.pair import Pair, Values, run_sizes, say_sizes
 from mckpt.verification.requirements import require_core
 from mckpt.verification.tokens import random_sequences, read_tokens, text_for
 from mckpt.verification.values import casts_between, compare_values, uncast
-from mckpt.verification.verdict import Pair, Values, Verdict
+from mckpt.verification.verdict import Verdict
 
 LEVELS = ("bytes", "forward", "train")
 SEQUENCES, LENGTH = 4, 512
@@ -249,24 +250,26 @@ def _run(
         *read_tokens(options.tokens, vocab_size),
         *random_sequences(left.dims, options.sequences, options.length, instead),
     ]
-    held = {"sequences": sequences, "vocab_size": vocab_size, "length": len(sequences[-1])}
-    held |= {"instead": list(instead.items())}
     if left.opened.quantised:
         options.tell("writing a dequantised copy for transformers")
-    path = _as_transformers_reads_it(left, work)
-    held |= {"casts": subjects[0].casts, "uncast": subjects[0].uncast}
+    reference: dict[str, Any] = {
+        "hf": str(_as_transformers_reads_it(left, work)),
+        "out": str(work),
+        "dtype": subjects[0].dtype,
+        "sequences": sequences,
+        "vocab_size": vocab_size,
+        "length": len(sequences[-1]),
+        "instead": list(instead.items()),
+        "casts": subjects[0].casts,
+        "uncast": subjects[0].uncast,
+        # without the layers of multi-token prediction, which neither model runs
+        "parts": left.dims["layer_parts"][: left.dims["num_layers"]],
+    }
     if left.mapping.head:  # transformers runs the causal language model around the same decoder
-        carries = left.mapping.form({}).carried
-        held["head"] = {"tied": left.dims["tied"], "carried": list(carries)}
-    # without the layers of multi-token prediction, which neither model runs
-    held["parts"] = left.dims["layer_parts"][: left.dims["num_layers"]]
+        without = list(left.mapping.form({}).carried)
+        reference["head"] = {"tied": left.dims["tied"], "carried": without}
     options.tell(f"transformers computes the logits of {len(sequences)} sequences on {device}")
-    launching.launch(
-        "mckpt.trainer.reference",
-        {"hf": str(path), "out": str(work), "dtype": subjects[0].dtype, **held},
-        work,
-        device,
-    )
+    launching.launch("mckpt.trainer.reference", reference, work, device)
 
     def run(suffix: str, sizes: dict[str, int]) -> None:
         jobs = [
@@ -364,7 +367,12 @@ class _Subject:
     def __init__(
         self, left: Checkpoint, path: str | Path, options: Options, name: str, work: Path
     ) -> None:
-        right = _megatron(path, left, options)
+        right = Checkpoint.open(path, _known(left, options))
+        if not right.is_megatron:
+            raise UsageError(
+                f"{path}: is a Hugging Face directory; the second of the two is a Megatron"
+                " checkpoint"
+            )
         sparse_copy.refuse(right.path, f"--level {options.level}")
         apart, unread = differing_dims(left, right)
         # Megatron-Bridge keeps no args
@@ -385,7 +393,7 @@ class _Subject:
             left,
             right,
             where,
-            _run_sizes(wanted, options.cp),
+            run_sizes(wanted, options.cp),
             apart,
             unread,
             [*left.model.notes, *right.model.notes, *model_notes(left, right), *self._cast_notes()],
@@ -418,28 +426,6 @@ class _Subject:
         return other_sizes(
             self.pair.sizes, self.pair.left.dims, self.pair.right.args or self.given_args or {}
         )
-
-
-def _megatron(path: str | Path, left: Checkpoint, options: Options) -> Checkpoint:
-    """The Megatron checkpoint at a path; UsageError if it is a Hugging Face directory."""
-    right = Checkpoint.open(path, _known(left, options))
-    if not right.is_megatron:
-        raise UsageError(
-            f"{path}: is a Hugging Face directory; the second of the two is a Megatron checkpoint"
-        )
-    return right
-
-
-def _run_sizes(parallel: Parallel, cp: int) -> dict[str, int]:
-    """The sizes at which Megatron-Core runs."""
-    return {
-        "tp": parallel.tp,
-        "pp": parallel.pp,
-        "vpp": parallel.vpp,
-        "ep": parallel.ep,
-        "etp": parallel.expert_tp,
-        "cp": cp,
-    }
 
 
 def _pipeline_split(saved: Parallel, wanted: Parallel) -> dict[str, Any]:
@@ -577,11 +563,6 @@ def other_sizes(
             " others, or --level forward"
         )
     return max(found, key=unlike)
-
-
-def say_sizes(sizes: dict[str, int]) -> str:
-    """Returns sizes in words, such as "tp 2, pp 2"; sizes of 1 are left out."""
-    return ", ".join(f"{k} {n}" for k, n in sizes.items() if n > 1) or "one rank"
 
 
 def _divisors(n: int) -> list[int]:

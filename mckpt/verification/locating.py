@@ -9,7 +9,7 @@ import numpy as np
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.errors import MckptError
-from mckpt.verification.measuring import Runs, beyond, too_far
+from mckpt.verification.measuring import Runs, too_far
 from mckpt.verification.pair import LISTED, Pair, Values
 
 
@@ -38,7 +38,8 @@ def _first_position(
 ) -> dict[str, int] | None:
     """Returns the first judged position whose logits exceed the tolerance."""
     for index, counts in enumerate(judged):
-        found = np.flatnonzero(beyond(runs, index, tolerance) & counts)
+        within = runs.logits(index)["max_abs"] <= tolerance  # false for nan
+        found = np.flatnonzero(~within & counts)
         if len(found):
             return {"sequence": index, "position": int(found[0])}
     return None

@@ -43,8 +43,8 @@ class Runs:
 
     def __init__(self, work: Path, name: str, num_ranks: int) -> None:
         self.work, self.name = work, name
-        self.said = json.loads((work / "reference.json").read_text())
-        self.sequences: list[list[int]] = self.said["sequences"]
+        self.facts = json.loads((work / "reference.json").read_text())
+        self.sequences: list[list[int]] = self.facts["sequences"]
         self.ranks = range(num_ranks)
 
     def reference(self, index: int) -> Any:
@@ -154,19 +154,10 @@ def measure_logits(runs: Runs, judged: list[np.ndarray]) -> dict[str, Any]:
     """Measures the fp32 logits; the largest difference of a judged position decides."""
     found = _differences(runs, "", judged)
     noise = float(runs.gather("reference", "noise_max_abs", judged).max(initial=0))
-    spread = float(runs.gather("reference", "noise_spread").mean())
-    tolerance = min(NOISE * max(noise, ROUNDING * runs.largest_logit()), SHARE * spread)
-    return {
-        **found,
-        "noise": noise,
-        "spread": spread,
-        "tolerance": tolerance,
-        "bound": SHARE * spread,
-        "decisive": NOISE * noise <= SHARE * spread,
-        "below": tolerance / found["max_abs"] if found["max_abs"] else math.inf,
-        "probe": runs.said["probe"],
-        "probe_above": runs.said["probe"] / tolerance,
-    }
+    least = ROUNDING * runs.largest_logit()
+    bounds = _bounds(runs, found["max_abs"], noise, least, NOISE, SHARE)
+    probe = runs.facts["probe"]
+    return {**found, **bounds, "probe": probe, "probe_above": probe / bounds["tolerance"]}
 
 
 def measure_low_logits(runs: Runs) -> dict[str, Any]:
@@ -177,18 +168,29 @@ def measure_low_logits(runs: Runs) -> dict[str, Any]:
     """
     found = _differences(runs, "low_", None)
     noise = float(np.sqrt(runs.gather("reference", "low_mean_square").mean()))
-    spread = float(runs.gather("reference", "noise_spread").mean())
-    tolerance = min(LOW_NOISE * noise, LOW_SHARE * spread)
     return {
         **found,
+        **_bounds(runs, found["rms"], noise, 0.0, LOW_NOISE, LOW_SHARE),
+        "kl_transformers": float(runs.gather("reference", "low_kl").mean()),
+        "top1_transformers": float(runs.gather("reference", "low_top1").mean()),
+    }
+
+
+def _bounds(
+    runs: Runs, difference: float, noise: float, least: float, noises: float, share: float
+) -> dict[str, Any]:
+    """Returns the tolerance of a difference of logits: `noises` times the noise, which is at least
+    `least`, and at most a `share` of the spread of the logits.
+    """
+    spread = float(runs.gather("reference", "noise_spread").mean())
+    tolerance = min(noises * max(noise, least), share * spread)
+    return {
         "noise": noise,
         "spread": spread,
         "tolerance": tolerance,
-        "bound": LOW_SHARE * spread,
-        "decisive": LOW_NOISE * noise <= LOW_SHARE * spread,
-        "below": tolerance / found["rms"] if found["rms"] else math.inf,
-        "kl_transformers": float(runs.gather("reference", "low_kl").mean()),
-        "top1_transformers": float(runs.gather("reference", "low_top1").mean()),
+        "bound": share * spread,
+        "decisive": noises * noise <= share * spread,
+        "below": tolerance / difference if difference else math.inf,
     }
 
 
@@ -226,11 +228,6 @@ def too_far(dtype: str, measured: dict[str, Any]) -> str | None:
     tolerance = measured["tolerance"]
     times = worst / tolerance
     return f"{what} differ by {worst:.3g}, {times:.3g} times the tolerance {tolerance:.3g}"
-
-
-def beyond(runs: Runs, index: int, tolerance: float) -> np.ndarray:
-    """Returns the positions [seq] of a sequence whose fp32 logits exceed the tolerance."""
-    return np.asarray(~(runs.logits(index)["max_abs"] <= tolerance))  # nan exceeds it too
 
 
 def sample_logits(runs: Runs) -> list[list[float]]:

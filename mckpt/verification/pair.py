@@ -9,6 +9,7 @@ from typing import Any
 from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats import carried
+from mckpt.geometry.parallel import Parallel
 
 LISTED = 40  # tensors named in one reason
 
@@ -32,6 +33,18 @@ class Pair:
     unlike: list[str] = field(default_factory=list)
     # fields of Parallel that say how an uneven pipeline of the run is split
     split: dict[str, Any] = field(default_factory=dict)
+
+
+def run_sizes(parallel: Parallel, cp: int = 1) -> dict[str, int]:
+    """Returns the sizes at which Megatron-Core runs."""
+    sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "vpp", "ep")}
+    return {**sizes, "etp": parallel.expert_tp, "cp": cp}
+
+
+def say_sizes(sizes: dict[str, Any], all_of_them: bool = False) -> str:
+    """Returns sizes in words, such as "tp 2, pp 2"; those that are 1 only if `all_of_them`."""
+    shown = [f"{name} {size}" for name, size in sizes.items() if all_of_them or size != 1]
+    return ", ".join(shown) or "one rank"
 
 
 @dataclass

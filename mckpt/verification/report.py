@@ -27,7 +27,8 @@ from mckpt.pages.markup import (
     terms,
 )
 from mckpt.verification import charts
-from mckpt.verification.charts import layer_of, say_sizes
+from mckpt.verification.charts import layer_of
+from mckpt.verification.pair import say_sizes
 from mckpt.verification.verdict import CLEAN, FAULT, Verdict
 
 STYLE = Path(__file__).with_name("report.css")

@@ -10,6 +10,7 @@ from mckpt.errors import MappingError, MissingExtra, SourceError, UsageError
 from mckpt.formats.megatron.common_state import COMMON_OBJECT_SINCE
 from mckpt.formats.megatron.optimizer import FULLY_RESHARDABLE, loads_at_its_sizes
 from mckpt.mapping import major_minor
+from mckpt.verification.pair import run_sizes
 
 IMPLS = ("transformer_engine", "local")  # layer specs that the trainer builds
 
@@ -71,7 +72,6 @@ def refuse_resume(checkpoint: Checkpoint, sizes: dict[str, Any]) -> None:
     """Raises SourceError if the optimizer's state loads at other sizes than these only."""
     common, own = checkpoint.files.common, checkpoint.parallel
     marks = (common.fields.get("content_metadata") if common else None) or {}
-    form = marks.get("distrib_optim_sharding_type")
-    saved = {"tp": own.tp, "pp": own.pp, "vpp": own.vpp, "ep": own.ep, "etp": own.expert_tp}
+    form, saved = marks.get("distrib_optim_sharding_type"), run_sizes(own, sizes["cp"])
     if form not in (None, FULLY_RESHARDABLE) and any(sizes[k] != n for k, n in saved.items()):
         raise loads_at_its_sizes(checkpoint.opened.root, form)

@@ -29,7 +29,7 @@ from mckpt.verification.measuring import (
     sample_logits,
     too_far,
 )
-from mckpt.verification.pair import LISTED, Pair, Values
+from mckpt.verification.pair import LISTED, Pair, Values, say_sizes
 from mckpt.version import __version__
 
 # A pass needs fp32 logits that differ by at most 1 / CLEAN tolerances. docs/gpu-verification.md has
@@ -148,10 +148,10 @@ def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: 
         "ranks": num_ranks,
         "device": device,
         **{key: ran[key] for key in ("dtype", "impl", "iteration")},
-        "versions": runs.said["versions"] | ran["versions"],
+        "versions": runs.facts["versions"] | ran["versions"],
         "logits": _logits(pair, runs, ran["dtype"], judged.positions),
     }
-    if again := runs.said.get("measured_again"):
+    if again := runs.facts.get("measured_again"):
         facts["measured_again"] = again
     facts |= {
         "points": measure_points(runs, judged.positions),
@@ -307,7 +307,7 @@ def judge_training(
     tolerance = SHARE * moved
     rounding = ROUNDING * float(losses.max())
     if not apart <= tolerance or not norms_apart <= SHARE:
-        both = " and ".join(map(_say_sizes, sizes))
+        both = " and ".join(map(say_sizes, sizes))
         found.verdict = "fail"
         found.reasons.append(
             f"trained at {both}, losses differ by {apart:.3g} (tolerance {tolerance:.3g},"
@@ -331,10 +331,6 @@ def judge_training(
         "grad_norm_apart": norms_apart,
         "grad_norm_tolerance": SHARE,
     }
-
-
-def _say_sizes(sizes: dict[str, int]) -> str:
-    return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "one rank"
 
 
 def finite(value: Any) -> Any:

@@ -267,7 +267,7 @@ def test_an_optimizer_of_fixed_sizes_is_refused_before_a_model_runs(
     common = source.opened.common
     assert common is not None
     common.fields["content_metadata"] |= {"distrib_optim_sharding_type": "dp_reshardable"}
-    own = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2}
+    own = {"tp": 2, "pp": 1, "vpp": 1, "ep": 1, "etp": 2, "cp": 1}
     requirements.refuse_resume(source, own)
     with pytest.raises(SourceError, match=r"dp_reshardable.*`mckpt repair SRC DST`"):
         requirements.refuse_resume(source, own | {"tp": 1})
