@@ -5,6 +5,7 @@ commits. Its token, its endpoint and its cache are those that huggingface_hub fi
 from __future__ import annotations
 
 import functools
+import hashlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -181,7 +182,8 @@ def upload(
     A repeated call sends only large files that the Hub does not have yet.
 
     stale: returns whether to remove a file of the branch that is not among `files`. Raises the
-    errors of `fetch`, and StorageError if the Hub does not list all files afterwards.
+    errors of `fetch`, and StorageError if the Hub does not list all files with their content
+    afterwards.
     """
     hub = _library(f"uploading to {name} on the Hugging Face Hub", None)
     api = hub.HfApi(library_name="mckpt", library_version=__version__)
@@ -209,17 +211,34 @@ def upload(
     listed = _retried(
         name,
         lambda: {
-            file.path: getattr(file, "size", None)
+            file.path: file
             for file in api.list_repo_tree(name.repo, recursive=True, revision=made.oid)
         },
     )
-    lost = [path for path, file in files.items() if listed.get(path) != file.stat().st_size]
+    lost = [
+        path for path, file in files.items() if not _is(listed.get(path), file, hashed[path].sha256)
+    ]
     if lost:
         raise StorageError(
-            f"{name}: the commit {made.oid} lacks {', '.join(lost[:8])}, or has another size of"
+            f"{name}: the commit {made.oid} lacks {', '.join(lost[:8])}, or has another content of"
             " them; a .gitignore in the repository may exclude them"
         )
     return made
+
+
+def _is(listed: Any, file: Path, digest: bytes) -> bool:
+    """Returns whether an entry of the Hub's listing has the content of a local file. The listing
+    has the sha256 of a large file, and git's hash of a small one.
+
+    digest: the sha256 of the local file.
+    """
+    if getattr(listed, "lfs", None) is not None:
+        return bool(listed.lfs.sha256 == digest.hex())
+    # a directory has no `blob_id`
+    if getattr(listed, "blob_id", None) is None or listed.size != file.stat().st_size:
+        return False
+    data = file.read_bytes()
+    return bool(listed.blob_id == hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest())
 
 
 # ------------------------------------------------------------------------------- errors and retries

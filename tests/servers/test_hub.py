@@ -347,6 +347,23 @@ def test_an_export_is_pushed_read_back_and_pushed_again_for_nothing(hub, cli, sh
     assert not any(r.startswith("PUT") or "/commit/" in r for r in hub.asked)
 
 
+def test_files_of_the_same_size_with_another_content_are_pushed_again(hub, cli, sharded):
+    weights = next(sharded.glob("*.safetensors")).name
+    files = {p.name: p.read_bytes() for p in sharded.iterdir()}
+    older = {name: bytes(len(files[name])) for name in ("config.json", weights)}
+    hub.commit(MODEL, files | older)
+    cli("push", sharded, MODEL, token=TOKEN)
+    assert hub.tree(MODEL) == files
+    commit = hub.commit
+    for name in older:  # a server that does not take what it is sent
+        hub.commit = lambda repo, tree, branch, name=name: commit(
+            repo, {**tree, name: older[name]}, branch
+        )
+        commit(MODEL, files | older)
+        said = cli("push", sharded, MODEL, token=TOKEN, code=7).err
+        assert f"lacks {name}, or has another content" in said
+
+
 def test_only_files_of_the_model_are_pushed(hub, cli, sharded, tmp_path):
     export = tmp_path / "export"
     shutil.copytree(sharded, export)
