@@ -47,26 +47,26 @@ def data(value: Any) -> Markup:
 
 
 def write(text: str, path: str | Path) -> None:
-    """Writes the page, whole or not at all; raises OSError if that fails."""
-    target = Path(path)
-    beside = target.with_name(f".mckpt-{secrets.token_hex(8)}")
+    """Writes the page, whole or not at all; raises OSError if that fails. A symbolic link stays,
+    and the file that it names is written.
+    """
+    target = Path(os.path.realpath(path))
+    temporary = target.with_name(f".mckpt-{secrets.token_hex(8)}")
     try:
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(text.encode())
-        os.replace(beside, target)
+        os.replace(temporary, target)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def refuse(path: str | Path) -> None:
     """Raises UsageError if a page cannot be written to `path`."""
-    folder = Path(path).absolute().parent
-    there = Path(path)
-    if (
-        (there.exists() and not there.is_file())
-        or not folder.is_dir()
-        or not os.access(folder, os.W_OK)
-    ):
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():
+        raise UsageError(f"{path}: cannot be written: something that is not a file has this name")
+    folder = target.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise UsageError(
             f"{path}: cannot be written: {folder} must be a directory that may be written to"
         )

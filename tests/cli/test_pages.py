@@ -233,3 +233,13 @@ def test_page_that_cannot_be_written_is_refused(moe: Path, tmp_path: Path) -> No
         refused(2, "cannot be written", args=(*words, "--html", missing), untouched=tmp_path)
     both = ("inspect", moe, "--megatron-args", "--html", tmp_path / "a.html")
     refused(2, "--megatron-args and --html", args=both, untouched=tmp_path)
+
+
+def test_a_page_is_written_through_a_symbolic_link(moe: Path, tmp_path: Path) -> None:
+    (tmp_path / "pages").mkdir()
+    link, target = tmp_path / "latest.html", tmp_path / "pages" / "a.html"
+    link.symlink_to(target)
+    for _ in range(2):  # the link leads to nothing, then to the first page
+        good("inspect", moe, "--html", link)
+        assert link.is_symlink() and len(Page(target).sides) == 1
+        assert [p.name for p in target.parent.iterdir()] == ["a.html"]
