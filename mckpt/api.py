@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from mckpt.conversion.hf_tensors import HfTensors
+    from mckpt.conversion.moving import RunSettings
 
 
 class Checkpoint(checkpoint.Checkpoint):
@@ -142,20 +143,29 @@ class _Reshard(MegatronOptions, RunOptions, total=False):
 
 
 _SIZES = tuple(name for name in Sizes.__annotations__ if name != "parallel")
-_DEFAULTS = {f.name: None if f.default is MISSING else f.default for f in fields(TargetOptions)}
+_DESTINATION = ("overwrite", "update_tracker")
+_TARGET = {field.name: field.default for field in fields(TargetOptions)}
+# the keywords with a default of their own; the default of the others depends on the source
+_DEFAULTS = {
+    **{name: default for name, default in _TARGET.items() if default is not MISSING},
+    **{name: p.default for name, p in inspect.signature(Plan.run).parameters.items()},
+    **dict.fromkeys(_DESTINATION, False),
+    "format": None,
+}
 
 
 def _lists(options: Any) -> Callable[[F], F]:
-    """Returns a decorator that lets help() list the keywords of a TypedDict, and that raises
-    TypeError for any others.
+    """Returns a decorator that lets help() list the keywords of a TypedDict with their defaults,
+    and that raises TypeError for any others.
     """
 
     def decorate(function: F) -> F:
         own = inspect.signature(function)
         parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         for name, kind in options.__annotations__.items():
-            annotation = getattr(kind, "__forward_arg__", kind)
-            default = None if name == "format" else _DEFAULTS.get(name)
+            annotation, default = getattr(kind, "__forward_arg__", kind), _DEFAULTS.get(name)
+            if default is None:
+                annotation = f"{annotation} | None"
             keyword = inspect.Parameter.KEYWORD_ONLY
             parameters.append(
                 inspect.Parameter(name, keyword, default=default, annotation=annotation)
@@ -282,18 +292,18 @@ def write(
     """
     from mckpt.conversion import streaming
 
+    streaming.refuse_url(dst)
+    run = _run_settings(options, watched(progress, cancel))
     known = SourceOptions(
         family=family,
         mapping=None if mapping is None else str(mapping),
         vocab_size=vocab_size,
         settings=settings or {},
     )
-    given: Mapping[str, Any] = options
-    moved = {name: given[name] for name in MoveOptions.__annotations__ if name in given}
     with streaming.opened(config, tensors, known, dtypes or {}) as (source, stream):
         target, place = _target(source, options), _place(options)
         planned = planning.make_plan(source, dst, target, same_format=True, **place)
-        return streaming.run(planned, stream, **moved, progress=watched(progress, cancel))
+        return streaming.run(planned, stream, run)
 
 
 @_lists(_Reshard)
@@ -353,8 +363,10 @@ def diff(
 
     atol: the largest difference of two values that count as equal; None compares every bit.
     """
-    if atol is not None and not 0 <= atol < math.inf:
-        raise UsageError(f"--atol {atol} must be a finite number, at least 0")
+    if atol is not None and (type(atol) not in (int, float) or not 0 <= atol < math.inf):
+        raise UsageError(f"--atol {atol!r} must be a finite number, at least 0")
+    if type(no_optimizer) is not bool:
+        raise UsageError(f"no_optimizer is {no_optimizer!r}, and must be True or False")
     left, right = _opened(a), _opened(b)
     left, right = left.named_as(right), right.named_as(left)
     both = left.is_megatron and right.is_megatron and not no_optimizer
@@ -421,7 +433,9 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
         raise UsageError(
             f"{', '.join(sized)}: a Hugging Face directory has no parallel sizes; leave them out"
         )
-    own = {name: given[name] for name in _DEFAULTS if name in given}
+    if parallel is not None and not isinstance(parallel, Parallel):
+        raise UsageError(f"parallel is {parallel!r}, and must be a mckpt.Parallel")
+    own = {name: given[name] for name in _TARGET if name in given}
     if "max_shard_size" in own:
         own["max_shard_size"] = parse_size(own["max_shard_size"], "--max-shard-size")
     return TargetOptions(
@@ -436,7 +450,7 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
 
 def _place(options: Mapping[str, Any]) -> dict[str, bool]:
     """Returns the keywords that concern the destination."""
-    given = {name: options.get(name, False) for name in ("overwrite", "update_tracker")}
+    given = {name: options.get(name, False) for name in _DESTINATION}
     for name, value in given.items():
         if type(value) is not bool:
             raise UsageError(f"{name} is {value!r}, and must be True or False")
@@ -452,6 +466,17 @@ def _write(
     cancel: Event | None,
 ) -> dict[str, Any]:
     """Plans a conversion and runs it, unless its output is there already."""
-    run = {n: options[n] for n in RunOptions.__annotations__ if options.get(n) is not None}
+    _run_settings(options, None)  # refuses wrong values before the plan is made
     planned, manifest = planning.plan_or_find(source, dst, target, **_place(options))
-    return manifest or planned.run(**run, progress=progress, cancel=cancel)
+    return manifest or planned.run(**_run_options(options), progress=progress, cancel=cancel)
+
+
+def _run_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keywords that concern the run."""
+    return {n: options[n] for n in RunOptions.__annotations__ if options.get(n) is not None}
+
+
+def _run_settings(options: Mapping[str, Any], progress: OnProgress | None) -> RunSettings:
+    from mckpt.conversion.moving import RunSettings
+
+    return RunSettings.of(**_run_options(options), progress=progress)

@@ -13,17 +13,22 @@ MAX_LISTED = 20
 
 
 # Sparse copies of URLs (`storage.sparse_copy`): the text of the path -> the URL.
-_SHOWN: dict[str, str] = {}
+_shown: dict[str, str] = {}
 
 
 def show_as(path: str, url: str) -> None:
-    """Lets `shown` replace a path by a URL from now on."""
-    _SHOWN[path] = url
+    """Lets `shown` replace a path by a URL until `show_again`."""
+    _shown[path] = url
+
+
+def show_again(path: str) -> None:
+    """Lets `shown` no longer replace a path."""
+    _shown.pop(path, None)
 
 
 def shown(text: str) -> str:
     """Returns a text for people, with the URL in the place of the path of each sparse copy."""
-    for path, url in _SHOWN.items():
+    for path, url in list(_shown.items()):  # other threads change it
         text = text.replace(path, url)
     return text
 

@@ -35,6 +35,9 @@ class SourceOptions:
                 raise UsageError(
                     f"settings: there is no dim {name!r}; `mckpt mappings show logical` lists them"
                 )
+        for name in ("family", "mapping"):
+            if not isinstance(value := getattr(self, name), str | None):
+                raise UsageError(f"{name} is {value!r}, and must be a text")
         for name, least in (("vocab_size", 1), ("iteration", 0)):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < least):

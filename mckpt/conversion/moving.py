@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,51 @@ from mckpt.execute.ray_tasks import RayCluster
 from mckpt.geometry.join import Joined
 from mckpt.progress import OnProgress
 from mckpt.storage.files import TargetFile
+from mckpt.values.sizes import parse_size
+
+ENGINES = ("local", "ray")
+
+
+def ignore(text: str) -> None:
+    """Drops a note for the user. Unlike a lambda, it can be sent to another process."""
 
 
 @dataclass(frozen=True)
 class RunSettings:
-    """The settings of one run of a plan. `Plan.run` explains them."""
+    """The settings of one run of a plan. `Plan.run` explains them.
+
+    Raises UsageError for a value that a setting cannot have.
+    """
 
     max_memory: int  # bytes
-    threads: int
-    checksum: str
-    allow_overflow: bool
-    resume: bool
-    check_replicas: bool
-    cluster: Cluster | None
-    progress: OnProgress | None
-    tell: Callable[[str], None]
+    threads: int = 0
+    checksum: str = "crc32"
+    allow_overflow: bool = False
+    resume: bool = True
+    check_replicas: bool = False
+    engine: str = "local"
+    progress: OnProgress | None = None
+    tell: Callable[[str], None] = ignore
 
     def __post_init__(self) -> None:
         if type(self.threads) is not int or self.threads < 0:
             raise UsageError(f"threads is {self.threads!r}, and must be a whole number from 0 on")
-        if self.checksum not in KINDS:
-            raise UsageError(f"checksum is {self.checksum!r}, and must be {' or '.join(KINDS)}")
+        for name, known in (("checksum", KINDS), ("engine", ENGINES)):
+            if (value := getattr(self, name)) not in known:
+                raise UsageError(f"{name} is {value!r}, and must be {' or '.join(known)}")
+        for name in ("allow_overflow", "resume", "check_replicas"):
+            if type(value := getattr(self, name)) is not bool:
+                raise UsageError(f"{name} is {value!r}, and must be True or False")
 
+    @classmethod
+    def of(cls, max_memory: int | str = "64MiB", **others: Any) -> RunSettings:
+        """Returns the settings for the keywords of `Plan.run`, of which each has a default."""
+        return cls(parse_size(max_memory, "--max-memory"), **others)
 
-def cluster_of(engine: str) -> Cluster | None:
-    """Returns the machines that `engine` names, None if this process does the work itself."""
-    if engine == "ray":
-        return RayCluster()
-    if engine != "local":
-        raise UsageError(f"engine {engine!r}: is neither local nor ray")
-    return None
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        """Returns the machines of the engine; None if this process does the work itself."""
+        return RayCluster() if self.engine == "ray" else None
 
 
 def move(

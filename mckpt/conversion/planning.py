@@ -27,7 +27,6 @@ from mckpt.formats.megatron import megatron_args
 from mckpt.formats.megatron.save_directory import is_iteration_name, iteration_name
 from mckpt.progress import OnProgress, watched
 from mckpt.storage import sparse_copy
-from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
     from threading import Event
@@ -92,24 +91,25 @@ class Plan(PlanData):
         core. engine: "ray" lets the nodes of a Ray cluster copy (docs/scale.md); both numbers are
         then those of each process there. tell: called with notes for the user that are not errors.
         """
-        from mckpt.conversion.moving import RunSettings, cluster_of
+        from mckpt.conversion.moving import RunSettings
 
         if sparse_copy.of(self.destination.root) is None:
             from mckpt.conversion.run import run
         else:
             from mckpt.conversion.to_store import run
-        how = RunSettings(
-            parse_size(max_memory, "--max-memory"),
-            threads,
-            checksum,
-            allow_overflow,
-            resume,
-            check_replicas,
-            cluster_of(engine),
-            watched(progress, cancel),
-            tell,
+        settings = RunSettings.of(
+            max_memory,
+            threads=threads,
+            checksum=checksum,
+            allow_overflow=allow_overflow,
+            resume=resume,
+            check_replicas=check_replicas,
+            engine=engine,
+            progress=watched(progress, cancel),
+            tell=tell,
         )
-        return run(self, how, ranks or Ranks())
+        _ = settings.cluster  # if there is none, it is reported before anything is written
+        return run(self, settings, ranks or Ranks())
 
 
 def make_plan(

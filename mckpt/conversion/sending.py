@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt.conversion.groups import part
-from mckpt.conversion.moving import RunSettings, move
+from mckpt.conversion.moving import RunSettings, ignore, move
 from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.side_files import other_tensors
 from mckpt.conversion.store_journal import Sent, StoreJournal
@@ -59,7 +59,7 @@ class Sender:
     ) -> Sender:
         sources = [Path(file) for file in plan.source.layout.files]
         # the process that sends makes the files itself, and its caller reports
-        how = replace(how, cluster=None, progress=None, tell=_ignore)
+        how = replace(how, engine="local", progress=None, tell=ignore)
         return cls(
             journal,
             plan.outputs,
@@ -134,7 +134,7 @@ class Sender:
                 report(number)
 
         with (
-            temporary() as folders,
+            sparse_copy.scratch() as folders,
             ThreadPoolExecutor(FILES) as files,
             ThreadPoolExecutor(1) as groups_of,
         ):
@@ -195,17 +195,3 @@ class Sender:
             yield data, sums
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def temporary() -> Iterator[Path]:
-    """Yields a temporary directory of this process."""
-    folder = sparse_copy.temporary()
-    try:
-        yield folder
-    finally:
-        sparse_copy.discard(folder)
-
-
-def _ignore(text: str) -> None:
-    pass

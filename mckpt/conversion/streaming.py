@@ -30,7 +30,7 @@ from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.run import publish
 from mckpt.conversion.target import MAX_SHARD_SIZE
-from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_as
+from mckpt.errors import Cancelled, SourceError, UsageError, counted, show_again, show_as
 from mckpt.execute.batches import Batches
 from mckpt.execute.files import write_at
 from mckpt.execute.mover import Overflow
@@ -39,14 +39,13 @@ from mckpt.formats.base import Names
 from mckpt.formats.hf import HuggingFace, HuggingFaceRequest, lay_out
 from mckpt.formats.hf_config import CONFIG, QUANTISED, quantised_by, read_config, side_files
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import Bound, key_pattern
+from mckpt.mapping import Bound, is_of_head, key_pattern
 from mckpt.mapping.forms import part
-from mckpt.progress import OnProgress, Progress
-from mckpt.storage import sparse_copy
+from mckpt.progress import Progress
+from mckpt.storage import sparse_copy, stores
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import REPLACED, discard
 from mckpt.values import dtypes
-from mckpt.values.sizes import parse_size
 
 Named = tuple[str, Any]  # a tensor of the stream
 _DTYPES = ("dtype", "torch_dtype")  # keys of config.json, in transformers 5 and 4
@@ -71,22 +70,22 @@ def opened(
     coming = iter(tensors)
     if (first := next(coming, None)) is None:
         raise SourceError("stream: has no tensors")
-    folder = sparse_copy.temporary()
-    show_as(str(folder), "stream")
-    try:
-        if isinstance(config, Mapping):
-            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        else:
-            given = places.local(config, weights=False)
-            read_config(given)  # raises the error of a file that is not there
-            for name in (CONFIG, *side_files(given).kept):
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(given / name, folder / name)
-        _lay_out(folder, first, known, kinds)
-        source = Checkpoint.open(folder, replace(known, trusted=True))
-        yield source, Stream(source, itertools.chain([first], coming))
-    finally:
-        sparse_copy.discard(folder)
+    with sparse_copy.scratch() as folder:
+        show_as(str(folder), "stream")
+        try:
+            if isinstance(config, Mapping):
+                (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+            else:
+                given = places.local(config, weights=False)
+                read_config(given)  # raises the error of a file that is not there
+                for name in (CONFIG, *side_files(given).kept):
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(given / name, folder / name)
+            _lay_out(folder, first, known, kinds)
+            source = Checkpoint.open(folder, replace(known, trusted=True))
+            yield source, Stream(source, itertools.chain([first], coming))
+        finally:
+            show_again(str(folder))
 
 
 def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[str, str]) -> None:
@@ -103,9 +102,11 @@ def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[st
     dims = family.read(config, known.dims, where, known.dims, "--set")
     forms = [name for name, form in family.forms.items() if not form.carried]
     if family.forms and not forms:
+        carried = " or ".join(", ".join(form.carried) for form in family.forms.values())
         raise UsageError(
-            f"{where}: a model of family {family.name} has tensors whose shapes config.json does"
-            " not determine; save it as a directory, and convert that"
+            f"{where}: describes a {family.architectures[0]}, whose tensors {carried} are not in"
+            " Megatron's model, so a stream cannot have all of it; save the model as a directory,"
+            " and convert that"
         )
     texts = (place.get(key) for place in (part(config, family.inside), config) for key in _DTYPES)
     dtype = next((dtypes.parse(text) for text in texts if isinstance(text, str)), None)
@@ -145,7 +146,9 @@ def _described(array: Any) -> tuple[str, tuple[int, ...]]:
         return array.dtype, array.shape
     if not hasattr(array, "dtype"):
         array = np.asarray(array)
-    return str(array.dtype).removeprefix("torch."), tuple(array.shape)
+    # the text of a dtype of numpy has its byte order too, such as >f4
+    dtype = array.dtype.name if isinstance(array.dtype, np.dtype) else str(array.dtype)
+    return dtype.removeprefix("torch."), tuple(array.shape)
 
 
 def _bytes_of(array: Any) -> memoryview:
@@ -198,6 +201,11 @@ class Stream:
             elif name not in self._of:
                 if any(pattern.fullmatch(name) for pattern in self._ignored):
                     continue
+                if is_of_head(name):
+                    raise UsageError(
+                        f"{name}: belongs to a head, which Megatron's model does not have; leave it"
+                        " out, or save the model as a directory and convert that, which carries it"
+                    )
                 raise SourceError(
                     f"{name} {list(shape)}: is in no rule of {self.family.path.name}, so the model"
                     " that config.json describes does not have it"
@@ -238,38 +246,29 @@ class Stream:
             )
 
 
-def run(
-    plan: PlanData,
-    stream: Stream,
-    *,
-    max_memory: int | str = "64MiB",
-    threads: int = 0,
-    checksum: str = "crc32",
-    allow_overflow: bool = False,
-    progress: OnProgress | None = None,
-) -> dict[str, Any]:
-    """Runs the plan of the directory that the stream would be, and returns the manifest. If it
-    fails, nothing is left in the destination. The keywords are those of `Plan.run`.
-    """
-    memory = parse_size(max_memory, "--max-memory")
-    how = RunSettings(
-        memory, threads, checksum, allow_overflow, False, False, None, progress, _ignore
-    )
-    root = plan.destination.root
-    if sparse_copy.of(root) is not None:
+def refuse_url(dst: str | Path) -> None:
+    """Raises UsageError for a destination in an object store."""
+    if stores.parse(dst) is not None:
         raise UsageError(
-            f"{root}: a stream is written to a directory of this machine; write it there, and"
+            f"{dst}: a stream is written to a directory of this machine; write it there, and"
             " convert or copy it to the store"
         )
+
+
+def run(plan: PlanData, stream: Stream, settings: RunSettings) -> dict[str, Any]:
+    """Runs the plan of the directory that the stream would be, and returns the manifest. If it
+    fails, nothing is left in the destination.
+    """
+    root = plan.destination.root
     plan.side.check_unchanged()
     made, state = [p for p in (root, *root.parents) if not p.exists()], plan.state()
     try:
         # the same key every time, so that what a killed run left is found and replaced
         with plan.destination.staging(
-            plan.key(how.checksum, "stream"), str(state), resume=False
+            plan.key(settings.checksum, "stream"), str(state), resume=False
         ) as staging:
             try:
-                sums = _move(plan, how, stream, staging / "data")
+                sums = _move(plan, settings, stream, staging / "data")
                 manifest = manifest_of(plan, state, [], sums)
                 publish(plan.destination, staging, plan.side, manifest)
             except BaseException:
@@ -289,7 +288,7 @@ def run(
         raise
 
 
-def _move(plan: PlanData, how: RunSettings, stream: Stream, data: Path) -> list[str]:
+def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> list[str]:
     """Writes the files of the plan into the directory `data`; returns their checksums."""
     joined, sources = plan.joined, list(map(str, plan.source.layout.files))
     copies, at = joined.copies, np.ascontiguousarray(joined.copies["src_at"])
@@ -300,11 +299,11 @@ def _move(plan: PlanData, how: RunSettings, stream: Stream, data: Path) -> list[
     done = held = 0
     todo: list[np.ndarray] = []
     # half of the memory holds tensors that wait, the other half is for buffers
-    most = how.max_memory // 2
+    most = settings.max_memory // 2
 
     def tick() -> None:
-        if how.progress is not None:
-            how.progress(Progress(done, total, 0, len(plan.outputs)))
+        if settings.progress is not None:
+            settings.progress(Progress(done, total, 0, len(plan.outputs)))
 
     batches = Batches(
         joined.casts,
@@ -313,9 +312,9 @@ def _move(plan: PlanData, how: RunSettings, stream: Stream, data: Path) -> list[
         plan.outputs,
         data,
         max_memory=most,
-        threads=how.threads,
-        checksum=how.checksum,
-        allow_overflow=how.allow_overflow,
+        threads=settings.threads,
+        checksum=settings.checksum,
+        allow_overflow=settings.allow_overflow,
     )
 
     def move() -> None:
@@ -346,8 +345,8 @@ def _move(plan: PlanData, how: RunSettings, stream: Stream, data: Path) -> list[
         raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
     finally:
         batches.close()
-    if how.progress is not None:
-        how.progress(Progress(total, total, len(sums), len(sums)))
+    if settings.progress is not None:
+        settings.progress(Progress(total, total, len(sums), len(sums)))
     return sums
 
 
@@ -355,7 +354,3 @@ def _fill(path: str, view: memoryview, at: int) -> None:
     """Writes the bytes of a tensor to its place."""
     with open(path, "r+b") as file:
         write_at(file.fileno(), view, at, path)
-
-
-def _ignore(text: str) -> None:
-    pass

@@ -75,11 +75,15 @@ class TargetOptions:
             raise UsageError(
                 f"megatron_version is {self.megatron_version!r}, and must be a text such as '0.19'"
             )
-        if isinstance(self.allow_inexact, str):
-            raise UsageError(
-                f"allow_inexact is the text {self.allow_inexact!r}, and must be a list of names"
-            )
-        object.__setattr__(self, "allow_inexact", tuple(self.allow_inexact))
+        if not isinstance(self.tokenizer, str | Path | None):
+            raise UsageError(f"tokenizer is {self.tokenizer!r}, and must be a directory")
+        listed = self.allow_inexact
+        if isinstance(listed, str):
+            raise UsageError(f"allow_inexact is the text {listed!r}, and must be a list of names")
+        names = tuple(listed) if isinstance(listed, Iterable) else (listed,)
+        if not all(isinstance(name, str) for name in names):
+            raise UsageError(f"allow_inexact is {listed!r}, and must be a list of names")
+        object.__setattr__(self, "allow_inexact", names)
 
     @property
     def experts_option(self) -> str:

@@ -31,13 +31,14 @@ from mckpt.conversion.groups import groups
 from mckpt.conversion.moving import RunSettings, check_unchanged, manifest_of
 from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.conversion.refusals import dropped
-from mckpt.conversion.sending import Sender, temporary
+from mckpt.conversion.sending import Sender
 from mckpt.conversion.store_journal import Over, Sent, StoreJournal
 from mckpt.errors import DestinationError
 from mckpt.execute.engine import Cluster, continues
 from mckpt.execute.ranks import Gone, Ranks, Session
 from mckpt.formats.hf_config import CONFIG
 from mckpt.progress import Progress
+from mckpt.storage import sparse_copy
 from mckpt.storage.staging import MANIFEST
 
 GROUP = 1 << 30  # bytes of files that are made before they are sent
@@ -132,7 +133,10 @@ class _Job:
             done = self.journal.sent()
             self._send(self._missing(done), done)  # such as a file that was replaced meanwhile
         if self.last is not None:
-            with temporary() as folders, self.sender.made([self.last], folders) as (folder, sums):
+            with (
+                sparse_copy.scratch() as folders,
+                self.sender.made([self.last], folders) as (folder, sums),
+            ):
                 self.kept = (folder / self.plan.outputs[self.last].path).read_bytes()
                 done[self.last] = Sent("", len(self.kept), sums[0], "", self.journal.id)
         return done

@@ -4,7 +4,7 @@ from mckpt.mapping.expression import ExpressionError
 from mckpt.mapping.file import Dims, MappingFile, Scope
 from mckpt.mapping.fit import misfits
 from mckpt.mapping.forms import is_part, typed
-from mckpt.mapping.heads import with_head
+from mckpt.mapping.heads import is_of_head, with_head
 from mckpt.mapping.inert import is_neutral, unknown_args
 from mckpt.mapping.lookup import equal, lookup, major_minor
 from mckpt.mapping.nodes import digest_of
@@ -40,6 +40,7 @@ __all__ = [
     "family_with",
     "folder",
     "is_neutral",
+    "is_of_head",
     "is_part",
     "key_pattern",
     "load",

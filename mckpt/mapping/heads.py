@@ -33,6 +33,12 @@ def decoder_of(architecture: str) -> str:
     return "" if end is None or end == CAUSAL else architecture.removesuffix(end) + CAUSAL
 
 
+def is_of_head(key: str) -> bool:
+    """Returns whether a stored key is that of a tensor of a head, which is carried unchanged."""
+    heads = (head for kinds in _heads()[0].values() for head in kinds.values())
+    return any(Form({}, tuple(head.get("carried") or ())).carries(key) for head in heads)
+
+
 def with_head(
     family: MappingFile, architecture: str, keys: Collection[str], form: object = None
 ) -> MappingFile:

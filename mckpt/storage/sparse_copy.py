@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import atexit
 import fcntl
+import functools
 import os
 import shutil
 import threading
-from collections.abc import Callable, Collection, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -41,6 +42,7 @@ TEMPORARY = "mckpt-store-"  # begins the names of temporary directories
 _all: dict[str, SparseCopy] = {}  # by the path of its root, with a slash at the end
 _copies: dict[str, SparseCopy] = {}  # by the root of the same sparse copy in another process
 _held: dict[Path, int] = {}  # temporary directories of this process, each with its lock
+_lock = threading.Lock()  # for `_held`
 
 
 class SparseCopy:
@@ -316,35 +318,57 @@ def remove(folder: Path) -> bool:
 
 
 def temporary() -> Path:
-    """Returns a new directory, which is removed when this process ends. Directories of killed
-    processes are removed first.
+    """Returns a new directory, which is removed when this process ends."""
+    _clean_at_exit()
+    return _locked_directory()
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """Yields a new directory, which is removed at the end of the block."""
+    folder = _locked_directory()
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+@functools.cache
+def _clean_at_exit() -> None:
+    atexit.register(clean)
+
+
+def _locked_directory() -> Path:
+    """Returns a new directory that other processes do not take for a left-over. The first call
+    removes the directories of killed processes.
     """
     import tempfile
 
-    if not _held:
-        atexit.register(clean)
-        for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
-            with suppress(OSError):
-                fd = os.open(folder, os.O_RDONLY)
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(fd)
-    while True:
-        folder = Path(os.path.realpath(tempfile.mkdtemp(prefix=TEMPORARY)))
-        # another process may take it for a left-over, and remove it, before it is locked
-        with suppress(FileNotFoundError):
-            fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            _held[folder] = fd
-            if folder.exists():
-                return folder
+    with _lock:
+        if not _held:
+            for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+                with suppress(OSError):
+                    fd = os.open(folder, os.O_RDONLY)
+                    try:
+                        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(folder, ignore_errors=True)
+                    finally:
+                        os.close(fd)
+        while True:
+            folder = Path(os.path.realpath(tempfile.mkdtemp(prefix=TEMPORARY)))
+            # another process may take it for a left-over, and remove it, before it is locked
+            with suppress(FileNotFoundError):
+                fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(fd, fcntl.LOCK_EX)
+                _held[folder] = fd
+                if folder.exists():
+                    return folder
 
 
-def discard(folder: Path) -> None:
-    """Removes a directory of `temporary`."""
-    if (fd := _held.pop(folder, None)) is not None:
+def _remove(folder: Path) -> None:
+    with _lock:
+        fd = _held.pop(folder, None)
+    if fd is not None:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)
 
@@ -353,10 +377,8 @@ def clean() -> None:
     """Removes all temporary directories of this process, and so all sparse copies."""
     _all.clear()
     _copies.clear()
-    for folder, fd in _held.items():
-        shutil.rmtree(folder, ignore_errors=True)
-        os.close(fd)
-    _held.clear()
+    for folder in list(_held):
+        _remove(folder)
 
 
 def in_threads(call: Callable[[T], object], items: Iterable[T]) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import mckpt as package
+from mckpt.conversion.moving import RunSettings
 from mckpt.errors import UsageError
 from mckpt.wording import in_keywords
 from tests.helpers import tiny
@@ -160,6 +161,20 @@ def test_all_functions_list_their_keywords():
         assert not [p for p in found.values() if p.kind is p.VAR_KEYWORD], name
 
 
+@pytest.mark.parametrize("name", ["convert", "write", "reshard", "repair"])
+def test_signatures_show_the_true_defaults(name):
+    found = inspect.signature(getattr(package, name)).parameters
+    own = inspect.signature(package.Plan.run).parameters
+    run = ("max_memory", "threads", "checksum", "allow_overflow", "resume", "engine")
+    for option in (option for option in run if option in found):
+        assert found[option].default == own[option].default is not None, option
+    settings = RunSettings.of()
+    assert settings == RunSettings.of(**{n: own[n].default for n in run if n in own})
+    if "overwrite" in found:
+        assert found["overwrite"].default is False and found["allow_inexact"].default == ()
+        assert found["tp"].default is None and found["tp"].annotation == "int | None"
+
+
 @pytest.mark.parametrize(
     ("function", "wrong", "kind", "text"),
     [
@@ -177,7 +192,12 @@ def test_all_functions_list_their_keywords():
         ("convert", {"checksum": "md5"}, UsageError, "checksum is 'md5'"),
         ("convert", {"threads": -1}, UsageError, "threads is -1"),
         ("convert", {"max_memory": "64"}, UsageError, "max_memory='64' without a unit"),
-        ("convert", {"engine": "spark"}, UsageError, "engine 'spark'"),
+        ("convert", {"engine": "spark"}, UsageError, "engine is 'spark', and must be local or ray"),
+        ("convert", {"resume": 1}, UsageError, "resume is 1, and must be True or False"),
+        ("plan", {"allow_inexact": [1]}, UsageError, "allow_inexact is [1], and must be a list"),
+        ("plan", {"parallel": 3}, UsageError, "parallel is 3, and must be a mckpt.Parallel"),
+        ("plan", {"tokenizer": 3}, UsageError, "tokenizer is 3, and must be a directory"),
+        ("diff", {"atol": "a"}, UsageError, "atol='a' must be a finite number"),
         ("plan", {"dtype": "int8"}, UsageError, "dtype is 'int8', and must be bf16, fp16 or fp32"),
         ("plan", {"overwrite": "no"}, UsageError, "overwrite is 'no', and must be True or False"),
         ("plan", {"run_config": 1}, UsageError, "run_config is 1, and must be True or False"),
@@ -231,6 +251,8 @@ def test_options_become_keywords(option, keyword):
 def test_a_conversion_that_is_done_returns_its_manifest(src, tmp_path):
     first = package.convert(src, tmp_path / "out", tp=2)
     assert package.convert(src, tmp_path / "out", tp=2) == first
+    with pytest.raises(UsageError, match="threads is -1"):
+        package.convert(src, tmp_path / "out", tp=2, threads=-1)
 
 
 def test_reshard_keeps_what_is_not_given(torch_dir, tmp_path):

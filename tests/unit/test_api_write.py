@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 
 import mckpt
+from mckpt import errors
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion import streaming
 from mckpt.execute.batches import Batches
+from mckpt.storage import sparse_copy
 from tests.helpers import made_models, tiny
 from tests.helpers.commands import ROOT, hf, tree
 from tests.unit.test_api_tensors import same
@@ -158,11 +162,67 @@ def test_write_refuses_before_it_takes_tensors(src: Path, arrays: Any, tmp_path:
         with pytest.raises(mckpt.errors.MckptError, match=text):
             mckpt.write(tmp_path / "a", config, stream(), **options)
         assert len(taken) == 1 and not list(tmp_path.iterdir())
+    for dst, options, text in (
+        ("s3://bucket/a", {}, "s3://bucket/a: a stream is written to a directory of this machine"),
+        (tmp_path / "a", {"threads": -1}, "threads is -1"),
+    ):
+        taken.clear()
+        with pytest.raises(mckpt.errors.UsageError, match=text):
+            mckpt.write(dst, src, stream(), **options)
+        assert not taken
     with pytest.raises(mckpt.errors.SourceError, match="no tensors"):
         mckpt.write(tmp_path / "a", src, [])
     mckpt.write(tmp_path / "a", src, arrays.items())
     with pytest.raises(mckpt.errors.DestinationError):
         mckpt.write(tmp_path / "a", src, stream())
+
+
+def test_tensors_that_megatron_does_not_have_are_refused_by_name(
+    src: Path, arrays: Any, tmp_path: Path
+) -> None:
+    tower = made_models.config("qwen2_vl")
+    with pytest.raises(mckpt.errors.UsageError, match=r"Qwen2VL\w+, whose tensors visual\.\*"):
+        mckpt.write(tmp_path / "a", tower, [("visual.patch_embed.proj.weight", np.zeros(1, "f4"))])
+    head = ("v_head.summary.bias", np.zeros(1, "f4"))
+    with pytest.raises(mckpt.errors.UsageError, match=r"v_head\.summary\.bias: belongs to a head"):
+        mckpt.write(tmp_path / "a", src, [*arrays.items(), head])
+    assert not list(tmp_path.iterdir())
+
+
+def test_arrays_of_other_byte_orders_and_strides_are_converted(arrays: Any, tmp_path: Path) -> None:
+    config = {**tiny.config("qwen3"), "torch_dtype": "float32"}
+    plain = {name: array.astype("f4") for name, array in arrays.items()}
+    kinds = (
+        lambda array: array.astype(">f4"),
+        lambda array: np.asfortranarray(array.astype(">f4")),
+        lambda array: np.repeat(array, 2, axis=-1)[..., ::2],
+    )
+    other = ((name, kinds[i % 3](array)) for i, (name, array) in enumerate(plain.items()))
+    mckpt.write(tmp_path / "a", config, other)
+    mckpt.write(tmp_path / "b", config, plain.items())
+    alike(tmp_path / "a", tmp_path / "b")
+
+
+def test_writes_leave_no_state_in_the_process(src: Path, arrays: Any, tmp_path: Path) -> None:
+    def state() -> tuple[Any, ...]:
+        return atexit._ncallbacks(), dict(errors._shown), dict(sparse_copy._held)  # type: ignore[attr-defined]
+
+    mckpt.write(tmp_path / "first", src, arrays.items())
+    before = state()
+
+    def one(number: int) -> None:
+        if number % 2:
+            with pytest.raises(ZeroDivisionError):
+                mckpt.write(tmp_path / str(number), src, wrong("broken", arrays))
+        else:
+            mckpt.write(tmp_path / str(number), src, arrays.items())
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(one, range(8)))
+    assert state() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "0", "2", "4", "6"}
+    for number in (0, 2, 4, 6):
+        alike(tmp_path / str(number), tmp_path / "first")
 
 
 def test_dtypes_of_a_stream_may_differ(src: Path, arrays: Any, tmp_path: Path) -> None:
