@@ -42,7 +42,7 @@ from mckpt.geometry.parallel import Parallel
 from mckpt.mapping import Bound, is_of_head, key_pattern
 from mckpt.mapping.forms import part
 from mckpt.progress import Progress
-from mckpt.storage import sparse_copy, stores
+from mckpt.storage import addresses, sparse_copy
 from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import REPLACED, discard
 from mckpt.values import dtypes
@@ -248,7 +248,7 @@ class Stream:
 
 def refuse_url(dst: str | Path) -> None:
     """Raises UsageError for a destination in an object store."""
-    if stores.parse(dst) is not None:
+    if addresses.url_of(dst) is not None:
         raise UsageError(
             f"{dst}: a stream is written to a directory of this machine; write it there, and"
             " convert or copy it to the store"
