@@ -184,6 +184,6 @@ def _misfits(file: Path, here: set[str], dialect: MappingFile, dims: Dims) -> li
     """
     chosen = {name: values[0] for name, values in dialect.choices.items()}
     names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
-    there = {n for b in names.bound() for n in b.rule.of}
+    there = {n for b in names.bound for n in b.rule.of}
     found = mapping.misfits(file.name, here, "Megatron", there, dims, dialect)
     return found + list(dialect.inexact(dims).values())

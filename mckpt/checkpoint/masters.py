@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from mckpt.checkpoint.logical import LogicalTensor, Reader
@@ -66,7 +67,7 @@ def read(opened: OpenedMegatron, names: Names) -> Optimizer | None:
     for chosen in itertools.product(*tried.values()):
         choices = {**names.choices, **dict(zip(tried, chosen, strict=True))}
         with suppress(SourceError):
-            found = opened.optimizer(names._replace(choices=choices))
+            found = opened.optimizer(replace(names, choices=choices))
             if found is not None and fit(weights, found.layout, half):
                 return found
     return first

@@ -308,7 +308,7 @@ class ModelDescription:
                     f"{self.files.path}: its sizes ({self.parallel}) do not fit its model: {e}"
                 ) from None
         names = Names(self.mapping, dims, stated, self.parallel)
-        return names._replace(choices=self.files.opened.choices(names))
+        return replace(names, choices=self.files.opened.choices(names))
 
     # ------------------------------------------------------------------------------------- notes
 

@@ -141,7 +141,7 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     optimizer are not of the same step.
     """
     is_parameter = source.mapping.registration.is_parameter
-    rules = [b.rule for b in source.names.bound() if not is_parameter(b.rule.key)]
+    rules = [b.rule for b in source.names.bound if not is_parameter(b.rule.key)]
     buffers = {name for rule in rules for name in rule.of}
     stated = {name.partition("@")[0] for name in source if is_state(name)}
     weights = [name for name in source if not is_state(name)]

@@ -277,7 +277,7 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
     title: what the target is called in the message.
     """
     family = source.mapping.path.name
-    wanted = {name for b in target.bound() for name in b.rule.of}
+    wanted = {name for b in target.bound for name in b.rule.of}
     held = source.layout.shapes.keys() - carried.shapes(source.layout.stored).keys()
     held = {name for name in held if not is_state(name)}
     found = mapping.misfits(family, held, title, wanted, target.dims, target.mapping)

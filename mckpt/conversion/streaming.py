@@ -113,7 +113,7 @@ def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[st
     found: tuple[list[Bound], list[TargetFile]] | None = None
     for chosen in [{"form": form} for form in forms] or [{}]:
         names = Names(family, dims, chosen, Parallel())
-        bound, of = names.bound(), dict[str, str]()
+        bound, of = names.bound, dict[str, str]()
         for b in bound:
             own = [kind for pattern, kind in kinds.items() if _matches(b, pattern)]
             kind = dtypes.parse(own[0]) if own else dtype or _described(first[1])[0]
@@ -179,7 +179,7 @@ class Stream:
         # names that are copies of one logical tensor -> that tensor, its layer and expert
         self._of: dict[str, tuple[Any, ...]] = {}
         self._sums: dict[tuple[Any, ...], tuple[str, bytes]] = {}
-        bound = source.names.bound()
+        bound = source.names.bound
         copied = {b.rule.of for b in bound if b.rule.alias}
         for b in (b for b in bound if b.rule.of in copied):
             for key, *at in zip(b.keys(), *(n.tolist() for n in b.instances()), strict=True):

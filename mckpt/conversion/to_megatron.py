@@ -154,7 +154,7 @@ def _with_layer_keys(decided: Decided, args: Args) -> Decided:
     """Returns the decisions with the keys of layers that the args imply, or refuses the names."""
     refuse_stacked_keys(decided.target, decided.destination.format, args.implied_layers)
     names = decided.names
-    names = names._replace(choices={**names.choices, "layers": args.layers})
+    names = replace(names, choices={**names.choices, "layers": args.layers})
     refuse_misfit(decided.moved, names, "Megatron")
     return replace(decided, names=names)
 

@@ -6,7 +6,8 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -24,7 +25,8 @@ from mckpt.storage.files import TargetFile
 WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
-class Names(NamedTuple):
+@dataclass(frozen=True)
+class Names:
     """The mapping, dims and choices that turn stored keys into logical tensors."""
 
     mapping: MappingFile
@@ -36,8 +38,9 @@ class Names(NamedTuple):
         """Returns the names that the mapping's rules can use, and their values."""
         return self.mapping.scope(self.dims, **self.choices)
 
+    @cached_property
     def bound(self) -> list[Bound]:
-        """Returns the mapping's rules that apply to this model."""
+        """The mapping's rules that apply to this model."""
         return self.mapping.bind(self.scope())
 
     def stages(self) -> list[list[list[int]]]:
@@ -155,7 +158,7 @@ def best_choices(
     found = []
     for picked in itertools.product(*choices.values()):
         chosen = {**dict(zip(choices, picked, strict=True)), "pp": names.parallel.pp}
-        apart = mismatch(names._replace(choices=chosen))
+        apart = mismatch(replace(names, choices=chosen))
         found.append((apart, sum(chosen[k] != value for k, value in said.items()), chosen))
     return min(found, key=lambda row: row[:2])[2]
 

@@ -108,7 +108,7 @@ class HuggingFace:
         def mismatch(names: Names) -> int:
             apart = len(names.mapping.form(names.choices).unmatched(self.keys()))
             scope = names.scope()
-            for b in (b for b in names.bound() if not b.rule.alias):
+            for b in (b for b in names.bound if not b.rule.alias):
                 # the first layer that a rule has: all layers have the same names and shapes
                 entry = self.entries.get(b.key(int(b.numbers[0])))
                 shape = packed(b.rule, scope).shape
@@ -172,7 +172,7 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
     file grows past `max_shard_size` bytes.
     """
     dims, kinds, scope = request.names.dims, request.dtypes, request.names.scope()
-    bound = [b for b in request.names.bound() if b.rule.written]
+    bound = [b for b in request.names.bound if b.rule.written]
     scheme = WRITTEN[request.quantize] if request.quantize else None
     # (rank in the file order, tensor, rule, instance, whether it is the scales of the one before)
     ranked: list[tuple[int, Row, int, int, bool]] = []
@@ -265,7 +265,7 @@ def unquantised(request: HuggingFaceRequest) -> list[str]:
     """Returns the modules whose weights are matrices and keep their dtype."""
     scope = request.names.scope()
     kept = [s.key for s in request.carried if len(s.shape) == 2]
-    for b in request.names.bound():
+    for b in request.names.bound:
         if len(packed(b.rule, scope).shape) == 2 and not quantises(request, b):
             kept += b.keys()
     return [key.removesuffix(".weight") for key in kept if key.endswith(".weight")]

@@ -54,7 +54,7 @@ class Matching:
 
         Raises one error with everything that is missing, left over or of another shape.
         """
-        bound = self.names.bound()
+        bound = self.names.bound
         for b in bound:
             self._add_rule(b)
         form = self.family.form(self.scope)

@@ -130,7 +130,7 @@ def _unquantised(
     """Returns the request without its quantisation, and the rules whose tensors it quantises. These
     keep the dtype of the model, because a scale is computed from the values of the model.
     """
-    rules = [b for b in request.names.bound() if quantises(request, b)]
+    rules = [b for b in request.names.bound if quantises(request, b)]
     if not rules:
         return request, []
     own = dtypes_of(model.layout)

@@ -45,6 +45,8 @@ class _Steps:
         """
         if isinstance(value, _SIZED):
             self.take(len(value))
+        if isinstance(value, str):
+            return  # before the other tests: most values are texts
         if isinstance(value, dict):
             value = [*value, *value.values()]
         if isinstance(value, (list, tuple)):

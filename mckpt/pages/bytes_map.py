@@ -45,7 +45,7 @@ class Rows:
             "carried, scales, ignored",
         ]
         # further rules of a tensor describe its copies
-        self._rules = {name: b.rule for b in reversed(names.bound()) for name in b.rule.of}
+        self._rules = {name: b.rule for b in reversed(names.bound) for name in b.rule.of}
 
     def of(self, rule: Rule, layers: np.ndarray) -> np.ndarray:
         """Returns the rows of a rule's tensors of these layers."""
@@ -116,7 +116,7 @@ def by_rank(names: Names, layout: Layout, rows: Rows, padded_vocab: int) -> list
     total = np.zeros((parallel.pp, parallel.vpp, pairs.shape[1], len(rows.labels)), "i8")
     sizes = _sizes(layout)
     scope = names.scope()
-    for b in names.bound():
+    for b in names.bound:
         if not b.rule.of or not (b.rule.written and set(b.rule.of) <= sizes.keys()):
             continue
         whole, expert = packed(b.rule, scope, padded_vocab or None), "expert" in b.rule.indices

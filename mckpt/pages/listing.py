@@ -65,7 +65,7 @@ class Numbering:
         self.names, self.local = names, local
         # several rules may name one tensor, such as those of the layers of multi-token prediction
         self._by_name: dict[str, list[Bound]] = {}
-        for b in names.bound():
+        for b in names.bound:
             for name in b.rule.of:
                 self._by_name.setdefault(name, []).append(b)
         self._places = {

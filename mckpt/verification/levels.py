@@ -438,7 +438,7 @@ def _pipeline_split(saved: Parallel, wanted: Parallel) -> dict[str, Any]:
 def _uncast_keys(left: Checkpoint, right: Checkpoint) -> list[str]:
     """The keys of the Hugging Face side whose tensors a cast of the whole model leaves alone."""
     always = uncast(right)
-    pinned = (b for b in left.names.bound() if all(name in always for name in b.rule.of))
+    pinned = (b for b in left.names.bound if all(name in always for name in b.rule.of))
     return list(itertools.chain(*(b.keys() for b in pinned)))
 
 

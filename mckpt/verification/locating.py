@@ -75,7 +75,7 @@ def feeds(name: str, point: str, tied: bool) -> bool:
 def _keys(checkpoint: Checkpoint, names: Sequence[str]) -> list[str]:
     """Returns the keys of the stored tensors that hold these logical tensors."""
     wanted, out = set(names), []
-    for b in (b for b in checkpoint.names.bound() if not b.rule.alias):
+    for b in (b for b in checkpoint.names.bound if not b.rule.alias):
         layers, experts = b.instances()
         for key, layer, expert in zip(b.keys(), layers.tolist(), experts.tolist(), strict=True):
             if any(t.format(layer=layer, expert=expert) in wanted for t in b.rule.of):

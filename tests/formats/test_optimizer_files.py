@@ -183,7 +183,7 @@ def test_the_optimizers_of_muon_follow_the_sizes() -> None:
             assert links.regrouped(source, names, False, False) == together
         assert links.regrouped(apart, names, True, True) == by_layers
     assert links.is_muon(apart) and not links.is_muon([[muon], [experts]])
-    rules = {b.rule.of[0]: b for b in names.bound() if b.rule.of}
+    rules = {b.rule.of[0]: b for b in names.bound if b.rule.of}
     found = [link.updates for link in links.links(apart)]
     for name, axes, wanted in (
         ("layers.{layer}.attn.o.weight", 2, [True, False, False]),

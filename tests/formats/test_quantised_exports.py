@@ -42,7 +42,7 @@ def published(model: str) -> HuggingFaceRequest:
     config = json.loads((tiny.FIXTURES / "configs" / f"{model}.json").read_text())
     family = mapping.load("hf", mapping.family_with(config["architectures"][0]))
     names = Names(family, family.read(config), {}, Parallel())
-    dtypes = {name: "bfloat16" for b in names.bound() for name in b.rule.of}
+    dtypes = {name: "bfloat16" for b in names.bound for name in b.rule.of}
     return HuggingFaceRequest(names, dtypes, 10**13, quantize="fp8")
 
 

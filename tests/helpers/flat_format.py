@@ -64,7 +64,7 @@ class Flat:
 
     def choices(self, names: Names) -> dict[str, Any]:
         def mismatch(chosen: Names) -> int:
-            wanted = {key for b in chosen.bound() for key, _ in b.global_keys()}
+            wanted = {key for b in chosen.bound for key, _ in b.global_keys()}
             return len(wanted ^ self.tensors.keys())
 
         return best_choices(names, {**names.mapping.choices, "keys": ("global",)}, mismatch)
@@ -74,7 +74,7 @@ class Flat:
         dtypes = {key: tensor["dtype"] for key, tensor in self.tensors.items()}
         rows = self.padded_vocab(names.mapping) or 0
         stored = list(_stored(names, rows, at, dtypes))
-        return Layout([str(self.root / DATA)], stored, shapes_of(names.bound(), names.scope()))
+        return Layout([str(self.root / DATA)], stored, shapes_of(names.bound, names.scope()))
 
     def optimizer(self, names: Names) -> None:
         return None
@@ -99,7 +99,7 @@ def _stored(
     outermost.
     """
     scope = names.scope()
-    for b in names.bound():
+    for b in names.bound:
         whole = packed(b.rule, scope, padded_rows)
         shape, pieces = buffer(whole, [whole_box(whole.shape)], b.rule.of)
         layers, experts = b.instances()
@@ -124,7 +124,7 @@ def _stored(
 
 
 def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
-    scope, bound = request.names.scope(), request.names.bound()
+    scope, bound = request.names.scope(), request.names.bound
     tensors: dict[str, dict[str, Any]] = {}
     end = 0
     for b in bound:

@@ -72,7 +72,7 @@ def compare(case: dict[str, Any], real: list[Any]) -> None:
         **dialect.choices_for([int(part) for part in __version__.split(".")[:2]]),
     }
     names = Names(dialect, dims, {**chosen, "pp": parallel.pp}, parallel)
-    dtypes = {name: "bfloat16" for b in names.bound() for name in b.rule.of}
+    dtypes = {name: "bfloat16" for b in names.bound for name in b.rule.of}
     ours = {}
     for one in optimizers(
         names,

@@ -82,7 +82,7 @@ class FsdpDtensor(TorchDcp):
         One error lists every tensor that is missing, left over or of another shape.
         """
         found = super().layout(names)
-        fixed = {name for b in names.bound() if b.rule.dtype for name in b.rule.of}
+        fixed = {name for b in names.bound if b.rule.dtype for name in b.rule.of}
         return replace(found, stored=[self._rounded(s, fixed) for s in found.stored])
 
     def _rounded(self, s: Stored, fixed: set[str]) -> Stored:

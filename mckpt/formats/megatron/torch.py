@@ -198,7 +198,7 @@ class Torch:
         }
 
         def mismatch(chosen: Names) -> int:
-            bound, stages = chosen.bound(), chosen.stages()
+            bound, stages = chosen.bound, chosen.stages()
             wanted = {
                 (p, v, key)
                 for p in range(parallel.pp)
@@ -214,10 +214,10 @@ class Torch:
 
         One error lists every tensor that is missing, left over or of another shape.
         """
-        dialect, dims, _, parallel = names
+        dialect, dims, parallel = names.mapping, names.dims, names.parallel
         problems = Problems(f"the files of {self.root} do not match its args ({parallel}):")
         grid = self._grid(names, problems)
-        scope, bound = names.scope(), names.bound()
+        scope, bound = names.scope(), names.bound
         padded = self.padded_vocab(dialect)
         if padded is not None and padded < dims["vocab_size"]:
             problems.missing(
@@ -321,7 +321,7 @@ class Torch:
         Takes their keys out of `left`, which has them for each directory and virtual stage. What is
         missing or of another shape becomes one of `problems`.
         """
-        _, dims, _, parallel = names
+        dims, parallel = names.dims, names.parallel
         stages = names.stages()
         found: list[tuple[int, int, Entry]] = []
         for p, t, e in ((p, t, e) for p in range(parallel.pp) for t, e in shard.files):

@@ -125,7 +125,7 @@ class TorchDcp:
         held = set(self.held)
 
         def mismatch(chosen: Names) -> int:
-            return len(names_of(chosen.bound()) ^ held)
+            return len(names_of(chosen.bound) ^ held)
 
         return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
 
@@ -146,12 +146,12 @@ class TorchDcp:
         left = ((k, k) for k in every if k not in known and k not in ignored)
         problems.unknown(left, dialect.path.name)
         problems.check()
-        shapes = shapes_of(names.bound(), names.scope())
+        shapes = shapes_of(names.bound, names.scope())
         return Layout(self.directory.paths, stored, shapes, ignored)
 
     def _bound(self, names: Names, problems: Problems) -> list[Bound]:
         """Returns the dialect's rules, with the keys that this checkpoint has for them."""
-        return [self._named(b, self.prefix + b.rule.key) for b in names.bound()]
+        return [self._named(b, self.prefix + b.rule.key) for b in names.bound]
 
     @staticmethod
     def _named(b: Bound, key: str) -> Bound:
@@ -248,7 +248,7 @@ class TorchDcp:
         proves the result.
         """
         order = names.mapping.registration
-        aliases = names_of(b for b in names.bound() if b.rule.alias)
+        aliases = names_of(b for b in names.bound if b.rule.alias)
         keys = (key for key in self.held if order.is_parameter(key) and key not in aliases)
         left = [list(slots) for slots in groups]
         decaying = [optimizer.decays(group) for group in self._groups]

@@ -14,6 +14,7 @@ ffn].
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -177,7 +178,7 @@ class TorchDist:
         held = {k for k in self.metadata.tensors if not _ignored(k, names.mapping)}
 
         def mismatch(chosen: Names) -> int:
-            return len({key for b in chosen.bound() for key, _ in b.global_keys()} ^ held)
+            return len({key for b in chosen.bound for key, _ in b.global_keys()} ^ held)
 
         return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
 
@@ -187,7 +188,7 @@ class TorchDist:
         One error lists every tensor that is missing, left over or of another shape.
         """
         self.directory.check_sizes()
-        dialect, bound = names.mapping, names.bound()
+        dialect, bound = names.mapping, names.bound
         problems = Problems(f"the tensors of {self.root} do not match its args:")
         stored = self.directory.stored(bound, names, problems)
         known = {key for b in bound for key, _ in b.global_keys()}
@@ -219,7 +220,7 @@ class TorchDist:
         if not held:
             return self._flat_optimizer(names)
         bound = []
-        for b in names.bound():
+        for b in names.bound:
             keys = [key for key, _ in b.global_keys()] if not b.rule.alias else []
             for state in dict.fromkeys(s for key in keys for s in held.get(key, ())):
                 key = next(key for key in keys if state in held.get(key, ()))
@@ -275,13 +276,13 @@ class TorchDist:
                 extents |= flat.buffers(value, data, file, chain, number)
         if not extents:
             return None
-        local = names._replace(choices={**names.choices, "keys": "local"})
+        local = replace(names, choices={**names.choices, "keys": "local"})
         # other choices than the checkpoint's may name a key that it does not have
         most = self.metadata.tensors[names.mapping.vocabulary.key][0]
-        dtypes = {name: most for b in local.bound() for name in b.rule.of}
+        dtypes = {name: most for b in local.bound for name in b.rule.of}
         dtypes |= {
             name: self.metadata.tensors[key][0]
-            for b in names.bound()
+            for b in names.bound
             for key, _ in b.global_keys()[:1]
             for name in b.rule.of
             if key in self.metadata.tensors

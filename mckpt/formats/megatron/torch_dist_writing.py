@@ -106,7 +106,7 @@ def _bound(request: MegatronRequest) -> list[Bound]:
     """Returns the rules of all weights, each with those of its optimizer's states behind it."""
     scope, muon = request.names.scope(), is_muon(request.groups)
     out = []
-    for b in request.names.bound():
+    for b in request.names.bound:
         out.append(b)
         states = states_of(b, request.dtypes)
         whole = muon and bool(states) and is_matrix(b, len(packed(b.rule, scope).shape))

@@ -29,7 +29,7 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     once. The state of a distributed optimizer has files of its own.
     """
     dims, parallel = request.names.dims, request.names.parallel
-    scope, bound = request.names.scope(), [b for b in request.names.bound() if b.rule.written]
+    scope, bound = request.names.scope(), [b for b in request.names.bound if b.rule.written]
     grid = parallel.files(bool(dims["num_experts"]))
     cut = [
         (b, shard)
@@ -77,8 +77,9 @@ def _contents(
 
     bound: the rules, and the shapes of their shards.
     """
-    dialect, dims, _, parallel = request.names
-    stage = request.names.stages()[p]
+    names = request.names
+    dialect, dims, parallel = names.mapping, names.dims, names.parallel
+    stage = names.stages()[p]
     models: list[OrderedDict[str, Any]] = [OrderedDict() for _ in range(parallel.vpp)]
     storages: dict[_Place, str] = {}
     held = [
@@ -146,7 +147,7 @@ def _stored(
     """
     named = state_bound(b, state).rule if state else b.rule
     pieces = state_pieces(shard.pieces, state) if state else shard.pieces
-    _, dims, _, parallel = request.names
+    dims, parallel = request.names.dims, request.names.parallel
     stages = request.names.stages()
     rows = [
         (layer, expert, number[p, t, e], at_of[p][v, key, state])

@@ -75,7 +75,7 @@ def _bound(request: MegatronRequest) -> list[Bound]:
     begin with its number.
     """
     out = []
-    for b in request.names.bound():
+    for b in request.names.bound:
         chained = f"chained_{int('expert' in b.rule.indices)}." if len(request.groups) > 1 else ""
         states = states_of(b, request.dtypes)
         out += [b, *(state_bound(b, s, chained + prefix_of(s, distributed=False)) for s in states)]

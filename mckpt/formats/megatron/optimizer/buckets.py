@@ -272,7 +272,7 @@ def _kept(
     scope = names.scope()
     rules = (
         Kept(b, packed(b.rule, scope, padded_vocab), dtype_of(b.rule, dtypes))
-        for b in names.bound()
+        for b in names.bound
         if b.rule.written and names.mapping.registration.is_parameter(b.rule.key)
     )
     return [k for k in rules if (k.expert if chain else not (k.expert and expert_chain))]

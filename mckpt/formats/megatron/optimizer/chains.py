@@ -69,7 +69,7 @@ def regrouped(groups: Groups, names: Names, apart: bool, by_layers: bool) -> lis
     found = [group for group in every if not group.get("is_expert_parallel")]
     if apart:
         known = [group for group in every if group.get("is_expert_parallel")]
-        vectors = any(_is_vector_of_experts(names, b) for b in names.bound())
+        vectors = any(_is_vector_of_experts(names, b) for b in names.bound)
         found += known or [
             {**group, "is_expert_parallel": True}
             for group in found

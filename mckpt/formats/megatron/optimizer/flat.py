@@ -191,7 +191,7 @@ def layout(
         )
     problems.check()
     states_here = {kind.state for kind in kinds}
-    bound = [state_bound(b, state) for b in names.bound() for state in states_here]
+    bound = [state_bound(b, state) for b in names.bound for state in states_here]
     shapes = shapes_of(bound, names.scope())
     used = {piece.tensor for kind in kinds for piece in kind.pieces}
     return Layout(files, stored, {name: shape for name, shape in shapes.items() if name in used})

@@ -169,7 +169,7 @@ def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
     names = source.names
     parallel, stages, scope = names.parallel, names.stages(), names.scope()
     out: dict[str, dict[tuple[int, str], Parameter]] = {}
-    for b in names.bound():
+    for b in names.bound:
         for shard in shards(
             b, packed(b.rule, scope, source.padded_vocab_size), parallel, source.grid
         ):
@@ -272,7 +272,7 @@ def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int
     """Returns the start of each parameter in a buffer of `total` elements, the last parameter
     first; None if they do not fill it.
     """
-    copied = {b.rule.of for b in source.names.bound() if b.rule.alias}
+    copied = {b.rule.of for b in source.names.bound if b.rule.alias}
     shared = next((p for p in parameters if p.bound.rule.of in copied), None)
     registered = [
         buckets.Parameter(
