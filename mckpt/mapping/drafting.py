@@ -18,7 +18,7 @@ from mckpt.mapping.file import Dims, MappingFile
 from mckpt.mapping.fit import switches
 from mckpt.mapping.forms import is_part
 from mckpt.mapping.lookup import equal
-from mckpt.mapping.nodes import Node
+from mckpt.mapping.nodes import Node, plain
 from mckpt.mapping.reading import dialect_for, inherited, load, names
 from mckpt.mapping.rule_reading import expand
 from mckpt.mapping.schema import nearest, schema
@@ -255,7 +255,7 @@ def _read_elsewhere(key: str, dialect: str, known: list[_Names]) -> Iterator[str
     for other in sorted(others, key=lambda f: -_times_extended(f.name)):
         for name, dim in other.dims.items():
             if key in dim.keys and name not in lines:
-                entry = {name: _plain(inherited(other)["dims"][name])}
+                entry = {name: plain(inherited(other)["dims"][name])}
                 text = yaml.safe_dump(entry, default_flow_style=True, sort_keys=False, width=10_000)
                 line = f"{text.strip()[1:-1]}  # as {other.name} reads it"
                 long = f"{name}: see `mckpt mappings show {other.name}`"
@@ -291,10 +291,6 @@ def _config_lines(
             yield f"# {MARK} For {family.name} {key} changes nothing, and other families read it:"
             yield f"#   {key}: {str(value)[:80]}"
             yield from (f"#     {line}" for line in elsewhere)
-
-
-def _plain(value: Any) -> Any:
-    return {k: _plain(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _tensor_lines(

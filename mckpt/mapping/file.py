@@ -48,19 +48,14 @@ class Dim(NamedTuple):
     where: str
 
 
-class Warned(NamedTuple):
-    """An entry of `inexact`."""
+class Condition(NamedTuple):
+    """An entry of `refuse` or `inexact`: a condition, and why a model under it is refused, or is
+    computed differently by the stock program.
+    """
 
-    when: Expression
+    when: Expression  # of the config in `refuse`, of the dims in `inexact`
     why: str
-    loads: bool  # False: the program cannot even load the model
-
-
-class Refused(NamedTuple):
-    """An entry of `refuse`: a model that the file cannot stand for."""
-
-    when: Expression  # of the config
-    why: str
+    loads: bool = True  # False: the program cannot even load the model
 
 
 class MappingFile(NamedTuple):
@@ -94,9 +89,9 @@ class MappingFile(NamedTuple):
     run_flags: dict[str, Any]  # arg -> its flag, for settings of the run
     by_args: dict[str, Expression]  # choice -> its value, from the args
     expect: dict[str, tuple[Any, ...]]  # config key -> values that the mapping supports
-    refused: dict[str, Refused]  # config key -> when its value is refused
+    refused: dict[str, Condition]  # config key -> when its value is refused
     # dim -> when and why the stock program computes a result that contradicts the config
-    warned: dict[str, Warned]
+    warned: dict[str, Condition]
     inert: frozenset[str]
     ignore: dict[str, str]  # stored keys that the model does not need -> reason
     drop: dict[str, str]  # a family's: stored keys of weights that are not converted -> reason

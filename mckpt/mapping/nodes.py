@@ -145,6 +145,13 @@ def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def plain(value: Any) -> Any:
+    """Returns the same value without lines."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    return [plain(v) for v in value] if isinstance(value, list) else value
+
+
 def merge(base: Node, over: Node) -> Node:
     """Returns `base` with the entries of `over`. A null removes a key; lists of names (inert) are
     joined.

@@ -11,10 +11,10 @@ from typing import Any
 
 from mckpt.errors import MappingError, UsageError
 from mckpt.mapping.expression import Expression, ExpressionError
-from mckpt.mapping.file import Dim, MappingFile, Refused, Warned
+from mckpt.mapping.file import Condition, Dim, MappingFile
 from mckpt.mapping.forms import read_forms
 from mckpt.mapping.heads import decoder_of
-from mckpt.mapping.nodes import Node, digest_of, merge, parse
+from mckpt.mapping.nodes import Node, digest_of, merge, parse, plain
 from mckpt.mapping.nodes import load as load_yaml
 from mckpt.mapping.registration import read_registration
 from mckpt.mapping.rule_reading import COUNT, Parse, first_key, read_rules
@@ -283,8 +283,8 @@ def _dump(root: Node) -> str:
     import yaml
 
     root.pop("extends", None)
-    plain = {key: _plain(root[key]) for key in _TOP if key in root}
-    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=140)
+    sections = {key: plain(root[key]) for key in _TOP if key in root}
+    text: str = yaml.safe_dump(sections, sort_keys=False, allow_unicode=True, width=140)
     return text
 
 
@@ -298,13 +298,6 @@ def to_keep(name: str) -> str:
         return path.read_text(encoding="utf-8")
     text = _dump(_inherit(path, "hf", ())[0])
     return f"# {path.name}, merged by mckpt with the files that it extends.\n{text}"
-
-
-def _plain(value: Any) -> Any:
-    """Returns the same value without lines."""
-    if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, list) else value
 
 
 def _shaped(node: Node, key: Any, wanted: type | tuple[type, ...]) -> None:
@@ -362,8 +355,8 @@ def _read(path: Path, root: Node, digest: str, of_user: bool) -> MappingFile:
         run_flags=root.get("run_flags") or {},
         by_args=expressions("by_args"),
         expect={k: tuple(v) for k, v in (root.get("expect") or {}).items() if v is not None},
-        refused=_read_refuse(root, expression, problems),
-        warned=_read_inexact(root, expression, problems),
+        refused=_read_conditions(root, "refuse", set(), expression, problems),
+        warned=_read_conditions(root, "inexact", {"loads"}, expression, problems),
         # a key that a dim reads is inert only in the file that this one extends
         inert=frozenset(
             k for one in root.get("inert") or () for k in ([one] if isinstance(one, str) else one)
@@ -420,35 +413,20 @@ def _read_dims(root: Node, expression: Parse, problems: list[str]) -> dict[str, 
     return dims
 
 
-def _read_inexact(root: Node, expression: Parse, problems: list[str]) -> dict[str, Warned]:
-    """Returns the entries of `inexact`; adds errors to `problems`."""
-    warned: dict[str, Warned] = {}
-    inexact = root.get("inexact") or Node()
-    for name, value in inexact.items():
-        if (
-            not isinstance(value, dict)
-            or {"when", "why"} - value.keys()
-            or value.keys() - {"when", "why", "loads"}
-        ):
-            problems.append(
-                f"{inexact.lines[name]}: {name} requires `when` and `why`; `loads: false` is"
-                " optional"
-            )
-        elif (when := expression(value["when"], inexact.lines[name])) is not None:
-            warned[name] = Warned(when, value["why"], value.get("loads", True))
-    return warned
-
-
-def _read_refuse(root: Node, expression: Parse, problems: list[str]) -> dict[str, Refused]:
-    """The entries of `refuse`; what is wrong with one goes to `problems`."""
-    refused: dict[str, Refused] = {}
-    for key, entry in (root.get("refuse") or Node()).items():
-        where = root["refuse"].lines[key]
-        if not isinstance(entry, dict) or entry.keys() != {"when", "why"}:
-            problems.append(f"{where}: refuse: {key} needs `when` and `why`, not {entry!r}")
+def _read_conditions(
+    root: Node, section: str, optional: set[str], expression: Parse, problems: list[str]
+) -> dict[str, Condition]:
+    """Returns the entries of `refuse` or `inexact`; adds errors to `problems`."""
+    entries, found = root.get(section) or Node(), dict[str, Condition]()
+    required = {"when", "why"}
+    for key, entry in entries.items():
+        where = entries.lines[key]
+        if not isinstance(entry, dict) or not required <= entry.keys() <= required | optional:
+            more = "".join(f", and may have `{name}`" for name in optional)
+            problems.append(f"{where}: {key} requires `when` and `why`{more}, not {entry!r}")
         elif (when := expression(entry["when"], where)) is not None:
-            refused[key] = Refused(when, entry["why"])
-    return refused
+            found[key] = Condition(**{**entry, "when": when})
+    return found
 
 
 def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
@@ -468,9 +446,9 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         ("derive", file.derive, ruled),
         ("by_version", file.by_version, {"megatron"}),
         ("by_args", file.by_args, {"config"}),
-        ("refuse", {k: entry.when for k, entry in file.refused.items()}, {"config"}),
+        ("refuse", {k: c.when for k, c in file.refused.items()}, {"config"}),
         ("also", file.also, written),
-        ("inexact", {k: w.when for k, w in file.warned.items()}, written | {"megatron"}),
+        ("inexact", {k: c.when for k, c in file.warned.items()}, written | {"megatron"}),
     ):
         for key, expression in held.items():
             entries.append((root[section].lines[key], f"{section}: {key}", expression, known))
@@ -500,13 +478,9 @@ def parse_setting(text: str) -> tuple[str, Any]:
     """Parses `name=value` of --set into (dim, value)."""
     name, equals, value = text.partition("=")
     if not equals or name not in schema().dims:
-        from difflib import get_close_matches
-
-        near = get_close_matches(name, schema().dims, 3, 0.5)
-        meant = f", such as {' or '.join(near)}," if near else ""
         raise UsageError(
-            f"--set {text!r}: give DIM=VALUE with the name of a dim{meant} of those that `mckpt"
-            " mappings show logical` lists"
+            f"--set {text!r}: give DIM=VALUE with the name of a dim, of those that `mckpt mappings"
+            f" show logical` lists{nearest(name, schema().dims)}"
         )
     try:
         return name, schema().check(name, load_yaml(value))

@@ -52,6 +52,10 @@ BROKEN: dict[str, tuple[str, str]] = {
         "extends: llama\ninexact:\n  x: {when: 'True'}\n",
         r"my\.yaml:3: x requires `when` and `why`",
     ),
+    "refuse with loads": (
+        "extends: llama\nrefuse:\n  x: {when: 'True', why: w, loads: false}\n",
+        r"my\.yaml:3: x requires `when` and `why`, not",
+    ),
     "a broken instead": (
         (
             "extends: llama\nblocks:\n  foo.:\n    instead: {when: 1 +, key: bar.}\n    tensors:"
