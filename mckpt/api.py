@@ -373,7 +373,7 @@ def diff(
     if both and left.optimizer and right.optimizer:
         left, right = left.with_optimizer(), right.with_optimizer()
     found = comparison.diff(left, right, atol, watched(progress, cancel))
-    found.replicas = comparison.copies_apart((left, right))
+    found.replicas = comparison.copies_apart((left, right), cancel)
     return found
 
 

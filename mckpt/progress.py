@@ -30,14 +30,19 @@ class Progress:
 OnProgress = Callable[[Progress], None]
 
 
+def refuse_cancelled(cancel: Event | None) -> None:
+    """Raises Cancelled if `cancel` is set."""
+    if cancel is not None and cancel.is_set():
+        raise Cancelled("cancelled; the same call continues where it stopped")
+
+
 def watched(progress: OnProgress | None, cancel: Event | None) -> OnProgress | None:
     """Returns a `progress` function that also raises Cancelled once `cancel` is set."""
     if cancel is None:
         return progress
 
     def watch(now: Progress) -> None:
-        if cancel.is_set():
-            raise Cancelled("cancelled; the same call continues where it stopped")
+        refuse_cancelled(cancel)
         if progress is not None:
             progress(now)
 

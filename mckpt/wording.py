@@ -4,56 +4,35 @@ from __future__ import annotations
 
 import re
 
+# options with a value, and flags, whose keywords have the same name
+_VALUES = (
+    *("allow-inexact", "atol", "checksum", "dialect", "dtype", "engine", "ep", "etp", "family"),
+    *("format", "iteration", "layer-keys", "like", "mapping", "max-memory", "max-shard-size"),
+    *("megatron-version", "pp", "quantize", "threads", "tokenizer", "tp", "transformer-impl"),
+    *("vocab-size", "vpp"),
+)
+_FLAGS = (
+    *("allow-overflow", "check-replicas", "grouped-experts", "keep-padding", "no-adapter"),
+    *("no-optimizer", "overwrite", "run-config", "update-tracker"),
+)
 # option -> keyword; a keyword with = has this value where the option has none
 _KEYWORDS = {
+    **{option: option.replace("-", "_") for option in _VALUES},
+    **{flag: f"{flag.replace('-', '_')}=True" for flag in _FLAGS},
     "account-for-embedding-in-pipeline-split": "account_for_embedding=True",
     "account-for-loss-in-pipeline-split": "account_for_loss=True",
-    "allow-inexact": "allow_inexact",
-    "allow-overflow": "allow_overflow=True",
-    "atol": "atol",
-    "check-replicas": "check_replicas=True",
-    "checksum": "checksum",
     "common-state": "common_as_object",
     "decoder-first-pipeline-num-layers": "first_stage_layers",
     "decoder-last-pipeline-num-layers": "last_stage_layers",
-    "dialect": "dialect",
-    "dtype": "dtype",
-    "engine": "engine",
-    "ep": "ep",
-    "etp": "etp",
-    "family": "family",
-    "format": "format",
-    "grouped-experts": "grouped_experts=True",
-    "iteration": "iteration",
-    "keep-padding": "keep_padding=True",
-    "layer-keys": "layer_keys",
-    "like": "like",
     "make-vocab-size-divisible-by": "divisible_by",
-    "mapping": "mapping",
-    "max-memory": "max_memory",
-    "max-shard-size": "max_shard_size",
-    "megatron-version": "megatron_version",
-    "no-adapter": "no_adapter=True",
-    "no-optimizer": "no_optimizer=True",
     "no-resume": "resume=False",
-    "overwrite": "overwrite=True",
     "pipeline-model-parallel-layout": "layout",
-    "pp": "pp",
-    "quantize": "quantize",
-    "run-config": "run_config=True",
     "sequential-experts": "grouped_experts=False",
     "set": "settings",
     "target-dialect": "dialect",
     "target-format": "format",
     "target-pp": "pp",
-    "threads": "threads",
     "to": "format",
-    "tokenizer": "tokenizer",
-    "tp": "tp",
-    "transformer-impl": "transformer_impl",
-    "update-tracker": "update_tracker=True",
-    "vocab-size": "vocab_size",
-    "vpp": "vpp",
 }
 _OPTION = re.compile(
     rf"--({'|'.join(sorted(_KEYWORDS, key=len, reverse=True))})(?![\w-])"
@@ -67,18 +46,18 @@ def in_keywords(text: str) -> str:
     return _OPTION.sub(_keyword, _ACCEPTED.sub(_accepted, text))
 
 
-def _accepted(found: re.Match[str]) -> str:
-    names = found[0].replace("--allow-inexact ", "").split()
+def _accepted(options: re.Match[str]) -> str:
+    names = options[0].replace("--allow-inexact ", "").split()
     return f"allow_inexact={names}"
 
 
-def _keyword(found: re.Match[str]) -> str:
-    keyword, value = _KEYWORDS[found[1]], (found[2] or "").strip()
+def _keyword(option: re.Match[str]) -> str:
+    keyword, value = _KEYWORDS[option[1]], (option[2] or "").strip()
     if not value:
         return keyword
     if "=" in keyword:  # the word behind a flag is not its value
         return f"{keyword} {value}"
-    if found[1] == "set":
+    if option[1] == "set":
         name, _, new = value.partition("=")
         new = {"true": "True", "false": "False"}.get(new, new)
         return f"{keyword}={{{name!r}: {new}}}" if new else f"{keyword}={value}"

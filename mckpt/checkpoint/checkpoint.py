@@ -106,11 +106,6 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         return self.files.is_megatron
 
     @property
-    def iteration(self) -> int | None:
-        """Returns the iteration of a Megatron checkpoint; None if its directory names none."""
-        return self.files.iteration
-
-    @property
     def args(self) -> dict[str, Any] | None:
         """Returns Megatron's args as plain values; None if the checkpoint has none."""
         return self.files.args

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ import numpy as np
 
 from mckpt.checkpoint.logical import LogicalTensor
 from mckpt.errors import counted
-from mckpt.progress import OnProgress, Progress
+from mckpt.progress import OnProgress, Progress, refuse_cancelled
 from mckpt.values.casting import cast, shift
 from mckpt.values.dtypes import itemsize, numpy_dtype
 
@@ -99,10 +99,6 @@ class Difference:
         }
 
 
-class Stopped(Exception):
-    """Raised if the comparison was told to end early."""
-
-
 class _Block(NamedTuple):
     """Some rows of one tensor that both sides have."""
 
@@ -148,14 +144,12 @@ def diff(
     *,
     casts: Casts = lambda name: (),
     threads: int = 0,
-    stop: threading.Event | None = None,
 ) -> Difference:
     """Compares every logical tensor bit for bit (NaN payloads count), or within `atol`, which
     allows different dtypes too.
 
     `casts(name)` returns the dtypes to which a tensor was cast between the two sides; the second
-    side must then equal exactly that cast of the first. threads=0 means one per core. Raises
-    Stopped soon after `stop` is set.
+    side must then equal exactly that cast of the first. threads=0 means one per core.
     """
     out = Difference([n for n in a if n not in b], [n for n in b if n not in a])
     compared = []
@@ -177,14 +171,11 @@ def diff(
     buffers = _Buffers()
 
     def one(block: _Block) -> tuple[_Block, _Found | None]:
-        if stop is not None and stop.is_set():
-            raise Stopped
         return block, _compare(a, b, block, atol, casts(block.name), buffers)
 
     blocks = (block for name in compared for block in _blocks(a[name], b[name]))
     threads = threads or min(len(os.sched_getaffinity(0)), THREADS)
-    infinite: dict[str, int] = {}
-    rounded: dict[str, int] = {}
+    infinite, rounded = Counter[str](), Counter[str]()
     with ThreadPoolExecutor(threads, "compare") as pool:
         try:
             waiting = deque(
@@ -193,12 +184,11 @@ def diff(
             while waiting:
                 block, differs = waiting.popleft().result()
                 waiting.extend(pool.submit(one, later) for later in itertools.islice(blocks, 1))
-                if differs and differs.rounded:
-                    rounded[block.name] = rounded.get(block.name, 0) + differs.rounded
-                if differs and differs.infinite:
-                    infinite[block.name] = infinite.get(block.name, 0) + differs.infinite
-                if differs and differs.num:
-                    found.setdefault(block.name, []).append((block.row, differs))
+                if differs:
+                    rounded[block.name] += differs.rounded
+                    infinite[block.name] += differs.infinite
+                    if differs.num:
+                        found.setdefault(block.name, []).append((block.row, differs))
                 whole = a[block.name]
                 out.nbytes += whole.nbytes // max(1, len(whole) if whole.shape else 1) * block.rows
                 if progress is not None:
@@ -214,28 +204,29 @@ def diff(
     out.infinite = [
         f"{name}: {counted(n, 'value')} became infinite in the cast to {b[name].dtype}"
         for name, n in infinite.items()
+        if n
     ]
     out.rounded = [
         f"{name}: {counted(n, 'value')} of {a[name].nbytes // itemsize(a[name].dtype):,} compared"
         f" after rounding, because one side stores the values {a[name].offset or b[name].offset:+g}"
         for name, n in rounded.items()
+        if n
     ]
     out.dropped = [text for side in (a, b) for text in _dropped(side)]
     return out
 
 
-def copies_apart(sides: Sequence[Any], stop: threading.Event | None = None) -> list[str]:
+def copies_apart(sides: Sequence[Any], cancel: threading.Event | None = None) -> list[str]:
     """Returns the tensors of one checkpoint whose copies, on several ranks or under several keys,
     differ.
 
-    Raises Stopped after `stop`.
+    Raises Cancelled soon after `cancel` is set.
     """
-
-    def check() -> None:
-        if stop is not None and stop.is_set():
-            raise Stopped
-
-    return [f"{side.path}: {text}" for side in sides for text in side.reader.check_replicas(check)]
+    return [
+        f"{side.path}: {text}"
+        for side in sides
+        for text in side.reader.check_replicas(lambda: refuse_cancelled(cancel))
+    ]
 
 
 def _dropped(side: Any) -> list[str]:

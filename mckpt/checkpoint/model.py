@@ -199,8 +199,20 @@ class ModelDescription:
             if Reader(layout).check_replicas():  # such as an output layer that is not tied
                 return None
             why = "the tensors agree with it"
-        sized = () if files.options.vocab_size is None else ("vocab_size",)
-        return description.contradiction(files.path, family, invisible or apart, plain, why, sized)
+        lines, options = [], []
+        for name, value in (invisible or apart).items():
+            sized = name == "vocab_size" and files.options.vocab_size is not None
+            options.append(f"--vocab-size {value}" if sized else f"--set {name}={value}")
+            stated = family.keys_of(name, config) or {name: plain[name]}
+            listed = ", ".join(f"{key} is {v!r}" for key, v in stated.items())
+            lines.append(f"{options[-1]}: in config.json {listed}, and {why}")
+        error = MappingError.of(
+            f"{where} contradicts the command line:",
+            lines,
+            f"Leave out {', '.join(options)}; if config.json is wrong, correct it there.",
+        )
+        assert isinstance(error, MappingError)
+        return error
 
     @cached_property
     def accepted_dims(self) -> dict[str, Any]:
@@ -226,13 +238,21 @@ class ModelDescription:
 
     def with_hint(self, error: MckptError) -> MckptError:
         """Returns an error with the cure if the user named another family than config.json does."""
-        options = self.files.options
-        hint = description.family_hint(
-            self.files.described_by,
-            "--mapping" if options.mapping else "--family",
-            options.family_name,
+        described, given = self.files.described_by, self.files.options.family_name
+        named = read_config(described).get("architectures") if described and given else None
+        if not isinstance(named, list) or not named:
+            return error
+        try:
+            family = mapping.family_with(str(named[0]))
+        except MappingError:
+            return error
+        if family == given:
+            return error
+        option = f"{'--mapping' if self.files.options.mapping else '--family'} {given}"
+        return error.with_hint(
+            f"{option} was given, but config.json has the architecture {named[0]}, which is"
+            f" family {family}: leave out {option}."
         )
-        return error.with_hint(hint) if hint else error
 
     def _megatron_dims(self, given: Mapping[str, Any]) -> Dims:
         """Returns the dims of a Megatron checkpoint, from its args, else from run_config.yaml, else
@@ -244,7 +264,15 @@ class ModelDescription:
         described = self._described_dims(given)
         known = {**self._recorded, **described}
         if args is not None:
-            description.require_vocab_size(root, self.mapping, args, known, given)
+            in_args = self.mapping.keys_of("vocab_size", args)
+            if not in_args and "vocab_size" not in {**known, **given}:
+                padded = args.get("padded_vocab_size")
+                raise description.VocabSizeUnknown(
+                    f"{root}: its args do not contain the unpadded vocab_size"
+                    + (f", only the padded {padded}" if padded else "")
+                    + "; give --vocab-size N (the tokenizer may be shorter than the model's), or"
+                    " --like HF_DIR"
+                )
             accepted = {
                 n: v
                 for n, v in self.accepted_dims.items()
@@ -347,9 +375,15 @@ class ModelDescription:
         if undescribed and not bridge and self._recorded:
             out.append(f"the checkpoint has no args: the dims are taken from {MANIFEST}")
         for name, value in self.overruled.items():
-            tensor = self.mapping.dims[name].tensor if name in self.unstored else None
-            config = read_config(files.path)
-            out.append(description.overruled(self.mapping, config, name, value, tensor))
+            stated = self.mapping.keys_of(name, read_config(files.path))
+            listed = ", ".join(f"{k} {v!r}" for k, v in stated.items())
+            out.append(
+                f"{name}: config.json has {listed or 'no key for it'}; {value!r} is used, because"
+                f" the tensor {self.mapping.dims[name].tensor} is not there"
+                if name in self.unstored
+                else f"{name}: config.json has {listed}; the value of --set, {value!r}, is used,"
+                " because the tensors agree with it"
+            )
         if self.unknown_args:
             listed = ", ".join(f"{name} {value!r:.80}" for name, value in self.unknown_args.items())
             out.append(f"its args have names that mckpt does not know: {listed}")

@@ -89,7 +89,7 @@ def facts_of(
             "format": source.format,
             "layout": headers.hexdigest(),
             "mapping": {"name": source.mapping.name, "digest": source.mapping.digest},
-            **({"iteration": at} if (at := source.iteration) is not None else {}),
+            **({"iteration": at} if (at := source.files.iteration) is not None else {}),
             "files": [
                 {"name": Path(f).name, "bytes": os.stat(f).st_size} for f in moved.layout.files
             ],

@@ -7,24 +7,25 @@ import threading
 from mckpt.checkpoint import comparison
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats import carried
+from mckpt.progress import watched
 from mckpt.verification.verdict import Values
 
 
 def compare_values(
-    left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None
+    left: Checkpoint, right: Checkpoint, cancel: threading.Event | None = None
 ) -> Values:
     """Compares all stored values of the two, the further copies of a tensor, and the padding of a
     converted vocabulary.
     """
-    found = diff_converted(left, right, stop)
-    found.replicas = comparison.copies_apart((left, right), stop)
+    found = diff_converted(left, right, cancel)
+    found.replicas = comparison.copies_apart((left, right), cancel)
     # which pads with zeros
     converted = right.is_megatron and right.files.from_hugging_face
     return Values(found, right.reader.padding() if converted else [])
 
 
 def diff_converted(
-    left: Checkpoint, right: Checkpoint, stop: threading.Event | None = None
+    left: Checkpoint, right: Checkpoint, cancel: threading.Event | None = None
 ) -> comparison.Difference:
     """Compares a checkpoint with one that was converted from it, or the other way round.
 
@@ -35,16 +36,19 @@ def diff_converted(
         left.files.casts != right.files.casts
         and left.files.casts[: len(right.files.casts)] == right.files.casts
     ):
-        return _diff_casts(right, left, stop).swapped()
-    return _diff_casts(left, right, stop)
+        return _diff_casts(right, left, cancel).swapped()
+    return _diff_casts(left, right, cancel)
 
 
 def _diff_casts(
-    left: Checkpoint, right: Checkpoint, stop: threading.Event | None
+    left: Checkpoint, right: Checkpoint, cancel: threading.Event | None
 ) -> comparison.Difference:
     made, always = casts_between(left, right), uncast(right)
     return comparison.diff(
-        left, right, casts=lambda name: always.get(left.reader.template(name), made), stop=stop
+        left,
+        right,
+        progress=watched(None, cancel),
+        casts=lambda name: always.get(left.reader.template(name), made),
     )
 
 
