@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,6 +39,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the files of LONG first."""
     first = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: first.get(item.path.name, len(first)))
+
+
+def pytest_collection_finish() -> None:
+    """Importing the test files must not import torch: see tests/helpers/lazy.py."""
+    if "torch" in sys.modules:
+        raise pytest.UsageError("a test file imports torch: import it inside of its tests")
 
 
 @pytest.fixture(scope="module")

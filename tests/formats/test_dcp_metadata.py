@@ -18,9 +18,7 @@ from mckpt.containers import safe_pickle as sp
 from mckpt.containers.safe_pickle import scanning
 from mckpt.errors import MckptError, SourceError
 from tests.helpers.commands import emit
-
-torch = pytest.importorskip("torch")
-dcp = pytest.importorskip("torch.distributed.checkpoint")
+from tests.helpers.lazy import torch
 
 TENSORS = {
     "decoder.fc2.weight": (
@@ -61,6 +59,8 @@ def write_dist(path, tensors=TENSORS):
 
 
 def test_torch_reads_the_metadata_and_items(tmp_path):
+    from torch.distributed import checkpoint as dcp
+
     items = write_dist(tmp_path)
     state = {k: torch.zeros(t[1], dtype=getattr(torch, t[0])) for k, t in TENSORS.items() if t}
     dcp.load(state, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
@@ -76,6 +76,8 @@ def test_torch_reads_the_metadata_and_items(tmp_path):
 
 
 def test_metadata_of_torch_and_megatron_are_read(tmp_path):
+    from torch.distributed import checkpoint as dcp
+
     dcp.save(
         {"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True
     )
@@ -242,6 +244,8 @@ def test_torch_reads_numbers_of_every_width():
 
 
 def test_damaged_metadata_raises_only_mckpt_errors(tmp_path):
+    from torch.distributed import checkpoint as dcp
+
     write_dist(tmp_path)
     dcp.save(
         {"a": {"w": torch.ones(4, 6), "n": 3}}, checkpoint_id=str(tmp_path / "d"), no_dist=True

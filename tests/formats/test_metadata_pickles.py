@@ -14,9 +14,7 @@ import pytest
 
 from mckpt.containers import dcp_metadata
 from mckpt.errors import MckptError
-
-torch = pytest.importorskip("torch")
-pytest.importorskip("torch.distributed.checkpoint")
+from tests.helpers.lazy import torch
 
 
 def many(shared: bool, planner: bool) -> Any:

@@ -17,7 +17,6 @@ from mckpt.geometry.parallel import Parallel
 from tests.helpers import made_models
 from tests.helpers.commands import good, restate
 
-pytest.importorskip("transformers")
 NORM = "model.layers.0.linear_attn.norm.weight"
 # the first two are exact; the others lose one bit, and all
 WEIGHTS = (0.5, 1.7578125, 0.302734375, 0.00106048583984375)

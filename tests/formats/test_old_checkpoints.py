@@ -18,13 +18,9 @@ from mckpt import mapping
 from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError, MckptError, SourceError, UsageError
 from mckpt.verification.requirements import require_core
-from tests.helpers import tiny
-
-torch = pytest.importorskip("torch")
-from safetensors.torch import load_file  # noqa: E402
-
-from tests.helpers import legacy_megatron  # noqa: E402
-from tests.helpers import old_checkpoints as old  # noqa: E402
+from tests.helpers import legacy_megatron, tiny
+from tests.helpers import old_checkpoints as old
+from tests.helpers.lazy import torch
 
 KNOWN = SourceOptions(vocab_size=old.VOCAB)
 # what the converters write beside the model's parameters
@@ -35,7 +31,7 @@ def hugging_face(source: Path, known: SourceOptions = KNOWN) -> dict[str, Any]:
     """Converts a checkpoint to Hugging Face beside it, and returns the tensors."""
     out = source.with_name(f"{source.name}-hf")
     mckpt.convert(mckpt.Checkpoint.open(source, known), out, format="hf")
-    return load_file(out / "model.safetensors")
+    return old.load_file(out / "model.safetensors")
 
 
 def equal(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
@@ -46,7 +42,7 @@ def equal(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
 def weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Returns the tensors of the GPT-2 of checkpoint_version 3."""
     work = tmp_path_factory.mktemp("old")
-    return load_file(old.hugging_face(work) / "model.safetensors")
+    return old.load_file(old.hugging_face(work) / "model.safetensors")
 
 
 @pytest.mark.parametrize(("kind", "version"), old.CASES)
@@ -152,7 +148,7 @@ def test_the_directory_of_the_script_for_many_ranks_is_read() -> None:
 
 def test_the_directory_of_the_script_converts_back(weights: dict[str, Any], tmp_path: Path) -> None:
     mckpt.convert(old.RESHAPED, tmp_path / "hf", format="hf")
-    assert equal(load_file(tmp_path / "hf" / "model.safetensors"), weights)
+    assert equal(old.load_file(tmp_path / "hf" / "model.safetensors"), weights)
 
 
 def test_what_is_written_is_what_the_script_writes(tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ import pytest
 from mckpt.containers import safe_pickle as sp
 from mckpt.containers import torch_file, torch_stream
 from mckpt.errors import MckptError, SourceError
-
-torch = pytest.importorskip("torch")
+from tests.helpers.lazy import torch
 
 
 def sample():

@@ -16,7 +16,7 @@ import pytest
 if not (find_spec("megatron.core") and find_spec("transformers")):
     pytest.skip("megatron-core or transformers is not installed", allow_module_level=True)
 
-import torch
+from tests.helpers.lazy import torch
 
 LAYERS, HIDDEN, HEADS, GROUPS, FFN, VOCAB, PADDED_VOCAB = 4, 96, 16, 8, 56, 150, 160
 EXPERTS, TOPK, MOE_FFN = 12, 3, 20

@@ -19,9 +19,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import mckpt
+from tests.helpers.lazy import torch
 from tests.helpers.old_checkpoints import FOLDER
 
 HIDDEN, HEADS, LAYERS, POSITIONS, VOCAB, PADDED = 24, 4, 1, 16, 50, 64

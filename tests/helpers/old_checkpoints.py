@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import load_file
 
 import mckpt
 from mckpt.checkpoint.source_options import SourceOptions
+from tests.helpers.lazy import torch
 
 FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "old"
 DIGESTS, RESHAPED = FOLDER / "digests.json", FOLDER / "reshaped"
@@ -38,15 +37,22 @@ VERSIONS = (None, 0, 1.0, 2.0, 3.0)
 CASES = [(kind, version) for kind in ("gpt2", "bert") for version in VERSIONS]
 
 
+def load_file(path: Path) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a safetensors file."""
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
 class Made:
     """Tensors of random values, the same on every machine."""
 
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self.random, self.dtype = np.random.RandomState(seed), dtype
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.RandomState(seed)
 
     def __call__(self, *shape: int, around: float = 0.0) -> torch.Tensor:
         values = around + 0.2 * self.random.standard_normal(shape).astype("f4")
-        return torch.from_numpy(values.astype("f4")).to(self.dtype)
+        return torch.from_numpy(values.astype("f4")).half()
 
 
 def model_of(
@@ -55,11 +61,10 @@ def model_of(
     attention: str = "attention",
     norm: str = "layernorm",
     sizes: tuple[int, int, int, int] = (HIDDEN, LAYERS, POSITIONS, PADDED),
-    dtype: torch.dtype = torch.float16,
 ) -> dict[str, Any]:
     """Returns the state dict of a model of one rank, as dicts of dicts."""
     hidden, layers, positions, rows = sizes
-    make = Made(len(kind), dtype)
+    make = Made(len(kind))
     embedding = {
         "word_embeddings": {"weight": make(rows, hidden)},
         "position_embeddings": {"weight": make(positions, hidden)},

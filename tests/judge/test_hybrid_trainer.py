@@ -19,10 +19,8 @@ import pytest
 if not find_spec("megatron.core"):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
 
-import torch
-
 from mckpt.errors import UsageError
-from mckpt.trainer import build, forward, hybrid, points
+from mckpt.trainer import hybrid
 from tests.helpers.judged_models import (
     DENSE,
     EXPERTS,
@@ -36,6 +34,7 @@ from tests.helpers.judged_models import (
     TOKENS,
 )
 from tests.helpers.judging import explain, judge
+from tests.helpers.lazy import torch
 
 pytestmark = pytest.mark.judge
 
@@ -362,6 +361,8 @@ def weights(names: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_pattern_is_cut_into_even_parts() -> None:
+    from mckpt.trainer import build
+
     assert hybrid.cut("*-*-|*E*E/*E", 1) == "*-*-*E*E/*E"
     assert hybrid.cut("*-*-*E*E/*E", 4) == "*-|*-|*E|*E/*E"
     assert hybrid.cut("*-|*-*-", 4) == "*|-*|-|*-"
@@ -381,6 +382,8 @@ def test_the_layer_of_transformers_that_each_layer_is_a_part_of() -> None:
 
 
 def test_states_are_recorded_under_the_names_of_the_layers_of_transformers() -> None:
+    from mckpt.trainer import forward, points
+
     class Layer(torch.nn.Module):
         def __init__(self, number: int, part: str) -> None:
             super().__init__()
@@ -439,5 +442,7 @@ def test_states_are_recorded_under_the_names_of_the_layers_of_transformers() -> 
 def test_args_that_contradict_the_pattern(
     pattern: str, others: dict[str, Any], sizes: dict[str, int], message: str
 ) -> None:
+    from mckpt.trainer import build
+
     with pytest.raises(UsageError, match=message):
         build.check(build.at_sizes({}, **of(pattern, DENSE) | others | sizes))

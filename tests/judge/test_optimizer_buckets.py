@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,6 @@ import pytest
 
 if not find_spec("megatron.core"):
     pytest.skip("megatron-core is not installed", allow_module_level=True)
-
-from megatron.core import __version__
 
 from mckpt import mapping
 from mckpt.formats.base import Names
@@ -69,7 +68,7 @@ def compare(case: dict[str, Any], real: list[Any]) -> None:
         "transformer_impl": case["args"]["transformer_impl"],
         "experts": "grouped" if te else "sequential",
         "layers": "stacked",
-        **dialect.choices_for([int(part) for part in __version__.split(".")[:2]]),
+        **dialect.choices_for([int(part) for part in version("megatron-core").split(".")[:2]]),
     }
     names = Names(dialect, dims, {**chosen, "pp": parallel.pp}, parallel)
     dtypes = {name: "bfloat16" for b in names.bound for name in b.rule.of}

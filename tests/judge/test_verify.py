@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
@@ -20,12 +19,13 @@ from mckpt.verification.levels import Options, verify_all
 from mckpt.verification.values import compare_values
 from mckpt.verification.verdict import CLEAN, FAULT
 from tests.helpers import commands, tiny
+from tests.helpers.lazy import torch
 
 pytestmark = pytest.mark.judge
 
 MODEL = "decoder.layers"
 HEADS, GROUPS, HEAD_DIM = 16, 8, 40  # sizes of the case below
-State = dict[str, torch.Tensor]
+State = dict[str, Any]  # name -> torch.Tensor
 # its name, the name that the verdict must contain, and the function that seeds it
 Fault = tuple[str, str, Callable[[State, Any], None]]
 

@@ -8,13 +8,13 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint, SourceOptions
 from mckpt.verification.values import compare_values
 from tests.helpers import commands, tiny
+from tests.helpers.lazy import torch
 from tests.helpers.tiny import TinyModel
 from tests.judge.test_verify import low_bit
 

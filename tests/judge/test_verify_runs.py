@@ -14,7 +14,6 @@ import pytest
 import mckpt
 from mckpt import launching
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.trainer import reference
 from mckpt.verification import measuring, verdict
 from mckpt.verification.levels import Options, other_sizes, verify_all
 from mckpt.verification.tokens import read_tokens
@@ -87,6 +86,8 @@ def test_a_suspicious_noise_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: float, kept: str
 ) -> None:
     """A noise a hundred times the usual one counts only if a second measurement finds it too."""
+    from mckpt.trainer import reference
+
     found = [1.0, second]
 
     def base(model: Any, recorder: Any, tokens: list[int], out: Path, index: int) -> float:

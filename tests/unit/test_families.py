@@ -114,14 +114,12 @@ def fits(case: str, f: Form) -> bool:
     refuses.
     """
     c = config(case)
-    moe = case in MOE
     experts = next(
         (c[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in c), 1
     )
     return (
         c["num_hidden_layers"] % (f.pp * f.vpp) == 0
         and (f.vpp == 1 or f.pp > 1)
-        and (moe or (f.ep == 1 and f.etp is None and f.grouped is None))
         and experts % f.ep == 0
         and (f.format == "torch_dist" or f.tp % (f.etp or f.tp) == 0)
         and not (f.grouped and f.impl == "local")
@@ -135,8 +133,10 @@ def fits(case: str, f: Form) -> bool:
 @functools.cache
 def possible(case: str) -> list[Form]:
     """Returns every form that fits the case."""
+    without_experts: dict[str, tuple[Any, ...]] = {"ep": (1,), "etp": (None,), "grouped": (None,)}
+    axes = AXES if case in MOE else AXES | without_experts
     return [
-        f for f in (Form(*values) for values in itertools.product(*AXES.values())) if fits(case, f)
+        f for f in (Form(*values) for values in itertools.product(*axes.values())) if fits(case, f)
     ]
 
 
