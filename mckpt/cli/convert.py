@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -349,9 +349,11 @@ def _run(
     planned: Plan, settings: dict[str, Any], ranks: Ranks, num_workers: int, as_json: bool
 ) -> dict[str, Any]:
     """Runs the plan as rank 0, with workers and progress; returns the manifest."""
-    from mckpt.execute.workers import workers
+    others: AbstractContextManager[Ranks] = nullcontext(ranks)
+    if num_workers > 1:
+        from mckpt.execute.workers import workers
 
-    others = workers(ranks, num_workers, lambda rank: planned.run(**settings, ranks=rank))
+        others = workers(num_workers, lambda rank: planned.run(**settings, ranks=rank))
     try:
         with others as all_ranks, progress.showing("writing", as_json) as shown:
             return planned.run(**settings, ranks=all_ranks, progress=shown)

@@ -16,15 +16,12 @@ GRACE_S = 20  # seconds that a process has to end before it is killed
 
 
 @contextmanager
-def workers(ranks: Ranks, num: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
-    """Yields this process as rank 0 of `num`.
+def workers(num: int, work: Callable[[Ranks], object]) -> Iterator[Ranks]:
+    """Yields this process as rank 0 of `num`, which is more than 1.
 
     The other ranks are forks of this process, so they have its plan. They run `work`, and all of
     them have ended when the block has.
     """
-    if num == 1:
-        yield ranks
-        return
     import multiprocessing
 
     run, fork = uuid.uuid4().hex, multiprocessing.get_context("fork")
