@@ -145,18 +145,17 @@ def scan(
                 before = strange.get(id(one.span))
                 strange[id(one.span)] = _joined(before, one) if before else one
 
-    pool = ThreadPool(threads or min(len(os.sched_getaffinity(0)), THREADS), SLAB + LONGEST)
+    num_threads = threads or min(len(os.sched_getaffinity(0)), THREADS)
     try:
-        pool.each(
-            iter(range(len(slabs))),
-            lambda slab: frozenset(),
+        ThreadPool(num_threads, num_threads * (SLAB + LONGEST)).each(
+            range(len(slabs)),
             work,
-            lambda: progress(Progress(out.nbytes, total)) if progress else None,
+            tick=lambda: progress(Progress(out.nbytes, total)) if progress else None,
         )
     finally:
         opened.close()
     # for a digest each file is read again
-    with ThreadPoolExecutor(pool.threads, "sums") as readers:
+    with ThreadPoolExecutor(num_threads, "sums") as readers:
         for checked, broken in readers.map(_compare, held):
             out.checked += checked
             out.broken += broken

@@ -259,7 +259,7 @@ def _settings(options: Options, ranks: Ranks) -> dict[str, Any]:
     return {
         "max_memory": parse_size(options["max_memory"], "--max-memory"),
         "check_replicas": options.get("check_replicas", False),
-        "tell": functools.partial(progress.print_note, as_json=options["as_json"]),
+        "on_note": functools.partial(progress.print_note, as_json=options["as_json"]),
         **{name: options[name] for name in names},
     }
 
@@ -280,7 +280,9 @@ def _print_plan(source: Checkpoint, dst: Path, target: TargetOptions, options: O
         page.write(picture.of_plan(planned), html)
     manifest, why = None, ""
     if not options["overwrite"]:
-        manifest, why, _ = planned.judge(print_note)
+        from mckpt.conversion.done import existing_output
+
+        manifest, why, _ = existing_output(planned, on_note=print_note)
     if manifest is None:
         try:
             for note in planned.check(options.get("check_replicas", False)):
@@ -308,9 +310,9 @@ def _write(
     """
     from mckpt.conversion import planning
 
-    workers, as_json, print_note = options["workers"] or 1, options["as_json"], settings["tell"]
+    workers, as_json, print_note = options["workers"] or 1, options["as_json"], settings["on_note"]
     planned, manifest = planning.plan_or_find(
-        source, dst, target, helps=ranks.rank > 0, tell=print_note, **_place(options)
+        source, dst, target, helps=ranks.rank > 0, on_note=print_note, **_place(options)
     )
     path, nbytes = str(planned.destination.path), planned.nbytes
     size = f"{nbytes:,} bytes in {counted(len(planned.outputs), 'file')}"
@@ -359,7 +361,7 @@ def _run(
             return planned.run(**settings, ranks=all_ranks, progress=shown)
     finally:
         for folder, left in planned.destination.left_over():
-            settings["tell"](
+            settings["on_note"](
                 f"left by an interrupted run of another plan: {folder}, {left:,} bytes; remove it"
                 " if it is not wanted"
             )

@@ -125,7 +125,7 @@ class Destination:
             names = [p.relative_to(self.root).as_posix() for p in there]
             return [n for n in names if n not in intent and not n.startswith(STAGING)]
         half: dict[str, set[str]] = {}
-        # a run whose output is all in place is over: `done` judges that output
+        # a run whose output is all in place is over: `done` compares that output
         runs = (p for p in staging_directories(self.root) if not in_place(p))
         for folder in runs if staging is None else [staging]:
             for name, identities in marked(folder).items():

@@ -20,7 +20,7 @@ from mckpt.storage.staging import MANIFEST
 MEMORY = 64 << 20  # bytes of the buffers of a comparison
 
 
-class Verdict(NamedTuple):
+class ExistingOutput(NamedTuple):
     """manifest: that of the destination, if it holds what the plan would write.
     why: which of the plan, the files and the source differ; "" if there is no manifest at all.
     """
@@ -30,46 +30,51 @@ class Verdict(NamedTuple):
     state: SourceState | None = None  # of the source, whose content was found in the destination
 
 
-def judge(
-    plan: PlanData, look: bool = True, tell: Callable[[str], None] = lambda text: None
-) -> Verdict:
+def existing_output(
+    plan: PlanData, look: bool = True, on_note: Callable[[str], None] = lambda text: None
+) -> ExistingOutput:
     """Decides whether the destination holds the output of this plan: made by the same plan from the
     same source, with every file there in its size.
 
+    The files of the source count as the same if their size, mtime, ctime and inode are. Checksums
+    of the destination are not compared; `mckpt check` does so.
+
     look: if the state of the source files differs, compare the content, which takes as long as a
-    conversion. Without it, they count as changed.
+    conversion. Without it, they count as changed. on_note: called before such a comparison.
     """
     manifest, here = plan.destination.manifest(), plan.destination.path
     if not manifest:
-        return Verdict(None)
+        return ExistingOutput(None)
     if manifest.get("plan") != plan.digest:
-        return Verdict(None, _other_plan(plan, manifest))
+        return ExistingOutput(None, _other_plan(plan, manifest))
     if gone := [*plan.side.missing(), *changed_files(here, manifest)]:
-        return Verdict(None, f"The files differ: {gone[0]}")
+        return ExistingOutput(None, f"The files differ: {gone[0]}")
     if gone := sorted(set(manifest.get("hf", ())) - set(plan.side.files)):
-        return Verdict(None, f"The source differs: {plan.source.path} has no {gone[0]} now")
+        return ExistingOutput(None, f"The source differs: {plan.source.path} has no {gone[0]} now")
     state = plan.state()
     if manifest.get("read") == str(state):
-        return Verdict(manifest, state=state)
+        return ExistingOutput(manifest, state=state)
     if look:
-        tell(
+        on_note(
             f"{plan.source.path}: was moved, touched or changed since {here} was made of it;"
             " comparing the content"
         )
         checksum = _checksum(manifest)
         found = differing(plan, here, checksum, MEMORY)
         if not found and plan.state() == state:
-            return Verdict(manifest, state=state)
+            return ExistingOutput(manifest, state=state)
         if found and _was_changed(found, manifest["files"].get(os.path.relpath(found, here))):
-            return Verdict(None, f"The files differ: {found}: was changed after it was written")
-    return Verdict(None, f"The source differs: {plan.source.path} has other values now")
+            return ExistingOutput(
+                None, f"The files differ: {found}: was changed after it was written"
+            )
+    return ExistingOutput(None, f"The source differs: {plan.source.path} has other values now")
 
 
-def settle(plan: PlanData, verdict: Verdict) -> None:
+def complete(plan: PlanData, output: ExistingOutput) -> None:
     """Completes the run that made the destination, if it was killed: updates the tracker and
     removes its staging directory. Then records the state of the source, whose content was the same.
     """
-    destination, manifest, state = plan.destination, verdict.manifest, verdict.state
+    destination, manifest, state = plan.destination, output.manifest, output.state
     assert manifest is not None and state is not None
     if destination.iteration_name is not None:
         destination.tracker.settle(destination.iteration_name)

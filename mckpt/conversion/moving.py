@@ -43,7 +43,7 @@ class RunSettings:
     check_replicas: bool = False
     engine: str = "local"
     progress: OnProgress | None = None
-    tell: Callable[[str], None] = ignore
+    on_note: Callable[[str], None] = ignore
 
     def __post_init__(self) -> None:
         if type(self.threads) is not int or self.threads < 0:

@@ -31,30 +31,9 @@ from mckpt.storage import sparse_copy
 if TYPE_CHECKING:
     from threading import Event
 
-    from mckpt.conversion.done import Verdict
-
 
 class Plan(PlanData):
     """A conversion that is proved from headers alone. Nothing is written before `run`."""
-
-    def judge(self, tell: Callable[[str], None] = lambda text: None) -> Verdict:
-        """Decides whether the destination already holds the output of `run`.
-
-        The files of the source count as the same if their size, mtime, ctime and inode are; else
-        their content is compared with the destination. Checksums of the destination are not
-        compared; `mckpt check` does so. tell: called with a note before a comparison.
-        """
-        from mckpt.conversion.done import judge
-
-        return judge(self, tell=tell)
-
-    def settle(self, verdict: Verdict) -> None:
-        """Completes a run that was killed at its end, and records that the source in a `verdict` of
-        `judge` is the source of the destination.
-        """
-        from mckpt.conversion.done import settle
-
-        settle(self, verdict)
 
     def check(self, check_replicas: bool = False) -> list[str]:
         """Raises the error that `run` would raise before it moves a byte; returns sentences on the
@@ -79,7 +58,7 @@ class Plan(PlanData):
         engine: str = "local",
         progress: OnProgress | None = None,
         cancel: Event | None = None,
-        tell: Callable[[str], None] = lambda text: None,
+        on_note: Callable[[str], None] = lambda text: None,
     ) -> dict[str, Any]:
         """Writes the checkpoint and returns the manifest.
 
@@ -89,7 +68,8 @@ class Plan(PlanData):
 
         max_memory: bytes of all buffers together, or text such as "64MiB". threads: 0 means one per
         core. engine: "ray" lets the nodes of a Ray cluster copy (docs/scale.md); both numbers are
-        then those of each process there. tell: called with notes for the user that are not errors.
+        then those of each process there. on_note: called with notes for the user that are not
+        errors.
         """
         from mckpt.conversion.moving import RunSettings
 
@@ -106,7 +86,7 @@ class Plan(PlanData):
             check_replicas=check_replicas,
             engine=engine,
             progress=watched(progress, cancel),
-            tell=tell,
+            on_note=on_note,
         )
         _ = settings.cluster  # if there is none, it is reported before anything is written
         return run(self, settings, ranks or Ranks())
@@ -172,7 +152,7 @@ def plan_or_find(
     overwrite: bool = False,
     update_tracker: bool = False,
     helps: bool = False,
-    tell: Callable[[str], None] = lambda text: None,
+    on_note: Callable[[str], None] = lambda text: None,
 ) -> tuple[Plan, dict[str, Any] | None]:
     """Returns the plan, as `make_plan` does, and None; or the plan and the manifest in `dst`, if
     `dst` already holds the output of the conversion and `overwrite` is false.
@@ -188,11 +168,13 @@ def plan_or_find(
             raise
         refusal = error
     planned = make_plan(source, dst, target, update_tracker=update_tracker, helps=True)
-    verdict = planned.judge(tell)
-    if verdict.manifest is None:
-        raise refusal.with_hint(*filter(None, [verdict.why])) from None
-    planned.settle(verdict)
-    return planned, verdict.manifest
+    from mckpt.conversion.done import complete, existing_output
+
+    output = existing_output(planned, on_note=on_note)
+    if output.manifest is None:
+        raise refusal.with_hint(*filter(None, [output.why])) from None
+    complete(planned, output)
+    return planned, output.manifest
 
 
 def default_format(source: Checkpoint, kept: bool) -> str:

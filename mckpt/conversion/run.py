@@ -29,7 +29,7 @@ def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
     before = plan.state()
     key = plan.key(how.checksum, before.shared)
     destination = plan.destination
-    session = Session(destination.staging_directory(key), ranks, how.tell)
+    session = Session(destination.staging_directory(key), ranks, how.on_note)
     if ranks.rank:
         return _help(plan, session, how)
     plan.side.check_unchanged()
@@ -38,10 +38,10 @@ def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
     with destination.staging(key, str(before), how.resume, ranks.name) as staging, session:
         # other ranks would take this output for an old one that --overwrite replaces
         ends = how.resume and in_place(staging) and not (destination.overwrite and ranks.size > 1)
-        if ends and (verdict := done.judge(plan)).manifest is not None:
+        if ends and (output := done.existing_output(plan)).manifest is not None:
             discard(staging)  # the earlier run was killed after its output was in place
-            done.settle(plan, verdict)
-            return verdict.manifest
+            done.complete(plan, output)
+            return output.manifest
         session.open()
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
             said = dropped(plan.source, how.check_replicas)
@@ -51,7 +51,7 @@ def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
         manifest = manifest_of(plan, now, said, sums)
         publish(destination, staging, plan.side, manifest)
         if staging.exists():
-            how.tell(f"{staging}: cannot be removed now; the same command removes it")
+            how.on_note(f"{staging}: cannot be removed now; the same command removes it")
     return manifest
 
 
@@ -83,14 +83,14 @@ def _help(plan: PlanData, session: Session, how: RunSettings) -> dict[str, Any]:
         after the time that rank 0 waits for missing ranks.
         """
         may_be_ours = late or not destination.overwrite
-        return may_be_ours and done.judge(plan, look=False).manifest is not None
+        return may_be_ours and done.existing_output(plan, look=False).manifest is not None
 
     def refuse() -> None:
         plan.side.check_unchanged()
         try:
             destination.refuse(session.staging, session.ranks.name)
         except DestinationError:
-            if not destination.overwrite and done.judge(plan).manifest is not None:
+            if not destination.overwrite and done.existing_output(plan).manifest is not None:
                 # rank 0 may still compare the content
                 raise Gone(f"{destination.path}: is done already") from None
             raise

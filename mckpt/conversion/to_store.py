@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from mckpt import errors
-from mckpt.conversion.done import judge, settle
+from mckpt.conversion.done import complete, existing_output
 from mckpt.conversion.groups import groups
 from mckpt.conversion.moving import RunSettings, check_unchanged, manifest_of
 from mckpt.conversion.plan_data import PlanData, SourceState
@@ -59,7 +59,7 @@ class _Job:
         folder = destination.staging_directory(plan.key(how.checksum, before.shared))
         files = [Path(os.path.normpath(destination.path / file.path)) for file in plan.outputs]
         self.journal = StoreJournal(destination, folder, files, ranks.rank)
-        self.session = Session(folder, ranks, how.tell, self.journal)
+        self.session = Session(folder, ranks, how.on_note, self.journal)
         # files by number; the one without which no loader accepts the checkpoint goes last
         last = [n for n, file in enumerate(plan.outputs) if file.path == destination.format.last]
         self.last = last[0] if last else None
@@ -88,10 +88,10 @@ class _Job:
             self.session.open()
             journal.id = self.session.line["id"]
             ends = journal.resumes and not plan.destination.overwrite
-            if ends and (verdict := judge(plan)).manifest is not None:
-                settle(plan, verdict)  # it was killed after its output was in place
+            if ends and (output := existing_output(plan)).manifest is not None:
+                complete(plan, output)  # it was killed after its output was in place
                 self._remove_journal()
-                return verdict.manifest
+                return output.manifest
             self._send_side()
             sums = self._send_all()
             check_unchanged(plan, self.before)
@@ -119,7 +119,7 @@ class _Job:
         for number in done:
             self._report(number)
         if done:
-            self.how.tell(continues(self.bytes_done, self.plan.nbytes))
+            self.how.on_note(continues(self.bytes_done, self.plan.nbytes))
         if not self.journal.ready:  # if the first group is refused, the old checkpoint stays
             self._send(self._missing(done)[:1], done)
             self.journal.remove_old()
@@ -227,7 +227,7 @@ class _Job:
         try:
             self.journal.refuse_occupied()
         except DestinationError:
-            if not self.destination.overwrite and judge(self.plan).manifest is not None:
+            if not self.destination.overwrite and existing_output(self.plan).manifest is not None:
                 # rank 0 may still compare the content
                 raise Gone(f"{self.destination.path}: is done already") from None
             raise
@@ -237,4 +237,4 @@ class _Job:
         place = self.journal.place
         place.list()
         place.whole([self.journal.name(self.destination.path / MANIFEST)])
-        return judge(self.plan, look=False).manifest
+        return existing_output(self.plan, look=False).manifest

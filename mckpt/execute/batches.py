@@ -51,24 +51,21 @@ class Batches:
         )
         self.ranges: list[list[Range]] = [[] for _ in outputs]  # that were written into each file
 
-    def _pool(self, threads: int) -> ThreadPool:
-        return ThreadPool(threads, max(256, self.max_memory // threads))
-
     def do(self, copies: np.ndarray, tick: Tick) -> None:
         """Does some of the plan's copies: all that one tensor of the sources needs, of each."""
         work = Work.of(copies, self.casts, self.grids)
         written: list[Range] = []
 
         def move(slab: int, memory: memoryview, check: Callable[[], None]) -> None:
-            _, row, end, _, _ = work.slabs[slab].item()
-            written.extend(self.mover.move(work.cluster(slab), row, end, memory, check))
+            written.extend(self.mover.move(work, slab, memory, check))
 
         def targets(slab: int) -> frozenset[int]:
             return frozenset(work.cluster(slab)["dst_file"].tolist())
 
         sources = self.mover.sources.paths
         threads = self.threads or most_threads(work, sources, Ranks().cores, self.max_memory)
-        self._pool(threads).each(iter(range(len(work.slabs))), targets, move, tick)
+        pool = ThreadPool(threads, self.max_memory)
+        pool.each(range(len(work.slabs)), move, targets=targets, tick=tick)
         for range_ in merged(written):
             self.ranges[range_[0]].append(range_)
 
@@ -82,12 +79,11 @@ class Batches:
                 targets, file, self.outputs[file], ranges, self.checksum, memory, check
             )
 
-        pool = self._pool(self.threads or Ranks().cores)
-        pool.each(iter(range(len(sums))), lambda file: frozenset([file]), finish, tick)
+        pool = ThreadPool(self.threads or Ranks().cores, self.max_memory)
+        pool.each(range(len(sums)), finish, targets=lambda file: frozenset([file]), tick=tick)
         sync_directories(self.outputs, self.staging)
         return sums
 
     def close(self) -> None:
         """Closes all files."""
-        self.mover.sources.close()
-        self.mover.targets.close()
+        self.mover.close()

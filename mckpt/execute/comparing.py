@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from isal import isal_zlib
 
 from mckpt.execute.engine import most_threads
-from mckpt.execute.files import OpenFiles, read_at
+from mckpt.execute.files import OpenFiles, crc_of_range, read_at
 from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks
 from mckpt.execute.threads import ThreadPool
@@ -52,9 +52,8 @@ def differing(
     casts = [Cast(*cast) for cast in joined.casts]
     work = Work.of(joined.copies, casts, joined.grids)
     targets = OpenFiles([os.path.normpath(folder / o.path) for o in outputs], os.O_RDONLY)
-    read = OpenFiles(sources, os.O_RDONLY)
     mover = Mover(
-        read,
+        OpenFiles(sources, os.O_RDONLY),
         targets,
         casts,
         joined.grids,
@@ -65,33 +64,23 @@ def differing(
     )
     # the bytes to compare with take the other half of the memory
     threads = most_threads(work, sources, Ranks().cores, max_memory // 2)
-    pool = ThreadPool(threads, max(256, max_memory // 2 // threads))
+    pool = ThreadPool(threads, max_memory // 2)
 
     def move(slab: int, memory: memoryview, check: Callable[[], None]) -> None:
-        _, row, end, _, _ = work.slabs[slab].item()
-        mover.move(work.cluster(slab), row, end, memory, check)
+        mover.move(work, slab, memory, check)  # without its result, which `each` would call
 
     def fixed(file: int, memory: memoryview, check: Callable[[], None]) -> None:
         with targets.held([file]) as fds:
             fd, path = fds[file], targets.paths[file]
-
-            def crc_of(at: int, nbytes: int) -> int:
-                crc, size = 0, min(PIECE, len(memory))
-                for start in range(at, at + nbytes, size):
-                    view = memory[: min(size, at + nbytes - start)]
-                    read_at(fd, view, start, path)
-                    crc = isal_zlib.crc32(view, crc)
-                return crc
-
+            crc_of = partial(crc_of_range, fd, path=path, memory=memory[:PIECE], check=check)
             for at, data in outputs[file].fixed(crc_of if checksum == "crc32" else None):
                 _compare(fd, memoryview(data), at, path)
 
     try:
-        pool.each(iter(range(len(work.slabs))), lambda slab: frozenset(), move, lambda: None)
-        pool.each(iter(range(len(outputs))), lambda file: frozenset(), fixed, lambda: None)
+        pool.each(range(len(work.slabs)), move)
+        pool.each(range(len(outputs)), fixed)
     except (_Differs, Overflow) as found:  # no block of fp8 holds a value that is not finite
         return str(found)
     finally:
-        read.close()
-        targets.close()
+        mover.close()
     return ""

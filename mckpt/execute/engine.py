@@ -37,7 +37,14 @@ from isal import isal_zlib
 
 from mckpt.execute.checksums import KINDS, RANGE, Range, RangeSums, merged
 from mckpt.execute.clusters import Copy
-from mckpt.execute.files import OpenFiles, lay_out, read_at, sync_directories, write_at
+from mckpt.execute.files import (
+    OpenFiles,
+    crc_of_range,
+    lay_out,
+    read_pieces,
+    sync_directories,
+    write_at,
+)
 from mckpt.execute.journal import Journal, generation
 from mckpt.execute.mover import PIECE, Mover, Overflow
 from mckpt.execute.ranks import Ranks, Session, awaited
@@ -205,7 +212,7 @@ def execute(
     run = _Run(job)
     total = int(job.work.slabs["bytes"].sum())
     if earlier and (there := run.bytes_there()):
-        session.tell(continues(there, total))
+        session.on_note(continues(there, total))
 
     moved = False  # whether all ranks have moved all bytes
 
@@ -279,7 +286,7 @@ class _Run:
             allow_overflow=job.allow_overflow,
         )
         self.targets = self.mover.targets
-        self.pool = ThreadPool(job.threads, max(256, job.max_memory // job.threads))
+        self.pool = ThreadPool(job.threads, job.max_memory)
         self.lock = threading.Lock()
         self.by_file: list[list[Range]] | None = None
         copies = self.work.copies
@@ -299,13 +306,14 @@ class _Run:
     def copy(self, units: range, tick: Tick) -> None:
         """Copies the units that are not done yet."""
         self.load(units)
-        self.pool.each(self.todo(units, self.job.threads), self.targets_of, self.move, tick)
+        slabs = self.todo(units, self.job.threads)
+        self.pool.each(slabs, self.move, targets=self.targets_of, tick=tick)
 
     def end(self, files: range, tick: Tick) -> None:
         """Ends the files that are not ended yet, once all their units are done."""
         self.load_all(files, tick)
         unended = [file for file in files if self.journal.sum(file) is None]
-        self.pool.each(iter(unended), lambda file: frozenset([file]), self.finish, tick)
+        self.pool.each(unended, self.finish, targets=lambda file: frozenset([file]), tick=tick)
 
     def load(self, units: range) -> None:
         """Reads from the journal which of these units an earlier run has done."""
@@ -369,8 +377,8 @@ class _Run:
         If it was the last one of its unit, returns a function that syncs the unit's files and
         writes its journal entry.
         """
-        _, row, end, nbytes, unit = self.work.slabs[slab].item()
-        written = self.mover.move(self.work.cluster(slab), row, end, memory, check)
+        _, _, _, nbytes, unit = self.work.slabs[slab].item()
+        written = self.mover.move(self.work, slab, memory, check)
         with self.lock:
             self.open[unit] += written
             self.left[unit] -= 1
@@ -455,22 +463,9 @@ def finished(
     """
     with targets.held([file]) as fds:
         fd, path = fds[file], targets.paths[file]
-
-        def pieces(at: int, nbytes: int) -> Iterator[memoryview]:
-            size = min(PIECE, len(memory))
-            for start in range(at, at + nbytes, size):
-                check()
-                view = memory[: min(size, at + nbytes - start)]
-                read_at(fd, view, start, path)
-                yield view
-
-        def crc_of_bytes(at: int, nbytes: int) -> int:
-            crc = 0
-            for view in pieces(at, nbytes):
-                crc = isal_zlib.crc32(view, crc)
-            return crc
-
-        sums = RangeSums(ranges, crc_of_bytes) if checksum == "crc32" else None
+        memory = memory[:PIECE]
+        crc_of = partial(crc_of_range, fd, path=path, memory=memory, check=check)
+        sums = RangeSums(ranges, crc_of) if checksum == "crc32" else None
         fixed: list[Range] = []
         for at, data in output.fixed(sums.crc if sums else None):
             assert at >= 0 and at + len(data) <= output.size, (
@@ -480,10 +475,10 @@ def finished(
             fixed.append((file, at, len(data), isal_zlib.crc32(data)))
         targets.sync(file, os.fsync)
         if sums:
-            return f"crc32:{RangeSums([*ranges, *fixed], crc_of_bytes).crc(0, output.size):08x}"
+            return f"crc32:{RangeSums([*ranges, *fixed], crc_of).crc(0, output.size):08x}"
         if checksum == "none":
             return ""
         digest = hashlib.sha256()
-        for view in pieces(0, output.size):
+        for view in read_pieces(fd, 0, output.size, path, memory, check):
             digest.update(view)
         return f"sha256:{digest.hexdigest()}"

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from isal import isal_zlib
+
 from mckpt.errors import SourceError, StorageError
 from mckpt.storage import descriptors
 from mckpt.storage.files import TargetFile
@@ -53,6 +55,30 @@ def read_at(fd: int, view: memoryview, at: int, path: str) -> None:
                 " copy it again"
             )
         got += n
+
+
+def read_pieces(
+    fd: int, at: int, nbytes: int, path: str, memory: memoryview, check: Callable[[], None]
+) -> Iterator[memoryview]:
+    """Yields the bytes of a range, as many at a time as `memory` takes; calls `check` in between.
+
+    Raises as `read_at`.
+    """
+    for start in range(at, at + nbytes, len(memory)):
+        check()
+        view = memory[: min(len(memory), at + nbytes - start)]
+        read_at(fd, view, start, path)
+        yield view
+
+
+def crc_of_range(
+    fd: int, at: int, nbytes: int, path: str, memory: memoryview, check: Callable[[], None]
+) -> int:
+    """Returns the crc32 of a range, which is read as `read_pieces` does."""
+    crc = 0
+    for view in read_pieces(fd, at, nbytes, path, memory, check):
+        crc = isal_zlib.crc32(view, crc)
+    return crc
 
 
 def read_or_fetch(fd: int, view: memoryview, at: int, path: str) -> memoryview:

@@ -18,7 +18,7 @@ from mckpt.execute.checksums import UNKNOWN, Range, merged
 from mckpt.execute.clusters import SAME, SECTOR, Band, Cluster, Copy, Strip
 from mckpt.execute.files import OpenFiles, copy_in_kernel, read_at, read_or_fetch, write_at
 from mckpt.execute.quantising import Cell, NotFinite, cells, fill, quantise
-from mckpt.execute.units import is_quantised, is_ranges
+from mckpt.execute.units import Work, is_quantised, is_ranges
 from mckpt.geometry.join import UNSCALED, Cast
 from mckpt.storage.descriptors import is_remote
 from mckpt.values.casting import cast, has_infinity, pieces, shift
@@ -66,14 +66,11 @@ class Mover:
     write: Callable[[int, memoryview, int, str], None] = write_at
 
     def move(
-        self,
-        records: np.ndarray,
-        row: int,
-        end: int,
-        memory: memoryview,
-        check: Callable[[], None],
+        self, work: Work, number: int, memory: memoryview, check: Callable[[], None]
     ) -> list[Range]:
-        """Copies rows [row, end) of a cluster, and returns the ranges that it wrote."""
+        """Copies the slab of this number, and returns the ranges that it wrote."""
+        _, row, end, _, _ = work.slabs[number].item()
+        records = work.cluster(number)
         copies = [Copy(*c) for c in records.tolist()]
         slab = _SlabCopy(self, memory, check)
         quantised = is_quantised(records)
@@ -92,6 +89,11 @@ class Mover:
             else:
                 slab.stage(Cluster(copies), row, end)
         return merged(slab.written)
+
+    def close(self) -> None:
+        """Closes all files."""
+        self.sources.close()
+        self.targets.close()
 
     def grid(self, c: Copy) -> Grid:
         """Returns the scales of a scaled copy's source."""

@@ -227,7 +227,7 @@ class LinesInDirectory:
 class Session:
     """The ranks of one run at work in one staging directory.
 
-    Methods raise the error of another rank that failed. `tell` is called with sentences for
+    Methods raise the error of another rank that failed. `on_note` is called with sentences for
     people. `lines` is the place where the ranks report, by default a part of the staging directory.
 
     From `open` or `join` to the end of the `with` block a thread reports that this rank lives,
@@ -238,10 +238,10 @@ class Session:
         self,
         staging: Path,
         ranks: Ranks,
-        tell: Callable[[str], None] = lambda text: None,
+        on_note: Callable[[str], None] = lambda text: None,
         lines: Lines | None = None,
     ) -> None:
-        self.staging, self.ranks, self.tell = staging, ranks, tell
+        self.staging, self.ranks, self.on_note = staging, ranks, on_note
         self.place = lines or LinesInDirectory(staging / FOLDER)
         self.alone = ranks.size == 1 and not self.place.public  # nobody reads this rank's line
         # Rank 0 makes a new `id` each time that it begins. Lines with another id belong to a run
@@ -309,7 +309,7 @@ class Session:
             late = waited > self.place.seconds.dead
             if waited > SAY_S and not self.told:
                 self.told = True
-                self.tell(self.ranks.waits_for("rank 0"))
+                self.on_note(self.ranks.waits_for("rank 0"))
             if line := self.place.read(0):
                 first = first or line
                 found = _parsed(line)
@@ -409,7 +409,7 @@ class Session:
             if absent and not self.told and time.monotonic() - started > SAY_S:
                 self.told = True
                 first, *more = sorted(absent)
-                self.tell(
+                self.on_note(
                     self.ranks.waits_for(f"rank {first}{f' and {len(more)} more' * bool(more)}")
                 )
             self.beat()
@@ -420,7 +420,7 @@ class Session:
                 elif self.ranks.rank == 0 and not self.lives(rank):
                     missing.remove(rank)
                     self.lines.pop(rank, None)
-                    self.tell(
+                    self.on_note(
                         f"rank {rank} has ended or is not heard of any more: rank 0 does its share"
                     )
                     do(rank)

@@ -41,10 +41,9 @@ def read(
     copies = copies.copy()
     copies["dst_file"] = 0
     work = Work.of(copies, casts, grids)
-    files, nowhere = OpenFiles(sources, os.O_RDONLY), OpenFiles([os.devnull], os.O_WRONLY)
     mover = Mover(
-        files,
-        nowhere,
+        OpenFiles(sources, os.O_RDONLY),
+        OpenFiles([os.devnull], os.O_WRONLY),
         casts,
         grids,
         summing=False,
@@ -55,11 +54,9 @@ def read(
     try:
         memory = memoryview(mmap.mmap(-1, MEMORY)) if memory is None else memory
         for slab in range(len(work.slabs)):
-            _, row, last, _, _ = work.slabs[slab].item()
-            mover.move(work.cluster(slab), row, last, memory, lambda: None)
+            mover.move(work, slab, memory, lambda: None)
     finally:
-        files.close()
-        nowhere.close()
+        mover.close()
 
 
 def within(copies: np.ndarray, size: int, start: int, end: int) -> np.ndarray:

@@ -6,7 +6,7 @@ import mmap
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 
 from mckpt.errors import UsageError
 
@@ -22,10 +22,12 @@ class _Stopped(Exception):
 
 
 class ThreadPool:
-    """Threads that copy, each with `memory` bytes of buffer, and as many that wait for the disk."""
+    """Threads that copy, with buffers of `max_memory` bytes together, and as many that wait for the
+    disk.
+    """
 
-    def __init__(self, threads: int, memory: int) -> None:
-        self.threads, self.memory = threads, memory
+    def __init__(self, threads: int, max_memory: int) -> None:
+        self.threads, self.memory = threads, max(256, max_memory // threads)
 
     def _buffer(self) -> memoryview:
         try:
@@ -39,10 +41,11 @@ class ThreadPool:
 
     def each(
         self,
-        items: Iterator[int],
-        targets: Callable[[int], frozenset[int]],
+        items: Iterable[int],
         work: Callable[[int, memoryview, Callable[[], None]], Callable[[], None] | None],
-        tick: Callable[[], None],
+        *,
+        targets: Callable[[int], frozenset[int]] = lambda item: frozenset(),
+        tick: Callable[[], None] = lambda: None,
     ) -> None:
         """Calls work(item, buffer, check) for every item; raises the first error of a worker.
 
@@ -60,10 +63,11 @@ class ThreadPool:
         later: deque[Callable[[], None]] = deque()
         errors: list[BaseException] = []
         working, ended, interrupted = self.threads, 0, False
+        left = iter(items)
 
         def take() -> tuple[int, frozenset[int]] | None:
             with changed:
-                while len(ahead) < AHEAD * self.threads and (item := next(items, None)) is not None:
+                while len(ahead) < AHEAD * self.threads and (item := next(left, None)) is not None:
                     ahead.append((item, targets(item)))
                 if not ahead or stop.is_set():
                     return None

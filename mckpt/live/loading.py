@@ -267,8 +267,6 @@ def _fill(windows: Sequence[Window], filling: Filling, max_memory: int, threads:
             torch.cuda.current_stream().synchronize()  # the next window overwrites the staging
 
     try:
-        ThreadPool(count, MEMORY).each(
-            iter(range(len(windows))), lambda number: frozenset([number]), work, lambda: None
-        )
+        ThreadPool(count, count * MEMORY).each(range(len(windows)), work)
     except Overflow as e:
         raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e

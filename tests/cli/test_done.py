@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import mckpt as package
+from mckpt.conversion import done
 from mckpt.execute import comparing
 from tests.helpers.commands import edit_json, good, mckpt, refused, tree
 from tests.helpers.commands import hf as tiny_hf
@@ -128,14 +129,14 @@ def test_a_source_that_has_changed_is_not_done(work: Path, command: str) -> None
     assert "is done already" in good(*line).out
 
 
-def test_a_source_that_changes_after_it_was_judged_is_not_done(work: Path) -> None:
+def test_a_source_that_changes_after_the_comparison_is_not_done(work: Path) -> None:
     planned = package.plan(work / "hf", work / "out")
     planned.run()
     touch(work / "hf")
-    verdict = planned.judge()
+    output = done.existing_output(planned)
     change(weights(work / "hf"))
-    planned.settle(verdict)
-    assert planned.judge().manifest is None
+    done.complete(planned, output)
+    assert done.existing_output(planned).manifest is None
 
 
 def test_what_differs_is_named(work: Path) -> None:
