@@ -6,17 +6,17 @@ without holes (https://github.com/huggingface/safetensors#format).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import math
 import operator
 import os
 import re
-import types
 from array import array
 from collections import defaultdict
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
 
 from mckpt.containers.entries import Columns, Entries, Kind
 from mckpt.errors import SourceError
@@ -28,6 +28,26 @@ from mckpt.values import dtypes
 _METADATA = re.compile(rb'\{\s*"__metadata__"\s*:\s*\{[^{}]*\}\s*,')
 MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library itself
 TOO_LARGE = 1 << 62  # bytes; more than any file has
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+_Offset = Annotated[int, msgspec.Meta(ge=0, lt=TOO_LARGE)]
+if TYPE_CHECKING:
+    _Code = str
+else:  # a Literal is decoded as one string object for each dtype, which is hashed once
+    _Code = Literal[tuple(dtypes.OF_SAFETENSORS)]
+
+
+class Tensor(msgspec.Struct, gc=False):
+    """The description of a tensor in a header.
+
+    msgspec decodes JSON into this type three times as fast as json decodes it into a dict.
+    """
+
+    dtype: _Code
+    shape: tuple[_Size, ...]
+    data_offsets: tuple[_Offset, _Offset]
+
+
+_DECODER = msgspec.json.Decoder(dict[str, Tensor])
 
 
 def read(paths: list[str]) -> Entries:
@@ -50,12 +70,6 @@ def read(paths: list[str]) -> Entries:
         header, start, size = _read_header(path)
         keys, numbers = list(header), list(map(number.__getitem__, map(kind_of, header.values())))
         for code, shape in itertools.islice(number, len(kinds), None):
-            if code not in dtypes.OF_SAFETENSORS:
-                key = keys[numbers.index(number[code, shape])]
-                raise SourceError(
-                    f"{path}: {key}: unknown dtype {code!r}; known:"
-                    f" {', '.join(dtypes.OF_SAFETENSORS)}"
-                )
             kinds.append(Kind(dtypes.OF_SAFETENSORS[code], shape))
             # no offsets match a size of TOO_LARGE
             sizes.append(min(TOO_LARGE, math.prod(shape) * dtypes.itemsize(kinds[-1].dtype)))
@@ -106,7 +120,7 @@ def _without_holes(
         before = end
 
 
-def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
+def _read_header(path: str) -> tuple[dict[str, Tensor], int, int]:
     """Returns the tensors of a header by key, the offset of their data, and the file's size."""
     with opened(path) as fd:
         size = os.fstat(fd).st_size
@@ -130,46 +144,18 @@ def _read_header(path: str) -> tuple[dict[str, Any], int, int]:
     return _header(path, raw), 8 + length, size
 
 
-@functools.cache
-def _tensor(dtype: Any) -> Any:
-    """Returns the type of a tensor's description in a header.
-
-    msgspec decodes JSON into this type three times as fast as json decodes it into a dict.
-    """
-    import msgspec
-
-    size: Any = Annotated[int, msgspec.Meta(ge=0)]
-    at: Any = Annotated[int, msgspec.Meta(ge=0, lt=TOO_LARGE)]
-    return msgspec.defstruct(
-        "Tensor",
-        [("dtype", dtype), ("shape", tuple[size, ...]), ("data_offsets", tuple[at, at])],
-        gc=False,
-    )
-
-
-@functools.cache
-def _decoder() -> Any:
-    import msgspec
-
-    # a Literal gives one string object per dtype, which is hashed once
-    every: Any = types.GenericAlias(dict, (str, _tensor(Literal[tuple(dtypes.OF_SAFETENSORS)])))
-    return msgspec.json.Decoder(every)
-
-
-def _header(path: str, raw: bytearray) -> dict[str, Any]:
-    """Returns the tensors of a header by key, each of type `_tensor`.
+def _header(path: str, raw: bytearray) -> dict[str, Tensor]:
+    """Returns the tensors of a header by key.
 
     Raises SourceError for a key that occurs twice or a description that is damaged.
     """
-    import msgspec
-
     begin = 0
     # The metadata is cut off in place: copying the rest would take as long as reading it.
     if metadata := _METADATA.match(raw):
         begin = metadata.end() - 1
         raw[begin : begin + 1] = b"{"
     try:
-        header: dict[str, Any] = _decoder().decode(memoryview(raw)[begin:])
+        header = _DECODER.decode(memoryview(raw)[begin:])
         if raw.count(b'"data_offsets"', begin) == len(header):  # else a key may occur twice
             return header
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -195,11 +181,15 @@ def _header(path: str, raw: bytearray) -> dict[str, Any]:
         raise SourceError(f"{path}: the header is not a JSON object")
     found.pop("__metadata__", None)
     for key, t in found.items():
+        code = t.get("dtype") if isinstance(t, dict) else None
         try:
-            found[key] = msgspec.convert(t, _tensor(str))
+            found[key] = msgspec.convert(t, Tensor)
         except msgspec.ValidationError:
-            raise SourceError(
-                f"{path}: {key}: its dtype, shape and data_offsets must be a name and sizes below"
-                f" 2**62: {str(t)[:200]}"
-            ) from None
+            wrong = (
+                f"unknown dtype {code!r}; known: {', '.join(dtypes.OF_SAFETENSORS)}"
+                if isinstance(code, str) and code not in dtypes.OF_SAFETENSORS
+                else "its dtype, shape and data_offsets must be a name and sizes below 2**62:"
+                f" {str(t)[:200]}"
+            )
+            raise SourceError(f"{path}: {key}: {wrong}") from None
     return found

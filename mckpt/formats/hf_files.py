@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import msgspec
+
 from mckpt.containers import safe_pickle, safetensors, torch_file
 from mckpt.containers.entries import Entries, Entry, entry_of
 from mckpt.errors import SourceError
@@ -127,8 +129,6 @@ def index_files(path: Path) -> list[str]:
 
 def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
     """Returns tensor name -> file name from an index, and the names of all files."""
-    import msgspec
-
     raw = read_file(path)
     try:
         there = [name for name in os.listdir(path.parent) if name.isascii()]
