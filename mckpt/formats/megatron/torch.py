@@ -48,6 +48,7 @@ from mckpt.formats.megatron.torch_shards import (
     Shard,
     directories,
     instances,
+    places,
     shards,
 )
 from mckpt.formats.megatron.torch_writing import lay_out
@@ -231,6 +232,12 @@ class Torch:
             ]
             for d in directories(parallel, grid)
         }
+        for directory, models in left.items():
+            if len(models) != parallel.vpp:
+                problems.missing(
+                    f"{directory} holds {len(models)} models, and vpp is {parallel.vpp}"
+                )
+        problems.check()
         stored: list[Stored] = []
         for b in bound:
             for shard in shards(b, packed(b.rule, scope, padded), parallel, grid):
@@ -321,32 +328,22 @@ class Torch:
         Takes their keys out of `left`, which has them for each directory and virtual stage. What is
         missing or of another shape becomes one of `problems`.
         """
-        dims, parallel = names.dims, names.parallel
-        stages = names.stages()
         found: list[tuple[int, int, Entry]] = []
-        for p, t, e in ((p, t, e) for p in range(parallel.pp) for t, e in shard.files):
-            directory = parallel.directory(t, p, e)
-            rank = self._rank(directory)
-            if len(rank.models) != parallel.vpp:
-                problems.missing(
-                    f"{directory} holds {len(rank.models)} models, and vpp is {parallel.vpp}"
-                )
-                continue
-            for v, layer, expert, key in instances(b, stages[p], p, parallel, dims, e):
-                entry = rank.models[v].get(key)
-                left[directory][v].pop(key, None)
-                if entry is None:
-                    if not b.rule.alias:
-                        problems.missing(
-                            f"{directory}: {key} is missing; it should be {list(shard.shape)}"
-                        )
-                elif entry.shape != shard.shape:
+        for _, directory, v, layer, expert, key in places(b, shard, names):
+            entry = self._rank(directory).models[v].get(key)
+            left[directory][v].pop(key, None)
+            if entry is None:
+                if not b.rule.alias:
                     problems.missing(
-                        f"{directory}: {key} is {list(entry.shape)}, and should be"
-                        f" {list(shard.shape)} by its dims"
+                        f"{directory}: {key} is missing; it should be {list(shard.shape)}"
                     )
-                else:
-                    found.append((layer, expert, entry))
+            elif entry.shape != shard.shape:
+                problems.missing(
+                    f"{directory}: {key} is {list(entry.shape)}, and should be"
+                    f" {list(shard.shape)} by its dims"
+                )
+            else:
+                found.append((layer, expert, entry))
         return found
 
     # ---- files

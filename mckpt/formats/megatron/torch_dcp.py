@@ -124,10 +124,8 @@ class TorchDcp:
         """Returns the dialect's choices of this checkpoint: those whose keys fit best."""
         held = set(self.held)
 
-        def mismatch(chosen: Names) -> int:
-            return len(names_of(chosen.bound) ^ held)
-
-        return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
+        choices = {**names.mapping.choices, **CHOICES}
+        return best_choices(names, choices, lambda chosen: len(names_of(chosen.bound) ^ held))
 
     def layout(self, names: Names) -> Layout:
         """Returns the place of each stored tensor, in logical boxes.

@@ -48,7 +48,7 @@ from mckpt.formats.megatron.torch_dist_writing import (
 from mckpt.formats.megatron.zarr_directory import has_arrays
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
-from mckpt.mapping import MappingFile
+from mckpt.mapping import Bound, MappingFile
 from mckpt.storage.files import read_json
 
 CHOICES = {"keys": ("global",)}  # of the dialects
@@ -177,10 +177,8 @@ class TorchDist:
         """Returns the dialect's choices of this checkpoint: those whose keys fit best."""
         held = {k for k in self.metadata.tensors if not _ignored(k, names.mapping)}
 
-        def mismatch(chosen: Names) -> int:
-            return len({key for b in chosen.bound for key, _ in b.global_keys()} ^ held)
-
-        return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
+        choices = {**names.mapping.choices, **CHOICES}
+        return best_choices(names, choices, lambda chosen: len(_keys(chosen.bound) ^ held))
 
     def layout(self, names: Names) -> Layout:
         """Returns the place of each stored tensor, in logical boxes.
@@ -191,7 +189,7 @@ class TorchDist:
         dialect, bound = names.mapping, names.bound
         problems = Problems(f"the tensors of {self.root} do not match its args:")
         stored = self.directory.stored(bound, names, problems)
-        known = {key for b in bound for key, _ in b.global_keys()}
+        known = _keys(bound)
         ignored = {
             k: _ignored(k, dialect) for k in (*self.metadata.tensors, *self.metadata.objects)
         }
@@ -229,7 +227,7 @@ class TorchDist:
         what = f"the optimizer's state of {self.root} does not match its weights:"
         problems = Problems(what, optimizer.CURE)
         stored = self.directory.stored(bound, names, problems)
-        known = {key for b in bound for key, _ in b.global_keys()}
+        known = _keys(bound)
         problems.extend(
             f"{key}: the state of a weight that {names.mapping.path.name} does not have"
             for states in held.values()
@@ -326,6 +324,11 @@ class TorchDist:
             if by_layers:  # its content_metadata names a form that it does not have
                 return supposed
         return str(marks.get("distrib_optim_sharding_type", supposed))
+
+
+def _keys(bound: list[Bound]) -> set[str]:
+    """Returns the keys of the stacked tensors of these rules."""
+    return {key for b in bound for key, _ in b.global_keys()}
 
 
 def _ignored(key: str, dialect: MappingFile) -> str | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from mckpt.errors import UsageError
+from mckpt.formats.base import Names
 from mckpt.geometry.box import Piece
 from mckpt.geometry.packing import Packed, PackingError, buffer, shard
 from mckpt.geometry.parallel import Parallel
@@ -69,6 +71,18 @@ def local(
     except PackingError as e:
         which = "etp" if "expert" in b.rule.indices else "tp"
         raise UsageError(f"{b.rule.key} {list(whole.shape)}: {e} ({which})") from None
+
+
+def places(b: Bound, shard: Shard, names: Names) -> Iterator[tuple[int, str, int, int, int, str]]:
+    """Yields (pipeline rank, directory, virtual stage, layer, expert, key) of each tensor of a
+    shard in all files that hold it.
+    """
+    parallel, stages = names.parallel, names.stages()
+    for p in range(parallel.pp):
+        for t, e in shard.files:
+            directory = parallel.directory(t, p, e)
+            for found in instances(b, stages[p], p, parallel, names.dims, e):
+                yield p, directory, *found
 
 
 def instances(

@@ -10,7 +10,7 @@ from mckpt.containers import safe_pickle, torch_file
 from mckpt.formats.base import dtype_of, packed, shapes_of
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer import state_bound, state_pieces, states_of, torch_writing
-from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, shards
+from mckpt.formats.megatron.torch_shards import FILE, Shard, instances, places, shards
 from mckpt.geometry.box import Layout, Stored
 from mckpt.lazy import numpy as np
 from mckpt.mapping import Bound
@@ -38,7 +38,7 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     ]
     shape_of = {id(b): shard.shape for b, shard in cut}
 
-    places: list[tuple[int, int, int]] = []  # (pipeline, tensor, expert rank) of each file
+    number: dict[str, int] = {}  # of the file in each directory
     outputs: list[TargetFile] = []
     at_of: list[_Places] = []  # for each stage
     for p in range(parallel.pp):
@@ -46,11 +46,10 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
         laid = torch_file.lay_out(value, STEM)
         at_of.append({key: laid.data[storage][0] for key, storage in storages.items()})
         for t, e in grid:
-            places.append((p, t, e))
-            path = f"{parallel.directory(t, p, e)}/{FILE}"
-            outputs.append(TargetFile(path, laid.size, laid.fixed))
+            directory = parallel.directory(t, p, e)
+            number[directory] = len(outputs)
+            outputs.append(TargetFile(f"{directory}/{FILE}", laid.size, laid.fixed))
 
-    number = {place: i for i, place in enumerate(places)}
     stored = [_stored(request, b, shard, number, at_of) for b, shard in cut]
     is_parameter = request.names.mapping.registration.is_parameter
     states = {
@@ -136,24 +135,19 @@ def _stored(
     request: MegatronRequest,
     b: Bound,
     shard: Shard,
-    number: dict[tuple[int, int, int], int],
+    number: dict[str, int],
     at_of: list[_Places],
     state: str = WEIGHT,
 ) -> Stored:
     """Returns the tensors of one shard of a rule, or those of a state of its weights.
 
-    number: of the file of a (pipeline, tensor, expert rank). at_of: for each pipeline stage, the
-    places in its files.
+    number: of the file in each directory. at_of: for each pipeline stage, the places in its files.
     """
     named = state_bound(b, state).rule if state else b.rule
     pieces = state_pieces(shard.pieces, state) if state else shard.pieces
-    dims, parallel = request.names.dims, request.names.parallel
-    stages = request.names.stages()
     rows = [
-        (layer, expert, number[p, t, e], at_of[p][v, key, state])
-        for p in range(parallel.pp)
-        for t, e in shard.files
-        for v, layer, expert, key in instances(b, stages[p], p, parallel, dims, e)
+        (layer, expert, number[directory], at_of[p][v, key, state])
+        for p, directory, v, layer, expert, key in places(b, shard, request.names)
     ]
     where = np.array(rows, "i8").reshape(-1, 4).T
     key, dtype = f"{b.rule.key} ({state})" if state else b.rule.key, dtype_of(named, request.dtypes)

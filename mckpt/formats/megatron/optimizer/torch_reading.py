@@ -40,7 +40,7 @@ from mckpt.formats.megatron.optimizer.state import (
     state_pieces,
 )
 from mckpt.formats.megatron.torch_shards import FILE as MODEL
-from mckpt.formats.megatron.torch_shards import Shard, directories, instances, shards
+from mckpt.formats.megatron.torch_shards import Shard, directories, places, shards
 from mckpt.geometry.box import Layout, Piece, Stored
 from mckpt.mapping import Bound
 from mckpt.values.dtypes import itemsize
@@ -167,20 +167,16 @@ def _has_states(plain: Any) -> bool:
 def _parameters(source: Source) -> dict[str, dict[tuple[int, str], Parameter]]:
     """Returns every tensor of the model: directory -> (virtual stage, key) -> parameter."""
     names = source.names
-    parallel, stages, scope = names.parallel, names.stages(), names.scope()
+    scope = names.scope()
     out: dict[str, dict[tuple[int, str], Parameter]] = {}
     for b in names.bound:
-        for shard in shards(
-            b, packed(b.rule, scope, source.padded_vocab_size), parallel, source.grid
-        ):
-            for p, t, e in ((p, t, e) for p in range(parallel.pp) for t, e in shard.files):
-                directory = parallel.directory(t, p, e)
-                models = source.models(directory)
-                for v, layer, expert, key in instances(b, stages[p], p, parallel, names.dims, e):
-                    entry = models[v].get(key)
-                    if entry is not None:
-                        place = Parameter(key, entry, b, shard, layer, expert)
-                        out.setdefault(directory, {})[v, key] = place
+        whole = packed(b.rule, scope, source.padded_vocab_size)
+        for shard in shards(b, whole, names.parallel, source.grid):
+            for _, directory, v, layer, expert, key in places(b, shard, names):
+                entry = source.models(directory)[v].get(key)
+                if entry is not None:
+                    parameter = Parameter(key, entry, b, shard, layer, expert)
+                    out.setdefault(directory, {})[v, key] = parameter
     return out
 
 
