@@ -134,8 +134,8 @@ def _unwrapped(
             inner = {n: start + n.removeprefix(stored) for n in shapes if n.startswith(stored)}
             if start:  # the names outside of `model.` stay as they are
                 inner |= {n: n for n in anywhere & shapes.keys() if not n.startswith(start)}
-            held = {name: shapes[n] for n, name in inner.items()}
-            found = (max(_score(k, held) for k in known), start, stored, inner)
+            renamed = {name: shapes[n] for n, name in inner.items()}
+            found = (max(_score(k, renamed) for k in known), start, stored, inner)
             best = max(best, found, key=lambda one: one[0])
     _, start, stored, inner = best
     others = [name.split(".") for name in shapes if name not in inner]
@@ -158,11 +158,11 @@ def _names_of(family: MappingFile) -> _Names:
         scopes.append((prefix, logical, (block or Node()).get("tensors") or Node()))
     for prefix, logical, node in scopes:
         for key, value in node.items():
-            held = entries.setdefault((prefix, key), {})
+            stored_names = entries.setdefault((prefix, key), {})
             for spec in value if isinstance(value, list) else [value]:
                 for stored, one in expand(key, spec):
                     of = [o[1:] if o.startswith("/") else logical + o for o in one["of"]]
-                    held.setdefault(prefix + stored, (of, one.get("pack", "one")))
+                    stored_names.setdefault(prefix + stored, (of, one.get("pack", "one")))
     return _Names(family, entries)
 
 
@@ -300,16 +300,16 @@ def _tensor_lines(
     the base family has and the draft does not.
     """
     elsewhere = {
-        name: of for one in known for held in one.entries.values() for name, of in held.items()
+        name: of for one in known for entry in one.entries.values() for name, of in entry.items()
     }
     missing = _missing(base, shapes, dims)
     new = {name: shape for name, shape in shapes.items() if name not in base.names()}
     lines: dict[str, list[str]] = {}
-    for (prefix, key), held in base.entries.items():
-        gone = [name for name in held if name in missing]
+    for (prefix, key), entry in base.entries.items():
+        gone = [name for name in entry if name in missing]
         if gone:
             lines.setdefault(prefix, []).append(f"{_quoted(key)}: null")
-            kept = {name: of for name, of in held.items() if name in shapes}
+            kept = {name: of for name, of in entry.items() if name in shapes}
             lines[prefix] += [_rule(name.removeprefix(prefix), *of) for name, of in kept.items()]
     left = {of for gone in missing.values() for of in gone}
     gone_for_good = set(left)
@@ -317,8 +317,8 @@ def _tensor_lines(
     unknown = 0
     for name, shape in new.items():
         prefix = max((p for p in blocks if name.startswith(p)), key=len, default="")
-        rule, note, held_here = _recognised(name, shape, elsewhere, left, dims, prefix)
-        gone_for_good -= set(held_here)
+        rule, note, members = _recognised(name, shape, elsewhere, left, dims, prefix)
+        gone_for_good -= set(members)
         unknown += rule is None
         if rule is None and unknown > _MOST:
             continue
@@ -350,8 +350,8 @@ def _tensor_lines(
 def _missing(base: _Names, shapes: Mapping[str, Shape], dims: Dims | None) -> dict[str, list[str]]:
     """The names that the family needs and the model does not have, with their logical tensors."""
     needed = (_needed(base.family, dims) if dims is not None else None) or base.names()
-    held = {name: of for entry in base.entries.values() for name, (of, _) in entry.items()}
-    return {name: of for name, of in held.items() if name in needed and name not in shapes}
+    known = {name: of for entry in base.entries.values() for name, (of, _) in entry.items()}
+    return {name: of for name, of in known.items() if name in needed and name not in shapes}
 
 
 def _recognised(

@@ -281,9 +281,9 @@ class MappingFile(NamedTuple):
             if not (
                 isinstance(found, (list, tuple)) and found and all(one in values for one in found)
             ):
-                said = ", ".join(map(repr, values)) or "unset"
+                supported = ", ".join(map(repr, values)) or "unset"
                 problems.append(
-                    f"{source}: {key} is {found!r}, and {self.path.name} supports only {said}"
+                    f"{source}: {key} is {found!r}, and {self.path.name} supports only {supported}"
                 )
         if problems:
             raise MappingError.of(
@@ -318,11 +318,11 @@ class MappingFile(NamedTuple):
             if dim.neutral is None:
                 raise ValueError(f"{self.path.name} does not set {name}")
             return dim.neutral(scope)
-        said = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
-        key, raw = said[0] if said else ("default", None)
-        if any(not equal(raw, v) for _, v in said):
+        stated = [(k, v) for k in spec.keys if (v := lookup(config, k)) is not None]
+        key, raw = stated[0] if stated else ("default", None)
+        if any(not equal(raw, v) for _, v in stated):
             raise ValueError(
-                f"{name} has several values: {', '.join(f'{k} {v!r}' for k, v in said)}"
+                f"{name} has several values: {', '.join(f'{k} {v!r}' for k, v in stated)}"
             )
         if raw is None and spec.keys:
             # null means None for an optional dim; an absent key means unknown
@@ -503,5 +503,5 @@ class MappingFile(NamedTuple):
             if isinstance(config.get(k), Mapping)
             for i, v in config[k].items()
         }
-        said = {**{k: v for k, v in config.items() if k not in objects}, **inner}
-        return [k for k, v in said.items() if k not in read and v not in (None, False, [], {})]
+        flat = {**{k: v for k, v in config.items() if k not in objects}, **inner}
+        return [k for k, v in flat.items() if k not in read and v not in (None, False, [], {})]

@@ -30,11 +30,11 @@ def misfits(
     model with these dims. It names the dims that decide whether the dialect has the tensor.
     """
 
-    def said(name: str) -> str:
+    def described(name: str) -> str:
         return f"{name} {list(schema().shape(name, dims))} ({schema().tensors[name].about})"
 
     lacking = [
-        f"{said(n)}: {target} needs it, and {source} has no rule for it"
+        f"{described(n)}: {target} needs it, and {source} has no rule for it"
         + "".join(
             f"; a model without it has `{dim}: {{const: false}}` under `dims`"
             for dim in switches(dialect, n)
@@ -43,7 +43,7 @@ def misfits(
         for n in sorted(there - here)
     ]
     return lacking + [
-        f"{said(n)}: {source} has it, and {target} has no place for it"
+        f"{described(n)}: {source} has it, and {target} has no place for it"
         + "".join(
             f"; it has one where the dim {dim} is true"
             for dim in switches(dialect, n)

@@ -20,8 +20,8 @@ def unknown_args(file: MappingFile, args: Mapping[str, Any]) -> dict[str, Any]:
     Args without a value are left out, and those whose value is a path.
     """
     known = known_args(file)
-    said = {name: value for name, value in args.items() if name not in known and _says(value)}
-    return {name: value for name, value in said.items() if not is_inert(name)}
+    given = {name: value for name, value in args.items() if name not in known and _is_set(value)}
+    return {name: value for name, value in given.items() if not is_inert(name)}
 
 
 def is_neutral(value: Any) -> bool:
@@ -32,7 +32,7 @@ def is_neutral(value: Any) -> bool:
 
 
 def known_args(file: MappingFile) -> set[str]:
-    """Returns the args that a dialect reads or judges, or writes beside those."""
+    """Returns the args that a dialect reads, checks or writes."""
     dims = file.dims.values()
     keys = {
         *(key.partition(".")[0] for dim in dims for key in dim.keys),
@@ -53,7 +53,7 @@ def is_inert(name: str) -> bool:
     return patterns.fullmatch(name) is not None
 
 
-def _says(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     """Returns whether an arg has a value that is not a path."""
     if value is None or value is False or (hasattr(value, "__len__") and not len(value)):
         return False

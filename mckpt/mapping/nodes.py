@@ -1,5 +1,5 @@
-"""YAML that anybody may have written, with the file and line of each key, and the merge of files
-that extend each other.
+"""Parses YAML from an untrusted source, keeps the file and line of each key, and merges files that
+extend each other.
 """
 
 from __future__ import annotations

@@ -259,11 +259,11 @@ def dialect_of(keys: Iterable[str], own: str | None = None) -> MappingFile:
     """
     known = names("megatron")
     # layers and experts have the same names: each name is looked up once
-    held = Counter(_NUMBERS.sub("0", key) for key in keys)
+    counts = Counter(_NUMBERS.sub("0", key) for key in keys)
 
     def score(file: MappingFile) -> tuple[int, bool]:
         known = {_NUMBERS.sub("0", first_key(rule.key)) for rule in file.rules}
-        return sum(held[key] for key in known if key in held), file.default
+        return sum(counts[key] for key in known if key in counts), file.default
 
     return max((load("megatron", name, own) for name in known), key=score)
 
@@ -304,8 +304,8 @@ def _shaped(node: Node, key: Any, wanted: type | tuple[type, ...]) -> None:
     """Raises MappingError unless the key holds a value of its type, or null."""
     if node[key] is not None and not isinstance(node[key], wanted):
         kinds = wanted if isinstance(wanted, tuple) else (wanted,)
-        said = " or ".join(_KINDS[kind] for kind in kinds)
-        raise MappingError(f"{node.lines[key]}: {key} holds {said}, not {node[key]!r}")
+        allowed = " or ".join(_KINDS[kind] for kind in kinds)
+        raise MappingError(f"{node.lines[key]}: {key} holds {allowed}, not {node[key]!r}")
 
 
 def _read(path: Path, root: Node, digest: str, of_user: bool) -> MappingFile:
@@ -442,7 +442,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         (top, "stage_sizes", file.stage_sizes, {"config"}),
         (top, "numbering: count", file.numbering, dims),
     ]
-    for section, held, known in (
+    for section, declared, known in (
         ("derive", file.derive, ruled),
         ("by_version", file.by_version, {"megatron"}),
         ("by_args", file.by_args, {"config"}),
@@ -450,7 +450,7 @@ def _undeclared(file: MappingFile, root: Node) -> Iterator[str]:
         ("also", file.also, written),
         ("inexact", {k: c.when for k, c in file.warned.items()}, written | {"megatron"}),
     ):
-        for key, expression in held.items():
+        for key, expression in declared.items():
             entries.append((root[section].lines[key], f"{section}: {key}", expression, known))
     for name, dim in file.dims.items():
         entries += [(dim.where, name, e, read) for e in (dim.default, dim.read, dim.when)]

@@ -49,21 +49,21 @@ def problems(args: Namespace) -> list[str]:
     decoder, *depths = whole.split("/")
     pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1
     symbols, parts = layers(whole), decoder.split("|")
-    said = f"hybrid_layer_pattern {whole}"
+    arg = f"hybrid_layer_pattern {whole}"
     found = [
-        f"{said} has the layer {symbol}: not built here"
+        f"{arg} has the layer {symbol}: not built here"
         for symbol in sorted({*symbols, *"".join(depths)} - {*BUILT})
     ]
     if "*" in whole and "+" in whole:
-        found.append(f"{said} has both * and +, which megatron-core does not build")
+        found.append(f"{arg} has both * and +, which megatron-core does not build")
     if len(set(depths)) > 1:
-        found.append(f"{said}: the parts behind / must be equal")
+        found.append(f"{arg}: the parts behind / must be equal")
     ends = (f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
     uneven = any(getattr(args, name, None) for name in ends)
     if len(parts) > 1 and len(parts) != pp * vpp:
-        found.append(f"{said} has {len(parts)} parts between |, and pp {pp} times vpp {vpp} is not")
+        found.append(f"{arg} has {len(parts)} parts between |, and pp {pp} times vpp {vpp} is not")
     elif len(parts) == 1 and (vpp > 1 or (len(symbols) % pp and not uneven)):
-        found.append(f"{said} needs | where the {pp * vpp} virtual stages end")
+        found.append(f"{arg} needs | where the {pp * vpp} virtual stages end")
     by_pattern = {
         "num_layers": len(symbols),
         "mtp_num_layers": len(depths),
@@ -73,10 +73,10 @@ def problems(args: Namespace) -> list[str]:
     for name, expected in by_pattern.items():
         given = getattr(args, name, None) or 0
         if type(expected)(given) != expected:
-            found.append(f"{name} is {given}, which does not agree with {said}")
+            found.append(f"{name} is {given}, which does not agree with {arg}")
     if depths and pp > 1 and not getattr(args, "untie_embeddings_and_output_weights", True):
         found.append(
-            f"{said} has multi-token prediction, and embeddings are tied: megatron-core cannot save"
+            f"{arg} has multi-token prediction, and embeddings are tied: megatron-core cannot save"
             f" or load such a HybridModel at pp {pp}"
         )
     if getattr(args, "use_rope_scaling", False):

@@ -68,12 +68,12 @@ def convolve_and_scan(
     )
     dt = F.softplus(dt.float() + dt_bias.float())
     out = []
-    held = x.new_zeros(len(x), heads, headdim, b.shape[-1])
+    memory = x.new_zeros(len(x), heads, headdim, b.shape[-1])
     for at in range(x.shape[1]):
         step = dt[:, at, :, None, None]
         taken = x[:, at, :, :, None] * b[:, at, :, None, :]
-        held = torch.exp(step * decay.float()[:, None, None]) * held + step * taken
-        out.append((held * c[:, at, :, None, :]).sum(-1) + D.float()[:, None] * x[:, at])
+        memory = torch.exp(step * decay.float()[:, None, None]) * memory + step * taken
+        out.append((memory * c[:, at, :, None, :]).sum(-1) + D.float()[:, None] * x[:, at])
     y: torch.Tensor = torch.stack(out, dim=1).flatten(2) * F.silu(z.float())
     return y.type_as(zxbcdt)
 

@@ -6,12 +6,12 @@ from mckpt.errors import SourceError
 
 
 def same_order(stored: list[str], parameters: list[str], path: str) -> None:
-    """Raises SourceError if a file has the parameters of a model in another order, in which its
-    optimizer's state, which names none, then is too.
+    """Raises SourceError if a file has the parameters of a model in another order. The optimizer's
+    state in the file has the same order, and no names by which it could be sorted.
     """
-    known, held = set(parameters), set(stored)
-    mine = [name for name in parameters if name in held]
-    theirs = [name for name in stored if name in known]
+    wanted, there = set(parameters), set(stored)
+    mine = [name for name in parameters if name in there]
+    theirs = [name for name in stored if name in wanted]
     pairs = zip(mine, theirs, strict=False)
     if (apart := next((pair for pair in pairs if pair[0] != pair[1]), None)) is not None:
         raise SourceError(

@@ -146,13 +146,13 @@ def reporting(path: str) -> Iterator[dict[str, Any]]:
         if isinstance(e, OSError) and not isinstance(e, (ConnectionError, TimeoutError)):
             e = StorageError(f"{e.filename or 'input/output'}: {e.strerror or e}")
         ours = isinstance(e, MckptError)
-        said = {
+        reason = {
             "class": type(e).__name__ if ours else None,
             "message": str(e) if ours else traceback.format_exc(),
         }
         file = Path(path).parent / f"error.rank{os.environ.get('RANK', '0')}.json"
         # complete or not at all: this process is killed when another rank has failed
         draft = file.with_suffix(".part")
-        draft.write_text(json.dumps(said))
+        draft.write_text(json.dumps(reason))
         draft.rename(file)
         raise SystemExit(1) from None

@@ -78,14 +78,14 @@ def main(job: dict[str, Any]) -> None:
             keep(out, index, {f"low_{key}": value for key, value in found.items()})
     import transformers
 
-    said = {
+    facts = {
         "sequences": sequences,
         "probe": probed,
         "dtype": job["dtype"],
         "measured_again": again,
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
-    (out / "reference.json").write_text(json.dumps(said))
+    (out / "reference.json").write_text(json.dumps(facts))
 
 
 # ---------------------------------------------------------------------------------------- the model

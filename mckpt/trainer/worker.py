@@ -47,13 +47,13 @@ def main(job: dict[str, Any]) -> None:
             if not started:
                 build.initialize(args, job["timeout_s"])
                 started = True
-            said = run(args, checkpoint, sequences, out)
+            facts = run(args, checkpoint, sequences, out)
         except MckptError as e:
             if dist.get_world_size() > 1:  # the other ranks wait for this one
                 raise
-            said = {"error": {"class": type(e).__name__, "message": str(e)}}
+            facts = {"error": {"class": type(e).__name__, "message": str(e)}}
         if dist.get_rank() == 0:
-            (out / f"{checkpoint['name']}.json").write_text(json.dumps(said))
+            (out / f"{checkpoint['name']}.json").write_text(json.dumps(facts))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -63,7 +63,7 @@ def run(
 ) -> dict[str, Any]:
     """Runs one checkpoint in fp32, recording its states, and in the dtype of its args."""
     own = getattr(args, "params_dtype", torch.float32)
-    said: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     # Attention over several context-parallel ranks has no fp32 kernel.
     dtypes = [own] if args.context_parallel_size > 1 else [torch.float32, own]
     for dtype in dict.fromkeys(dtypes):
@@ -72,7 +72,7 @@ def run(
             state = load.load(chunks, args, checkpoint["path"])
         for chunk in chunks:
             points.cast(chunk, checkpoint["casts"])
-        said |= {"unread": on_all_ranks(state["unread"]), "iteration": state.get("iteration")}
+        facts |= {"unread": on_all_ranks(state["unread"]), "iteration": state.get("iteration")}
         low = dtype != torch.float32
         recorder = points.Recorder()
         if not low:
@@ -93,7 +93,7 @@ def run(
         gc.collect()
     from megatron.core import __version__
 
-    said |= {
+    facts |= {
         "dtype": str(own).removeprefix("torch."),
         "impl": args.transformer_impl,
         "versions": {"megatron-core": __version__},
@@ -101,8 +101,8 @@ def run(
     if args.transformer_impl == "transformer_engine":
         import transformer_engine
 
-        said["versions"]["transformer-engine"] = getattr(transformer_engine, "__version__", "?")
-    return said
+        facts["versions"]["transformer-engine"] = getattr(transformer_engine, "__version__", "?")
+    return facts
 
 
 @contextmanager

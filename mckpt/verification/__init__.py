@@ -1,3 +1,3 @@
-"""Verifies that two checkpoints compute the same: the levels, the judge, and the page with the
+"""Verifies that two checkpoints compute the same: the levels, the verdict, and the page with the
 verdict.
 """

@@ -97,8 +97,8 @@ def fingerprint(root: Path) -> dict[str, Any]:
     for folder, inner, names in os.walk(root):
         inner[:] = [name for name in inner if not name.startswith(STAGING)]
         paths += [Path(folder) / name for name in names]
-    held = (p for p in paths if p.is_file())
-    paths = sorted(held, key=lambda p: os.fsencode(f"./{p.relative_to(root)}"))
+    files = (p for p in paths if p.is_file())
+    paths = sorted(files, key=lambda p: os.fsencode(f"./{p.relative_to(root)}"))
     with ThreadPoolExecutor(os.cpu_count() or 1, "hash") as pool:
         sums = list(pool.map(_sha256, paths))
     lines = "".join(f"{s}  ./{p.relative_to(root)}\n" for s, p in zip(sums, paths, strict=True))

@@ -241,7 +241,7 @@ def _run(
     left, sizes = subjects[0].pair.left, subjects[0].pair.sizes
     num_ranks = launching.world({**sizes, "cp": 1})
     device = launching.device(options.device, launching.world(sizes))
-    if options.level == "train":  # said before anything runs
+    if options.level == "train":  # an error is raised before anything runs
         for subject in subjects:
             launching.device(options.device, launching.world(subject.other_sizes()))
     vocab_size = left.dims["vocab_size"]
@@ -290,18 +290,18 @@ def _run(
     try:
         run("", {**sizes, "cp": 1})
         # Context parallelism does not run in fp32, and only fp32 shows small faults. So the run at
-        # cp 1 is judged, and then the same is run again at the size that was asked for.
+        # cp 1 decides, and then the same is run again at the size that was asked for.
         if sizes["cp"] > 1:
             run(".cp", sizes)
     except MckptError as e:
         only = subjects[0].pair
         if len(subjects) > 1 or not (only.apart or only.unread):
             raise
-        found = [verdict.does_not_load(only, e)]  # and the args say why
+        found = [verdict.does_not_load(only, e)]  # the args that differ explain the error
     else:
         options.tell("judging the logits and the stored values")
         found = [
-            verdict.judge(subject.pair, one.result(), work, device, num_ranks)
+            verdict.decide(subject.pair, one.result(), work, device, num_ranks)
             for subject, one in zip(subjects, values, strict=True)
         ]
     for subject, one in zip(subjects, found, strict=True):
@@ -413,7 +413,7 @@ class _Subject:
             reshard(right, self.run_path, wanted)
 
     def _cast_notes(self) -> list[str]:
-        """Notes on the casts with which the two sides run."""
+        """Returns notes on the casts with which the two sides run."""
         sides = {"transformers": self.casts, "Megatron-Core": self.cast_back}
         return [
             f"{side} runs with its weights cast to {', then '.join(casts)}, as mckpt.json says"
@@ -422,28 +422,30 @@ class _Subject:
         ]
 
     def other_sizes(self) -> dict[str, int]:
-        """The second layout of `train`."""
+        """Returns the second layout of `train`."""
         return other_sizes(
             self.pair.sizes, self.pair.left.dims, self.pair.right.args or self.given_args or {}
         )
 
 
 def _pipeline_split(saved: Parallel, wanted: Parallel) -> dict[str, Any]:
-    """The fields of `saved` that split its pipeline unevenly; none for a run with other stages."""
+    """Returns the fields of `saved` that split its pipeline unevenly; none if the run has other
+    stages.
+    """
     if (saved.pp, saved.vpp) != (wanted.pp, wanted.vpp):
         return {}
     return {k: v for k in SPLIT if (v := getattr(saved, k))}
 
 
 def _uncast_keys(left: Checkpoint, right: Checkpoint) -> list[str]:
-    """The keys of the Hugging Face side whose tensors a cast of the whole model leaves alone."""
+    """Returns the keys of the Hugging Face side that a cast of the whole model does not change."""
     always = uncast(right)
     pinned = (b for b in left.names.bound if all(name in always for name in b.rule.of))
     return list(itertools.chain(*(b.keys() for b in pinned)))
 
 
 def _refuse_context_parallelism(path: str | Path, dtype: str, options: Options) -> None:
-    """UsageError if --cp is given for a run in fp32."""
+    """Raises UsageError if --cp is given for a run in fp32."""
     if options.cp > 1 and options.level == "train":
         raise UsageError(
             "--level train compares in fp32, which Transformer Engine's context parallelism"
@@ -530,13 +532,13 @@ def _train(subject: _Subject, found: Verdict, work: Path, options: Options) -> N
             "mckpt.trainer.train", job, work, launching.device(options.device, num_ranks), num_ranks
         )
         curves.append([json.loads(line) for line in losses.read_text().splitlines()])
-    found.facts["training"] = verdict.judge_training(found, [first, second], curves)
+    found.facts["training"] = verdict.decide_training(found, [first, second], curves)
 
 
 def other_sizes(
     sizes: dict[str, int], dims: dict[str, Any], args: dict[str, Any]
 ) -> dict[str, int]:
-    """Sizes as unlike these as the model allows, on as many ranks, or on two if it was one."""
+    """Returns sizes as unlike these as the model allows, on as many ranks, but at least two."""
     num_ranks = max(2, launching.world(sizes))
     rows = args.get("padded_vocab_size") or dims["vocab_size"]
     divided = [dims[k] for k in ("num_heads", "num_query_groups", "ffn_size") if dims.get(k)] + [

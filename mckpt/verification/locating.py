@@ -14,7 +14,7 @@ from mckpt.verification.pair import LISTED, Pair, Values
 
 
 def locate(
-    pair: Pair, values: Values | str, runs: Runs, facts: dict[str, Any], judged: list[np.ndarray]
+    pair: Pair, values: Values | str, runs: Runs, facts: dict[str, Any], counted: list[np.ndarray]
 ) -> dict[str, Any]:
     """Returns the first point whose states differ, the tensors that feed it, and the tensors whose
     values differ.
@@ -25,7 +25,7 @@ def locate(
     out: dict[str, Any] = {"point": point, "args": [dim["arg"] for dim in pair.apart]}
     if point is not None:
         tolerance = facts["logits"]["float32"]["tolerance"]
-        out["position"] = _first_position(runs, tolerance, judged)
+        out["position"] = _first_position(runs, tolerance, counted)
     try:
         out |= _tensors(pair, values, point)
     except MckptError as e:  # no layout fits the args
@@ -34,10 +34,10 @@ def locate(
 
 
 def _first_position(
-    runs: Runs, tolerance: float, judged: list[np.ndarray]
+    runs: Runs, tolerance: float, counted: list[np.ndarray]
 ) -> dict[str, int] | None:
-    """Returns the first judged position whose logits exceed the tolerance."""
-    for index, counts in enumerate(judged):
+    """Returns the first position that counts whose logits exceed the tolerance."""
+    for index, counts in enumerate(counted):
         within = runs.logits(index)["max_abs"] <= tolerance  # false for nan
         found = np.flatnonzero(~within & counts)
         if len(found):
@@ -60,7 +60,7 @@ def _tensors(pair: Pair, values: Values | str, point: str | None) -> dict[str, A
 
 
 def feeds(name: str, point: str, tied: bool) -> bool:
-    """Tells whether a logical tensor is used between the previous point and this one."""
+    """Returns whether a logical tensor is used between the previous point and this one."""
     if point == "logits":
         return name.startswith("embed." if tied else "lm_head.")
     if point in ("embed", "final_norm"):

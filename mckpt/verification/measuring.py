@@ -59,13 +59,13 @@ class Runs:
         files = [np.load(path) for path in paths if path.exists()]
         return {key: file for file in files for key in file.files}
 
-    def gather(self, side: str, key: str, judged: list[np.ndarray] | None = None) -> np.ndarray:
-        """Returns the values of all positions of all sequences, or of those that are judged."""
+    def gather(self, side: str, key: str, counted: list[np.ndarray] | None = None) -> np.ndarray:
+        """Returns the values of all positions of all sequences, or of those that count."""
         load = self.reference if side == "reference" else self.logits
         rows = []
         for index in range(len(self.sequences)):
             with load(index) as arrays:
-                rows.append(arrays[key] if judged is None else arrays[key][judged[index]])
+                rows.append(arrays[key] if counted is None else arrays[key][counted[index]])
         return np.concatenate(rows)
 
     def largest_logit(self) -> float:
@@ -74,32 +74,32 @@ class Runs:
         return max(float(np.abs(np.load(path, mmap_mode="r")).max()) for path in paths)
 
 
-# ------------------------------------------------------------------------ positions that are judged
+# -------------------------------------------------------------------------- positions that count
 
 
 @dataclass
-class Judged:
+class Positions:
     """The positions whose logits count, and the choices of experts that differ."""
 
-    positions: list[np.ndarray]  # of each sequence: [seq] bool
+    counted: list[np.ndarray]  # of each sequence: [seq] bool
     ties: int  # choices that rounding decided
     faults: list[str]  # a choice that differs and was not a tie; at most one is listed
 
 
-def judge_positions(runs: Runs) -> Judged:
+def select_positions(runs: Runs) -> Positions:
     """Finds the positions that rounding did not send to other experts.
 
     If two experts score within the noise of each other, rounding chooses between them, and
-    everything after that position may differ. So a choice that differs takes its position and all
-    later ones out of the judgement, whether it differs between the two sides or between the two
-    runs of transformers. A choice that differs and was not a tie is a fault.
+    everything after that position may differ. So from a choice that differs on, no position of the
+    sequence counts, whether the choice differs between the two sides or between the two runs of
+    transformers. A choice that differs and was not a tie is a fault.
     """
-    judged = Judged([], 0, [])
+    positions = Positions([], 0, [])
     for index, tokens in enumerate(runs.sequences):
         with runs.reference(index) as reference:
             steady = steady_positions(reference, len(tokens))
             counts = steady.copy()
-            judged.ties += int(not steady.all())
+            positions.ties += int(not steady.all())
             states = runs.states(index)
             for layer in _moe_layers(reference):
                 key = f"experts_{layer}"
@@ -111,15 +111,15 @@ def judge_positions(runs: Runs) -> Judged:
                         continue
                     if margins[at] <= close and theirs[at].sum() == ours[at].sum():
                         counts[at:] = False
-                        judged.ties += 1
-                    elif not judged.faults:
-                        judged.faults.append(
+                        positions.ties += 1
+                    elif not positions.faults:
+                        positions.faults.append(
                             f"layer {layer} sends token {at} of sequence {index} to experts"
                             f" {np.flatnonzero(theirs[at]).tolist()}, transformers to"
                             f" {np.flatnonzero(ours[at]).tolist()}, and the scores are not a tie"
                         )
-        judged.positions.append(counts)
-    return judged
+        positions.counted.append(counts)
+    return positions
 
 
 def steady_positions(reference: Any, length: int) -> np.ndarray:
@@ -150,10 +150,10 @@ def _router_noise(reference: Any, layer: int, steady: np.ndarray) -> float:
 # ------------------------------------------------------------------------------------------- logits
 
 
-def measure_logits(runs: Runs, judged: list[np.ndarray]) -> dict[str, Any]:
-    """Measures the fp32 logits; the largest difference of a judged position decides."""
-    found = _differences(runs, "", judged)
-    noise = float(runs.gather("reference", "noise_max_abs", judged).max(initial=0))
+def measure_logits(runs: Runs, counted: list[np.ndarray]) -> dict[str, Any]:
+    """Measures the fp32 logits; the largest difference of a position that counts decides."""
+    found = _differences(runs, "", counted)
+    noise = float(runs.gather("reference", "noise_max_abs", counted).max(initial=0))
     least = ROUNDING * runs.largest_logit()
     bounds = _bounds(runs, found["max_abs"], noise, least, NOISE, SHARE)
     probe = runs.facts["probe"]
@@ -194,11 +194,11 @@ def _bounds(
     }
 
 
-def _differences(runs: Runs, prefix: str, judged: list[np.ndarray] | None) -> dict[str, float]:
+def _differences(runs: Runs, prefix: str, counted: list[np.ndarray] | None) -> dict[str, float]:
     def of(key: str) -> np.ndarray:
-        return runs.gather("logits", prefix + key, judged)
+        return runs.gather("logits", prefix + key, counted)
 
-    if judged is not None and not any(positions.any() for positions in judged):
+    if counted is not None and not any(positions.any() for positions in counted):
         keys = ("max_abs", "rms", "kl", "kl_max", "top1", "loss", "loss_hf")
         return dict.fromkeys(keys, math.nan)
     largest, squares, kl = of("max_abs"), of("mean_square"), of("kl")
@@ -222,7 +222,7 @@ def too_far(dtype: str, measured: dict[str, Any]) -> str | None:
         worst, what = measured["rms"], f"logits in {dtype} (root mean square)"
         if not measured["decisive"]:
             return None
-    # nan: no position could be judged, which makes the verdict incomplete
+    # nan: no position counts, which makes the verdict incomplete
     if worst <= measured["tolerance"] or math.isnan(worst):
         return None
     tolerance = measured["tolerance"]
@@ -240,11 +240,11 @@ def sample_logits(runs: Runs) -> list[list[float]]:
 # ------------------------------------------------------------------------------------ hidden states
 
 
-def measure_points(runs: Runs, judged: list[np.ndarray]) -> list[dict[str, Any]]:
+def measure_points(runs: Runs, counted: list[np.ndarray]) -> list[dict[str, Any]]:
     """Measures the hidden states at every point, in the order of the computation.
 
-    Of each point: the largest L2 norm of a judged position's difference, its noise, its tolerance,
-    and the largest norm of the state itself.
+    Of each point: the largest L2 norm of the difference at a position that counts, its noise, its
+    tolerance, and the largest norm of the state itself.
     """
     out: dict[str, dict[str, Any]] = {}
     for index in range(len(runs.sequences)):
@@ -254,8 +254,8 @@ def measure_points(runs: Runs, judged: list[np.ndarray]) -> list[dict[str, Any]]
                 ours, theirs = reference[key], states[key][key]
                 with np.errstate(invalid="ignore", over="ignore"):
                     apart = np.linalg.norm(ours.astype("f8") - theirs, axis=-1)
-                apart = np.where(np.isfinite(apart), apart, math.inf)[judged[index]]
-                noise = reference[f"noise_{key}"][judged[index]]
+                apart = np.where(np.isfinite(apart), apart, math.inf)[counted[index]]
+                noise = reference[f"noise_{key}"][counted[index]]
                 found = {
                     "difference": float(apart.max(initial=0)),
                     "noise": float(noise.max(initial=0)),
@@ -282,15 +282,15 @@ def _order(point: str) -> tuple[int, int, int]:
 
 
 def measure_coverage(
-    dims: Mapping[str, Any], runs: Runs, judged: list[np.ndarray]
+    dims: Mapping[str, Any], runs: Runs, counted: list[np.ndarray]
 ) -> dict[str, Any]:
-    """Counts the parts of the model that the tokens of judged positions used."""
+    """Counts the parts of the model that the tokens of the positions that count used."""
     longest = max(map(len, runs.sequences))
     tokens: set[int] = set()
-    for sequence, counts in zip(runs.sequences, judged, strict=True):
+    for sequence, counts in zip(runs.sequences, counted, strict=True):
         tokens |= set(np.array(sequence)[counts].tolist())
     out: dict[str, Any] = {"embedding_rows": {"reached": len(tokens), "of": dims["vocab_size"]}}
-    if reached := _reached_experts(runs, judged):
+    if reached := _reached_experts(runs, counted):
         out["experts"] = {
             "reached": int(sum(experts.sum() for experts in reached.values())),
             "of": sum(map(len, reached.values())),
@@ -308,12 +308,12 @@ def measure_coverage(
     return out
 
 
-def _reached_experts(runs: Runs, judged: list[np.ndarray]) -> dict[int, np.ndarray]:
-    """Returns for each layer with experts whether a judged position chose them: [expert] bool."""
+def _reached_experts(runs: Runs, counted: list[np.ndarray]) -> dict[int, np.ndarray]:
+    """Returns for each layer the experts that a position that counts chose: [expert] bool."""
     reached: dict[int, np.ndarray] = {}
     for index in range(len(runs.sequences)):
         with runs.reference(index) as reference:
             for layer in _moe_layers(reference):
-                chosen = reference[f"experts_{layer}"][judged[index]].any(0)
+                chosen = reference[f"experts_{layer}"][counted[index]].any(0)
                 reached[layer] = reached.get(layer, False) | chosen
     return reached

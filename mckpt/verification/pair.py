@@ -1,4 +1,4 @@
-"""The two checkpoints that are judged, and the comparison of their stored values."""
+"""The two checkpoints of a verdict, and the comparison of their stored values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LISTED = 40  # tensors named in one reason
 
 @dataclass
 class Pair:
-    """A Hugging Face checkpoint and the Megatron checkpoint that is judged.
+    """A Hugging Face checkpoint and the Megatron checkpoint that is compared with it.
 
     The runs leave their arrays in the working directory under `name`.
     """

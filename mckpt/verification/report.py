@@ -139,8 +139,8 @@ def _logits(facts: dict[str, Any]) -> Markup:
         for name, key, show in MEASURES
         if any(key in found for found in columns.values())
     ]
-    judged = {True: "largest difference", False: "root mean square"}
-    rows.append(["the tolerance is for", *(judged[_is_fp32(c)] for c in columns.values())])
+    bounded = {True: "largest difference", False: "root mean square"}
+    rows.append(["the tolerance is for", *(bounded[_is_fp32(c)] for c in columns.values())])
     sentences = [text for dtype, found in columns.items() for text in margins(dtype, found)]
     return section("Logits", table(["", *columns], rows), listed(sentences))
 
@@ -222,12 +222,12 @@ def _layout(facts: dict[str, Any]) -> Markup:
     for p, virtual in enumerate(stages):
         ranks = span(range(p * per_stage, (p + 1) * per_stage))
         row: list[Any] = [f"stage {p}", f"ranks {ranks}"]
-        for v, held in enumerate(virtual):
+        for v, layers_here in enumerate(virtual):
             before = "embed, " if p == v == 0 else ""
             last = p == parallel.pp - 1 and v == parallel.vpp - 1
             after = ", norm, head" if last else ""
-            mark = {"class_": "here"} if differs in held else {}
-            row.append(tag("td", f"{before}{span(held)}{after}", **mark))
+            mark = {"class_": "here"} if differs in layers_here else {}
+            row.append(tag("td", f"{before}{span(layers_here)}{after}", **mark))
         rows.append(row)
     names = [f"virtual stage {v}" for v in range(parallel.vpp)] if parallel.vpp > 1 else ["layers"]
     experts = _experts(facts, parallel, per_stage)

@@ -1,4 +1,4 @@
-"""Judges two runs of one model: pass, fail with the place of the fault, or incomplete.
+"""Decides on two runs of one model: pass, fail with the place of the fault, or incomplete.
 
 Reads the arrays that the runs left, and runs nothing itself.
 """
@@ -21,12 +21,12 @@ from mckpt.verification.measuring import (
     ROUNDING,
     SHARE,
     Runs,
-    judge_positions,
     measure_coverage,
     measure_logits,
     measure_low_logits,
     measure_points,
     sample_logits,
+    select_positions,
     too_far,
 )
 from mckpt.verification.pair import LISTED, Pair, Values, say_sizes
@@ -111,7 +111,7 @@ def _logits_lines(dtype: str, measured: dict[str, Any]) -> list[str]:
         out.append(f"the noise in {dtype} is too large to decide anything")
     if "probe_above" in measured:
         out.append(
-            f"margins: the logits differ by {_beside(measured['below'])}; a seeded fault moves them"
+            f"margins: the logits differ by {_ratio(measured['below'])}; a seeded fault moves them"
             f" by {_plain(measured['probe_above'])} times the tolerance"
         )
     return out
@@ -123,18 +123,20 @@ def _plain(number: float) -> str:
     return f"{float(text):,.0f}" if "e+" in text else text
 
 
-def _beside(below: float) -> str:
-    """Returns where a difference lies; `below` is the tolerance divided by it."""
+def _ratio(below: float) -> str:
+    """Returns a difference in words, relative to the tolerance; `below` is the tolerance divided by
+    the difference.
+    """
     if below >= 1:
         return "nothing" if below == math.inf else f"1/{below:,.3g} of the tolerance"
     return f"{1 / below if below else math.inf:,.3g} times the tolerance"
 
 
-# ------------------------------------------------------------------------------------------ judging
+# ----------------------------------------------------------------------------------------- deciding
 
 
-def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: int) -> Verdict:
-    """Judges the stored values and the arrays that both runs left in `work` (level `forward`).
+def decide(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: int) -> Verdict:
+    """Decides on the stored values and the arrays that both runs left in `work` (level `forward`).
 
     `values` is a sentence if the tensors could not be compared because args differ.
     """
@@ -143,26 +145,26 @@ def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: 
         error = getattr(errors, ran["error"]["class"])(*ran["error"]["message"].split("\n"))
         return does_not_load(pair, error)
     runs = Runs(work, pair.name, num_ranks)
-    judged = judge_positions(runs)
+    positions = select_positions(runs)
     facts = _facts(pair) | {
         "ranks": num_ranks,
         "device": device,
         **{key: ran[key] for key in ("dtype", "impl", "iteration")},
         "versions": runs.facts["versions"] | ran["versions"],
-        "logits": _logits(pair, runs, ran["dtype"], judged.positions),
+        "logits": _logits(pair, runs, ran["dtype"], positions.counted),
     }
     if again := runs.facts.get("measured_again"):
         facts["measured_again"] = again
     facts |= {
-        "points": measure_points(runs, judged.positions),
+        "points": measure_points(runs, positions.counted),
         "tokens": {
             "sequences": len(runs.sequences),
             "positions": sum(map(len, runs.sequences)),
-            "judged": int(sum(counts.sum() for counts in judged.positions)),
+            "judged": int(sum(counts.sum() for counts in positions.counted)),
             "lengths": sorted({len(sequence) for sequence in runs.sequences}),
-            "ties": judged.ties,
+            "ties": positions.ties,
         },
-        "coverage": measure_coverage(pair.left.dims, runs, judged.positions),
+        "coverage": measure_coverage(pair.left.dims, runs, positions.counted),
         "scatter": sample_logits(runs),
     }
     if isinstance(values, Values):
@@ -180,10 +182,10 @@ def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: 
     reasons += stored[:LISTED]
     if len(stored) > LISTED:
         reasons.append(f"and {len(stored) - LISTED:,} more")
-    reasons += judged.faults
+    reasons += positions.faults
     reasons += filter(None, (too_far(dtype, found) for dtype, found in facts["logits"].items()))
     if reasons:
-        facts["where"] = locate(pair, values, runs, facts, judged.positions)
+        facts["where"] = locate(pair, values, runs, facts, positions.counted)
         if facts["where"]["point"]:
             reasons.append(say_where(facts["where"]))
         return Verdict("fail", reasons, facts)
@@ -192,10 +194,10 @@ def judge(pair: Pair, values: Values | str, work: Path, device: str, num_ranks: 
 
 
 def _logits(
-    pair: Pair, runs: Runs, dtype: str, judged: list[np.ndarray]
+    pair: Pair, runs: Runs, dtype: str, counted: list[np.ndarray]
 ) -> dict[str, dict[str, Any]]:
     """Returns the measurements of the logits in every dtype that ran."""
-    out = {"float32": measure_logits(runs, judged)}
+    out = {"float32": measure_logits(runs, counted)}
     if dtype != "float32":
         out[dtype] = measure_low_logits(runs)
     if (cp := pair.sizes["cp"]) > 1:  # a second run, in the checkpoint's dtype only
@@ -231,7 +233,7 @@ def _reasons_of_args(pair: Pair) -> list[str]:
 
 
 def say_dim(dim: dict[str, Any]) -> str:
-    """Returns one sentence that says how the config and the args differ."""
+    """Returns one sentence on how the config and the args differ."""
     return (
         f"{dim['arg']} ({dim['dim']}): the config says {dim['hf']}, the args say {dim['megatron']}"
     )
@@ -275,7 +277,7 @@ def _weak_margins(dtype: str, logits: dict[str, Any]) -> list[str]:
         ]
     if (below := logits.get("below", math.inf)) < CLEAN:
         return [
-            f"the logits differ by {_beside(below)}; those of a clean conversion differ by at most"
+            f"the logits differ by {_ratio(below)}; those of a clean conversion differ by at most"
             f" 1/{CLEAN:g} of it"
         ]
     if (above := logits.get("probe_above", math.inf)) < FAULT:
@@ -289,7 +291,7 @@ def _weak_margins(dtype: str, logits: dict[str, Any]) -> list[str]:
 # ----------------------------------------------------------------------------------------- training
 
 
-def judge_training(
+def decide_training(
     found: Verdict, sizes: Sequence[dict[str, int]], curves: Sequence[Sequence[dict[str, float]]]
 ) -> dict[str, Any]:
     """Compares two curves of {loss, grad_norm}, and changes the verdict `found` if they differ.

@@ -227,7 +227,7 @@ def test_a_fault_of_the_converter_itself_is_found(
     pair = verdict.Pair(
         f"checkpoint{index + 1}", *known, directory, verdicts["clean"].facts["sizes"], []
     )
-    found = verdict.judge(pair, compare_values(*known), directory / "work", "cpu", 1)
+    found = verdict.decide(pair, compare_values(*known), directory / "work", "cpu", 1)
     assert found.verdict == "fail"
     assert found.facts["where"]["point"] == "layers.2.attn"
     assert "layers.2.attn.k.weight" not in found.facts["where"]["differ"]
@@ -254,7 +254,7 @@ def test_context_parallelism_is_verified_in_a_second_run(
     )
     sizes = {**verdicts["clean"].facts["sizes"], "cp": 2}
     same = compare_values(left, right)
-    found = verdict.judge(
+    found = verdict.decide(
         verdict.Pair("checkpoint0", left, right, directory, sizes, []),
         same,
         directory / "work",
@@ -289,7 +289,7 @@ def test_one_low_bit_fails_at_every_level(
     x, y = (float(side["embed.weight"].numpy()[3, 5]) for side in (left, right))
     expected = f"embed.weight: 1 element differs, first at [3, 5] ({x:.6g} against {y:.6g})"
     pair = verdict.Pair("checkpoint0", left, right, directory, verdicts["clean"].facts["sizes"], [])
-    found = verdict.judge(pair, compare_values(left, right), directory / "work", "cpu", 1)
+    found = verdict.decide(pair, compare_values(left, right), directory / "work", "cpu", 1)
     assert (
         found.exit_code == 1 and len(found.reasons) == 1 and found.reasons[0].startswith(expected)
     )

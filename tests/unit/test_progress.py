@@ -88,7 +88,7 @@ def test_each_phase_is_a_line_on_stderr_when_it_starts(
     ran: list[str] = []
     monkeypatch.setattr(levels.launching, "require", lambda *names: None)
     monkeypatch.setattr(levels.launching, "launch", lambda module, *more: ran.append(module))
-    monkeypatch.setattr(levels.verdict, "judge", lambda *given: Verdict("pass", [], {}))
+    monkeypatch.setattr(levels.verdict, "decide", lambda *given: Verdict("pass", [], {}))
     said = commands.good("verify", src, torch_dir, "--device", "cpu", "--tp", 4)
     wanted = [
         "writing the weights for tp 4",
