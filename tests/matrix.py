@@ -42,8 +42,8 @@ JUDGES = (
 )
 HEAD = """# What Megatron-Core has judged
 
-A judge is a program that is not part of mckpt. Each of them gets checkpoints of tiny models with
-random weights (`fixtures/tiny`), in fp32, on CPU, and its logits are compared with those of
+A judge is a program that is not part of mckpt. Each judge runs checkpoints of tiny models with
+random weights (`fixtures/tiny`), in fp32, on CPU. Its logits are compared with those of
 transformers:
 
 - *stock trainer*: Megatron-LM's own argument parser read the launch line that mckpt wrote. Its
@@ -53,24 +53,25 @@ transformers:
   strictly, and computed the logits.
 - *saved by megatron-core*: Megatron-Core initialised a model, computed the logits and saved it.
   mckpt converted it to Hugging Face, and transformers loaded the result.
-- *Megatron-Bridge*: it converted the same model to `torch_dist`, and the keys, shapes and bits of
-  all tensors are those of mckpt. Its version is 0.6.2. Only mckpt pads the vocabulary.
-- *multi-token prediction*: the logits of the layers that predict further tokens are those of
-  transformers.
-- *layout*: the keys and shapes are those of the `sharded_state_dict()` of Megatron-Core's model.
-- *accepted*: the dialect computes something else, which the option `--allow-inexact` in the table
-  of sizes accepts. The weights come back bit for bit.
+- *Megatron-Bridge*: Megatron-Bridge 0.6.2 converted the same model to `torch_dist`. The keys,
+  shapes and bits of all tensors equal those of mckpt, except for the padding of the vocabulary,
+  which Megatron-Bridge does not write.
+- *multi-token prediction*: the logits of the layers that predict further tokens are compared with
+  those of transformers as well.
+- *layout*: the keys and shapes equal those of the `sharded_state_dict()` of Megatron-Core's model.
+- *accepted*: Megatron-Core computes another result for this model, and `--allow-inexact` accepted
+  the features that the table of sizes names. No logits are compared; the weights come back bit for
+  bit.
 
 ## The largest difference of a logit
 
 Each number is the largest difference of one logit from transformers, over all positions and all
 parallel sizes, divided by the largest logit. fp32 resolves 1.2e-07. A field is empty where the
-judge cannot run. The wheels of megatron-core have the stock trainer from 0.17 on. From 0.19 on it
-cannot load latent attention without a latent of the queries (`deepseek-v3-plain`).
+judge cannot run. The wheels of megatron-core contain the stock trainer from 0.17 on. From 0.19 on,
+it cannot load latent attention without a latent of the queries (`deepseek-v3-plain`).
 
-The dialect is the model of Megatron-Core that the checkpoint is for: `gpt` for GPTModel, `hybrid`
-for HybridModel, which mckpt writes with `--dialect hybrid`, `bert`
-for BertModel, and `t5` for T5Model.
+The dialect tells which model of Megatron-Core loads the checkpoint: `gpt` GPTModel, `hybrid`
+HybridModel (mckpt writes it with `--dialect hybrid`), `bert` BertModel, and `t5` T5Model.
 """
 SIZES = """
 ## The parallel sizes
