@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from mckpt.checkpoint.description import changed_files
 from mckpt.conversion.plan_data import PlanData, SourceState
 from mckpt.errors import StorageError, shown
-from mckpt.execute.checksums import KINDS
 from mckpt.storage import sparse_copy
 from mckpt.storage.files import checksum_of
 from mckpt.storage.staging import MANIFEST
@@ -74,6 +73,8 @@ def complete(plan: PlanData, output: ExistingOutput) -> None:
     """Completes the run that made the destination, if it was killed: updates the tracker and
     removes its staging directory. Then records the state of the source, whose content was the same.
     """
+    from mckpt.execute.checksums import KINDS
+
     destination, manifest, state = plan.destination, output.manifest, output.state
     assert manifest is not None and state is not None
     if destination.iteration_name is not None:

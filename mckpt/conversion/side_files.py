@@ -7,7 +7,6 @@ import os
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from mckpt.checkpoint import description
@@ -145,6 +144,8 @@ def carry(source: Checkpoint, root: Path) -> None:
     side = SideFiles(root, {name: own / name for name in names}, weights)
     side.refuse_other()
     if not to.exists():
+        from tempfile import TemporaryDirectory
+
         root.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=STAGING, dir=root) as folder:
             side.publish(Path(folder))

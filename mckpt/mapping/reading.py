@@ -149,8 +149,10 @@ def family_with(architecture: str) -> str:
     Raises MappingError for an architecture that no family has, or that Megatron-Core has no layers
     for.
     """
+    # most names of classes begin with that of the family, whose file is then the first to be read
+    named = [name for name in names("hf") if architecture.lower().startswith(name.replace("_", ""))]
     for wanted in filter(None, (architecture, decoder_of(architecture))):
-        for name in names("hf"):
+        for name in (*named, *names("hf")):
             # only a file that has the name in its text is worth parsing
             text = (folder("hf") / f"{name}.yaml").read_text(encoding="utf-8")
             if wanted in text and wanted in load("hf", name).architectures:
@@ -243,10 +245,10 @@ def dialect_for(
 
 @functools.cache
 def _default_dialect() -> str:
-    """Returns the name of the dialect with `default: true`, and parses no other one."""
+    """Returns the name of the dialect with `default: true`, and parses none to find it."""
     for name in names("megatron"):
-        path = folder("megatron") / f"{name}.yaml"
-        if "default: true" in path.read_text(encoding="utf-8") and parse(path)[0].get("default"):
+        text = (folder("megatron") / f"{name}.yaml").read_text(encoding="utf-8")
+        if re.search("^default: true", text, re.MULTILINE):
             return name
     raise MappingError(f"{folder('megatron')}: no dialect has `default: true`")
 
