@@ -43,7 +43,6 @@ from mckpt.mapping import Bound, is_of_head, key_pattern
 from mckpt.mapping.forms import part
 from mckpt.progress import Progress
 from mckpt.storage import addresses, sparse_copy
-from mckpt.storage.files import TargetFile
 from mckpt.storage.staging import REPLACED, discard
 from mckpt.values import dtypes
 
@@ -55,17 +54,17 @@ _DTYPES = ("dtype", "torch_dtype")  # keys of config.json, in transformers 5 and
 def opened(
     config: Mapping[str, Any] | str | Path,
     tensors: Iterable[Named],
-    known: SourceOptions,
-    kinds: Mapping[str, str],
+    options: SourceOptions,
+    patterns: Mapping[str, str],
 ) -> Iterator[tuple[Checkpoint, Stream]]:
     """Yields the Hugging Face directory that the stream would be, whose tensors are holes, and the
     stream.
 
-    config: the content of config.json, or the place of its directory. kinds: dtypes of tensors, by
-    patterns of their names.
+    config: the content of config.json, or the place of its directory. options: the user's
+    description of the model. patterns: patterns of names of tensors -> their dtypes.
 
     Raises MappingError if config.json does not describe a model that mckpt knows, and UsageError
-    if the stream cannot be all of it.
+    if a stream cannot have all tensors of the model.
     """
     coming = iter(tensors)
     if (first := next(coming, None)) is None:
@@ -81,26 +80,30 @@ def opened(
                 for name in (CONFIG, *side_files(given).kept):
                     (folder / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(given / name, folder / name)
-            _lay_out(folder, first, known, kinds)
-            source = Checkpoint.open(folder, replace(known, trusted=True))
+            names = _names(folder, first[0], options)
+            _lay_out(folder, names, first, patterns)
+            source = Checkpoint.open(folder, replace(options, trusted=True))
             yield source, Stream(source, itertools.chain([first], coming))
         finally:
             show_again(str(folder))
 
 
-def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[str, str]) -> None:
-    """Makes the weight files of a directory that has a config.json."""
+def _names(folder: Path, first: str, options: SourceOptions) -> Names:
+    """Returns the names of the tensors of the model that a config.json describes.
+
+    first: the name of the first tensor, which decides between several forms of names.
+    """
     config, where = read_config(folder), str(folder / CONFIG)
     if quantised_by(config):
         raise UsageError(
             f"{where}: has {QUANTISED}, and the tensors of a stream are not quantised; leave it"
             " out, and give dequantised tensors, such as those of hf_tensors()"
         )
-    flat = first[0].startswith(("embed_tokens.", "layers.", "norm."))  # as Qwen3-Embedding
+    flat = first.startswith(("embed_tokens.", "layers.", "norm."))  # as Qwen3-Embedding
     keys = ["embed_tokens.weight"] if flat else []
-    family = description.family_for(config, known.family_name, where, keys)
-    dims = family.read(config, known.dims, where, known.dims, "--set")
-    forms = [name for name, form in family.forms.items() if not form.carried]
+    family = description.family_for(config, options.family_name, where, keys)
+    dims = family.read(config, options.dims, where, options.dims, "--set")
+    forms = [{"form": name} for name, form in family.forms.items() if not form.carried]
     if family.forms and not forms:
         carried = " or ".join(", ".join(form.carried) for form in family.forms.values())
         raise UsageError(
@@ -108,27 +111,25 @@ def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[st
             " Megatron's model, so a stream cannot have all of it; save the model as a directory,"
             " and convert that"
         )
-    texts = (place.get(key) for place in (part(config, family.inside), config) for key in _DTYPES)
-    dtype = next((dtypes.parse(text) for text in texts if isinstance(text, str)), None)
-    found: tuple[list[Bound], list[TargetFile]] | None = None
-    for chosen in [{"form": form} for form in forms] or [{}]:
-        names = Names(family, dims, chosen, Parallel())
-        bound, of = names.bound, dict[str, str]()
-        for b in bound:
-            own = [kind for pattern, kind in kinds.items() if _matches(b, pattern)]
-            kind = dtypes.parse(own[0]) if own else dtype or _described(first[1])[0]
-            of.update(dict.fromkeys(b.rule.of, kind))
-        outputs = lay_out(HuggingFaceRequest(names, of, MAX_SHARD_SIZE))[1]
-        fits = any(_matches(b, first[0]) for b in bound)
-        if found is None or fits:
-            found = bound, outputs
-        if fits:
-            break
-    assert found is not None
-    for pattern in kinds:
-        if not any(_matches(b, pattern) for b in found[0]):
+    choices = [Names(family, dims, form, Parallel()) for form in forms or [{}]]
+    return next((n for n in choices if _has(n.bound, first)), choices[0])
+
+
+def _lay_out(folder: Path, names: Names, first: Named, patterns: Mapping[str, str]) -> None:
+    """Makes the weight files of a directory that has a config.json."""
+    for pattern in patterns:
+        if not _has(names.bound, pattern):
             raise UsageError(f"dtypes: no tensor of the model has a name like {pattern!r}")
-    for output in found[1]:
+    config = read_config(folder)
+    parts = (part(config, names.mapping.inside), config)
+    texts = (place.get(key) for place in parts for key in _DTYPES)
+    dtype = next((dtypes.parse(text) for text in texts if isinstance(text, str)), None)
+    stored: dict[str, str] = {}
+    for b in names.bound:
+        given = next((d for pattern, d in patterns.items() if _has([b], pattern)), None)
+        own = dtypes.parse(given) if given else dtype or _described(first[1])[0]
+        stored.update(dict.fromkeys(b.rule.of, own))
+    for output in lay_out(HuggingFaceRequest(names, stored, MAX_SHARD_SIZE))[1]:
         with open(folder / output.path, "wb") as file:
             file.truncate(output.size)
             for at, data in output.fixed(None):
@@ -136,8 +137,9 @@ def _lay_out(folder: Path, first: Named, known: SourceOptions, kinds: Mapping[st
                 file.write(data)
 
 
-def _matches(bound: Bound, pattern: str) -> bool:
-    return any(fnmatchcase(key, pattern) for key in bound.keys())  # noqa: SIM118
+def _has(bound: Iterable[Bound], pattern: str) -> bool:
+    """Returns whether a key of the rules matches a pattern, in which * stands for any text."""
+    return any(fnmatchcase(key, pattern) for b in bound for key in b.keys())  # noqa: SIM118
 
 
 def _described(array: Any) -> tuple[str, tuple[int, ...]]:
@@ -220,7 +222,7 @@ class Stream:
                 f"the stream ended without {counted(len(missing), 'tensor')} of the model that"
                 " config.json describes:",
                 missing,
-                "If the model is one without them, say so with `settings`, such as"
+                "If the model does not have them, give `settings` that leave them out, such as"
                 " settings={'mtp_layers': 0}.",
             )
 
@@ -335,7 +337,8 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
             first, last = bounds[entry.file : entry.file + 2]
             inside = np.searchsorted(at[first:last], [entry.at, entry.at + len(view)]) + first
             todo.append(copies[slice(*inside.tolist())])
-            _fill(sources[entry.file], view, entry.at)
+            with open(sources[entry.file], "r+b") as file:
+                write_at(file.fileno(), view, entry.at, sources[entry.file])
             held += len(view)
             if held >= most:
                 move()
@@ -348,9 +351,3 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
     if settings.progress is not None:
         settings.progress(Progress(total, total, len(sums), len(sums)))
     return sums
-
-
-def _fill(path: str, view: memoryview, at: int) -> None:
-    """Writes the bytes of a tensor to its place."""
-    with open(path, "r+b") as file:
-        write_at(file.fileno(), view, at, path)
