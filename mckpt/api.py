@@ -207,7 +207,7 @@ def open(
 
     Raises SourceError if the directory is missing, damaged or no checkpoint.
     """
-    known = SourceOptions(
+    described = SourceOptions(
         like=like,
         family=family,
         mapping=None if mapping is None else str(mapping),
@@ -215,7 +215,7 @@ def open(
         settings=settings or {},
         iteration=iteration,
     )
-    return Checkpoint.open(path, known)
+    return Checkpoint.open(path, described)
 
 
 @_lists(Options)
@@ -294,13 +294,13 @@ def write(
 
     streaming.refuse_url(dst)
     run = _run_settings(options, watched(progress, cancel))
-    known = SourceOptions(
+    described = SourceOptions(
         family=family,
         mapping=None if mapping is None else str(mapping),
         vocab_size=vocab_size,
         settings=settings or {},
     )
-    with streaming.opened(config, tensors, known, dtypes or {}) as (source, stream):
+    with streaming.opened(config, tensors, described, dtypes or {}) as (source, stream):
         target, place = _target(source, options), _place(options)
         planned = planning.make_plan(source, dst, target, same_format=True, **place)
         return streaming.run(planned, stream, run)
@@ -372,9 +372,9 @@ def diff(
     both = left.is_megatron and right.is_megatron and not no_optimizer
     if both and left.optimizer and right.optimizer:
         left, right = left.with_optimizer(), right.with_optimizer()
-    found = comparison.diff(left, right, atol, watched(progress, cancel))
-    found.replicas = comparison.copies_apart((left, right), cancel)
-    return found
+    difference = comparison.diff(left, right, atol, watched(progress, cancel))
+    difference.replicas = comparison.copies_apart((left, right), cancel)
+    return difference
 
 
 def check(

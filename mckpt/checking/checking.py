@@ -102,15 +102,15 @@ def _pointers(source: Checkpoint) -> list[str]:
     return out
 
 
-def _orphans(source: Checkpoint, known: Collection[str]) -> list[str]:
+def _orphans(source: Checkpoint, named: Collection[str]) -> list[str]:
     """Returns a sentence for each file with tensors that no index or header of the checkpoint
     leads to.
 
-    known: the files that were read, and those that mckpt.json names.
+    named: the files that were read, and those that mckpt.json names.
     """
     opened = source.opened
-    kinds = {Path(path).suffix for path in known}  # a model may have weights in other forms too
-    found = {
+    kinds = {Path(path).suffix for path in named}  # a model may have weights in other forms too
+    present = {
         path
         for pattern in opened.format.parts
         for path in map(str, opened.root.glob(pattern))
@@ -119,7 +119,7 @@ def _orphans(source: Checkpoint, known: Collection[str]) -> list[str]:
     return [
         f"{path}: belongs to no index, so nothing reads it; remove it if it is left over from"
         " another checkpoint"
-        for path in sorted(found - set(known))
+        for path in sorted(present - set(named))
         if not Path(path).name.startswith(OTHER_FORM)
     ]
 
@@ -143,21 +143,21 @@ def _structure(source: Checkpoint, out: Checked) -> None:
 
 def holes(layout: Layout) -> list[str]:
     """Returns a sentence for each logical tensor of which an element is stored nowhere or twice."""
-    held: dict[tuple[str, int, int], list[int]] = {}
+    stored: dict[tuple[str, int, int], list[int]] = {}
     for number, s in enumerate(layout.stored):
         if s.replica or s.carried:
             continue
         places = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
         for name in dict.fromkeys(p.tensor for p in s.pieces):
             for layer, expert in places:
-                held.setdefault((name, layer, expert), []).append(number)
-    found: dict[tuple[str, tuple[int, ...]], str | None] = {}  # many tensors are cut alike
+                stored.setdefault((name, layer, expert), []).append(number)
+    faults: dict[tuple[str, tuple[int, ...]], str | None] = {}  # many tensors are cut alike
     out = []
-    for (name, layer, expert), numbers in held.items():
+    for (name, layer, expert), numbers in stored.items():
         cut = (name, tuple(numbers))
-        if cut not in found:
+        if cut not in faults:
             pieces = [p for i in numbers for p in layout.stored[i].pieces if p.tensor == name]
-            found[cut] = tiles([p.box for p in pieces], layout.shapes[name])
-        if found[cut]:
-            out.append(f"{name.format(layer=layer, expert=expert)}: {found[cut]}")
+            faults[cut] = tiles([p.box for p in pieces], layout.shapes[name])
+        if faults[cut]:
+            out.append(f"{name.format(layer=layer, expert=expert)}: {faults[cut]}")
     return out

@@ -52,9 +52,9 @@ class Strange(NamedTuple):
 
     def __str__(self) -> str:
         size = itemsize(self.span.dtype)
-        held = self.span.nbytes // size
+        total = self.span.nbytes // size
         return (
-            f"{self.span.name}: {self.nans:,} NaN and {self.infinities:,} infinite of {held:,}"
+            f"{self.span.name}: {self.nans:,} NaN and {self.infinities:,} infinite of {total:,}"
             f" {self.span.dtype} values, the first at element"
             f" {(self.first - self.span.at) // size:,} (byte {self.first:,} of {self.span.path})"
         )
@@ -115,19 +115,19 @@ def scan(
     by_file: dict[str, list[Span]] = {path: [] for path in files}
     for span in spans:
         by_file.setdefault(span.path, []).append(span)
-    held = [
-        _File(path, os.path.getsize(path), files.get(path, ""), found)
-        for path, found in by_file.items()
+    scanned = [
+        _File(path, os.path.getsize(path), files.get(path, ""), of_file)
+        for path, of_file in by_file.items()
     ]
-    slabs = [(number, at) for number, f in enumerate(held) for at in range(0, f.size, SLAB)]
-    opened = OpenFiles([f.path for f in held], os.O_RDONLY)
-    out, lock = Scanned(files=len(held)), threading.Lock()
+    slabs = [(number, at) for number, f in enumerate(scanned) for at in range(0, f.size, SLAB)]
+    opened = OpenFiles([f.path for f in scanned], os.O_RDONLY)
+    out, lock = Scanned(files=len(scanned)), threading.Lock()
     strange: dict[int, Strange] = {}  # id of a span -> its values
-    total = sum(f.size for f in held)
+    total = sum(f.size for f in scanned)
 
     def work(slab: int, memory: memoryview, check: Callable[[], None]) -> None:
         number, at = slabs[slab]
-        file = held[number]
+        file = scanned[number]
         end = min(at + SLAB, file.size)
         view = memory[: min(end + LONGEST, file.size) - at]
         check()
@@ -137,11 +137,11 @@ def scan(
             (low, high - low, isal_zlib.crc32(view[low - at : high - at]))
             for low, high in (file.pieces(at, end) if file.summed else ())
         ]
-        found = [s for span in file.within(at, end) if (s := _strange(span, view, at, end))]
+        unusual = [s for span in file.within(at, end) if (s := _strange(span, view, at, end))]
         with lock:
             file.ranges += sums
             out.nbytes += end - at
-            for one in found:
+            for one in unusual:
                 before = strange.get(id(one.span))
                 strange[id(one.span)] = _joined(before, one) if before else one
 
@@ -156,7 +156,7 @@ def scan(
         opened.close()
     # for a digest each file is read again
     with ThreadPoolExecutor(num_threads, "sums") as readers:
-        for checked, broken in readers.map(_compare, held):
+        for checked, broken in readers.map(_compare, scanned):
             out.checked += checked
             out.broken += broken
     out.strange = sorted(strange.values(), key=lambda s: (s.span.path, s.first))
@@ -199,9 +199,9 @@ def _compare(file: _File) -> tuple[int, list[str]]:
     file.ranges.sort()
     broken = [
         f"{record.name}: bytes {record.at:,} to {record.at + record.nbytes:,} of {file.path} have"
-        f" the crc32 {found:08x}, and the file states {record.crc:08x}"
+        f" the crc32 {own:08x}, and the file states {record.crc:08x}"
         for record in file.records
-        if (found := _crc_of(file.ranges, record.at, record.at + record.nbytes)) != record.crc
+        if (own := _crc_of(file.ranges, record.at, record.at + record.nbytes)) != record.crc
     ]
     kind, _, stated = file.stated.partition(":")
     if not stated:

@@ -127,13 +127,13 @@ class _Buffers(threading.local):
     """
 
     def __init__(self) -> None:
-        self._held = [np.empty(BLOCK_BYTES, "u1") for _ in range(2)]
+        self._arrays = [np.empty(BLOCK_BYTES, "u1") for _ in range(2)]
 
     def take(self, side: int, nbytes: int) -> np.ndarray:
         """Returns an array of at least `nbytes` bytes. A single row may be longer than a block."""
-        if len(self._held[side]) < nbytes:
-            self._held[side] = np.empty(nbytes, "u1")
-        return self._held[side]
+        if len(self._arrays[side]) < nbytes:
+            self._arrays[side] = np.empty(nbytes, "u1")
+        return self._arrays[side]
 
 
 def diff(
@@ -167,7 +167,7 @@ def diff(
             compared.append(name)
             out.cast += any(dtype != left.dtype for dtype in way)
     total = sum(a[n].nbytes for n in compared)
-    found: dict[str, list[tuple[int, _Found]]] = {}
+    different: dict[str, list[tuple[int, _Found]]] = {}
     buffers = _Buffers()
 
     def one(block: _Block) -> tuple[_Block, _Found | None]:
@@ -188,7 +188,7 @@ def diff(
                     rounded[block.name] += differs.rounded
                     infinite[block.name] += differs.infinite
                     if differs.num:
-                        found.setdefault(block.name, []).append((block.row, differs))
+                        different.setdefault(block.name, []).append((block.row, differs))
                 whole = a[block.name]
                 out.nbytes += whole.nbytes // max(1, len(whole) if whole.shape else 1) * block.rows
                 if progress is not None:
@@ -196,11 +196,11 @@ def diff(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    out.changed += [_merged(name, parts) for name, parts in found.items()]
+    out.changed += [_merged(name, parts) for name, parts in different.items()]
     order = {name: i for i, name in enumerate(a)}
     out.changed.sort(key=lambda c: order[c.name])
-    out.same = len(compared) - len(found)
-    out.cast -= sum(any(dtype != a[name].dtype for dtype in casts(name)) for name in found)
+    out.same = len(compared) - len(different)
+    out.cast -= sum(any(dtype != a[name].dtype for dtype in casts(name)) for name in different)
     out.infinite = [
         f"{name}: {counted(n, 'value')} became infinite in the cast to {b[name].dtype}"
         for name, n in infinite.items()

@@ -79,18 +79,18 @@ def kept_mapping(directory: Path, manifest: Mapping[str, Any]) -> Path | None:
     Raises MappingError if it is not the one that the checkpoint's manifest names.
     """
     path = directory / MAPPING
-    wanted = (manifest.get("mapping_file") or {}).get("digest")
+    recorded = (manifest.get("mapping_file") or {}).get("digest")
     cure = "put back the file with which the checkpoint was made, or give --mapping FILE"
     if not path.is_file():
-        if wanted is not None and directory.is_dir():
+        if recorded is not None and directory.is_dir():
             raise MappingError(
-                f"{path}: is not there, and {MANIFEST} names it with the digest {wanted}; {cure}"
+                f"{path}: is not there, and {MANIFEST} names it with the digest {recorded}; {cure}"
             )
         return None
-    found = mapping.digest_of(read_file(path, 1 << 24).decode("utf-8", "replace"))
-    if wanted not in (None, found):
+    digest = mapping.digest_of(read_file(path, 1 << 24).decode("utf-8", "replace"))
+    if recorded not in (None, digest):
         raise MappingError(
-            f"{path}: has the digest {found}, and {MANIFEST} names it with {wanted}; {cure}"
+            f"{path}: has the digest {digest}, and {MANIFEST} names it with {recorded}; {cure}"
         )
     return path
 
@@ -130,15 +130,15 @@ def unstored(
     """Returns the neutral value of each dim whose tensor is not among the stored keys, unless the
     config has that value already.
     """
-    found: dict[str, Any] = {}
+    neutral_dims: dict[str, Any] = {}
     for name, spec in family.dims.items():
         neutral = mapping.schema().dims[name].neutral
         if spec.tensor and spec.tensor not in keys and (spec.has_const or neutral is not None):
             value = neutral({}) if neutral is not None and not spec.has_const else spec.const
-            said = family.keys_of(name, config).values()
-            if not said or any(v != value for v in said):
-                found[name] = value
-    return found
+            stated = family.keys_of(name, config).values()
+            if not stated or any(v != value for v in stated):
+                neutral_dims[name] = value
+    return neutral_dims
 
 
 def completed(root: Path, known: Mapping[str, Any]) -> Dims:

@@ -68,23 +68,23 @@ def inspect(source: Checkpoint, most: int | None = None) -> dict[str, Any]:
     return out
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(facts: dict[str, Any]) -> list[str]:
     """Returns the result of `inspect` as lines for people."""
     out = [
         f"{LABELS.get(k, k)}: {f'{v:,}' if k == 'bytes' else _plainly(v)}"
-        for k, v in found.items()
+        for k, v in facts.items()
         if k not in ("tensors", "problems", "inexact") and v is not None
     ]
-    out += [f"inexact: {why}" for why in (found.get("inexact") or {}).values()]
-    out += [f"problem: {p}" for p in found.get("problems", ())]
-    rows = list(found["tensors"].items())[:SHOWN]
+    out += [f"inexact: {why}" for why in (facts.get("inexact") or {}).values()]
+    out += [f"problem: {p}" for p in facts.get("problems", ())]
+    rows = list(facts["tensors"].items())[:SHOWN]
     out += [
         f"  {k}  {t['dtype']} {t['shape']}"
         + (f" in {counted(t['chunks'], 'chunk')}" if "chunks" in t else "")
         for k, t in rows
     ]
-    if found["num_tensors"] > len(rows):
-        out.append(f"  and {found['num_tensors'] - len(rows):,} more; --json lists all")
+    if facts["num_tensors"] > len(rows):
+        out.append(f"  and {facts['num_tensors'] - len(rows):,} more; --json lists all")
     return out
 
 
@@ -100,10 +100,10 @@ def stored_model(directory: Path) -> tuple[dict[str, Any], dict[str, tuple[int, 
     SourceError if the directory is no Hugging Face checkpoint.
     """
     directory = places.local(directory)
-    found = formats.detect(directory, megatron=False)
-    if found is None:
+    format = formats.detect(directory, megatron=False)
+    if format is None:
         raise SourceError(f"{directory}: is no Hugging Face directory: it has no weights")
-    shown = found.open(directory).show(None)
+    shown = format.open(directory).show(None)
     return read_config(directory), {key: shape for key, _, shape, _ in shown.tensors}
 
 
@@ -185,5 +185,5 @@ def _misfits(file: Path, here: set[str], dialect: MappingFile, dims: Dims) -> li
     chosen = {name: values[0] for name, values in dialect.choices.items()}
     names = Names(dialect, dims, {**chosen, "pp": 1}, Parallel())
     there = {n for b in names.bound for n in b.rule.of}
-    found = mapping.misfits(file.name, here, "Megatron", there, dims, dialect)
-    return found + list(dialect.inexact(dims).values())
+    problems = mapping.misfits(file.name, here, "Megatron", there, dims, dialect)
+    return problems + list(dialect.inexact(dims).values())

@@ -98,7 +98,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._held: dict[str, list[tuple[Stored, list[Piece], dict[tuple[int, int], int]]]] = {}
+        self._stored: dict[str, list[tuple[Stored, list[Piece], dict[tuple[int, int], int]]]] = {}
         self._order: dict[str, tuple[str, int, int]] = {}
         rows = []
         for s in layout.stored:
@@ -107,7 +107,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
             pairs = list(zip(s.layer.tolist(), s.expert.tolist(), strict=True))
             row_of = {pair: i for i, pair in enumerate(pairs)}
             for template in dict.fromkeys(p.tensor for p in s.pieces):
-                self._held.setdefault(template, []).append(
+                self._stored.setdefault(template, []).append(
                     (s, [p for p in s.pieces if p.tensor == template], row_of)
                 )
                 rows += [(layer, template, expert) for layer, expert in pairs]
@@ -134,13 +134,13 @@ class Reader(Mapping[str, "LogicalTensor"]):
     def dtype(self, name: str) -> str:
         """Returns the dtype of the elements, or of the values of block-quantised ones."""
         template, layer, expert = self._order[name]
-        return next(s.dtype for s, _, row_of in self._held[template] if (layer, expert) in row_of)
+        return next(s.dtype for s, _, row_of in self._stored[template] if (layer, expert) in row_of)
 
     def offset(self, name: str) -> float:
         """Returns the number that the stored values have been shifted by; see Piece."""
         template, layer, expert = self._order[name]
-        held = self._held[template]
-        return next(pieces[0].offset for _, pieces, row_of in held if (layer, expert) in row_of)
+        stored = self._stored[template]
+        return next(pieces[0].offset for _, pieces, row_of in stored if (layer, expert) in row_of)
 
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
         """Returns the bytes of a box, dense, as unsigned integers of the dtype's size.
@@ -152,7 +152,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
         nbytes = math.prod(box.shape) * size
         out = (np.empty(nbytes, "u1") if buffer is None else buffer[:nbytes]).view(f"u{size}")
         into = Piece(template, box, 0, row_major(box.shape))
-        for s, pieces, row_of in self._held[template]:
+        for s, pieces, row_of in self._stored[template]:
             row = row_of.get((layer, expert))
             if row is not None:
                 self._place(s, row, pieces, into, out)
@@ -166,10 +166,10 @@ class Reader(Mapping[str, "LogicalTensor"]):
         """
         size, wide = itemsize(s.stored_as), out.itemsize
         offset = pieces[0].offset  # of all pieces of one logical tensor
-        found = [m for p in pieces for m in moves(p, into)]
-        parts = [(m, 0) for m in found]
+        overlaps = [m for p in pieces for m in moves(p, into)]
+        parts = [(m, 0) for m in overlaps]
         if s.scales:
-            straight = (part for m in found for part in by_rows(m, s.shape[-1]))
+            straight = (part for m in overlaps for part in by_rows(m, s.shape[-1]))
             parts = [part for m in straight for part in phased(m, s.scales.per_byte)]
         for m, phase in parts:
             at = int(s.at[row]) + m.src_start * size
@@ -250,7 +250,7 @@ class Reader(Mapping[str, "LogicalTensor"]):
         sentence contains the number of rows (or of values, in a flat buffer) that are not zero, and
         the largest value.
         """
-        found: dict[tuple[str, str], tuple[int, float]] = {}
+        extra: dict[tuple[str, str], tuple[int, float]] = {}
         for s in self._layout.stored:
             if not s.padding or s.view or s.replica:
                 continue
@@ -270,12 +270,12 @@ class Reader(Mapping[str, "LogicalTensor"]):
                     if filled.any():
                         values = np.abs(raw.view(numpy_dtype(s.dtype)).astype("f4"))
                         place = s.key, "row" if len(s.shape) > 1 else "value"
-                        count, largest = found.get(place, (0, 0.0))
-                        found[place] = count + int(filled.sum()), max(largest, float(values.max()))
+                        count, largest = extra.get(place, (0, 0.0))
+                        extra[place] = count + int(filled.sum()), max(largest, float(values.max()))
         return [
             f"{key}: {counted(count, noun)} beyond the vocabulary {'is' if count == 1 else 'are'}"
             f" not zero (largest {largest:.3g}), and {'is' if count == 1 else 'are'} dropped"
-            for (key, noun), (count, largest) in found.items()
+            for (key, noun), (count, largest) in extra.items()
         ]
 
     def _pread(self, file: int, at: int, out: np.ndarray) -> np.ndarray:

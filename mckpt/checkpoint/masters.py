@@ -67,9 +67,9 @@ def read(opened: OpenedMegatron, names: Names) -> Optimizer | None:
     for chosen in itertools.product(*tried.values()):
         choices = {**names.choices, **dict(zip(tried, chosen, strict=True))}
         with suppress(SourceError):
-            found = opened.optimizer(replace(names, choices=choices))
-            if found is not None and fit(weights, found.layout, half):
-                return found
+            other = opened.optimizer(replace(names, choices=choices))
+            if other is not None and fit(weights, other.layout, half):
+                return other
     return first
 
 
@@ -79,8 +79,8 @@ def refuse_others(opened: OpenedMegatron, names: Names) -> None:
     """
     args = opened.common.args or {}
     name = args.get("optimizer") or KNOWN[0]
-    held = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
-    if held and name not in KNOWN:
+    stored = {"optimizer", LAYER_WISE} & {*opened.beside(names.mapping)}
+    if stored and name not in KNOWN:
         raise UsageError(
             f"{opened.root}: has the state of the optimizer {name}; mckpt converts the state of"
             f" {', '.join(KNOWN[:-1])} and {KNOWN[-1]} only, so give --no-optimizer to convert the"

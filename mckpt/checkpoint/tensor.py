@@ -65,8 +65,8 @@ class LazyTensor(ABC):
         """
         if copy is False:
             raise ValueError(f"{self.name}: its elements are in a file; leave copy=False out")
-        found = self.numpy()
-        return found if dtype is None else found.astype(dtype, copy=False)
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, *, copy: bool | None = None, **_: Any) -> Any:
         """Reads the elements into memory of the CPU and returns a DLPack capsule of them.
@@ -79,13 +79,13 @@ class LazyTensor(ABC):
         if numpy_dtype(self.dtype).isbuiltin == BUILT_IN:
             return self.numpy().__dlpack__()
         try:
-            found = self.torch()
+            tensor = self.torch()
         except ImportError:
             raise BufferError(
                 f"{self.name} is {self.dtype}, which numpy does not export; install torch, or take"
                 " .numpy(), whose dtype is that of ml_dtypes"
             ) from None
-        return found.__dlpack__()
+        return tensor.__dlpack__()
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Returns the CPU as DLPack's kind and number of a device."""

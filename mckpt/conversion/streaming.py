@@ -240,8 +240,8 @@ class Stream:
             )
 
     def _compare(self, name: str, digest: bytes) -> None:
-        other, known = self._sums.setdefault(self._of[name], (name, digest))
-        if known != digest:
+        other, first = self._sums.setdefault(self._of[name], (name, digest))
+        if first != digest:
             raise SourceError(
                 f"{name}: differs from {other}, and config.json says that both are one tensor;"
                 " give settings={'tied': False} if they are an output layer and an embedding"
@@ -298,7 +298,7 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
         np.ascontiguousarray(copies["src_file"]), np.arange(len(sources) + 1)
     ).tolist()
     total = int(sum(s.numel * len(s) * dtypes.itemsize(s.dtype) for s in plan.source.layout.stored))
-    done = held = 0
+    done = waiting = 0
     todo: list[np.ndarray] = []
     # half of the memory holds tensors that wait, the other half is for buffers
     most = settings.max_memory // 2
@@ -320,7 +320,7 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
     )
 
     def move() -> None:
-        nonlocal done, held
+        nonlocal done, waiting
         tick()
         if todo:
             moved = np.concatenate(todo)
@@ -329,7 +329,7 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
                 size = os.stat(sources[file]).st_size
                 os.truncate(sources[file], 0)
                 os.truncate(sources[file], size)
-        done, held = done + held, 0
+        done, waiting = done + waiting, 0
         todo.clear()
 
     try:
@@ -339,8 +339,8 @@ def _move(plan: PlanData, settings: RunSettings, stream: Stream, data: Path) -> 
             todo.append(copies[slice(*inside.tolist())])
             with open(sources[entry.file], "r+b") as file:
                 write_at(file.fileno(), view, entry.at, sources[entry.file])
-            held += len(view)
-            if held >= most:
+            waiting += len(view)
+            if waiting >= most:
                 move()
         move()
         sums = batches.end(tick)

@@ -83,10 +83,10 @@ def by_file(
         total[file // each, -1] += size
     columns = []
     for i, column in enumerate(total):
-        held = range(i * each, min((i + 1) * each, len(layout.files)))
-        title = " to ".join(labels[n] for n in dict.fromkeys((held[0], held[-1])))
+        files = range(i * each, min((i + 1) * each, len(layout.files)))
+        title = " to ".join(labels[n] for n in dict.fromkeys((files[0], files[-1])))
         if column.any():
-            columns.append(Column("", str(i) if each == 1 else span(held), title, column))
+            columns.append(Column("", str(i) if each == 1 else span(files), title, column))
     return columns
 
 
@@ -124,10 +124,10 @@ def by_rank(names: Names, layout: Layout, rows: Rows, padded_vocab: int) -> list
         if b.rule.tp == "replicated":
             rank = rank * 0
         each = {t: math.prod(local(b, whole, t, ways)[0]) for t in set(rank.tolist())}
-        held = np.array([each[t] for t in rank.tolist()]) * sizes[b.rule.of[0]]
-        held *= len(b.experts) // ep if expert else 1
+        sizes_of_ranks = np.array([each[t] for t in rank.tolist()]) * sizes[b.rule.of[0]]
+        sizes_of_ranks *= len(b.experts) // ep if expert else 1
         for p, v, layers in _places(b, stages, names):
-            np.add.at(total[p, v].T, rows.of(b.rule, layers), held)
+            np.add.at(total[p, v].T, rows.of(b.rule, layers), sizes_of_ranks)
     return [
         column
         for p in range(parallel.pp)

@@ -155,20 +155,20 @@ def groups(layout: Layout, numbering: Numbering) -> list[Group]:
     return out
 
 
-def others(found: Iterable[Other]) -> Iterator[Group]:
-    """Yields the tensors that the layout does not have. Names that differ in numbers are one
-    group.
+def others(tensors: Iterable[Other]) -> Iterator[Group]:
+    """Yields the tensors that the layout does not have. Names that differ in numbers only are
+    one group.
     """
     alike: dict[tuple[Any, ...], list[tuple[Other, list[int]]]] = {}
-    for one in found:
-        words = _DIGITS.split(one.key)
-        same = (tuple(words[::2]), one.dtype, one.shape, one.kind)
-        alike.setdefault(same, []).append((one, [int(n) for n in words[1::2]]))
+    for tensor in tensors:
+        words = _DIGITS.split(tensor.key)
+        same = (tuple(words[::2]), tensor.dtype, tensor.shape, tensor.kind)
+        alike.setdefault(same, []).append((tensor, [int(n) for n in words[1::2]]))
     for (parts, dtype, shape, kind), members in alike.items():
         digits = np.array([numbers for _, numbers in members], "i8").reshape(len(members), -1).T
         numbers = [runs(column) for column in digits]
         made = _group(parts, numbers, dtype, shape, members[0][0].nbytes, len(members), kind)
-        yield made | {"file": runs(np.array([one.file for one, _ in members]))}
+        yield made | {"file": runs(np.array([tensor.file for tensor, _ in members]))}
 
 
 def _group(
@@ -221,10 +221,10 @@ def origins(joined: Joined, source: Layout, target: Layout) -> list[Mapping[str,
 
 def _holder(stored: list[Stored], file: np.ndarray, at: np.ndarray) -> np.ndarray:
     """Returns the number of the tensor that holds each byte `at` of a `file`."""
-    held = [s for s in stored if len(s)]
-    starts = np.concatenate([(s.file.astype("i8") << _SHIFT) + s.at for s in held])
+    filled = [s for s in stored if len(s)]
+    starts = np.concatenate([(s.file.astype("i8") << _SHIFT) + s.at for s in filled])
     # of tensors that begin at one byte, the last is the one that is read
-    read = np.repeat([not s.replica and s.numel > 0 for s in held], list(map(len, held)))
+    read = np.repeat([not s.replica and s.numel > 0 for s in filled], list(map(len, filled)))
     order = np.lexsort((read, starts))
     wanted = (file.astype("i8") << _SHIFT) + at
     return order[np.searchsorted(starts[order], wanted, side="right") - 1]

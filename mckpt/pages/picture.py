@@ -55,15 +55,15 @@ def of_checkpoint(source: Checkpoint) -> str:
     except MckptError as e:
         side = _source(source)
         notes.append(f"The optimizer's state is not shown: {e}")
-    found = inspection.inspect(source, 0)
+    facts_of_files = inspection.inspect(source, 0)
     left = ("tensors", "problems", "inexact", "carried")
-    rows = [(inspection.LABELS.get(k, k), v) for k, v in found.items() if k not in left]
+    rows = [(inspection.LABELS.get(k, k), v) for k, v in facts_of_files.items() if k not in left]
     facts = {
-        "Carried unchanged": found.get("carried"),
+        "Carried unchanged": facts_of_files.get("carried"),
         "Ignored": dict(grouped(side.layout.ignored)),
         "Left behind": source.left_behind(),
         "Inexact": source.files.inexact,
-        "Problems": found.get("problems"),
+        "Problems": facts_of_files.get("problems"),
         "Notes": notes,
     }
     return _page("mckpt inspect", rows, [side], facts)
@@ -71,7 +71,7 @@ def of_checkpoint(source: Checkpoint) -> str:
 
 def of_plan(plan: PlanData) -> str:
     """Returns the page of a plan."""
-    found = plan.json()
+    content = plan.json()
     target = Side(
         "Target",
         plan.destination.format,
@@ -84,26 +84,26 @@ def of_plan(plan: PlanData) -> str:
     sides = [target, _source(plan.source)]
     rows: list[tuple[str, Any]] = []
     for name in ("source", "target"):
-        one = found[name]
+        one = content[name]
         sized = f", {one['parallel']}" * sides[name == "source"].format.megatron
         rows.append((name, tag("code", one["path"])))
         rows.append(("", f"{one['format']}, {one['mapping']}{sized}"))
-    num_files = counted(len(found["target"]["files"]), "file")
+    num_files = counted(len(content["target"]["files"]), "file")
     rows += [
         ("to be written", f"{size(plan.nbytes)} in {num_files}"),
-        ("copies", f"{found['copies']:,}; every element of the target is written exactly once"),
-        ("plan", tag("code", found["plan"])),
+        ("copies", f"{content['copies']:,}; every element of the target is written exactly once"),
+        ("plan", tag("code", content["plan"])),
     ]
-    casts = found["casts"] | found["offsets"]
+    casts = content["casts"] | content["offsets"]
     facts = {
         "Casts": {name: counted(n, "element") for name, n in casts.items()},
-        "Padding": found["padding_bytes"] and f"{found['padding_bytes']:,} bytes of zeros",
-        "Optimizer": found["optimizer"],
-        "Carried unchanged": found["carried"],
-        "Ignored": found["ignored"],
-        "Left behind": found["left_behind"],
-        "Inexact": found["inexact"],
-        "Notes": found["notes"],
+        "Padding": content["padding_bytes"] and f"{content['padding_bytes']:,} bytes of zeros",
+        "Optimizer": content["optimizer"],
+        "Carried unchanged": content["carried"],
+        "Ignored": content["ignored"],
+        "Left behind": content["left_behind"],
+        "Inexact": content["inexact"],
+        "Notes": content["notes"],
     }
     origins = listing.origins(plan.joined, plan.source.layout, plan.layout)
     return _page("mckpt plan", rows, sides, facts, origins)
