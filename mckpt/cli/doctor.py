@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from mckpt.cli import machine
 from mckpt.cli.echo import echo
 from mckpt.cli.options import command, json_option
 from mckpt.errors import MckptError, MissingExtra, UsageError, counted
@@ -41,9 +42,6 @@ def doctor(purposes: tuple[str, ...], urls: tuple[str, ...], as_json: bool) -> N
     names, never their values), mapping files, and free space for temporary files. Only --store uses
     the network.
     """
-    # here, because it needs parts of the standard library that no other command imports
-    from mckpt.cli import machine
-
     places = {url: addresses.url_of(url) for url in urls}
     for url, place in places.items():
         if place is None:

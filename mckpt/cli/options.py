@@ -20,16 +20,22 @@ DIRECTORY = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
-class WholeNumber(click.IntRange):
-    """A whole number of at least `min`, which errors explain in words."""
+class WholeNumber(click.ParamType):
+    """A whole number of at least `least`."""
 
     name = "n"  # the help shows a value as N
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def __init__(self, least: int) -> None:
+        self.least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter:
-            self.fail(f"{value!r} is not a whole number of at least {self.min}", param, ctx)
+            number = int(value)
+        except ValueError:
+            number = self.least - 1
+        if number < self.least:
+            self.fail(f"{value!r} is not a whole number of at least {self.least}", param, ctx)
+        return number
 
 
 class _OutputFile(click.Path):
