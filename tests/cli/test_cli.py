@@ -113,7 +113,7 @@ def test_wrong_usage_exits_with_2(src, tmp_path):
         ("inspect a --frobnicate", "mckpt inspect --help lists all"),
         ("inspect a --jsn", "did you mean --json?"),
         ("mappings shwo a", "did you mean show?"),
-        ("hf-to-megatron fixtures/tiny-qwen3 b --set layers=1", "such as num_layers or"),
+        ("hf-to-megatron fixtures/tiny-qwen3 b --set layers=1", "the nearest names are num_layers"),
         ("hf-to-megatron a b --tp two", "'two' is not a whole number of at least 1"),
         ("verify a b --length 1", "'1' is not a whole number of at least 2"),
     ],
