@@ -35,8 +35,8 @@ def shown(text: str) -> str:
 
 def printable(text: str) -> str:
     """Returns one line of text, in which an escape such as \\x1b or \\n stands for each character
-    that a terminal would obey or not show: control characters, line breaks, marks of the reading
-    order.
+    that a terminal interprets or does not display: control characters, line breaks, marks that
+    change the direction of text.
 
     Names, paths and values come from others. All text for people goes through this function, line
     by line, so that none of them can forge a line or change what the terminal shows.
@@ -52,7 +52,7 @@ _options_shown = False
 
 def show_options(on: bool) -> bool:
     """Lets the errors made from now on name options as the command line does, or as keywords of the
-    Python API. Returns what was the case before.
+    Python API. Returns the previous setting.
     """
     global _options_shown
     before, _options_shown = _options_shown, on

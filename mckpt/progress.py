@@ -1,4 +1,4 @@
-"""How far a long operation is, as it reports it, and how its caller ends it early."""
+"""The progress that a long operation reports, and the way to cancel it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an operation is. Its `progress` function gets one several times a second."""
+    """The progress of an operation, which calls its `progress` function several times a second."""
 
-    nbytes: int  # that are done, also by an earlier run that was interrupted
+    nbytes: int  # bytes that are done, including those of an earlier run that was interrupted
     total_bytes: int
-    files: int = 0  # that are complete; 0 for an operation that writes none
+    files: int = 0  # complete files; 0 for an operation that writes none
     total_files: int = 0
 
     @property

@@ -61,7 +61,7 @@ def check(source: Checkpoint, threads: int = 0, progress: OnProgress | None = No
     out.suspicious += _orphans(source, {*files, *stated})
     scanned = scan({**files, **stated}, spans, threads, progress)
     out.damaged += scanned.broken
-    out.suspicious += map(str, scanned.strange)
+    out.suspicious += map(str, scanned.non_finite)
     out.files, out.nbytes, out.checksums = scanned.files, scanned.nbytes, scanned.checked
     out.damaged = list(dict.fromkeys(out.damaged))
     return out

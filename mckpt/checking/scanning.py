@@ -42,7 +42,7 @@ _LEAST = {
 _NO_INFINITY = ("float8_e4m3fn",)
 
 
-class Strange(NamedTuple):
+class NonFinite(NamedTuple):
     """The values of one tensor that are not finite."""
 
     span: Span
@@ -65,7 +65,7 @@ class Scanned:
     """What was found when all bytes were read."""
 
     broken: list[str] = field(default_factory=list)  # checksums that do not fit
-    strange: list[Strange] = field(default_factory=list)
+    non_finite: list[NonFinite] = field(default_factory=list)
     files: int = 0
     nbytes: int = 0
     checked: int = 0  # checksums that were compared
@@ -122,7 +122,7 @@ def scan(
     slabs = [(number, at) for number, f in enumerate(scanned) for at in range(0, f.size, SLAB)]
     opened = OpenFiles([f.path for f in scanned], os.O_RDONLY)
     out, lock = Scanned(files=len(scanned)), threading.Lock()
-    strange: dict[int, Strange] = {}  # id of a span -> its values
+    non_finite: dict[int, NonFinite] = {}  # id of a span -> its values
     total = sum(f.size for f in scanned)
 
     def work(slab: int, memory: memoryview, check: Callable[[], None]) -> None:
@@ -137,13 +137,13 @@ def scan(
             (low, high - low, isal_zlib.crc32(view[low - at : high - at]))
             for low, high in (file.pieces(at, end) if file.summed else ())
         ]
-        unusual = [s for span in file.within(at, end) if (s := _strange(span, view, at, end))]
+        unusual = [s for span in file.within(at, end) if (s := _non_finite(span, view, at, end))]
         with lock:
             file.ranges += sums
             out.nbytes += end - at
             for one in unusual:
-                before = strange.get(id(one.span))
-                strange[id(one.span)] = _joined(before, one) if before else one
+                before = non_finite.get(id(one.span))
+                non_finite[id(one.span)] = _joined(before, one) if before else one
 
     num_threads = threads or min(len(os.sched_getaffinity(0)), THREADS)
     try:
@@ -159,11 +159,11 @@ def scan(
         for checked, broken in readers.map(_compare, scanned):
             out.checked += checked
             out.broken += broken
-    out.strange = sorted(strange.values(), key=lambda s: (s.span.path, s.first))
+    out.non_finite = sorted(non_finite.values(), key=lambda s: (s.span.path, s.first))
     return out
 
 
-def _strange(span: Span, view: memoryview, at: int, end: int) -> Strange | None:
+def _non_finite(span: Span, view: memoryview, at: int, end: int) -> NonFinite | None:
     """Returns the values of a tensor that begin in bytes `at` to `end` of its file and are not
     finite; None if there are none.
 
@@ -185,11 +185,11 @@ def _strange(span: Span, view: memoryview, at: int, end: int) -> Strange | None:
         beyond = int((bits >= least).sum())
         infinite = 0 if span.dtype in _NO_INFINITY else int((bits == least).sum())
         nans, infinities = nans + beyond - infinite, infinities + infinite
-    return None if where < 0 else Strange(span, nans, infinities, where)
+    return None if where < 0 else NonFinite(span, nans, infinities, where)
 
 
-def _joined(a: Strange, b: Strange) -> Strange:
-    return Strange(a.span, a.nans + b.nans, a.infinities + b.infinities, min(a.first, b.first))
+def _joined(a: NonFinite, b: NonFinite) -> NonFinite:
+    return NonFinite(a.span, a.nans + b.nans, a.infinities + b.infinities, min(a.first, b.first))
 
 
 def _compare(file: _File) -> tuple[int, list[str]]:

@@ -37,7 +37,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
     files: CheckpointFiles
     model: ModelDescription
     borrows: bool = False  # takes tensors from the directory of --like; see `borrowing`
-    has_states: bool = False  # has the optimizer's states among its tensors
+    has_states: bool = False  # the optimizer's states are among its tensors
 
     @classmethod
     def open(cls, path: str | Path, options: SourceOptions | None = None) -> Self:
@@ -72,8 +72,8 @@ class Checkpoint(Mapping[str, LogicalTensor]):
 
     def borrowing(self) -> Self:
         """Returns the same checkpoint, which takes from --like the tensors that are not in
-        Megatron's model, if DST/hf does not have them. A conversion does so; a comparison would
-        compare such tensors with themselves.
+        Megatron's model, if DST/hf does not have them. For conversions only: a comparison would
+        compare these tensors with themselves.
         """
         return replace(self, borrows=True)
 

@@ -118,7 +118,7 @@ class _Found(NamedTuple):
     num: int
     max_abs: float
     infinite: int  # values that a cast made infinite
-    rounded: int  # values that an offset rounded; these two are alone if nothing differs
+    rounded: int  # values that an offset rounded; these two may be set although no value differs
 
 
 class _Buffers(threading.local):

@@ -150,8 +150,8 @@ def completed(root: Path, known: Mapping[str, Any]) -> Dims:
     missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
     if missing:
         raise UsageError(
-            f"{root}: has no args, so nothing says its {', '.join(missing)}; give --like"
-            " HF_DIR, a directory whose config.json does"
+            f"{root}: has no args, so its {', '.join(missing)} are not known; give --like"
+            " HF_DIR, a directory whose config.json has them"
         )
     neutral = {
         n: dim.neutral(known)

@@ -95,14 +95,14 @@ def _plainly(value: Any) -> str:
 
 
 def stored_model(directory: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """The config.json of a Hugging Face directory, and the shape of every stored tensor.
+    """Returns the config.json of a Hugging Face directory, and the shape of every stored tensor.
 
-    SourceError if the directory is no Hugging Face checkpoint.
+    Raises SourceError if the directory is not a Hugging Face checkpoint.
     """
     directory = places.local(directory)
     format = formats.detect(directory, megatron=False)
     if format is None:
-        raise SourceError(f"{directory}: is no Hugging Face directory: it has no weights")
+        raise SourceError(f"{directory}: is not a Hugging Face directory: it has no weights")
     shown = format.open(directory).show(None)
     return read_config(directory), {key: shape for key, _, shape, _ in shown.tensors}
 

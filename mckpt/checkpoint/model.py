@@ -39,7 +39,7 @@ class ModelDescription:
     """
 
     files: CheckpointFiles
-    given_dims: Dims | None = None  # used in the place of all other dims
+    given_dims: Dims | None = None  # if set, replaces the dims of all sources
 
     @cached_property
     def options(self) -> SourceOptions:
@@ -133,8 +133,8 @@ class ModelDescription:
 
     @cached_property
     def unstored(self) -> dict[str, Any]:
-        """Returns the dims of a Hugging Face directory that are neutral although config.json, or
-        its default, has another value: the tensor that they require is not there.
+        """Returns the dims of a Hugging Face directory whose tensor is not stored, although
+        config.json or its default has them, with the neutral values that replace them.
         """
         if self.files.is_megatron:
             return {}

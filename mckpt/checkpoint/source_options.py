@@ -23,7 +23,8 @@ class SourceOptions:
     vocab_size: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # dim -> value
     iteration: int | None = None
-    trusted: bool = False  # the dims win over config.json: no tensor is there yet to be asked
+    # the dims replace those of config.json unchecked, because no tensor is stored yet
+    trusted: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.settings, Mapping):

@@ -21,7 +21,7 @@ from mckpt.formats.shards import Row, tensors_of
 from mckpt.geometry.join import Joined, join
 from mckpt.values.dtypes import itemsize
 
-FILE = 44  # bits of a byte's place in a file of 16 TiB
+FILE = 44  # bits of an offset in a file, which has less than 16 TiB
 
 
 class HfTensor(LazyTensor):

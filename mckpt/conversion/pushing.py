@@ -69,8 +69,8 @@ def push(
     """
     if not directory.exists():
         raise SourceError(f"{directory}: does not exist; give the directory of an export")
-    if directory.is_dir() and (said := unfinished(directory)):
-        raise SourceError(f"{directory}: is not complete. {said}")
+    if directory.is_dir() and (state := unfinished(directory)):
+        raise SourceError(f"{directory}: is not complete. {state}")
     target = addresses.hub_name_of(name if name.startswith("hf:/") else f"hf://{name}")
     if target is None or "/" not in target.repo:
         raise UsageError(f"{name}: must be a name on the Hugging Face Hub, as org/name")

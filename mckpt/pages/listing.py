@@ -1,5 +1,7 @@
-"""The data of all tensors of a layout for the script of a page: small, because tensors that differ
-in their numbers only are one group, and the numbers are runs of equal differences.
+"""Describes all tensors of a layout for the script of a page.
+
+The data is small: tensors whose names differ only in numbers form one group, and the numbers are
+stored as runs of equal differences.
 
     {"parts": ["model.layers.", ".mlp.up_proj.weight"], "digits": [[0,1, 1,60]],
      "layer": [0,1, 1,60], "dtype": "bfloat16", "shape": [4096, 1024], "count": 61, ...}

@@ -225,8 +225,9 @@ def _maps(side: Side, layers: str) -> Markup:
     try:
         ranks = bytes_map.by_rank(side.names, side.layout, rows, side.padded_vocab)
     except UsageError as e:
-        return section(title, tag("p", f"The sizes alone do not say: {e}"), folded)
-    return section(title, _balance(side, ranks), _ranks_map(rows, ranks, lane), folded)
+        return section(title, tag("p", f"The ranks are not shown: {e}"), folded)
+    columns = [c for stage in ranks for c in stage]
+    return section(title, _balance(side, ranks), _map(rows, columns, lane, ranks), folded)
 
 
 def _balance(side: Side, ranks: Sequence[Sequence[Column]]) -> Markup:
@@ -249,10 +250,6 @@ def _balance(side: Side, ranks: Sequence[Sequence[Column]]) -> Markup:
             ),
         ]
     )
-
-
-def _ranks_map(rows: Rows, ranks: list[list[Column]], lane: np.ndarray | None) -> Markup:
-    return _map(rows, [c for columns in ranks for c in columns], lane, ranks)
 
 
 def _map(

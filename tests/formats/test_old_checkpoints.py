@@ -131,7 +131,7 @@ def test_a_checkpoint_without_args_needs_a_config(weights: dict[str, Any], tmp_p
     """As NVIDIA released GPT-2, whose order of rows is that of version 0."""
     described = hugging_face(old.save(old.state_of("gpt2", 0, old.args_of("gpt2")), tmp_path / "a"))
     source = old.save(old.state_of("gpt2", None, None), tmp_path / "bare")
-    with pytest.raises(UsageError, match=r"nothing says its num_layers, .*num_heads"):
+    with pytest.raises(UsageError, match=r"so its num_layers, .*num_heads"):
         hugging_face(source)
     found = hugging_face(source, SourceOptions(like=tmp_path / "a-hf"))
     assert equal(found, described) and not equal(found, weights)

@@ -352,7 +352,7 @@ def test_values_across_the_ends_of_blocks(tmp_path: Path, dtype: str) -> None:
     values[wanted] = np.nan
     path.write_bytes(bytes(first) + values.tobytes())
     span = Span("t", str(path), first, values.nbytes, dtype)
-    (found,) = scan({str(path): ""}, [span]).strange
+    (found,) = scan({str(path): ""}, [span]).non_finite
     assert (found.nans, found.infinities, found.first) == (len(set(wanted)), 0, first)
 
 
@@ -402,4 +402,4 @@ def test_a_tensor_whose_elements_are_all_sound(tmp_path: Path) -> None:
         )
         for key, dtype in names.items()
     ]
-    assert scan({}, spans).strange == []
+    assert scan({}, spans).non_finite == []
