@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import filecmp
 import os
-import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from mckpt.conversion.groups import part
 from mckpt.conversion.moving import RunSettings, ignore, move
@@ -115,8 +112,8 @@ class Sender:
         report: called with the number of each file that is in its place.
         """
         todo = [left for g in groups if (left := [n for n in g if n not in done])]
-        lock, stop, sending = threading.Lock(), threading.Event(), Future[None]()
-        sending.set_result(None)
+        lock, stop = threading.Lock(), threading.Event()
+        sending: list[Future[None]] = []
 
         def send(number: int, folder: Path, checksum: str) -> None:
             if stop.is_set():
@@ -133,31 +130,22 @@ class Sender:
                 done[number] = entry
                 report(number)
 
-        with (
-            sparse_copy.scratch() as folders,
-            ThreadPoolExecutor(FILES) as files,
-            ThreadPoolExecutor(1) as groups_of,
-        ):
+        def wait() -> None:
+            for future in sending:
+                future.result()
 
-            def send_group(made: Any, group: Sequence[int], folder: Path, sums: list[str]) -> None:
-                try:
-                    for future in [
-                        files.submit(send, number, folder, checksum)
-                        for number, checksum in zip(group, sums, strict=True)
-                    ]:
-                        future.result()
-                finally:
-                    made.__exit__(None, None, None)
-
+        with sparse_copy.scratch() as folders, ThreadPoolExecutor(FILES) as files:
             try:
                 for group in todo:
-                    made = self.made(group, folders)
-                    folder, sums = made.__enter__()
+                    folder, sums = self.make(group, folders)
                     self._compare_carried(group, folder)
-                    sending.result()
+                    wait()
                     self.journal.remove_old()
-                    sending = groups_of.submit(send_group, made, group, folder, sums)
-                sending.result()
+                    sending = [
+                        files.submit(send, number, folder, checksum)
+                        for number, checksum in zip(group, sums, strict=True)
+                    ]
+                wait()
             except BaseException:
                 stop.set()
                 raise
@@ -171,27 +159,15 @@ class Sender:
                 if not filecmp.cmp(folder / self.outputs[number].path, there, shallow=False):
                     raise other_tensors(there)
 
-    @contextmanager
-    def made(self, group: Sequence[int], folders: Path) -> Iterator[tuple[Path, list[str]]]:
-        """Makes the files of a group in a new directory of `folders`; yields it and their
-        checksums.
+    def make(self, group: Sequence[int], folders: Path) -> tuple[Path, list[str]]:
+        """Makes the files of a group in a new directory of `folders`; returns the directory and the
+        checksums of the files.
         """
-        folder = Path(tempfile.mkdtemp(dir=folders))
-        try:
-            outputs, copies, grids = part(self.outputs, self.joined, group)
-            # so that `..` in the path of a carried file stays inside
-            data = folder / "made" / "data"
-            # the parts that are sent meanwhile take the rest
-            how = replace(self.how, max_memory=self.how.max_memory // 2)
-            sums = move(
-                self.joined,
-                list(map(str, self.sources)),
-                folder / "made",
-                outputs,
-                copies,
-                grids,
-                how,
-            )
-            yield data, sums
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        # two levels, so that `..` in the path of a carried file stays inside
+        folder = Path(tempfile.mkdtemp(dir=folders)) / "made"
+        outputs, copies, grids = part(self.outputs, self.joined, group)
+        # the parts that are sent meanwhile take the rest
+        how = replace(self.how, max_memory=self.how.max_memory // 2)
+        sources = list(map(str, self.sources))
+        sums = move(self.joined, sources, folder, outputs, copies, grids, how)
+        return folder / "data", sums

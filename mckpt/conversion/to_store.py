@@ -133,10 +133,8 @@ class _Job:
             done = self.journal.sent()
             self._send(self._missing(done), done)  # such as a file that was replaced meanwhile
         if self.last is not None:
-            with (
-                sparse_copy.scratch() as folders,
-                self.sender.made([self.last], folders) as (folder, sums),
-            ):
+            with sparse_copy.scratch() as folders:
+                folder, sums = self.sender.make([self.last], folders)
                 self.kept = (folder / self.plan.outputs[self.last].path).read_bytes()
                 done[self.last] = Sent("", len(self.kept), sums[0], "", self.journal.id)
         return done

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mckpt import errors
 from mckpt.errors import StorageError, UsageError
@@ -163,34 +163,12 @@ class Seconds(NamedTuple):
     poll: float  # the longest pause between two looks at the others' lines
 
 
-class Lines(Protocol):
-    """The place where the ranks of a run report, each in a line of its own.
+class Lines:
+    """The place where the ranks of a run report, each in a line of its own: files in a directory.
+    A subclass may have another place.
 
     public: whether other runs read the lines too, so that a run of one rank reports as well.
     """
-
-    public: bool
-
-    @property
-    def seconds(self) -> Seconds: ...
-
-    def read(self, rank: int) -> str:
-        """Returns the line of a rank, "" if there is none."""
-
-    def write(self, rank: int, line: str) -> None:
-        """Replaces the line of a rank. Raises Gone if the place is gone."""
-
-    def clear(self) -> None:
-        """Makes the place, or removes the lines in it."""
-
-    def belong_to(self, run: str) -> bool:
-        """Returns whether the place is there and no other run than the one with this id has taken
-        it; "" is any run.
-        """
-
-
-class LinesInDirectory:
-    """Lines that are files in a directory."""
 
     public = False
 
@@ -202,11 +180,13 @@ class LinesInDirectory:
         return Seconds(BEAT_S, DEAD_S, POLL_S)
 
     def read(self, rank: int) -> str:
+        """Returns the line of a rank, "" if there is none."""
         with suppress(OSError, ValueError):
             return (self.folder / str(rank)).read_text()
         return ""
 
     def write(self, rank: int, line: str) -> None:
+        """Replaces the line of a rank. Raises Gone if the place is gone."""
         beside = self.folder / f"{rank}.{os.getpid()}.{uuid.uuid4().hex}.new"
         try:
             beside.write_text(line)
@@ -215,12 +195,15 @@ class LinesInDirectory:
             raise Gone(f"{self.folder.parent}: no longer exists") from None
 
     def clear(self) -> None:
+        """Makes the place, or removes the lines in it."""
         self.folder.mkdir(exist_ok=True)
         for path in self.folder.iterdir():
             path.unlink(missing_ok=True)
 
     def belong_to(self, run: str) -> bool:
-        # `Session` finds another run there by its id
+        """Returns whether the place is there and no other run than the one with this id has taken
+        it; "" is any run. In a directory, `Session` finds another run by the id in its line.
+        """
         return self.folder.exists()
 
 
@@ -242,7 +225,7 @@ class Session:
         lines: Lines | None = None,
     ) -> None:
         self.staging, self.ranks, self.on_note = staging, ranks, on_note
-        self.place = lines or LinesInDirectory(staging / FOLDER)
+        self.place = lines or Lines(staging / FOLDER)
         self.alone = ranks.size == 1 and not self.place.public  # nobody reads this rank's line
         # Rank 0 makes a new `id` each time that it begins. Lines with another id belong to a run
         # that is over, though its processes may live on.
