@@ -177,7 +177,7 @@ class Checkpoint(Mapping[str, LogicalTensor]):
         given = self.files.options.like
         like = Path(given) if given and self.borrows else None
         recorded = self.files.manifest.get("carried")
-        return carried.found(like, self.files.hf_directory, self.model.family, recorded)
+        return carried.of_checkpoint(like, self.files.hf_directory, self.model.family, recorded)
 
     @cached_property
     def reader(self) -> Reader:

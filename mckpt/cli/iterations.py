@@ -402,7 +402,7 @@ def _complete(src: Path) -> tuple[list[int], list[int]]:
     still be writing: Megatron updates the tracker after it has written the last file.
     """
     sparse_copy.refresh(src)
-    there, tracked = iterations_of(src), Tracker(src).says()
+    there, tracked = iterations_of(src), Tracker(src).content()
     if not tracked.isdecimal():  # no tracker, or the one of a release, names no iteration
         return ([], there) if tracked else (there, [])
     return [n for n in there if n <= int(tracked)], [n for n in there if n > int(tracked)]
@@ -449,7 +449,7 @@ def _awaited(src: Path, iteration: int | None) -> tuple[Path | None, str]:
         directory = find(src, iteration)
     except (SourceError, UsageError) as e:
         return None, f"{e}".removeprefix(f"{src.resolve()}: ")
-    tracked = Tracker(directory.root).says() if is_iteration_name(directory.name) else ""
+    tracked = Tracker(directory.root).content() if is_iteration_name(directory.name) else ""
     if not tracked and directory.path != src.resolve():
         return None, f"has no {TRACKER} yet"
     number = iteration_of(directory.name) if tracked.isdecimal() else None
@@ -491,7 +491,7 @@ def remove(path: Path) -> str:
         ours = len(known) > 2
         what = f"holds {foreign[0]}, which mckpt did not write" if ours else f"has no {MANIFEST}"
         return f"{path}: is kept, because it {what}"
-    if Tracker(path.parent).says() in (path.name, str(int(re.sub(r"\D", "", path.name) or 0))):
+    if Tracker(path.parent).content() in (path.name, str(int(re.sub(r"\D", "", path.name) or 0))):
         return f"{path}: is kept, because {path.parent / TRACKER} names it"
     if sparse_copy.remove(path):
         return ""

@@ -130,8 +130,8 @@ class TorchFile:
         ):
             self._add(name, len(data), data)
         for key, size in storages.items():
-            held = (known or {}).get(key, None if size else b"")
-            self.data[key] = (self._add(f"data/{key}", size, held), size)
+            content = (known or {}).get(key, None if size else b"")
+            self.data[key] = (self._add(f"data/{key}", size, content), size)
         for name, data in (("version", b"3\n"), (".data/serialization_id", _SERIALIZATION_ID)):
             self._add(name, len(data), data)
         central = sum(46 + len(e.name) + len(e.zip64(e.size)) for e in self._entries)

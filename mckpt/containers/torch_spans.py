@@ -50,11 +50,11 @@ def _spans(item: Item) -> Iterator[Span]:
     for key, view in _tensors(value, name):
         if not math.prod(view.shape):
             continue
-        size, (at, held) = itemsize(view.dtype), data[view.storage]
+        size, (at, room) = itemsize(view.dtype), data[view.storage]
         last = sum((n - 1) * step for n, step in zip(view.shape, view.strides, strict=True))
         start, nbytes = view.offset * size, (last + 1) * size
-        if start + nbytes > held:
-            raise SourceError(f"{where}: {key} reaches past the {held:,} bytes of its storage")
+        if start + nbytes > room:
+            raise SourceError(f"{where}: {key} reaches past the {room:,} bytes of its storage")
         yield Span(key, path, at + start, nbytes, view.dtype)
 
 

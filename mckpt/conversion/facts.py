@@ -134,7 +134,7 @@ def dequantised(source: Checkpoint) -> list[str]:
     forms: Counter[str] = Counter()
     for s in source.layout.stored:
         if s.scales:
-            forms[s.scales.said] += len(s)
+            forms[s.scales.description] += len(s)
     return [
         f"{num:,} tensors are {said}, and are dequantised to {quantisation.VALUES}"
         for said, num in forms.items()

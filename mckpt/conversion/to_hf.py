@@ -95,7 +95,7 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     if target.quantize:
         how = quantisation_config(target.quantize, unquantised(request))
         text = _json({**json.loads(text), QUANTISED: how})
-        said = WRITTEN[target.quantize].said()
+        said = WRITTEN[target.quantize].description()
         notes.append(f"the weights of linear layers are written as {said}; they are rounded")
     return Export(source, request, text, inexact, [note, *notes])
 

@@ -148,8 +148,8 @@ def best_choices(
 
     Raises SourceError if the args state a value that the mapping does not know.
     """
-    said = names.choices
-    for name, value in said.items():
+    stated = names.choices
+    for name, value in stated.items():
         if name in choices and value not in (known := tuple(choices[name])):
             raise SourceError(
                 f"{name} is {value!r} in the checkpoint, and {names.mapping.path.name} knows"
@@ -159,7 +159,7 @@ def best_choices(
     for picked in itertools.product(*choices.values()):
         chosen = {**dict(zip(choices, picked, strict=True)), "pp": names.parallel.pp}
         apart = mismatch(replace(names, choices=chosen))
-        found.append((apart, sum(chosen[k] != value for k, value in said.items()), chosen))
+        found.append((apart, sum(chosen[k] != value for k, value in stated.items()), chosen))
     return min(found, key=lambda row: row[:2])[2]
 
 
@@ -341,9 +341,9 @@ def dtypes_of(layout: Layout) -> dict[str, str]:
             )
     clash = [
         f"{d}: {place}"
-        for held in where.values()
-        if len(held) > 1
-        for d, place in sorted(held.items())
+        for places in where.values()
+        if len(places) > 1
+        for d, place in sorted(places.items())
     ]
     if clash:
         raise UsageError.of(

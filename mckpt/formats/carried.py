@@ -170,10 +170,10 @@ def shown(folder: Path | None) -> dict[str, Any] | None:
     if not files:
         return None
     entries = safetensors.read([str(path) for path in files])
-    held = (entries.entry(row) for row in range(len(entries.names)))
+    listed = (entries.entry(row) for row in range(len(entries.names)))
     return {
         "tensors": len(entries.names),
-        "bytes": sum(Row("", entry.dtype, entry.shape).nbytes for entry in held),
+        "bytes": sum(Row("", entry.dtype, entry.shape).nbytes for entry in listed),
         "files": [path.name for path in files],
     }
 
@@ -182,12 +182,12 @@ def facts(tensors: Sequence[Stored]) -> dict[str, Any]:
     """Returns the manifest's entry on carried tensors: their number, their bytes, and a digest of
     their keys, dtypes and shapes.
     """
-    held = sorted(rows(tensors))
-    digest = hashlib.sha256(repr([tuple(row) for row in held]).encode()).hexdigest()[:16]
-    return {"tensors": len(held), "bytes": sum(row.nbytes for row in held), "digest": digest}
+    listed = sorted(rows(tensors))
+    digest = hashlib.sha256(repr([tuple(row) for row in listed]).encode()).hexdigest()[:16]
+    return {"tensors": len(listed), "bytes": sum(row.nbytes for row in listed), "digest": digest}
 
 
-def found(
+def of_checkpoint(
     like: Path | None, own: Path | None, family: MappingFile | None, recorded: object
 ) -> Layout | None:
     """Returns the carried tensors of a Megatron checkpoint: those in `own`, its DST/hf, else those

@@ -103,9 +103,9 @@ def unwrapped(names: list[str]) -> tuple[list[str], list[str]]:
     text = "\n".join(names)
     if any(f"{part}." in text for part in _INSIDE):
         split = [key.split(".") for key in names]
-        held = {part for parts in split for part in parts} & _INSIDE.keys()
-        out = [".".join(part for part in parts if part not in held) for parts in split]
-        found = {f"{part}.": program for part, program in _INSIDE.items() if part in held}
+        wrappers = {part for parts in split for part in parts} & _INSIDE.keys()
+        out = [".".join(part for part in parts if part not in wrappers) for parts in split]
+        found = {f"{part}.": program for part, program in _INSIDE.items() if part in wrappers}
     while start := next((start for start in _AROUND if _is_around(start, out)), None):
         out = [key.removeprefix(start) for key in out]
         found[start] = _AROUND[start]
@@ -126,7 +126,7 @@ def advice(names: Iterable[str]) -> str:
     known.
     """
     text = "\n".join(names)
-    return next((said for pattern, said in _NAMES if re.search(pattern, text, re.MULTILINE)), "")
+    return next((cure for pattern, cure in _NAMES if re.search(pattern, text, re.MULTILINE)), "")
 
 
 def program_of(path: Path) -> str | None:
@@ -136,8 +136,8 @@ def program_of(path: Path) -> str | None:
     names = os.listdir(path) if path.is_dir() else [path.name]
     found = next(
         (
-            said
-            for patterns, said in _DIRECTORIES
+            description
+            for patterns, description in _DIRECTORIES
             if all(fnmatch.filter(names, pattern) for pattern in patterns)
         ),
         None,

@@ -112,8 +112,8 @@ class HuggingFace:
                 # the first layer that a rule has: all layers have the same names and shapes
                 entry = self.entries.get(b.key(int(b.numbers[0])))
                 shape = packed(b.rule, scope).shape
-                held = b.axes(scope) + (shape[::-1] if b.rule.transposed else shape)
-                apart += entry is None or entry.shape != held
+                expected = b.axes(scope) + (shape[::-1] if b.rule.transposed else shape)
+                apart += entry is None or entry.shape != expected
             return apart
 
         return best_choices(names, {"form": names.mapping.forms}, mismatch)
@@ -178,15 +178,15 @@ def lay_out(request: HuggingFaceRequest) -> tuple[Layout, list[TargetFile]]:
     ranked: list[tuple[int, Row, int, int, bool]] = []
     for r, b in enumerate(bound):
         whole, dtype = packed(b.rule, scope), dtype_of(b.rule, kinds)
-        held, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
+        stored_shape, axes = whole.shape[::-1] if b.rule.transposed else whole.shape, b.axes(scope)
         form = scheme if quantises(request, b) else None
         keys = b.keys()
         order = file_order(b, dims["num_layers"])
         for i in range(0, len(keys), math.prod(axes)):
             stored_as = form.encoding.dtype if form else dtype
-            ranked.append((order[i], Row(keys[i], stored_as, axes + held), r, i, False))
+            ranked.append((order[i], Row(keys[i], stored_as, axes + stored_shape), r, i, False))
             if form:
-                grid = form.grids((held[0], held[1]))[0]
+                grid = form.grids((stored_shape[0], stored_shape[1]))[0]
                 row = Row(keys[i] + form.scales, form.dtypes[0], grid)
                 ranked.append((order[i], row, r, i, True))
     ranked.sort(key=lambda row: row[0])
@@ -253,9 +253,9 @@ def quantises(request: HuggingFaceRequest, b: Bound) -> bool:
         return False
     stacked = b.axes(request.names.scope())
     if stacked or b.rule.transposed:
-        held = "the weights of all experts" if stacked else "the transpose of a matrix"
+        what = "the weights of all experts" if stacked else "the transpose of a matrix"
         raise UsageError(
-            f"--quantize {request.quantize}: {b.rule.key} holds {held}, which no loader reads with"
+            f"--quantize {request.quantize}: {b.rule.key} holds {what}, which no loader reads with"
             " scales of blocks; leave the option out"
         )
     return True

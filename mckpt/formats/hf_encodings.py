@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of config.json, which says how the quantised weights are stored.
+"""Reads `quantization_config` of config.json, which describes how quantised weights are stored.
 
 quant_method fp8                  X.weight, X.weight_scale_inv      fp8, in blocks or per tensor
 quant_method mxfp4                X_blocks, X_scales                mxfp4, in blocks of 32
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from mckpt.values.quantisation import E4M3, INT4, INT8, MXFP4, PACKED_INT8, Encoding
 
-# what `refused` names as possible
+# the forms that mckpt reads; the end of most texts of `refused`
 READ = (
     "of quantised models, these are read: quant_method fp8 (fmt e4m3), mxfp4, and"
     " compressed-tensors (pack-quantized with 4 or 8 bits, float-quantized, int-quantized and"
@@ -39,7 +39,7 @@ class Scheme(NamedTuple):
     transposed: bool = False  # the elements are stored as the transpose of the weight
     targets: tuple[str, ...] = ("Linear",)  # the modules, as compressed-tensors names them
 
-    def held(self, shape: tuple[int, int]) -> tuple[int, int]:
+    def stored_matrix(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the rows and columns of the stored form of a weight."""
         return shape[::-1] if self.transposed else shape
 
@@ -47,7 +47,7 @@ class Scheme(NamedTuple):
         """Returns the shape of the stored elements of a weight; None if its columns do not fill
         whole elements.
         """
-        rows, columns = self.held(shape)
+        rows, columns = self.stored_matrix(shape)
         if self.encoding == MXFP4:
             return None if columns % MX_BLOCK else (rows, columns // MX_BLOCK, MX_BLOCK // 2)
         if self.encoding.dtype == "int32":
@@ -57,16 +57,18 @@ class Scheme(NamedTuple):
 
     def blocks(self, shape: tuple[int, int]) -> tuple[int, int]:
         """Returns the rows and columns of a block of a weight. No block is larger than it."""
-        rows, columns = (min(n, b or n) for n, b in zip(self.held(shape), self.block, strict=True))
+        rows, columns = (
+            min(n, b or n) for n, b in zip(self.stored_matrix(shape), self.block, strict=True)
+        )
         return rows, columns
 
     def grids(self, shape: tuple[int, int]) -> list[tuple[int, ...]]:
         """Returns the shapes that the scales of a weight may have; the first one is usual."""
-        pairs = zip(self.held(shape), self.block, strict=True)
+        pairs = zip(self.stored_matrix(shape), self.block, strict=True)
         grid = tuple(-(-n // (b or n)) for n, b in pairs)
         return [(), (1,), (1, 1)] if self.block == (None, None) else [grid]
 
-    def said(self) -> str:
+    def description(self) -> str:
         """Returns the encoding and its blocks, for messages."""
         match self.block:
             case None, None:
@@ -132,7 +134,7 @@ def quantisation_of(how: Any, keys: Iterable[str]) -> Quantisation:
     """Returns the forms that a quantization_config describes; `how` is its value, `keys` are those
     of all tensors.
 
-    An empty value has no forms. `refused` says what is unknown.
+    An empty value has no forms. `refused` names what mckpt does not know.
     """
     if not how:
         return Quantisation()

@@ -24,7 +24,7 @@ INDEX = {".safetensors": "model.safetensors.index.json", ".bin": "pytorch_model.
 SINGLE = {".safetensors": "model.safetensors", ".bin": "pytorch_model.bin"}
 
 
-class Found(NamedTuple):
+class WeightFiles(NamedTuple):
     """The weight files of a directory."""
 
     files: list[str]
@@ -33,7 +33,7 @@ class Found(NamedTuple):
     wrappers: list[str]  # prefixes that were removed from the names of all tensors
 
 
-def weight_files(root: Path) -> Found:
+def weight_files(root: Path) -> WeightFiles:
     """Returns the weight files of a directory, and their tensors by the names that the model has
     without wrappers.
     """
@@ -41,7 +41,7 @@ def weight_files(root: Path) -> Found:
     names, wrappers = foreign.unwrapped(entries.names)
     if wrappers:
         entries = Entries(names, entries.kinds, entries.columns)
-    return Found(files, entries, problems, wrappers)
+    return WeightFiles(files, entries, problems, wrappers)
 
 
 def _weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
@@ -108,8 +108,8 @@ def _weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
         if found.setdefault(key, name) != name:
             problems.append(f"{key} is in {found[key]} and in {name}")
         elif weight_map is not None and weight_map.get(key) != name:
-            said = f"says {weight_map[key]}" if key in weight_map else "does not name it"
-            problems.append(f"{key} is in {name}, and {INDEX[kind]} {said}")
+            stated = f"says {weight_map[key]}" if key in weight_map else "does not name it"
+            problems.append(f"{key} is in {name}, and {INDEX[kind]} {stated}")
     lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found]
     there = set(here)
     problems.extend(

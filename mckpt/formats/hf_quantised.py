@@ -68,9 +68,9 @@ class QuantisedTensors:
         scale_rows = self.entries.rows(scales)
         known = scale_rows[scale_rows >= 0]
         if len(weights.shape) != 2:
-            said = f"and {scheme.said()} is for matrices: dequantise it first"
+            advice = f"and {scheme.description()} is for matrices: dequantise it first"
             for key, row in zip(weights.keys, rows.tolist(), strict=True):
-                problems.missing(f"{self._held(key + scheme.codes, row)} is no matrix, {said}")
+                problems.missing(f"{self._named(key + scheme.codes, row)} is no matrix, {advice}")
             return [], known
         shape = (weights.shape[0], weights.shape[1])
         # a tensor of all experts is reported once
@@ -79,14 +79,14 @@ class QuantisedTensors:
         fit &= self._fit_scales(weights, scheme, shape, scale_rows, fit, first, problems)
         self._check_dense(weights, scheme, rows, scale_rows, fit, problems)
         pieces = weights.pieces
-        held = scheme.held(shape)
+        matrix = scheme.stored_matrix(shape)
         if scheme.transposed:
             placed = [restride(p, shape, (1, shape[0])) for p in pieces]
             pieces = tuple(p for p in placed if p is not None)
             assert len(pieces) == len(placed), f"{weights.rule.key} has no transpose"
         out = []
         encoding = scheme.encoding
-        width = held[1] // encoding.per_byte
+        width = matrix[1] // encoding.per_byte
         for number, dtype in enumerate(quantisation.SCALES):
             alike = fit & self.entries.are(
                 scale_rows, [k.dtype == dtype for k in self.entries.kinds]
@@ -95,7 +95,7 @@ class QuantisedTensors:
                 continue
             # in a tensor of all experts, the part of each expert begins after the one before
             expert = weights.experts[alike] if weights.axes else 0
-            ats = self.entries.at[rows[alike]] + expert * held[0] * width
+            ats = self.entries.at[rows[alike]] + expert * matrix[0] * width
             grid = math.prod(scheme.grids(shape)[0])
             scale_ats = self.entries.at[scale_rows[alike]] + (
                 expert * grid * dtypes.itemsize(dtype)
@@ -114,7 +114,7 @@ class QuantisedTensors:
                 Stored(
                     weights.rule.key,
                     quantisation.VALUES,
-                    held,
+                    matrix,
                     pieces,
                     weights.layers[alike],
                     weights.experts[alike],
@@ -122,7 +122,7 @@ class QuantisedTensors:
                     ats,
                     replica=weights.rule.alias,
                     scales=Scales(
-                        encoding.name, np.stack(grids, 1), encoding.per_byte, scheme.said()
+                        encoding.name, np.stack(grids, 1), encoding.per_byte, scheme.description()
                     ),
                 )
             )
@@ -140,8 +140,8 @@ class QuantisedTensors:
         """Returns a mask of the weights whose elements have the right shape and dtype; reports the
         others.
         """
-        held = scheme.shape(shape)
-        wanted = None if held is None else (*weights.axes, *held)
+        stored = scheme.shape(shape)
+        wanted = None if stored is None else (*weights.axes, *stored)
         dtype = scheme.encoding.dtype
         fit = self.entries.are(
             rows, [(k.shape, k.dtype) == (wanted, dtype) for k in self.entries.kinds]
@@ -152,11 +152,11 @@ class QuantisedTensors:
             should = (
                 f"should be {list(wanted)} {dtype} by config.json"
                 if wanted is not None
-                else f"a row of {scheme.held(shape)[1]} elements does not fill whole words of"
-                f" {scheme.encoding.name}"
+                else f"a row of {scheme.stored_matrix(shape)[1]} elements does not fill whole words"
+                f" of {scheme.encoding.name}"
             )
             key = weights.keys[i] + scheme.codes
-            problems.missing(f"{self._held(key, int(rows[i]))}, and {should}")
+            problems.missing(f"{self._named(key, int(rows[i]))}, and {should}")
         return fit
 
     def _fit_scales(
@@ -183,8 +183,8 @@ class QuantisedTensors:
             if fit[i] or not of[i]:
                 continue
             key = weights.keys[i]
-            name, held = key + scheme.scales, key + scheme.codes
-            what = f"{held} {list(weights.axes + shape)} is {scheme.said()}"
+            name, codes = key + scheme.scales, key + scheme.codes
+            what = f"{codes} {list(weights.axes + shape)} is {scheme.description()}"
             if rows[i] < 0:
                 problems.missing(
                     f"{what}, and {name} {list(wanted[0])} is missing: find the file that has it,"
@@ -215,7 +215,7 @@ class QuantisedTensors:
         views = fit & (self.entries.are(rows, strided) | self.entries.are(scale_rows, strided))
         for i in np.flatnonzero(views).tolist():
             problems.missing(
-                f"{self._held(weights.keys[i] + scheme.codes, int(rows[i]))}, and it or its scales"
+                f"{self._named(weights.keys[i] + scheme.codes, int(rows[i]))}, and it or its scales"
                 " are a view with strides; save both as dense tensors"
             )
 
@@ -236,7 +236,7 @@ class QuantisedTensors:
                     return key.removesuffix(suffix)
         return key
 
-    def _held(self, key: str, row: int) -> str:
+    def _named(self, key: str, row: int) -> str:
         """Returns the start of a message on a tensor."""
         entry = self.entries.entry(row)
         return f"{key} {list(entry.shape)} in {Path(self.files[entry.file]).name} is {entry.dtype}"
@@ -258,4 +258,5 @@ def target_scales(
     kind = quantisation.SCALES.index(scheme.dtypes[0])
     code = quantisation.ENCODINGS.index(scheme.encoding)
     grids = np.broadcast_arrays(weights, shape[1], rows, columns, files, scales, kind, code, 0)
-    return Scales(scheme.encoding.dtype, np.stack(grids, 1).astype("i8"), said=scheme.said())
+    rows_of_grids = np.stack(grids, 1).astype("i8")
+    return Scales(scheme.encoding.dtype, rows_of_grids, description=scheme.description())

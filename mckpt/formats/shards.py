@@ -97,9 +97,9 @@ def cut(sizes: list[int], most: int) -> list[int]:
         if not ((np.bincount(even, each) > most) & (np.bincount(even) > 1)).any():
             return [int(file) for file in even]
     # tensors about as large as `most`: as many as fit, one file after the other
-    files, held = [0], 0
+    files, filled = [0], 0
     for i, size in enumerate(sizes):
-        full = i > 0 and held + size > most
-        held = size if full else held + size
+        full = i > 0 and filled + size > most
+        filled = size if full else filled + size
         files.append(files[-1] + full)
     return files[1:]

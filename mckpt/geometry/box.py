@@ -64,7 +64,7 @@ class Scales(NamedTuple):
     dtype: str
     grids: np.ndarray  # one row, a quantisation.Grid, for each stored tensor
     per_byte: int = 1  # elements
-    said: str = ""  # the encoding and its blocks, for messages
+    description: str = ""  # the encoding and its blocks, for messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +132,7 @@ class Layout:
             for name in {p.tensor for p in s.pieces} if not s.replica else ():
                 places.setdefault(name, []).append(s.layer.astype("i8") * experts + s.expert)
         return sum(
-            int(np.count_nonzero(np.bincount(np.concatenate(held)))) for held in places.values()
+            int(np.count_nonzero(np.bincount(np.concatenate(ids)))) for ids in places.values()
         )
 
 

@@ -87,9 +87,9 @@ def join(source: Layout, target: Layout) -> Joined:
     Raises CoverError with all problems: elements of the target that no piece or several pieces
     fill, elements of the source that no rule names, logical tensors that only one side has.
     """
-    held = [s for s in (*source.stored, *target.stored) if len(s)]
-    layers = 1 + max((int(s.layer.max()) for s in held), default=0)
-    experts = 1 + max((int(s.expert.max()) for s in held), default=0)
+    every = [s for s in (*source.stored, *target.stored) if len(s)]
+    layers = 1 + max((int(s.layer.max()) for s in every), default=0)
+    experts = 1 + max((int(s.expert.max()) for s in every), default=0)
     problems = [f"source: {p}" for p in _prove(source, layers, experts)]
     problems += [f"target: {p}" for p in _prove(target, layers, experts)]
     stored, placed = (_present(layout, layers, experts) for layout in (source, target))
@@ -222,14 +222,17 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
             )
         for name, pieces in _by_name(s).items() if not s.replica else ():
             holders.setdefault(name, []).append((s, pieces))
-    for name, held in holders.items():
+    for name, owners in holders.items():
         counts = np.stack(
-            [np.bincount(_ids(s, experts), minlength=_places(s, layers, experts)) for s, _ in held]
+            [
+                np.bincount(_ids(s, experts), minlength=_places(s, layers, experts))
+                for s, _ in owners
+            ]
         )
         if (counts > 1).any():
             row, at = (int(x) for x in np.argwhere(counts > 1)[0])
             problems.append(
-                f"{held[row][0].key} is stored {counts[row, at]} times for layer {at // experts},"
+                f"{owners[row][0].key} is stored {counts[row, at]} times for layer {at // experts},"
                 f" expert {at % experts}"
             )
             continue
@@ -239,8 +242,8 @@ def _prove(layout: Layout, layers: int, experts: int) -> list[str]:
             if way.any():
                 boxes = [
                     p.box
-                    for (_, pieces), held_here in zip(held, way, strict=True)
-                    if held_here
+                    for (_, pieces), has in zip(owners, way, strict=True)
+                    if has
                     for p in pieces
                 ]
                 if wrong := tiles(boxes, layout.shapes[name]):

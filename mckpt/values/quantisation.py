@@ -152,10 +152,10 @@ def _table(code: int, phase: int) -> np.ndarray:
     if encoding == INT8:
         return codes.astype("i1").astype("f4")
     bits = 8 // encoding.per_byte
-    held = codes >> phase * bits & (1 << bits) - 1
+    fields = codes >> phase * bits & (1 << bits) - 1
     if encoding == MXFP4:
-        return np.array([*TWICE_E2M1, *(-value for value in TWICE_E2M1)], "f4")[held]
-    return (held - encoding.offset).astype("f4")
+        return np.array([*TWICE_E2M1, *(-value for value in TWICE_E2M1)], "f4")[fields]
+    return (fields - encoding.offset).astype("f4")
 
 
 def _values(grid: Grid, codes: np.ndarray, scale: np.ndarray, out: np.ndarray) -> None:

@@ -53,33 +53,33 @@ class Metadata(NamedTuple):
 class _Chunk:
     """A ChunkStorageMetadata."""
 
-    __slots__ = ("held",)
-    held: Chunk
+    __slots__ = ("value",)
+    value: Chunk
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.held = state["offsets"], state["sizes"]
+        self.value = state["offsets"], state["sizes"]
         state.clear()
 
 
 class _Index:
     """A MetadataIndex."""
 
-    __slots__ = ("held",)
-    held: tuple[str, Index | None]
+    __slots__ = ("value",)
+    value: tuple[str, Index | None]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.held = state["fqn"], state.get("offset")
+        self.value = state["fqn"], state.get("offset")
         state.clear()
 
 
 class _Info:
     """A _StorageInfo; `transformed` means that its bytes are compressed or otherwise encoded."""
 
-    __slots__ = ("held", "transformed")
-    held: Item
+    __slots__ = ("transformed", "value")
+    value: Item
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.held = state["relative_path"], state["offset"], state["length"]
+        self.value = state["relative_path"], state["offset"], state["length"]
         self.transformed = bool(state.get("transform_descriptors"))
         state.clear()
 
@@ -211,7 +211,7 @@ def _tensor(value: Any) -> Tensor:
         or type(state["chunks"]) is not list
     ):
         raise TypeError
-    chunks: list[Chunk] = [chunk.held for chunk in state["chunks"]]
+    chunks: list[Chunk] = [chunk.value for chunk in state["chunks"]]
     if not set(map(type, itertools.chain.from_iterable(chunks))) <= {tuple}:
         raise TypeError
     return dtype.name, state["size"], chunks
@@ -224,10 +224,10 @@ def _items(stored: dict[Any, Any], problems: list[str]) -> dict[tuple[str, Index
         if (
             isinstance(index, _Index)
             and isinstance(info, _Info)
-            and hasattr(index, "held")
-            and hasattr(info, "held")
+            and hasattr(index, "value")
+            and hasattr(info, "value")
         ):
-            (key, offsets), (file, at, length) = index.held, info.held
+            (key, offsets), (file, at, length) = index.value, info.value
         else:
             problems.append(
                 f"an entry of storage_data has other types: {safe_pickle.short(index)} ->"

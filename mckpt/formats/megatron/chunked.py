@@ -171,10 +171,10 @@ class Chunked(ABC):
         dtype, axes = self.metadata.tensors[key][0], len(b.rule.stacked())
         size = itemsize(dtype)
         file, at = self.place(key, offsets, sizes, files)
-        held = self.strides(key, sizes)
+        strides = self.strides(key, sizes)
         for box in self._boxes(key, offsets, sizes):
             region = Box(tuple(box.offset[axes:]), tuple(box.shape[axes:]))
-            steps = held or row_major(box.shape)
+            steps = strides or row_major(box.shape)
             view = None if steps[axes:] == row_major(region.shape) else steps[axes:]
             entries = []
             for index in itertools.product(*map(range, box.shape[:axes])):

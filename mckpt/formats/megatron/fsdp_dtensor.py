@@ -47,7 +47,7 @@ class FsdpDtensor(TorchDcp):
     def __init__(self, path: Path) -> None:
         super().__init__(path, FORMAT)
         # names of dialects, for the halves as for the whole
-        self.held = {self._whole(k): k for k in self.held}
+        self.weights = {self._whole(k): k for k in self.weights}
 
     def _whole(self, name: str) -> str:
         """Returns the name of the weight of which a stored tensor is a half, or its own name."""
@@ -98,8 +98,8 @@ class FsdpDtensor(TorchDcp):
     def _dtype(self) -> str:
         """Returns the dtype in which the model computes."""
         args = self.common.args or {}
-        said = str(args.get("params_dtype") or "").removeprefix("torch.")
-        return said or ("bfloat16" if args.get("bf16") else MASTER_DTYPE)
+        stated = str(args.get("params_dtype") or "").removeprefix("torch.")
+        return stated or ("bfloat16" if args.get("bf16") else MASTER_DTYPE)
 
     def optimizer(self, names: Names) -> Optimizer | None:
         """Returns the optimizer's state, None if the checkpoint has none.

@@ -33,16 +33,16 @@ _CHECKPOINT = {
 
 
 def run_config_dims(
-    path: Path, file: MappingFile, known: Mapping[str, Any], said: Mapping[str, Any]
+    path: Path, file: MappingFile, known: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Dims:
     """Returns the dims that a run_config.yaml states.
 
-    known: dims from elsewhere; raises MappingError if the file contradicts one. said: dims that
+    known: dims from elsewhere; raises MappingError if the file contradicts one. given: dims that
     replace those of the file.
     """
     # the model does not depend on these, so a run may have chosen others
     free = {n: v for n, v in known.items() if n in file.dims and file.dims[n].free}
-    return file.read(read_model(path), known, str(path), {**free, **said})
+    return file.read(read_model(path), known, str(path), {**free, **given})
 
 
 def mapping_file(dialect: MappingFile) -> MappingFile | None:

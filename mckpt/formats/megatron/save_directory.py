@@ -105,7 +105,7 @@ class Tracker:
         """update: let it name any checkpoint that is put there, not only a later iteration."""
         self.root, self.path, self.update = root, root / TRACKER, update
 
-    def says(self) -> str:
+    def content(self) -> str:
         """Returns the tracker file's iteration, or `release`; "" if the file is absent."""
         if not self.path.exists():
             return ""
@@ -115,7 +115,7 @@ class Tracker:
         """Returns whether it will name this checkpoint once the checkpoint is in place."""
         if self.update or not self.path.exists():
             return True
-        now, iteration = self.says(), iteration_of(name)
+        now, iteration = self.content(), iteration_of(name)
         return now.isdecimal() and iteration is not None and iteration > int(now)
 
     def move_to(self, name: str) -> None:
@@ -132,14 +132,14 @@ class Tracker:
         """Does for a checkpoint that is in place already what a run does at its end: lets the
         tracker name it, unless it names a later one.
         """
-        if self.moves_to(name) and self.says() != _as_tracked(name):
+        if self.moves_to(name) and self.content() != _as_tracked(name):
             self.move_to(name)
 
     def note(self, name: str) -> str | None:
         """Returns a sentence if the tracker will still name another checkpoint after a run; None if
         it will name this one.
         """
-        if self.moves_to(name) or (now := self.says()) == _as_tracked(name):
+        if self.moves_to(name) or (now := self.content()) == _as_tracked(name):
             return None
         return (
             f"{self.path} says {now[:40]!r}, and goes on naming that checkpoint and not {name};"

@@ -189,7 +189,7 @@ class Torch:
         stage best.
         """
         parallel = names.parallel
-        held = {
+        stored = {
             (p, v, key)
             for p in range(parallel.pp)
             if parallel.directory(0, p, 0) in self.directories
@@ -206,7 +206,7 @@ class Torch:
                 for b in bound
                 for v, _, _, key in instances(b, stages[p], p, parallel, names.dims, 0)
             }
-            return len(wanted ^ held)
+            return len(wanted ^ stored)
 
         return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
 
@@ -297,14 +297,14 @@ class Torch:
 
         Raises `problems` if the directories are not those of the parallel sizes.
         """
-        parallel, held = names.parallel, set(self.directories)
+        parallel, present = names.parallel, set(self.directories)
         experts = bool(names.dims["num_experts"])
         grids = (parallel.files(experts, saved) for saved in (False, True))
-        fit = next((grid for grid in grids if set(directories(parallel, grid)) == held), None)
+        fit = next((grid for grid in grids if set(directories(parallel, grid)) == present), None)
         grid = parallel.files(experts) if fit is None else fit
         wanted = directories(parallel, grid)
         for name in wanted:
-            if name not in held:
+            if name not in present:
                 problems.missing(f"{name} is missing")
         problems.extend(
             f"{name} belongs to no rank of these sizes"

@@ -92,10 +92,10 @@ class TorchDcp:
 
     def keys(self) -> list[str]:
         """Returns the names of all weights, without the prefix."""
-        return list(self.held)
+        return list(self.weights)
 
     @cached_property
-    def held(self) -> dict[str, str]:
+    def weights(self) -> dict[str, str]:
         """Returns the weights: the dialect's name -> the stored name without the prefix."""
         names = (
             k.removeprefix(self.prefix) for k in self.metadata.tensors if k.startswith(self.prefix)
@@ -122,10 +122,10 @@ class TorchDcp:
 
     def choices(self, names: Names) -> dict[str, Any]:
         """Returns the dialect's choices of this checkpoint: those whose keys fit best."""
-        held = set(self.held)
+        stored = set(self.weights)
 
         choices = {**names.mapping.choices, **CHOICES}
-        return best_choices(names, choices, lambda chosen: len(names_of(chosen.bound) ^ held))
+        return best_choices(names, choices, lambda chosen: len(names_of(chosen.bound) ^ stored))
 
     def layout(self, names: Names) -> Layout:
         """Returns the place of each stored tensor, in logical boxes.
@@ -247,7 +247,7 @@ class TorchDcp:
         """
         order = names.mapping.registration
         aliases = names_of(b for b in names.bound if b.rule.alias)
-        keys = (key for key in self.held if order.is_parameter(key) and key not in aliases)
+        keys = (key for key in self.weights if order.is_parameter(key) and key not in aliases)
         left = [list(slots) for slots in groups]
         decaying = [optimizer.decays(group) for group in self._groups]
         out: States = {}

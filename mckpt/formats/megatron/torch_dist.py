@@ -150,8 +150,8 @@ class TorchDist:
 
     def beside(self, dialect: MappingFile) -> list[str]:
         """Returns the keys of optimizer, random states and the like, up to a dot or slash."""
-        held = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
-        names = [k for k in held if _ignored(k, dialect) and not k.endswith("_extra_state")]
+        keys = (k for k in (*self.metadata.tensors, *self.metadata.objects) if k != COMMON_OBJECT)
+        names = [k for k in keys if _ignored(k, dialect) and not k.endswith("_extra_state")]
         found = {
             "optimizer"
             if optimizer.split_key(k) or flat.group_of(k)
@@ -175,10 +175,10 @@ class TorchDist:
 
     def choices(self, names: Names) -> dict[str, Any]:
         """Returns the dialect's choices of this checkpoint: those whose keys fit best."""
-        held = {k for k in self.metadata.tensors if not _ignored(k, names.mapping)}
+        stored = {k for k in self.metadata.tensors if not _ignored(k, names.mapping)}
 
         choices = {**names.mapping.choices, **CHOICES}
-        return best_choices(names, choices, lambda chosen: len(_keys(chosen.bound) ^ held))
+        return best_choices(names, choices, lambda chosen: len(_keys(chosen.bound) ^ stored))
 
     def layout(self, names: Names) -> Layout:
         """Returns the place of each stored tensor, in logical boxes.
@@ -214,15 +214,15 @@ class TorchDist:
 
         Raises SourceError with every state that is missing, left over or of another shape.
         """
-        held = optimizer.keys_of(self.metadata.tensors)
-        if not held:
+        state_keys = optimizer.keys_of(self.metadata.tensors)
+        if not state_keys:
             return self._flat_optimizer(names)
         bound = []
         for b in names.bound:
             keys = [key for key, _ in b.global_keys()] if not b.rule.alias else []
-            for state in dict.fromkeys(s for key in keys for s in held.get(key, ())):
-                key = next(key for key in keys if state in held.get(key, ()))
-                prefix = held[key][state].removesuffix(key)
+            for state in dict.fromkeys(s for key in keys for s in state_keys.get(key, ())):
+                key = next(key for key in keys if state in state_keys.get(key, ()))
+                prefix = state_keys[key][state].removesuffix(key)
                 bound.append(optimizer.state_bound(b, state, prefix))
         what = f"the optimizer's state of {self.root} does not match its weights:"
         problems = Problems(what, optimizer.CURE)
@@ -230,13 +230,13 @@ class TorchDist:
         known = _keys(bound)
         problems.extend(
             f"{key}: the state of a weight that {names.mapping.path.name} does not have"
-            for states in held.values()
+            for states in state_keys.values()
             for key in states.values()
             if key not in known
         )
         problems.check()
         layout = Layout(self.directory.paths, stored, shapes_of(bound, names.scope()))
-        stored_keys = frozenset(key for states in held.values() for key in states.values())
+        stored_keys = frozenset(key for states in state_keys.values() for key in states.values())
         fields, data, path = self._common
         plain = fields.get("optimizer")
         rest = self._flat_optimizer(names, rest=True) if self._has_flat else None

@@ -215,20 +215,20 @@ def _data_files(
     """Returns the .distcp files of these names, of which the last one also contains the objects,
     and the items of the objects.
     """
-    held = [part.container for part in parts]
+    containers = [part.container for part in parts]
     at, number, items = placed.at, placed.part, []
-    sizes = np.array([container.size for container in held], "i8")[number]
+    sizes = np.array([container.size for container in containers], "i8")[number]
     # of the files, in bytes
     ends = [int(sizes[begin:end].sum()) for begin, end in itertools.pairwise(cuts)]
     for container, keys in objects:
         where = ends[-1] + np.arange(len(keys)) * container.size
         last = np.full(len(keys), len(names) - 1)
         items.append(Items(keys, None, None, last, where, container.size))
-        at, number = np.append(at, where), np.append(number, np.full(len(keys), len(held)))
-        held.append(container)
+        at, number = np.append(at, where), np.append(number, np.full(len(keys), len(containers)))
+        containers.append(container)
         ends[-1] += len(keys) * container.size
     return items, [
-        TargetFile(name, nbytes, _fixed(at[begin:end], number[begin:end], held))
+        TargetFile(name, nbytes, _fixed(at[begin:end], number[begin:end], containers))
         for name, nbytes, (begin, end) in zip(
             names, ends, itertools.pairwise([*cuts[:-1], len(at)]), strict=True
         )
@@ -300,18 +300,18 @@ def object_keys(b: Bound, scope: Scope) -> list[str]:
 
 
 def _fixed(
-    at: np.ndarray, number: np.ndarray, held: list[torch_file.TorchFile]
+    at: np.ndarray, number: np.ndarray, containers: list[torch_file.TorchFile]
 ) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
     """Returns the function that yields all bytes of a file of items but the tensor data
     (`TargetFile.fixed`).
 
     at: the byte at which each item begins. number: for each item, the index of its container in
-    `held`.
+    `containers`.
     """
 
     def fixed(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
         for base, container in zip(
-            at.tolist(), map(held.__getitem__, number.tolist()), strict=True
+            at.tolist(), map(containers.__getitem__, number.tolist()), strict=True
         ):
             inner = None if crc_of is None else (lambda at, n, base=base: crc_of(base + at, n))
             for where, data in container.fixed(inner):

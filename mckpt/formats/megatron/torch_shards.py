@@ -100,15 +100,15 @@ def instances(
         return [(here[1], 0, 0, b.rule.key)] if p == here[0] else []
     layer_of = dict(zip(b.numbers.tolist(), b.layers.tolist(), strict=True))
     if b.rule.mtp:
-        held = (
+        placed = (
             [(parallel.mtp_stage[1], layer, layer) for layer in b.layers.tolist()]
             if p == parallel.mtp_stage[0]
             else []
         )
     elif b.rule.encoder:  # of a model that has one stage
-        held = [(0, layer, layer) for layer in b.layers.tolist()]
+        placed = [(0, layer, layer) for layer in b.layers.tolist()]
     else:
-        held = [
+        placed = [
             (v, i, layer_of[number])
             for v, numbers in enumerate(stage)
             for i, number in enumerate(numbers)
@@ -116,7 +116,7 @@ def instances(
         ]
     local = dims["num_experts"] // parallel.ep if "expert" in b.rule.indices else 1
     out = []
-    for v, i, layer in held:  # a key counts the decoder's layers from the first of its stage
+    for v, i, layer in placed:  # a key counts the decoder's layers from the first of its stage
         for j in range(local):
             expert = ep * local + j if "expert" in b.rule.indices else 0
             out.append((v, layer, expert, b.key(i, j)))

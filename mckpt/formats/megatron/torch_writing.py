@@ -81,19 +81,19 @@ def _contents(
     stage = names.stages()[p]
     models: list[OrderedDict[str, Any]] = [OrderedDict() for _ in range(parallel.vpp)]
     storages: dict[_Place, str] = {}
-    held = [
+    tensors = [
         (b, shape, v, layer, key)
         for b, shape in bound
         for v, layer, _, key in instances(b, stage, p, parallel, dims, 0)
     ]
     if dialect.nested:  # programs that read dicts of dicts expect layer after layer
-        held.sort(key=lambda one: _order(one[0], one[3]))
+        tensors.sort(key=lambda one: _order(one[0], one[3]))
     if request.groups:  # the order of a model's keys is that of the optimizer's parameters
         registration = dialect.registration
-        parameters = {key for *_, key in held if registration.is_parameter(key)}
+        parameters = {key for *_, key in tensors if registration.is_parameter(key)}
         place = {key: i for i, key in enumerate(registration.sorted(parameters))}
-        held.sort(key=lambda one: place.get(one[4], len(place)))
-    for b, shape, v, _, key in held:
+        tensors.sort(key=lambda one: place.get(one[4], len(place)))
+    for b, shape, v, _, key in tensors:
         storage = storages[v, key, WEIGHT] = str(len(storages))
         models[v][key] = safe_pickle.tensor(dtype_of(b.rule, request.dtypes), shape, storage)
     for b in dialect.bind(request.names.scope(), dialect.objects):

@@ -99,14 +99,14 @@ def read_array(path: Path) -> Array:
     found = read_json(path, 1 << 20)
     try:
         shape, chunk = (tuple(found[name]) for name in ("shape", "chunks"))
-        held = {name: found[name] for name in PLAIN}
+        stated = {name: found[name] for name in PLAIN}
         code, separator = found["dtype"], found.get("dimension_separator", ".")
     except (KeyError, TypeError) as e:
         raise SourceError(f"{path}: is no description of a zarr array: {e!r}; copy it again") from e
     if len(shape) != len(chunk) or not all(map(possible, (shape, chunk))) or 0 in (*shape, *chunk):
         raise SourceError(f"{path}: has shape {list(shape)} and chunks {list(chunk)}")
-    held["dimension_separator"] = separator
-    other = [f"{k} {v}" for k, v in held.items() if v != {**PLAIN, "dimension_separator": "."}[k]]
+    stated["dimension_separator"] = separator
+    other = [f"{k} {v}" for k, v in stated.items() if v != {**PLAIN, "dimension_separator": "."}[k]]
     if other:
         raise SourceError(
             f"{path}: has {', '.join(other)}; mckpt reads arrays as Megatron-Core writes them:"
@@ -171,27 +171,27 @@ class ZarrDirectory(Chunked):
         What is missing, or lies outside of the array, becomes one of `problems`.
         """
         found = ((array.index_of(name), name) for name in names if name[:1].isdigit())
-        held = sorted((index, name) for index, name in found if index is not None)
+        chunks = sorted((index, name) for index, name in found if index is not None)
         # A damaged shape may want 2**59 chunks, so they are counted and not listed.
         total = math.prod(array.grid)
-        if absent := total - len(held):
+        if absent := total - len(chunks):
             expected = (np.unravel_index(number, array.grid) for number in range(total))
             # strict=False, because the search ends at the first chunk that is absent
             first = next(
                 tuple(map(int, index))
-                for index, (other, _) in zip(expected, [*held, (None, "")], strict=False)
+                for index, (other, _) in zip(expected, [*chunks, (None, "")], strict=False)
                 if index != other
             )
             more = f" and {absent - 1:,} more" if absent > 1 else ""
             problems.append(f"{key}/{chunk_name(first)}{more}, of {total:,} chunks")
-        known = {name for _, name in held}
+        known = {name for _, name in chunks}
         other = [n for n in sorted(names) if n.replace(".", "").isdigit() and n not in known]
         if other:
             problems.append(
                 f"{key}/{other[0]} is outside of the array, which is {list(array.shape)} in chunks"
                 f" of {list(array.chunk)}"
             )
-        return [(array.box(index), name) for index, name in held]
+        return [(array.box(index), name) for index, name in chunks]
 
     def object(self, key: str) -> tuple[Any, Any]:
         """Returns the value of an object in a list, as `torch_dist` stores it, and the places of

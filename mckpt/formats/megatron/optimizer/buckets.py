@@ -308,18 +308,19 @@ def _registered(
             found[v][key] = kept, layer, expert
     copied = {kept.bound.rule.of for kept in rules if kept.bound.rule.alias}
     out = []
-    for v, held in enumerate(found):
+    for v, parameters in enumerate(found):
         if keys is None:
-            order = names.mapping.registration.sorted(held)
+            order = names.mapping.registration.sorted(parameters)
         else:
-            order = [key for key in keys[v] if key in held]
-            if absent := sorted(held.keys() - set(order)):
+            order = [key for key in keys[v] if key in parameters]
+            if absent := sorted(parameters.keys() - set(order)):
                 raise SourceError.of(
                     f"the state dict of pipeline rank {p}, chunk {v}, lacks parameters, so the"
                     " places of the others in the optimizer's buffers are unknown:",
                     absent,
                 )
         # Megatron-Core marks one copy of the embedding in a chunk as shared, the first one.
-        first = next((key for key in order if held[key][0].bound.rule.of in copied), None)
-        out.append([Slot(held[key][0], key, *held[key][1:], alone=key == first) for key in order])
+        first = next((key for key in order if parameters[key][0].bound.rule.of in copied), None)
+        rows = [(key, *parameters[key]) for key in order]
+        out.append([Slot(kept, key, *index, alone=key == first) for key, kept, *index in rows])
     return out

@@ -96,8 +96,8 @@ def buffers(value: Any, data: Ranges, file: int, chain: int, number: int) -> Ext
     """
     out: Extents = {}
     try:
-        for chunk, held in value.items():
-            for dtypes, states in held.items() if isinstance(held, dict) else ():
+        for chunk, buffer in value.items():
+            for dtypes, states in buffer.items() if isinstance(buffer, dict) else ():
                 for name, record in states.items():
                     if (view := safe_pickle.as_tensor(record)) is not None:
                         entry = entry_of(view, data, file)
@@ -158,15 +158,15 @@ def layout(
     if rest:
         extents = {place._replace(chain=0): found for place, found in extents.items()}
     chained = any(place.chain for place in extents)
-    held: dict[_Key, dict[str, dict[int, list[Extent]]]] = {}
+    left: dict[_Key, dict[str, dict[int, list[Extent]]]] = {}
     for place, found in extents.items():
-        states = held.setdefault(place[:4], {})
+        states = left.setdefault(place[:4], {})
         states.setdefault(place.state, {})[place.bucket] = found
     kinds: dict[StateKind, list[tuple[int, int, Entry]]] = {}
     seen: set[tuple[tuple[Piece, ...], int, int]] = set()
     for one in optimizers(names, dtypes, rows, chained, rest=rest):
         for number, buffer in enumerate(one.buffers):
-            states = held.pop((one.chain, one.group, number, buffer.dtype), {})
+            states = left.pop((one.chain, one.group, number, buffer.dtype), {})
             where = f"dp_group_idx_{one.group}, chunk {buffer.chunk}, {buffer.dtype}"
             if not states:
                 problems.missing(f"{where}: is missing")
@@ -181,7 +181,7 @@ def layout(
     problems.extend(
         f"dp_group_idx_{group}, chunk {chunk}, {dtype} of optimizer {chain} belongs to no rank of"
         " these sizes"
-        for chain, group, chunk, dtype in held
+        for chain, group, chunk, dtype in left
     )
     problems.check()
     stored: list[Stored] = []

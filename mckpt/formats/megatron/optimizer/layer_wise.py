@@ -36,9 +36,9 @@ from mckpt.formats.megatron.optimizer.state import (
 from mckpt.formats.megatron.optimizer.torch_reading import (
     KEYS,
     Contents,
-    Found,
     Parameter,
     Source,
+    StateBuffer,
     found_in,
     registered,
     shape_of,
@@ -94,8 +94,8 @@ def files(root: Path, directories: list[str]) -> Files:
     return out if any(out.values()) else {}
 
 
-def read(source: Source, held: Files, args: dict[str, Any]) -> Optimizer:
-    """Returns the optimizer's state. held: the files. args: those of the checkpoint.
+def read(source: Source, ranks: Files, args: dict[str, Any]) -> Optimizer:
+    """Returns the optimizer's state. ranks: those with a file. args: those of the checkpoint.
 
     Raises UsageError if ranks wrote their files over each other, and SourceError with every rank
     whose file is missing or does not fit its parameters.
@@ -107,25 +107,25 @@ def read(source: Source, held: Files, args: dict[str, Any]) -> Optimizer:
             " that those of only one are left. Save it with --ckpt-format torch_dist, or give"
             " --no-optimizer to convert the weights alone"
         )
-    num_ranks = 1 + max(number for numbers in held.values() for number in numbers)
+    num_ranks = 1 + max(number for numbers in ranks.values() for number in numbers)
     parallel = source.names.parallel
     problems = Problems(
         f"the optimizer's state of {source.where} does not match its weights:", CURE
     )
-    _check(held, parallel, args.get("data_parallel_size") or num_ranks, problems)
+    _check(ranks, parallel, args.get("data_parallel_size") or num_ranks, problems)
     problems.check()
     contents = {
         (directory, number): _open(source, directory, number)
-        for directory, numbers in held.items()
+        for directory, numbers in ranks.items()
         for number in numbers
     }
     groups = groups_of(_combined(list(contents.values())), source.where)
     chain = links(groups)
-    found: list[Found] = []
+    found: list[StateBuffer] = []
     for directory, parameters in registered(source, problems):
         listed = _placed([p for chunk in parameters for p in chunk], groups, chain)
         tp = int(directory.split("_")[2])
-        for number in held[directory]:
+        for number in ranks[directory]:
             mine = _mine(listed, parallel, tp, number, num_ranks)
             found += _found(contents[directory, number], mine, problems)
     problems.check()
@@ -135,7 +135,7 @@ def read(source: Source, held: Files, args: dict[str, Any]) -> Optimizer:
     return Optimizer(NOT_DISTRIBUTED, layout, groups, frozenset({*KEYS, LAYER_WISE}), [])
 
 
-def _check(held: Files, parallel: Parallel, num_ranks: int, problems: Problems) -> None:
+def _check(ranks: Files, parallel: Parallel, num_ranks: int, problems: Problems) -> None:
     """Adds to `problems` the files that are missing, and those of ranks that do not exist."""
     wanted: Files = {}
     for p in range(parallel.pp):
@@ -143,8 +143,8 @@ def _check(held: Files, parallel: Parallel, num_ranks: int, problems: Problems) 
             for number in range(num_ranks):
                 ep = expert_rank(parallel, tp, number)[0]
                 wanted.setdefault(parallel.directory(tp, p, ep), []).append(number)
-    for directory in sorted(held.keys() | wanted.keys()):
-        here, there = set(held.get(directory, ())), set(wanted.get(directory, ()))
+    for directory in sorted(ranks.keys() | wanted.keys()):
+        here, there = set(ranks.get(directory, ())), set(wanted.get(directory, ()))
         for number in sorted(there - here):
             problems.missing(f"{directory}: {_name(number)} is missing")
         for number in sorted(here - there):
@@ -254,7 +254,7 @@ def _mine(
     return mine
 
 
-def _found(contents: Contents, mine: list[_Place], problems: Problems) -> Iterator[Found]:
+def _found(contents: Contents, mine: list[_Place], problems: Problems) -> Iterator[StateBuffer]:
     """Yields the states of the parameters of one rank."""
     for link, one in enumerate(contents.value):
         inner = one["optimizer"]

@@ -223,11 +223,11 @@ def scalers_of(plain: Any, data: Ranges, path: str) -> list[Scaler]:
     data: the places of the storages in the file `path`.
     Raises UsageError for a scaler that Megatron does not write.
     """
-    held = [one.get(SCALER) if isinstance(one, dict) else None for one in _chained(plain)]
-    if not any(isinstance(one, dict) for one in held):
+    scalers = [one.get(SCALER) if isinstance(one, dict) else None for one in _chained(plain)]
+    if not any(isinstance(one, dict) for one in scalers):
         return []
     out: list[Scaler] = []
-    for one in held:
+    for one in scalers:
         out.append({})
         for name, value in (one or {}).items():
             view = safe_pickle.as_tensor(value)

@@ -94,7 +94,7 @@ class _Group(NamedTuple):
     masters: list[Any] | None
 
 
-class Found(NamedTuple):
+class StateBuffer(NamedTuple):
     """The buffer of one state of one parameter."""
 
     state: str
@@ -119,7 +119,7 @@ def read(source: Source) -> Optimizer | None:
     )
     groups = groups_of(plain, f"{source.where}/{places[0]}/{MODEL}")
     chain = links(groups)
-    found: list[Found] = []
+    found: list[StateBuffer] = []
     for directory, parameters in registered(source, problems):
         contents = source.open(directory, FILE if flat else MODEL)
         if contents is None:
@@ -211,7 +211,7 @@ def _flat(
     chain: list[Link],
     source: Source,
     problems: Problems,
-) -> Iterator[Found]:
+) -> Iterator[StateBuffer]:
     """Yields the states in a distrib_optim.pt."""
     value = contents.value
     listed = value if isinstance(value, list) else [value]
@@ -243,7 +243,7 @@ def _buffer(
     what: str,
     source: Source,
     problems: Problems,
-) -> Iterator[Found]:
+) -> Iterator[StateBuffer]:
     """Yields the states of one flat buffer. parameters: in the order of their registration."""
     for name, record in buffer.items():
         view = safe_pickle.as_tensor(record)
@@ -261,7 +261,7 @@ def _buffer(
         size = itemsize(whole.dtype)
         for p, start in zip(reversed(parameters), starts, strict=True):
             entry = Entry(whole.dtype, p.entry.shape, whole.file, whole.at + start * size)
-            yield Found(MASTER if name in MASTER_KEYS else name, p, entry)
+            yield StateBuffer(MASTER if name in MASTER_KEYS else name, p, entry)
 
 
 def _starts(parameters: list[Parameter], total: int, source: Source) -> list[int] | None:
@@ -288,7 +288,7 @@ def _listed(
     parameters: list[list[Parameter]],
     chain: list[Link],
     problems: Problems,
-) -> Iterator[Found]:
+) -> Iterator[StateBuffer]:
     """Yields the states in the `optimizer` of a model_optim_rng.pt."""
     value = contents.value.get("optimizer")
     listed = value if isinstance(value, list) else [value]
@@ -313,7 +313,7 @@ def _listed(
 
 def _grouped(
     contents: Contents, groups: list[_Group], parameters: list[Parameter], problems: Problems
-) -> Iterator[Found]:
+) -> Iterator[StateBuffer]:
     """Yields the states of groups, each of which has some of the parameters in their order."""
     decaying = [one.decays for one in groups]
     for p in parameters:
@@ -336,12 +336,12 @@ def _grouped(
         problems.missing(f"{contents.path}: its optimizer has {rest} more states than parameters")
 
 
-def found_in(contents: Contents, p: Parameter, states: dict[str, Any]) -> Iterator[Found]:
+def found_in(contents: Contents, p: Parameter, states: dict[str, Any]) -> Iterator[StateBuffer]:
     """Yields the states of one parameter that have its shape."""
     for name, record in states.items():
         view = safe_pickle.as_tensor(record)
         if view is not None and view.shape == p.entry.shape:
-            yield Found(name, p, entry_of(view, contents.data, contents.file))
+            yield StateBuffer(name, p, entry_of(view, contents.data, contents.file))
 
 
 def shape_of(states: dict[str, Any]) -> tuple[int, ...] | None:
@@ -350,9 +350,9 @@ def shape_of(states: dict[str, Any]) -> tuple[int, ...] | None:
     return next((view.shape for view in views if view is not None), None)
 
 
-def stored_of(found: list[Found], problems: Problems) -> tuple[list[Stored], list[Bound]]:
+def stored_of(found: list[StateBuffer], problems: Problems) -> tuple[list[Stored], list[Bound]]:
     """Returns the states as stored tensors, and the rules that name them."""
-    kinds: dict[tuple[str, int, int, bool], list[Found]] = {}
+    kinds: dict[tuple[str, int, int, bool], list[StateBuffer]] = {}
     seen: set[tuple[str, int, tuple[Piece, ...], int, int]] = set()
     for one in found:
         p = one.parameter

@@ -55,7 +55,7 @@ def lay_out(
     """
     names = request.names
     args = Common(dict(request.common), "the new checkpoint").args or {}
-    held: dict[str, dict[int, Optimizer]] = {
+    by_directory: dict[str, dict[int, Optimizer]] = {
         directory: {} for directory in directories(names.parallel, grid)
     }
     for one in optimizers(
@@ -65,14 +65,14 @@ def lay_out(
         expert_chain=len(request.groups) > 1,
         bucket_size=bucket_size(args),
     ):
-        held[_directory(names, one)][one.chain] = one
+        by_directory[_directory(names, one)][one.chain] = one
     states = _states(request)
     # the files of one stage differ in their data alone
     containers: dict[tuple[int, ...], torch_file.TorchFile] = {}
     outputs: list[TargetFile] = []
     kinds: dict[StateKind, list[tuple[int, int, int, int]]] = {}
     seen: set[tuple[tuple[Piece, ...], int, int]] = set()
-    for file, (directory, here) in enumerate(held.items(), num_files):
+    for file, (directory, here) in enumerate(by_directory.items(), num_files):
         kind = (*(one.pp for one in here.values()), *here)
         if kind not in containers:
             value = [_value(here.get(i), states, args) for i in range(len(request.groups))]
