@@ -107,7 +107,6 @@ def load(
     chunks: list[Any],
     args: Namespace,
     checkpoint: str | Path,
-    strict: Any = "raise_unexpected",
     optimizer: Any = None,
     scheduler: Any = None,
 ) -> dict[str, Any]:
@@ -116,14 +115,13 @@ def load(
     unread    model keys of the checkpoint that this rank's model does not have
     forgiven  _extra_state of this rank's model that the checkpoint lacks
 
-    `strict` is dist_checkpointing's StrictHandling or its value, and concerns torch_dist only. With
-    `optimizer` and `scheduler` their states are loaded too, and those of the random generators if
-    the checkpoint has the same parallel sizes. Raises SourceError on this rank alone when something
-    is missing; the caller must tell the other ranks.
+    With `optimizer` and `scheduler` their states are loaded too, and those of the random generators
+    if the checkpoint has the same parallel sizes. Raises SourceError when something is missing, on
+    this rank alone; the caller must end the other ranks.
     """
     mark(chunks)
     read = load_torch_dist if format_of(checkpoint).global_keys else load_torch
-    state = read(chunks, args, checkpoint, strict, optimizer)
+    state = read(chunks, args, checkpoint, optimizer)
     if left := marked(chunks):
         raise SourceError.of(
             f"{directory_of(checkpoint)}: {rank_names()} has parameters that the load did not set:",
@@ -142,12 +140,12 @@ def load(
 
 
 def load_torch_dist(
-    chunks: list[Any], args: Namespace, checkpoint: str | Path, strict: Any, optimizer: Any = None
+    chunks: list[Any], args: Namespace, checkpoint: str | Path, optimizer: Any = None
 ) -> dict[str, Any]:
     """Loads into sharded_state_dict(), as load_checkpoint of Megatron-LM does."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-    from megatron.core.dist_checkpointing.validation import parse_strict_flag
+    from megatron.core.dist_checkpointing.validation import StrictHandling
 
     place = str(directory_of(checkpoint))
     common = read_common(checkpoint)
@@ -170,9 +168,7 @@ def load_torch_dist(
         if "rng_state" in stored and same_sizes(common.get("args"), args):
             state["rng_state"] = rng.collect(sharded=True)
     with safe_pickles():
-        loaded = dist_checkpointing.load(state, place, strict=parse_strict_flag(strict))
-    if isinstance(loaded, tuple):  # return_unexpected, return_all
-        loaded = loaded[0]
+        loaded = dist_checkpointing.load(state, place, strict=StrictHandling.RAISE_UNEXPECTED)
     forgiven = []
     for key, chunk in zip(model_keys(chunks), chunks, strict=True):
         forgiven += load_into(chunk, loaded.pop(key), f"{place} ({key})")
@@ -187,11 +183,7 @@ def load_torch_dist(
 
 
 def load_torch(
-    chunks: list[Any],
-    args: Namespace,
-    checkpoint: str | Path,
-    strict: Any = None,
-    optimizer: Any = None,
+    chunks: list[Any], args: Namespace, checkpoint: str | Path, optimizer: Any = None
 ) -> dict[str, Any]:
     """Reads this rank's mp_rank file with torch.load, and calls load_state_dict."""
     path = directory_of(checkpoint) / rank_directory(args) / MODEL_FILE

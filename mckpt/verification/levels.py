@@ -555,7 +555,8 @@ def other_sizes(
         return sum(new[k] != sizes[k] for k in ("tp", "pp", "ep"))
 
     found = []
-    for tp, pp, ep in itertools.product(_divisors(num_ranks), repeat=3):
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    for tp, pp, ep in itertools.product(divisors, repeat=3):
         new = {"tp": tp, "pp": pp, "vpp": 1, "ep": ep, "etp": 1 if ep > 1 else tp, "cp": 1}
         if fits(tp, pp, ep) and launching.world(new) == num_ranks and unlike(new):
             found.append(new)
@@ -565,7 +566,3 @@ def other_sizes(
             " others, or --level forward"
         )
     return max(found, key=unlike)
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

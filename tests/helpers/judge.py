@@ -13,7 +13,6 @@ has further entries by kind. The entries are listed first, and the results behin
              tokens: [[...]]
              args: entries that replace those of the checkpoint's own args
              format: the format that the checkpoint must have
-             strict
              impl: replaces args.transformer_impl
              training: true builds the model as for training (sequence parallelism)
              -> NAME.npy: fp32 logits [batch, seq, vocab]
@@ -204,7 +203,7 @@ def forward_case(
     args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
     start(case, args, store, rank, world)
     chunks = build.build(args, training=case.get("training", False))
-    state = load.load(chunks, args, case["checkpoint"], case.get("strict", "raise_unexpected"))
+    state = load.load(chunks, args, case["checkpoint"])
     keep_logits(chunks, args, case, rank, out)
     return {
         "format": found,
@@ -236,7 +235,7 @@ def mtp_case(
     args = build.at_sizes(stored or {}, **case.get("args", {}) | sizes(case))
     start(case, args, store, rank, world)
     (chunk,) = build.build(args)
-    state = load.load([chunk], args, case["checkpoint"], "raise_unexpected")
+    state = load.load([chunk], args, case["checkpoint"])
     hidden: list[torch.Tensor] = []  # of the decoder and of each layer, one after the other
     chunk.mtp.register_forward_hook(lambda module, given, found: hidden.append(found))
     tokens = torch.tensor(case["tokens"])
