@@ -120,6 +120,8 @@ class MoveOptions(TypedDict, total=False):
     threads: int
     checksum: Literal["crc32", "sha256", "none"]
     allow_overflow: bool
+    progress: OnProgress | None  # called with how far the run is
+    cancel: Event | None  # ends the run once it is set; the same call continues
 
 
 class RunOptions(MoveOptions, total=False):
@@ -164,7 +166,7 @@ def _lists(options: Any) -> Callable[[F], F]:
         parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
         for name, kind in options.__annotations__.items():
             annotation, default = getattr(kind, "__forward_arg__", kind), _DEFAULTS.get(name)
-            if default is None:
+            if default is None and not annotation.endswith("| None"):
                 annotation = f"{annotation} | None"
             keyword = inspect.Parameter.KEYWORD_ONLY
             parameters.append(
@@ -207,14 +209,8 @@ def open(
 
     Raises SourceError if the directory is missing, damaged or no checkpoint.
     """
-    described = SourceOptions(
-        like=like,
-        family=family,
-        mapping=None if mapping is None else str(mapping),
-        vocab_size=vocab_size,
-        settings=settings or {},
-        iteration=iteration,
-    )
+    file = None if mapping is None else str(mapping)
+    described = SourceOptions(like, family, file, vocab_size, settings or {}, iteration)
     return Checkpoint.open(path, described)
 
 
@@ -238,23 +234,19 @@ def plan(src: Source, dst: str | Path, **options: Unpack[Options]) -> Plan:
 def convert(
     src: Source,
     dst: str | Path,
-    *,
-    progress: OnProgress | None = None,
-    cancel: Event | None = None,
     **options: Unpack[_Conversion],
 ) -> dict[str, Any]:
     """Converts `src` to `dst`, and returns the content of mckpt.json.
 
     The keywords are those of `plan` and of `Plan.run`. If `dst` holds the same output already, the
     call returns at once. If an earlier call was interrupted, this one continues it.
-
-    progress: called with how far the run is. cancel: ends the run once it is set; the same call
-        continues.
+    `progress` is called with how far the run is. Setting `cancel` ends the run; the same call then
+    continues it.
 
     Raises the errors of `plan` and of `Plan.run`, and Cancelled.
     """
     source = _opened(src)
-    return _write(source, dst, _target(source, options), options, progress, cancel)
+    return _write(source, dst, _target(source, options), options)
 
 
 @_lists(_Write)
@@ -268,16 +260,14 @@ def write(
     vocab_size: int | None = None,
     settings: Mapping[str, Any] | None = None,
     dtypes: Mapping[str, str] | None = None,
-    progress: OnProgress | None = None,
-    cancel: Event | None = None,
     **options: Unpack[_Write],
 ) -> dict[str, Any]:
     """Writes a checkpoint of any format from a stream of Hugging Face tensors, and returns the
     content of mckpt.json.
 
-    The plan is made and proved from `config` before the first tensor is taken. Each tensor is taken
-    once and moved to its places, so the memory holds `max_memory` bytes and one tensor. If a tensor
-    is missing, unknown, repeated or of another shape or dtype, nothing is published.
+    The plan is made and proved from `config` before the second tensor is taken. Each tensor is
+    taken once and moved to its places, so the memory holds `max_memory` bytes and one tensor. If a
+    tensor is missing, unknown, repeated or of another shape or dtype, nothing is published.
 
     config: the content of config.json, or a directory or Hub name whose config.json and tokenizer
         describe the model.
@@ -293,13 +283,9 @@ def write(
     from mckpt.conversion import streaming
 
     streaming.refuse_url(dst)
-    run = _run_settings(options, watched(progress, cancel))
-    described = SourceOptions(
-        family=family,
-        mapping=None if mapping is None else str(mapping),
-        vocab_size=vocab_size,
-        settings=settings or {},
-    )
+    run = _run_settings(options)
+    file = None if mapping is None else str(mapping)
+    described = SourceOptions(None, family, file, vocab_size, settings or {})
     with streaming.opened(config, tensors, described, dtypes or {}) as (source, stream):
         target, place = _target(source, options), _place(options)
         planned = planning.make_plan(source, dst, target, same_format=True, **place)
@@ -310,9 +296,6 @@ def write(
 def reshard(
     src: Source,
     dst: str | Path,
-    *,
-    progress: OnProgress | None = None,
-    cancel: Event | None = None,
     **options: Unpack[_Reshard],
 ) -> dict[str, Any]:
     """Changes the parallel sizes, the format or the dialect of a Megatron checkpoint.
@@ -326,16 +309,13 @@ def reshard(
     kept = {"format": formats.kept_or_default(source.format), **given}
     if not formats.get(str(kept["format"])).megatron:
         raise UsageError(f"format {kept['format']!r}: is not one of Megatron; `convert` writes it")
-    return _write(source, dst, _target(source, kept), options, progress, cancel)
+    return _write(source, dst, _target(source, kept), options)
 
 
 @_lists(RunOptions)
 def repair(
     src: Source,
     dst: str | Path,
-    *,
-    progress: OnProgress | None = None,
-    cancel: Event | None = None,
     **options: Unpack[RunOptions],
 ) -> dict[str, Any] | None:
     """Writes a training checkpoint again, as torch_dist that loads at any parallel sizes.
@@ -344,7 +324,7 @@ def repair(
     """
     source = _opened(src)
     target = planning.portable_target(source, TargetOptions())
-    return None if target is None else _write(source, dst, target, options, progress, cancel)
+    return None if target is None else _write(source, dst, target, options)
 
 
 def diff(
@@ -462,13 +442,11 @@ def _write(
     dst: str | Path,
     target: TargetOptions,
     options: Mapping[str, Any],
-    progress: OnProgress | None,
-    cancel: Event | None,
 ) -> dict[str, Any]:
     """Plans a conversion and runs it, unless its output is there already."""
-    _run_settings(options, None)  # refuses wrong values before the plan is made
+    _run_settings(options)  # refuses wrong values before the plan is made
     planned, manifest = planning.plan_or_find(source, dst, target, **_place(options))
-    return manifest or planned.run(**_run_options(options), progress=progress, cancel=cancel)
+    return manifest or planned.run(**_run_options(options))
 
 
 def _run_options(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -476,7 +454,10 @@ def _run_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {n: options[n] for n in RunOptions.__annotations__ if options.get(n) is not None}
 
 
-def _run_settings(options: Mapping[str, Any], progress: OnProgress | None) -> RunSettings:
+def _run_settings(options: Mapping[str, Any]) -> RunSettings:
+    """Returns the settings of the run that the keywords describe."""
     from mckpt.conversion.moving import RunSettings
 
-    return RunSettings.of(**_run_options(options), progress=progress)
+    run = _run_options(options)
+    progress = watched(run.pop("progress", None), run.pop("cancel", None))
+    return RunSettings.of(**run, progress=progress)

@@ -133,14 +133,16 @@ class Reader(Mapping[str, "LogicalTensor"]):
 
     def dtype(self, name: str) -> str:
         """Returns the dtype of the elements, or of the values of block-quantised ones."""
-        template, layer, expert = self._order[name]
-        return next(s.dtype for s, _, row_of in self._stored[template] if (layer, expert) in row_of)
+        return self._first(name)[0].dtype
 
     def offset(self, name: str) -> float:
         """Returns the number that the stored values have been shifted by; see Piece."""
+        return self._first(name)[1][0].offset
+
+    def _first(self, name: str) -> tuple[Stored, list[Piece]]:
+        """Returns the first stored tensor that has elements of a logical one, and its pieces."""
         template, layer, expert = self._order[name]
-        stored = self._stored[template]
-        return next(pieces[0].offset for _, pieces, row_of in stored if (layer, expert) in row_of)
+        return next((s, p) for s, p, row_of in self._stored[template] if (layer, expert) in row_of)
 
     def read(self, name: str, box: Box, buffer: np.ndarray | None = None) -> np.ndarray:
         """Returns the bytes of a box, dense, as unsigned integers of the dtype's size.
