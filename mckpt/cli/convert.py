@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from mckpt import formats
 from mckpt.cli import progress, shared
@@ -179,43 +178,26 @@ def plan(src: Path, dst: Path, target_format: str | None, **options: Any) -> Non
     The plan is proved from the headers of the files. A destination that the conversion would refuse
     is refused here too.
     """
+    from mckpt.conversion import planning
     from mckpt.formats import places
 
-    with places.streamed(src) as directory:
-        _plan_only(shared.open_source(directory, options), dst, target_format, options)
-
-
-def _plan_only(source: Checkpoint, dst: Path, target_format: str | None, options: Options) -> None:
-    """Chooses the format of the target if the user gives none, and prints the plan."""
-    given = _given_sizes()
-    if target_format is None:
-        from mckpt.conversion import planning
-
-        kept = bool(given) or options["dialect"] is not None
-        target_format = planning.default_format(source, kept)
-    to_megatron = formats.FORMATS[target_format].megatron
-    if given and not to_megatron:
-        raise UsageError(
-            f"{', '.join(given)}: a Hugging Face directory has no parallel sizes; leave them out,"
-            " or give --to torch_dist or --to torch"
-        )
     sizes = shared.parallel_sizes(options)
-    parallel = source.parallel.with_(**sizes) if to_megatron else None
-    _print_plan(source, dst, shared.make_target(options, target_format, parallel), options)
-
-
-def _given_sizes() -> list[str]:
-    """Returns the flags of the parallel sizes that the user gave to the current command, as options
-    or as environment variables.
-    """
-    context = click.get_current_context()
-    return [
-        parameter.opts[-1]
-        for parameter in context.command.params
-        if parameter.name in shared.SIZES
-        and context.get_parameter_source(parameter.name)
-        in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-    ]
+    flags = {option.name: option.opts[-1] for option in click.get_current_context().command.params}
+    given = [flags[name] for name, value in sizes.items() if value]
+    with places.streamed(src) as directory:
+        source = shared.open_source(directory, options)
+        if target_format is None:
+            kept = bool(given) or options["dialect"] is not None
+            target_format = planning.default_format(source, kept)
+        to_megatron = formats.FORMATS[target_format].megatron
+        if given and not to_megatron:
+            raise UsageError(
+                f"{', '.join(given)}: a Hugging Face directory has no parallel sizes; leave them"
+                " out, or give --to torch_dist or --to torch"
+            )
+        parallel = source.parallel.with_(**sizes) if to_megatron else None
+        target = shared.make_target(options, target_format, parallel)
+        _print_plan(source, dst, target, options)
 
 
 # ----------------------------------------------------------------------------------- plan and write

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -383,13 +384,12 @@ class _Run:
             where = Path(self.place.pattern or self.src)
             echo_outcome("failed" if code else "done", self.started, facts, path=where)
             return
-        states: dict[str, int] = {}
         for row in rows:
-            states[row["state"]] = states.get(row["state"], 0) + 1
             echo(
                 f"{row['iteration']:>10}  {row['state']:<16} {row['bytes']:>18,} bytes"
                 f" {row['seconds']:>9.2f} s  {row['path']}"
             )
+        states = Counter(row["state"] for row in rows)
         parts = ", ".join(f"{number} {state}" for state, number in states.items())
         echo(f"{counted(len(rows), 'iteration')}: {parts or 'nothing to do'}")
 
