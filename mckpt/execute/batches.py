@@ -5,7 +5,8 @@ starts again, so nothing is journaled.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,9 @@ class Batches:
         self.max_memory, self.threads, self.checksum = max_memory, threads, checksum
         self.mover = Mover(
             OpenFiles(sources, os.O_RDONLY),
-            OpenFiles([str(staging / o.path) for o in outputs], os.O_RDWR),
+            # Not for reading: an NFS client would read whole pages in and write them back, over
+            # bytes that another node has written there since.
+            OpenFiles([str(staging / o.path) for o in outputs], os.O_WRONLY),
             casts,
             grids,
             summing=checksum == "crc32",
@@ -69,18 +72,33 @@ class Batches:
         for range_ in merged(written):
             self.ranges[range_[0]].append(range_)
 
-    def end(self, tick: Tick) -> list[str]:
-        """Completes the files, and returns the checksum of each."""
+    def sync(self) -> None:
+        """Syncs the files that were written."""
+        for file, ranges in enumerate(self.ranges):
+            if ranges:
+                self.mover.targets.sync(file, os.fdatasync)
+
+    def end(self, tick: Tick, files: Iterable[int] | None = None) -> list[str]:
+        """Completes the files, or some of them, and returns the checksum of each."""
         sums = [""] * len(self.outputs)
+        self.mover.targets.close()  # opened anew, for reading too
+        targets = OpenFiles(self.mover.targets.paths, os.O_RDWR)
+        self.mover = replace(self.mover, targets=targets)
 
         def finish(file: int, memory: memoryview, check: Callable[[], None]) -> None:
-            targets, ranges = self.mover.targets, merged(self.ranges[file])
             sums[file] = finished(
-                targets, file, self.outputs[file], ranges, self.checksum, memory, check
+                targets,
+                file,
+                self.outputs[file],
+                merged(self.ranges[file]),
+                self.checksum,
+                memory,
+                check,
             )
 
         pool = ThreadPool(self.threads or Ranks().cores, self.max_memory)
-        pool.each(range(len(sums)), finish, targets=lambda file: frozenset([file]), tick=tick)
+        chosen = range(len(sums)) if files is None else files
+        pool.each(chosen, finish, targets=lambda file: frozenset([file]), tick=tick)
         sync_directories(self.outputs, self.staging)
         return sums
 

@@ -1,10 +1,11 @@
 """Running models: fills a live Megatron model from a checkpoint, and gives its Hugging Face tensors
-to other programs. `docs/live.md` shows how.
+to other programs, and writes it as a checkpoint. `docs/live.md` shows how.
 
 Every function is called by all ranks of the model, and fails on all of them or on none.
 """
 
 from mckpt.live.loading import load
+from mckpt.live.saving import save, save_hf
 from mckpt.live.syncing import Slice, Sync, hf_tensors
 
-__all__ = ["Slice", "Sync", "hf_tensors", "load"]
+__all__ = ["Slice", "Sync", "hf_tensors", "load", "save", "save_hf"]

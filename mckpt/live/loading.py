@@ -26,7 +26,7 @@ from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
 from mckpt.live.model import describe, ranks_of
-from mckpt.live.together import call, gathered, own_result
+from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size
 
@@ -125,7 +125,7 @@ def plan(source: Checkpoint, model: Checkpoint) -> Filling:
     layout = Layout(moved.layout.files, held, moved.layout.shapes)
     joined = join(layout, described.layout)
     ranks = ranks_of(model)
-    own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == _rank()]
+    own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == rank_and_world()[0]]
     copies = joined.copies[np.isin(joined.copies["dst_file"], own)]
     copies = copies[np.argsort(copies["dst_at"], kind="stable")]
     return Filling(joined, copies, list(map(str, moved.layout.files)), model)
@@ -150,12 +150,6 @@ def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
             " rows for it; build the model with the vocabulary of the checkpoint"
         )
     return whole if held <= rows else source.with_dims({**whole.dims, "vocab_size": rows})
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _threads(threads: int, max_memory: int) -> int:

@@ -23,10 +23,11 @@ from mckpt.formats.base import Names
 from mckpt.formats.megatron import torch_dist
 from mckpt.formats.megatron.chunked import Chunked, Files
 from mckpt.formats.megatron.common_state import Common
+from mckpt.formats.megatron.save_directory import IterationDirectory
 from mckpt.geometry.box import Layout
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.memory import Memory, Part
-from mckpt.live.together import gathered
+from mckpt.live.together import gathered, rank_and_world
 from mckpt.storage import sparse_copy
 
 FORMAT = replace(torch_dist.FORMAT, name="live", seen_as="a model in memory", optimizer=False)
@@ -72,6 +73,7 @@ class Ranks(Chunked):
             rank, part = (own, mine[0]) if mine else same[turn % len(same) if own is None else 0]
             items[at] = f"rank_{rank:06d}", part.at, part.nbytes
             self.copies += [(part, other) for other in mine[1:] if other.at != part.at]
+        self.sizes: list[int] = []  # bytes of the memory of each rank
         super().__init__(root, Metadata(tensors, [], items, None, {}))
 
     def place(
@@ -110,7 +112,10 @@ class OpenedModel(torch_dist.TorchDist):
         self.__dict__["common"] = common  # a cached property that reads files
 
     def parallel(self) -> Parallel:
-        return self.sizes
+        """Returns the sizes of the args, which describe uneven pipelines too; else the running
+        ones.
+        """
+        return self.sizes if self.common.args is None else self.common.parallel()
 
     def optimizer(self, names: Any) -> None:
         return None
@@ -146,19 +151,24 @@ def describe(
     Raises one error on all ranks, with all parameters that no rank's `sharded_state_dict()` names.
     """
 
-    def parts() -> list[Part]:
+    def parts() -> tuple[list[Part], int]:
         found, problems = memory.parts()
         if problems:
             raise SourceError.of("the model has weights that cannot be described:", problems)
-        return found
+        return found, memory.nbytes
 
-    held = gathered(parts)
+    every = gathered(parts)
+    held = [own_parts for own_parts, _ in every]
     root = sparse_copy.temporary()
     show_as(str(root), "the live model")
-    directory = Ranks(root, held, _rank() if own else None)
+    directory = Ranks(root, held, rank_and_world()[0] if own else None)
+    directory.sizes = [nbytes for _, nbytes in every]
     plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
     opened = OpenedModel(directory, sizes_of(memory), plain)
-    files = CheckpointFiles(root, options or SourceOptions(), None, opened)
+    options = options or SourceOptions()
+    if options.like is not None:  # a conversion copies the files of this directory
+        (root / "hf").symlink_to(options.like, target_is_directory=True)
+    files = CheckpointFiles(root, options, IterationDirectory(root, root, "live"), opened)
     return Checkpoint(files, ModelDescription(files))
 
 
@@ -180,12 +190,6 @@ def sizes_of(memory: Memory) -> Parallel:
         ep=ps.get_expert_model_parallel_world_size(),
         etp=ps.get_expert_tensor_parallel_world_size(),
     )
-
-
-def _rank() -> int:
-    import torch.distributed as dist
-
-    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _plain(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from mckpt.geometry.join import Cast
 from mckpt.live.buckets import Bucket, Tensor, To, plan
 from mckpt.live.memory import Memory
 from mckpt.live.model import describe
-from mckpt.live.together import call, gathered, own_result
+from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import LARGEST
 from mckpt.values.sizes import parse_size
@@ -89,8 +89,6 @@ class Sync:
         Raises one error on all ranks: those of a conversion to Hugging Face, or UsageError for a
         tensor that is too large for the buckets.
         """
-        import torch.distributed as dist
-
         self.most, self.slices = parse_size(bucket_bytes, "bucket_bytes"), slices
         self.allow_overflow = allow_overflow
         self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
@@ -103,8 +101,7 @@ class Sync:
             settings=settings or {},
         )
         model = describe(self.memory, options, args)
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank, self.world = rank_and_world()
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )

@@ -10,7 +10,7 @@ from mckpt.errors import MckptError
 T = TypeVar("T")
 
 
-def gathered(work: Callable[[], T]) -> list[T]:
+def gathered(work: Callable[[], T], group: Any = None) -> list[T]:
     """Calls a function on every rank, and returns the results of all ranks, in their order.
 
     If the function fails on any rank, raises the same error on every rank.
@@ -30,11 +30,18 @@ def gathered(work: Callable[[], T]) -> list[T]:
             raise own
         return [result]
     every: list[Any] = [None] * dist.get_world_size()
-    call(dist.all_gather_object, every, (result, failed))
+    call(dist.all_gather_object, every, (result, failed), group=group)
     errors = {rank: error for rank, (_, error) in enumerate(every) if error is not None}
     if errors:
         raise _merged(errors) from own
     return [result for result, _ in every]
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Returns the number of this rank, and how many there are."""
+    import torch.distributed as dist
+
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def own_result(work: Callable[[], T]) -> T:

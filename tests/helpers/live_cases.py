@@ -6,6 +6,8 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        like: the Hugging Face directory that describes the model
        exports: [[directory, keywords of mckpt.live.Sync]]: each Sync must give the tensors of that
        Hugging Face directory, bit for bit. The keyword `to` may be a name in TO
+       saves: [[destination, keywords of mckpt.live.save]]: with `background`, all weights are
+       zeroed while it is written
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
@@ -30,6 +32,7 @@ from mckpt.trainer import load
 from mckpt.values.sizes import parse_size
 
 
+@torch.no_grad()
 def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     """Runs the parts of one case on this rank, with a model that is built and not filled."""
     if "fault" in case:
@@ -47,6 +50,13 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
         str(number): on_any_rank(export_problems(chunks, case["like"], directory, options))
         for number, (directory, options) in enumerate(case.get("exports", ()))
     }
+    for destination, options in case.get("saves", ()):
+        saved = live.save(chunks, destination, like=case["like"], **options)
+        for _, weight in load.weights(chunks) if options.get("background") else ():
+            weight.zero_()
+        assert saved.result()["files"]
+        for name, value in load.weights(chunks):
+            value.copy_(wanted[name])
     return {"differs": differs, "exported": exported}
 
 

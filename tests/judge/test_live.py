@@ -23,6 +23,13 @@ OTHER = {"tp": 4, "pp": 2}
 EXPERTS = ("mixtral", "qwen3-moe", "qwen3-moe-raw", "deepseek-v3", "deepseek-v3-plain")
 # a launch at other sizes, in which four or two ranks hold the same weights and share the reading
 SHARED: list[tuple[str, dict[str, Any]]] = [("qwen3", {"tp": 2}), ("qwen3-moe", {"ep": 2})]
+# the keywords of saves, by a name
+SAVES: dict[str, dict[str, Any]] = {
+    "hf": {"format": "hf"},
+    "hf-fp32": {"format": "hf", "dtype": "fp32", "background": True, "max_shard_size": 100_000},
+    "dist": {},
+    "torch": {"format": "torch", "tp": 2, "pp": 2, "background": True, "checksum": "sha256"},
+}
 FAULTS = (
     "extra_parameter",
     "hidden_parameter",
@@ -87,6 +94,9 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
             [str(export(case, "fp16", dtype="fp16")), {"dtype": "fp16"}],
             [str(export(case, "fp8", quantize="fp8")), {"quantize": "fp8"}],
         ]
+        cases[-1]["saves"] = [
+            [str(work / "saved" / f"{case}-{name}"), options] for name, options in SAVES.items()
+        ]
     quantised = work / "quantised"
     mckpt.convert(tiny_model("qwen3"), quantised, format="hf", quantize="fp8")
     add("quantised", quantised, {"tp": 2, "pp": 2}, (quantised, {}))
@@ -126,6 +136,29 @@ def test_buckets_receivers_and_dtypes_change_no_value(
     assert result["ok"], explain(result)
     assert len(result["exported"]) == 7
     assert not any(result["exported"].values()), result["exported"]
+
+
+@pytest.mark.parametrize("case", [case for case, _ in SHARED])
+def test_a_saved_model_is_that_of_the_file_route(
+    case: str, work: Path, filled: dict[str, dict[str, Any]]
+) -> None:
+    result = filled[f"shared-{case}"]
+    assert result["ok"], explain(result)
+    for name, options in SAVES.items():
+        saved = work / "saved" / f"{case}-{name}"
+        assert mckpt.check(saved).exit_code == 0
+        if options.get("format") != "hf":
+            assert not mckpt.diff(work / "dist" / case, saved)
+            assert sorted((saved / "hf").iterdir())
+            continue
+        right, given = work / "right" / f"{case}-{name}", {**options}
+        given.pop("background", None)
+        mckpt.convert(work / "dist" / case, right, **given)
+        files = sorted(path.name for path in right.iterdir())
+        assert files == sorted(path.name for path in saved.iterdir())
+        for file in files:
+            if file != "mckpt.json":  # it describes the source
+                assert (saved / file).read_bytes() == (right / file).read_bytes(), file
 
 
 @pytest.mark.parametrize("case", [case for case, _ in SHARED])

@@ -1,0 +1,223 @@
+"""Writes a live model as a checkpoint of any format: each rank writes its own elements.
+
+Each rank copies its weights to the memory of the host, as one file without a name. From then on the
+model may change. The copies of a conversion move from that file into the files of the new
+checkpoint, which all ranks write together; rank 0 publishes it when it is complete.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mckpt import api, formats
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.conversion.moving import manifest_of
+from mckpt.conversion.planning import Plan
+from mckpt.conversion.run import publish
+from mckpt.errors import UsageError
+from mckpt.execute.batches import Batches
+from mckpt.execute.checksums import Range
+from mckpt.execute.files import lay_out
+from mckpt.execute.mover import Overflow
+from mckpt.formats import places
+from mckpt.live.memory import Memory
+from mckpt.live.model import describe, ranks_of
+from mckpt.live.together import gathered, own_result, rank_and_world
+from mckpt.storage import sparse_copy
+from mckpt.storage.staging import REPLACED, discard
+from mckpt.values.sizes import parse_size
+
+
+class _How(NamedTuple):
+    """The settings of a save."""
+
+    max_memory: int  # bytes
+    threads: int
+    checksum: str
+    allow_overflow: bool
+    group: Any  # through which the ranks speak
+
+
+def save(
+    model_chunks: Sequence[Any],
+    dst: str | Path,
+    *,
+    format: str = formats.MEGATRON,
+    like: Any = None,
+    args: Any = None,
+    family: str | None = None,
+    mapping: str | None = None,
+    vocab_size: int | None = None,
+    settings: dict[str, Any] | None = None,
+    background: bool = False,
+    max_memory: int | str = "256MiB",
+    threads: int = 1,
+    checksum: str = "crc32",
+    allow_overflow: bool = False,
+    **options: Any,
+) -> Future[dict[str, Any]]:
+    """Writes a live model as a checkpoint of any format and at any parallel sizes. All ranks call
+    it. `dst` must be one directory that all ranks see.
+
+    like, args, family, mapping, vocab_size, settings: as for `Sync`.
+    background: return when the weights are copied to the host, and write while the model is used.
+    threads: of each rank. max_memory: bytes of the buffers of one rank, beside the copy.
+
+    The other keywords are those of mckpt.convert; without sizes, the checkpoint has those of the
+    model. Returns a future: its result() is the content of mckpt.json. With `background` it raises
+    the error of the save, which is the same on all ranks; otherwise this call raises it.
+
+    Raises the errors of mckpt.plan on all ranks before anything is written.
+    """
+    memory = Memory(model_chunks)
+    own_options = SourceOptions(
+        like=None if like is None else places.local(like, weights=False),
+        family=family,
+        mapping=mapping,
+        vocab_size=vocab_size,
+        settings=settings or {},
+    )
+    model = describe(memory, own_options, args)
+    copy = own_result(lambda: _copied(memory, model))
+    planned = own_result(lambda: api.plan(model, dst, format=format, **options))
+    if sparse_copy.of(planned.destination.root) is not None:
+        raise UsageError(
+            f"{dst}: a live model is saved to a directory that all ranks see; copy it to the store"
+            " afterwards"
+        )
+    most = parse_size(max_memory, "--max-memory")
+    how = _How(most, threads, checksum, allow_overflow, _group() if background else None)
+    if background:
+        pool = ThreadPoolExecutor(1, "mckpt-live")
+        found = pool.submit(_write, planned, how, copy)
+        pool.shutdown(wait=False)
+        return found
+    done: Future[dict[str, Any]] = Future()
+    done.set_result(_write(planned, how, copy))
+    return done
+
+
+def save_hf(model_chunks: Sequence[Any], dst: str | Path, **options: Any) -> Future[dict[str, Any]]:
+    """Writes a live model as a Hugging Face directory. The keywords are those of `save`."""
+    return save(model_chunks, dst, format=formats.HUGGING_FACE, **options)
+
+
+def _group() -> Any:
+    """Returns a group of all ranks that does not disturb those of the training."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+
+def _copied(memory: Memory, model: Checkpoint) -> int:
+    """Copies the weights of this rank into a file in memory, and returns its descriptor. Gives the
+    files of all ranks the names and the sizes that the plan knows.
+    """
+    import torch
+
+    ranks, (rank, _) = ranks_of(model), rank_and_world()
+    fd = os.memfd_create("mckpt-live")
+    os.truncate(fd, max(memory.nbytes, 1))
+    with mmap.mmap(fd, max(memory.nbytes, 1)) as held:
+        whole = torch.frombuffer(held, dtype=torch.uint8)
+        for weight in memory.weights:
+            whole[weight.at : weight.at + weight.nbytes].copy_(weight.bytes(), non_blocking=True)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        del whole
+    for number, path in enumerate(ranks.paths):
+        if ranks.rank_of(number) == rank:
+            os.symlink(f"/proc/{os.getpid()}/fd/{fd}", path)
+        else:
+            with open(path, "wb") as file:
+                file.truncate(ranks.sizes[ranks.rank_of(number)])
+    return fd
+
+
+def _write(plan: Plan, how: _How, copy: int) -> dict[str, Any]:
+    """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
+
+    copy: the descriptor of the copy of this rank's weights, which is closed at the end.
+    """
+    rank, _ = rank_and_world()
+    try:
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                if rank:
+                    return ""
+                key, state = plan.key(how.checksum, "live"), str(plan.state())
+                folder = stack.enter_context(plan.destination.staging(key, state, resume=False))
+                lay_out(plan.outputs, folder / "data", folder / "data" / "journal")
+                return str(folder)
+
+            staging = Path(gathered(begin, how.group)[0])
+            try:
+                sums = _moved(plan, how, staging / "data")
+
+                def end() -> dict[str, Any]:
+                    if rank:
+                        return {}
+                    manifest = manifest_of(plan, plan.state(), [], sums)
+                    publish(plan.destination, staging, plan.side, manifest)
+                    return manifest
+
+                return gathered(end, how.group)[0]
+            except BaseException:
+                # no later save can continue this one; but what a killed one replaced is the user's
+                if not rank and not (staging / REPLACED).exists():
+                    discard(staging)
+                raise
+    finally:
+        os.close(copy)
+
+
+def _moved(plan: Plan, how: _How, data: Path) -> list[str]:
+    """Writes this rank's elements into the files of the plan, and completes every `world`-th file.
+    Returns the checksums of all files.
+    """
+    rank, world = rank_and_world()
+    joined, ranks = plan.joined, ranks_of(plan.source)
+    paths = list(map(str, plan.source.layout.files))
+    # rank 0 copies the tensors that are carried from files
+    holders = [ranks.rank_of(file) if file < len(ranks.files) else 0 for file in range(len(paths))]
+    mine = np.array(holders, "i4")[joined.copies["src_file"]] == rank
+    batches = Batches(
+        joined.casts,
+        joined.grids,
+        paths,
+        plan.outputs,
+        data,
+        max_memory=how.max_memory,
+        threads=how.threads,
+        checksum=how.checksum,
+        allow_overflow=how.allow_overflow,
+    )
+
+    def move() -> list[list[Range]]:
+        try:
+            batches.do(joined.copies[mine], lambda: None)
+        except Overflow as e:
+            raise UsageError(f"{joined.name(e.tensor)}: {e.place}") from e
+        batches.sync()
+        return batches.ranges
+
+    try:
+        written = gathered(move, how.group)
+        batches.ranges = [
+            [r for ranges in of_file for r in ranges] for of_file in zip(*written, strict=True)
+        ]
+        files = range(rank, len(plan.outputs), world)
+        sums = gathered(lambda: batches.end(lambda: None, files), how.group)
+    finally:
+        batches.close()
+    return [sums[file % world][file] for file in range(len(plan.outputs))]
