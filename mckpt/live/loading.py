@@ -61,7 +61,6 @@ class Filling(NamedTuple):
     joined: Joined
     copies: np.ndarray  # those into this rank's weights, by their place
     sources: list[str]
-    model: Checkpoint
 
 
 def load(
@@ -115,20 +114,24 @@ def opened_source(source: str | Path | Checkpoint) -> Checkpoint:
     return found
 
 
-def plan(source: Checkpoint, model: Checkpoint) -> Filling:
-    """Returns the copies that fill this rank's weights. The proof is that of the whole model."""
+def join_models(source: Checkpoint, model: Checkpoint) -> Joined:
+    """Returns the copies that fill a whole live model, proved."""
     moved = _with_rows(source, model)
     described = model.with_dims(moved.dims)
     refuse_misfit(moved, described.names, "the live model")
     # what Megatron's models do not have, such as a vision tower, has no place in this one
     held = [s for s in moved.layout.stored if not s.carried]
-    layout = Layout(moved.layout.files, held, moved.layout.shapes)
-    joined = join(layout, described.layout)
+    return join(Layout(moved.layout.files, held, moved.layout.shapes), described.layout)
+
+
+def plan(source: Checkpoint, model: Checkpoint) -> Filling:
+    """Returns the copies that fill this rank's weights. The proof is that of the whole model."""
+    joined = join_models(source, model)
     ranks = ranks_of(model)
     own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == rank_and_world()[0]]
     copies = joined.copies[np.isin(joined.copies["dst_file"], own)]
     copies = copies[np.argsort(copies["dst_at"], kind="stable")]
-    return Filling(joined, copies, list(map(str, moved.layout.files)), model)
+    return Filling(joined, copies, list(map(str, source.layout.files)))
 
 
 def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:

@@ -74,7 +74,7 @@ class Ranks(Chunked):
             items[at] = f"rank_{rank:06d}", part.at, part.nbytes
             self.copies += [(part, other) for other in mine[1:] if other.at != part.at]
         self.sizes: list[int] = []  # bytes of the memory of each rank
-        super().__init__(root, Metadata(tensors, [], items, None, {}))
+        super().__init__(root, Metadata(tensors, [], items, {}))
 
     def place(
         self, key: str, offsets: tuple[int, ...], sizes: tuple[int, ...], files: Files

@@ -5,7 +5,8 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        bits as that load
        like: the Hugging Face directory that describes the model
        exports: [[directory, keywords of mckpt.live.Sync]]: each Sync must give the tensors of that
-       Hugging Face directory, bit for bit. The keyword `to` may be a name in TO
+       Hugging Face directory, bit for bit. The keyword `to` may be a name in TO; with `once`
+       there is one call only
        saves: [[destination, keywords of mckpt.live.save]]: with `background`, all weights are
        zeroed while it is written
        fault: makes the first load fail (FAULTS)
@@ -73,8 +74,8 @@ def export_problems(
     chunks: list[Any], like: str, directory: str, options: dict[str, Any]
 ) -> Iterator[str]:
     """Yields what is wrong with the tensors that a Sync gives this rank, in two calls: before the
-    second one all weights are doubled, and afterwards they are halved. Doubling is not exact for
-    the smallest numbers of fp16, nor for codes, which have one call only.
+    second one all weights are doubled, and afterwards they are halved. There is one call only where
+    the tensors would not be doubled: the smallest numbers of fp16, codes, shifted norms.
     """
     wanted: dict[str, torch.Tensor] = {}
     for file in sorted(Path(directory).glob("*.safetensors")):
@@ -84,9 +85,10 @@ def export_problems(
     mine = set(TO[to](rank)) if isinstance(to, str) else set(NAMES)
     if isinstance(to, int) and to != rank:
         mine = set()
+    options = dict(options)
+    once = options.pop("once", False) or "quantize" in options or options.get("dtype") == "fp16"
     sync = live.Sync(chunks, like=like, **{**options, "to": TO.get(to, to)})
     most = parse_size(options.get("bucket_bytes", "1GiB"))
-    once = options.get("quantize") or options.get("dtype") == "fp16"
     for factor in (1,) if once else (1, 2):
         for _, weight in load.weights(chunks) if factor == 2 else ():
             weight.mul_(2)

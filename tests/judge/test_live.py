@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import mckpt
-from tests.helpers import tiny
+from tests.helpers import made_models, tiny
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
+from tests.judge import test_family_models as family_models
 
 pytestmark = pytest.mark.judge
 
@@ -202,3 +203,63 @@ def test_ranks_that_lost_another_one_raise_an_error(filled: dict[str, dict[str, 
     errors = result["errors"]
     assert errors.pop(1) == ""
     assert all("a rank has ended or does not answer" in error for error in errors)
+
+
+# models of transformers, with latent attention, sinks and stacked experts, gated delta nets,
+# Mamba-2, shared experts, shifted norms, fused projections, and layers of several kinds
+MECHANISMS = (
+    "deepseek_v2",
+    "gpt_oss",
+    "qwen3_next",
+    "nemotron_h",
+    "bamba",
+    "qwen2_moe",
+    "gemma_silu",
+    "phi3",
+    "granitemoehybrid",
+)
+
+
+@pytest.fixture(scope="module")
+def families(work: Path) -> dict[str, dict[str, Any]]:
+    """The results of every case of MECHANISMS in each dialect: "CASE-DIALECT"."""
+    cases: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
+    made_models.make(MECHANISMS, work / "made")
+    for case in MECHANISMS:
+        for dialect in family_models.dialects(case):
+            te, hybrid = (case, dialect) in family_models.WITH_TE, dialect == "hybrid"
+            impl = "transformer_engine" if te else "local"
+            size = family_models.sizes_of(case, dialect)
+            options: dict[str, Any] = {} if hybrid else {"transformer_impl": impl}
+            source, out = work / "made" / case, work / dialect / case
+            form = "torch" if hybrid else "torch_dist"
+            mckpt.convert(source, out, format=form, dialect=dialect, **size, **options)
+            mckpt.convert(out, work / "exported" / dialect / case, format="hf")
+            cases[te].append(
+                {
+                    "name": f"{case}-{dialect}",
+                    "kind": "live",
+                    "checkpoint": str(out),
+                    "loads": [[str(source), {}]],
+                    "like": str(source),
+                    "exports": [[str(work / "exported" / dialect / case), {"once": True}]],
+                    "args": {"dialect": dialect},
+                    "impl": impl,
+                    "world": WORLD,
+                    **size,
+                }
+            )
+    found = judge(cases[False], WORLD, work / "families", timeout=900)
+    return found | judge(cases[True], WORLD, work / "families-te", fake_te=True, timeout=900)
+
+
+@pytest.mark.parametrize("case", MECHANISMS)
+def test_models_of_other_mechanisms(case: str, families: dict[str, dict[str, Any]]) -> None:
+    names = family_models.dialects(case)
+    if not names:
+        pytest.skip(f"this megatron-core cannot compute {case}")
+    for dialect in names:
+        result = families[f"{case}-{dialect}"]
+        assert result["ok"], explain(result)
+        assert result["differs"] == {"0": []}
+        assert result["exported"] == {"0": []}

@@ -1,0 +1,116 @@
+"""The layout and the plans of a live model, from descriptions of its ranks: without torch, and
+without Megatron-Core. tests/judge/test_live.py runs models.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import mckpt
+from mckpt.checkpoint.checkpoint import Checkpoint
+from mckpt.checkpoint.files import CheckpointFiles
+from mckpt.checkpoint.model import ModelDescription
+from mckpt.checkpoint.source_options import SourceOptions
+from mckpt.conversion.target import TargetOptions
+from mckpt.errors import SourceError, UsageError
+from mckpt.formats.megatron.torch_dist import TorchDist
+from mckpt.geometry.box import row_major
+from mckpt.geometry.parallel import Parallel
+from mckpt.live import buckets, loading
+from mckpt.live.memory import Part
+from mckpt.live.model import OpenedModel, Ranks
+from mckpt.values.dtypes import itemsize
+
+WORLD = 2
+
+
+def parts(dist_dir: Path) -> list[list[Part]]:
+    """Returns the parts of two ranks: each has a half of every tensor that has an even number of
+    rows, and the others whole.
+    """
+    opened = mckpt.open(dist_dir).opened
+    assert isinstance(opened, TorchDist)
+    held: list[list[Part]] = [[] for _ in range(WORLD)]
+    ends = [0] * WORLD
+    for key, (dtype, whole, chunks) in opened.metadata.tensors.items():
+        for offset, sizes in chunks:
+            axis = sum(n == 1 for n in sizes) if len(sizes) > 1 and sizes[0] == 1 else 0
+            cut = sizes[axis] % WORLD == 0 and "norm" not in key and "qkv" not in key
+            for rank in range(WORLD):
+                own, at = list(sizes), list(offset)
+                if cut:
+                    own[axis] //= WORLD
+                    at[axis] += rank * own[axis]
+                part = Part(key, dtype, whole, tuple(at), tuple(own), row_major(own), ends[rank])
+                held[rank].append(part)
+                ends[rank] += part.nbytes
+    return held
+
+
+def model(root: Path, held: list[list[Part]], like: Path, own: int | None = None) -> Checkpoint:
+    opened = OpenedModel(Ranks(root, held, own), Parallel(tp=WORLD), None)
+    files = CheckpointFiles(root, SourceOptions(like=like), None, opened)
+    return Checkpoint(files, ModelDescription(files))
+
+
+def test_each_rank_reads_its_own_elements(src: Path, dist_dir: Path, tmp_path: Path) -> None:
+    held = parts(dist_dir)
+    source = mckpt.open(src)
+    for rank in range(WORLD):
+        live = model(tmp_path, held, src, rank)
+        joined = loading.join_models(source, live)
+        files = [live.opened.directory.rank_of(f) for f in joined.copies["dst_file"].tolist()]
+        mine = joined.copies[np.array(files) == rank]
+        nbytes = int((mine["rows"] * mine["run"]).sum()) * itemsize("bfloat16")
+        padding = 2 * 48 * (256 - 193) * itemsize("bfloat16")  # of the vocabulary
+        assert 0 < nbytes <= sum(part.nbytes for part in held[rank]) <= nbytes + padding
+
+
+@pytest.mark.parametrize("most", [1 << 20, 30_000])
+def test_buckets_have_every_tensor_once_and_are_small(
+    most: int, src: Path, dist_dir: Path, tmp_path: Path
+) -> None:
+    live = model(tmp_path, parts(dist_dir), src)
+    found = buckets.plan(live, TargetOptions("hf"), most, None, True, WORLD)
+    wanted = {name: tensor.shape for name, tensor in mckpt.open(dist_dir).hf_tensors().items()}
+    rows: dict[str, int] = {}
+    for bucket in found.listed:
+        assert bucket.nbytes <= most
+        for tensor in bucket.tensors:
+            assert tensor.whole == wanted[tensor.name]
+            assert tensor.first == rows.get(tensor.name, 0)
+            rows[tensor.name] = tensor.first + tensor.shape[0]
+        ends = 0
+        for at, size in bucket.segments.values():
+            assert at == ends
+            ends += size
+        assert ends == bucket.nbytes
+    assert rows == {name: shape[0] for name, shape in wanted.items()}
+
+
+def test_a_tensor_that_no_bucket_takes_is_refused(
+    src: Path, dist_dir: Path, tmp_path: Path
+) -> None:
+    live = model(tmp_path, parts(dist_dir), src)
+    with pytest.raises(UsageError, match="or slices=True"):
+        buckets.plan(live, TargetOptions("hf"), 1000, None, False, WORLD)
+    with pytest.raises(UsageError, match="its smallest slice has"):
+        buckets.plan(live, TargetOptions("hf"), 100, None, True, WORLD)
+
+
+def test_receivers_must_exist(src: Path, dist_dir: Path, tmp_path: Path) -> None:
+    live = model(tmp_path, parts(dist_dir), src)
+    with pytest.raises(UsageError, match="the ranks are 0 to 1"):
+        buckets.plan(live, TargetOptions("hf"), 1 << 20, 2, False, WORLD)
+    with pytest.raises(UsageError, match="no tensors of these names:\n  - x"):
+        buckets.plan(live, TargetOptions("hf"), 1 << 20, lambda rank: ["x"], False, WORLD)
+
+
+def test_ranks_must_hold_parts_of_one_model(dist_dir: Path, tmp_path: Path) -> None:
+    held = parts(dist_dir)
+    held[1][0] = held[1][0]._replace(dtype="float32")
+    with pytest.raises(SourceError, match="the ranks do not hold parts of one model"):
+        Ranks(tmp_path, held, None)
