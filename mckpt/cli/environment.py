@@ -46,8 +46,8 @@ def refuse_unknown(command: click.Command, environment: Mapping[str, str] = os.e
         near = get_close_matches(PREFIX + option.replace("-", "_").upper(), known, 1)
         raise UsageError(
             f"{name}: no option has this environment variable"
-            + (f"; did you mean {near[0]}?" if near else "")
-            + " Each option has one with its own name: MCKPT_MAX_MEMORY for --max-memory"
+            + (f"; did you mean {near[0]}?" if near else ".")
+            + " The variable of --max-memory is MCKPT_MAX_MEMORY, and so on for each option"
         )
 
 
