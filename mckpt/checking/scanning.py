@@ -131,7 +131,7 @@ def scan(
         end = min(at + SLAB, file.size)
         view = memory[: min(end + LONGEST, file.size) - at]
         check()
-        with opened.held([number]) as fds:
+        with opened.opened([number]) as fds:
             read_at(fds[number], view, at, file.path)
         sums = [
             (low, high - low, isal_zlib.crc32(view[low - at : high - at]))

@@ -80,7 +80,7 @@ def args_of(decided: Decided) -> Args:
     written = _new_args(decided)
     # the args of a dense model do not describe its layers, which are alike
     own = {} if decided.changes_dialect else source.args or {}
-    said = dialect.choices_in({**written, **own})
+    choices = dialect.choices_in({**written, **own})
     if source.args is None or source.files.common is None:
         common = new_common(_python(written), _iteration(decided))
     else:
@@ -96,8 +96,8 @@ def args_of(decided: Decided) -> Args:
     if target.layer_keys is not None and decided.destination.format.global_keys:
         marked = {PER_LAYER: target.layer_keys == "per_layer"}
         common["content_metadata"] = {**(common.get("content_metadata") or {}), **marked}
-    layers = target.layer_keys or _implied_layers(decided, said)
-    return Args(written, common, layers, said.get("layers"))
+    layers = target.layer_keys or _implied_layers(decided, choices)
+    return Args(written, common, layers, choices.get("layers"))
 
 
 def _new_args(decided: Decided) -> dict[str, Any]:
@@ -142,7 +142,7 @@ def _iteration(decided: Decided) -> int:
     return iteration_of(str(decided.destination.iteration_name)) or 0
 
 
-def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:
+def _implied_layers(decided: Decided, choices: dict[str, Any]) -> str:
     """Returns stacked or per_layer: as the source has its global keys, else as the args imply."""
     source = decided.source
     if not decided.changes_dialect:
@@ -151,7 +151,7 @@ def _implied_layers(decided: Decided, said: dict[str, Any]) -> str:
         fields = source.files.common.fields if source.files.common else {}
         if (fields.get("content_metadata") or {}).get(PER_LAYER):
             return "per_layer"
-    return str(said.get("layers", decided.names.mapping.choices["layers"][0]))
+    return str(choices.get("layers", decided.names.mapping.choices["layers"][0]))
 
 
 def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> dict[str, Any]:

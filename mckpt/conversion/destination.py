@@ -210,15 +210,15 @@ class Destination:
         self.refuse_occupied(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            held = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            lock_file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as e:
             raise StorageError(f"{folder}: cannot be made: {e.strerror or e}") from e
         try:
-            if not lock(held):
+            if not lock(lock_file):
                 raise DestinationError(f"{folder}: another mckpt is writing here")
-            os.ftruncate(held, 0)
-            os.write(held, run.encode())
-            os.fsync(held)  # so that ranks on other machines can read it
+            os.ftruncate(lock_file, 0)
+            os.write(lock_file, run.encode())
+            os.fsync(lock_file)  # so that ranks on other machines can read it
             if not resume or _text(folder / SOURCE) != source:
                 for inner in (p for p in folder.iterdir() if p.is_dir() and p.name != REPLACED):
                     shutil.rmtree(inner)
@@ -228,7 +228,7 @@ class Destination:
                 sync(p.parent)
             yield folder
         finally:
-            os.close(held)
+            os.close(lock_file)
             # NFS keeps the name of an open file, so the directory can be removed only now
             with suppress(OSError):
                 os.rmdir(folder)
@@ -244,12 +244,12 @@ class Destination:
             if place is not None and not (folder / INTENT).exists():
                 place.remove(place.below(folder))
             with suppress(OSError):
-                held = os.open(folder / LOCK, os.O_RDWR)
+                lock_file = os.open(folder / LOCK, os.O_RDWR)
                 try:
-                    if lock(held):
+                    if lock(lock_file):
                         discard(folder)
                 finally:
-                    os.close(held)
+                    os.close(lock_file)
         sweep(self.root)
 
     def tracker_note(self) -> str | None:

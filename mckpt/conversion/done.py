@@ -59,12 +59,12 @@ def existing_output(
             " comparing the content"
         )
         checksum = _checksum(manifest)
-        found = differing(plan, here, checksum, MEMORY)
-        if not found and plan.state() == state:
+        changed = differing(plan, here, checksum, MEMORY)
+        if not changed and plan.state() == state:
             return ExistingOutput(manifest, state=state)
-        if found and _was_changed(found, manifest["files"].get(os.path.relpath(found, here))):
+        if changed and _was_changed(changed, manifest["files"].get(os.path.relpath(changed, here))):
             return ExistingOutput(
-                None, f"The files differ: {found}: was changed after it was written"
+                None, f"The files differ: {changed}: was changed after it was written"
             )
     return ExistingOutput(None, f"The source differs: {plan.source.path} has other values now")
 

@@ -83,6 +83,7 @@ def facts_of(
         for a in (s.file, s.at, s.layer, s.expert, *([s.scales.grids] if s.scales else [])):
             headers.update(np.ascontiguousarray(a).tobytes())
         headers.update(f"{s.key} {s.stored_as} {s.shape}".encode())
+    unchanged = carried.of(moved.layout)
     return {
         "mckpt": __version__,
         "source": {
@@ -107,7 +108,7 @@ def facts_of(
         "dtype": target.dtype,
         "casts": [*source.files.casts, *([dtypes.parse(target.dtype)] if target.dtype else [])],
         "inexact": dict(inexact),
-        **({"carried": carried.facts(held)} if (held := carried.of(moved.layout)) else {}),
+        **({"carried": carried.facts(unchanged)} if unchanged else {}),
         "notes": [*source.model.notes, *notes],
         **more,
     }
@@ -136,8 +137,8 @@ def dequantised(source: Checkpoint) -> list[str]:
         if s.scales:
             forms[s.scales.description] += len(s)
     return [
-        f"{num:,} tensors are {said}, and are dequantised to {quantisation.VALUES}"
-        for said, num in forms.items()
+        f"{num:,} tensors are {encoding}, and are dequantised to {quantisation.VALUES}"
+        for encoding, num in forms.items()
     ]
 
 

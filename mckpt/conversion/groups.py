@@ -20,15 +20,15 @@ def groups(
     """
     tied = _ties(joined)
     out: list[list[int]] = []
-    held = 0
+    nbytes = 0
     for number, file in enumerate(files):
         if number == last:
             continue
-        if not out or (held + file.size > size and number not in tied):
+        if not out or (nbytes + file.size > size and number not in tied):
             out.append([])
-            held = 0
+            nbytes = 0
         out[-1].append(number)
-        held += file.size
+        nbytes += file.size
     return out
 
 

@@ -120,11 +120,11 @@ def check_unchanged(
 
 
 def manifest_of(
-    plan: PlanData, state: SourceState, said: Sequence[str], sums: Sequence[str]
+    plan: PlanData, state: SourceState, dropped: Sequence[str], sums: Sequence[str]
 ) -> dict[str, Any]:
     """Returns the content of mckpt.json after a run.
 
-    state: that of the source files. said: the notes on what was dropped. sums: a checksum
+    state: that of the source files. dropped: the notes on what was dropped. sums: a checksum
     for each file of the plan.
     """
     files = {
@@ -135,7 +135,7 @@ def manifest_of(
         **plan.facts,
         "plan": plan.digest,
         "read": str(state),
-        "dropped": said,
+        "dropped": dropped,
         "files": files,
         **plan.side.recorded(),
     }

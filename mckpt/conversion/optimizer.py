@@ -145,21 +145,21 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
     buffers = {name for rule in rules for name in rule.of}
     stated = {name.partition("@")[0] for name in source if is_state(name)}
     weights = [name for name in source if not is_state(name)]
-    held = [name for name in weights if f"{name}@{MASTER}" in source]
+    with_master = [name for name in weights if f"{name}@{MASTER}" in source]
     half = masters.in_half(source.args or {})
     if look:
         from concurrent.futures import ThreadPoolExecutor
 
         compare = partial(masters.apart, source, half=half)
         with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
-            apart = [text for text in pool.map(compare, held) if text]
+            apart = [text for text in pool.map(compare, with_master) if text]
         args = source.args or {}
         if apart and args.get("use_precision_aware_optimizer") and args.get("bf16") and not half:
             raise UsageError.of(f"{source.path}: {LOW_BITS}:", apart)
         if apart:
             raise SourceError.of(
                 f"{source.path}: the optimizer's master copies of {len(apart):,} of"
-                f" {len(held):,} weights, rounded, are not the weights:",
+                f" {len(with_master):,} weights, rounded, are not the weights:",
                 apart,
                 "Weights and optimizer are not of one step, or the optimizer's state is not"
                 " where Megatron puts it. Give --no-optimizer to convert the weights alone",
@@ -169,7 +169,7 @@ def prove(source: Checkpoint, look: bool = True) -> Proof:
         for name in weights
         if name not in stated and source.reader.template(name) not in buffers
     ]
-    return Proof(len(held), len(stated) - len(held), half, without)
+    return Proof(len(with_master), len(stated) - len(with_master), half, without)
 
 
 def facts(source: Checkpoint, look: bool) -> dict[str, Any]:

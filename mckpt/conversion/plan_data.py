@@ -210,10 +210,9 @@ class PlanData:
         lines += [f"padding of the vocabulary: {p['padding_bytes']:,} bytes of zeros"] * bool(
             p["padding_bytes"]
         )
-        if held := p["carried"]:
-            lines.append(
-                f"carried unchanged: {counted(held['tensors'], 'tensor')}, {held['bytes']:,} bytes"
-            )
+        if unchanged := p["carried"]:
+            tensors = counted(unchanged["tensors"], "tensor")
+            lines.append(f"carried unchanged: {tensors}, {unchanged['bytes']:,} bytes")
         if state := p["optimizer"]:
             lines += _optimizer_lines(state, not self.destination.helps)
         lines += [f"ignored: {k} ({why})" for k, why in p["ignored"].items()]

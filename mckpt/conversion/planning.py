@@ -198,9 +198,9 @@ def portable_target(source: Checkpoint, target: TargetOptions) -> TargetOptions 
         raise UsageError(
             f"{source.path}: is a Hugging Face directory, which has no optimizer state to repair"
         )
-    portable, found = formats.get(formats.MEGATRON), source.optimizer
-    if source.format == portable.name and (found is None or found.portable):
-        if found and (source.args or {}).get("use_precision_aware_optimizer"):
+    portable, optimizer = formats.get(formats.MEGATRON), source.optimizer
+    if source.format == portable.name and (optimizer is None or optimizer.portable):
+        if optimizer and (source.args or {}).get("use_precision_aware_optimizer"):
             # Transformer Engine may have kept only the low bits of the master copies, which
             # Megatron does not load from this form
             prove(source.with_optimizer())

@@ -198,8 +198,8 @@ def refuse_sizes(dialect: MappingFile, dims: Dims, parallel: Parallel) -> None:
 
 def refuse_casts(source: Checkpoint, dtype: str) -> None:
     """Raises UsageError if the source has tensors of a dtype that --dtype cannot cast."""
-    held = {s.dtype for s in source.layout.stored if not (s.carried or holds_state(s))}
-    strange = sorted(d for d in held if d not in WEIGHT_DTYPES)
+    dtypes_held = {s.dtype for s in source.layout.stored if not (s.carried or holds_state(s))}
+    strange = sorted(d for d in dtypes_held if d not in WEIGHT_DTYPES)
     if strange:
         raise UsageError(
             f"--dtype {dtype}: the source holds {', '.join(strange)}, which is not cast"
@@ -225,19 +225,19 @@ def refuse_unloadable(source: Checkpoint, dialect: MappingFile, facts: Mapping[s
 
 
 def refuse_inexact(
-    found: Mapping[str, str], target: TargetOptions, where: str, unknown: Mapping[str, str] = {}
+    lost: Mapping[str, str], target: TargetOptions, where: str, unknown: Mapping[str, str] = {}
 ) -> dict[str, str]:
-    """Returns `found` and `unknown` if --allow-inexact names both; MappingError lists the rest.
+    """Returns `lost` and `unknown` if --allow-inexact names both; MappingError lists the rest.
 
-    found: name -> why the target would not compute what the source does.
+    lost: name -> why the target would not compute what the source does.
     unknown: key of config.json that the family does not mention -> what it holds.
     """
     inexact, unread = (
         {name: why for name, why in entries.items() if name not in target.allow_inexact}
-        for entries in (found, unknown)
+        for entries in (lost, unknown)
     )
     if not (inexact or unread):
-        return {**found, **unknown}
+        return {**lost, **unknown}
     title, cure = f"{where} would not compute what the source does:", ""
     if unread:
         also = f"{title[:-1]}, and " if inexact else ""
@@ -278,16 +278,16 @@ def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
     """
     family = source.mapping.path.name
     wanted = {name for b in target.bound for name in b.rule.of}
-    held = source.layout.shapes.keys() - carried.shapes(source.layout.stored).keys()
-    held = {name for name in held if not is_state(name)}
-    found = mapping.misfits(family, held, title, wanted, target.dims, target.mapping)
-    if found:
+    names = source.layout.shapes.keys() - carried.shapes(source.layout.stored).keys()
+    names = {name for name in names if not is_state(name)}
+    misfits = mapping.misfits(family, names, title, wanted, target.dims, target.mapping)
+    if misfits:
         cure = (
             "Add what is missing to the family file; `mckpt mappings check FILE --config"
             " CONFIG.JSON` says what is left."
         )
         raise MappingError.of(
-            f"{source.path}: {family} and {title} do not have the same tensors:", found, cure
+            f"{source.path}: {family} and {title} do not have the same tensors:", misfits, cure
         )
 
 
@@ -332,21 +332,21 @@ def refuse_uncarried(source: Checkpoint, family: MappingFile) -> None:
     """Raises MappingError if the family's model has tensors beside those of Megatron's model and
     the source does not have them, or the other way round.
     """
-    found = carried.of(source.layout)
+    unchanged = carried.of(source.layout)
     parts = " or ".join(", ".join(form.carried) for form in family.forms.values())
     where = source.files.described_by or source.path
-    if mapping.is_part(family.forms) and not found:
+    if mapping.is_part(family.forms) and not unchanged:
         raise MappingError(
             f"{where}: describes a {family.architectures[0]}, whose tensors {parts} are not in"
             f" Megatron's model, and {carried.FILES} is not there: give --like HF_DIR, the model's"
             " original directory with its weights, or the directory hf that mckpt wrote beside the"
             " checkpoint"
         )
-    if found and family.form_of(map(carried.key_of, found)) is None:
+    if unchanged and family.form_of(map(carried.key_of, unchanged)) is None:
         raise MappingError(
-            f"{where}: has {len(found):,} tensors that are carried unchanged, such as"
-            f" {carried.key_of(found[0])}, and {family.path.name} has no place for them; give the"
-            " family of the whole model"
+            f"{where}: has {len(unchanged):,} tensors that are carried unchanged, such as"
+            f" {carried.key_of(unchanged[0])}, and {family.path.name} has no place for them; give"
+            " the family of the whole model"
         )
 
 

@@ -34,7 +34,7 @@ def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
         return _help(plan, session, how)
     plan.side.check_unchanged()
     if ranks.size == 1:  # before any file is created
-        said = dropped(plan.source, how.check_replicas)
+        notes = dropped(plan.source, how.check_replicas)
     with destination.staging(key, str(before), how.resume, ranks.name) as staging, session:
         # other ranks would take this output for an old one that --overwrite replaces
         ends = how.resume and in_place(staging) and not (destination.overwrite and ranks.size > 1)
@@ -44,11 +44,11 @@ def run(plan: PlanData, how: RunSettings, ranks: Ranks) -> dict[str, Any]:
             return output.manifest
         session.open()
         if ranks.size > 1:  # within the session, so that the other ranks learn of an error
-            said = dropped(plan.source, how.check_replicas)
+            notes = dropped(plan.source, how.check_replicas)
         sums = _move(plan, session, how)
         look = partial(done.differing, plan, staging / "data", how.checksum, how.max_memory)
         now = check_unchanged(plan, before, look)
-        manifest = manifest_of(plan, now, said, sums)
+        manifest = manifest_of(plan, now, notes, sums)
         publish(destination, staging, plan.side, manifest)
         if staging.exists():
             how.on_note(f"{staging}: cannot be removed now; the same command removes it")

@@ -170,9 +170,9 @@ def other_tensors(path: Path) -> DestinationError:
     )
 
 
-def _state(found: Stamp) -> tuple[int | str, ...]:
+def _state(stamp: Stamp) -> tuple[int | str, ...]:
     """Returns a stamp without the inode, for which some network filesystems make up numbers."""
-    return *found.shared, found.exact[0]
+    return *stamp.shared, stamp.exact[0]
 
 
 def _same(source: Path | bytes, path: Path) -> bool:

@@ -75,9 +75,9 @@ class StoreJournal(Lines):
     ) -> None:
         self.destination, self.folder, self.files, self.rank = destination, folder, files, rank
         destination.uses(folder)
-        found = sparse_copy.of(destination.root)
-        assert found is not None
-        self.place = found
+        copy = sparse_copy.of(destination.root)
+        assert copy is not None
+        self.place = copy
         self.id = ""
         self.ready = self.resumes = False
         self._others: dict[str, str] = {}  # other run -> the first line of its rank 0 that was read
@@ -205,8 +205,8 @@ class StoreJournal(Lines):
 
     def _source(self) -> str:
         """Returns the state of the source that the last run of this command has read."""
-        found = _decoded(self._get(self.folder / INTENT), Intent)
-        return found["source"] if found else ""
+        announced = _decoded(self._get(self.folder / INTENT), Intent)
+        return announced["source"] if announced else ""
 
     def remove(self) -> None:
         """Removes the journal of this run, which is published."""
@@ -243,11 +243,11 @@ class StoreJournal(Lines):
     def _runs(self) -> set[str]:
         """Returns the names of the staging directories of all runs that write this checkpoint."""
         self.place.list()
-        found = set()
+        names = set()
         for folder in self.destination.root.glob(f"{STAGING}*"):
             if (there := intent(folder)) and there["unit"] == self.destination.iteration_name:
-                found.add(folder.name)
-        return found
+                names.add(folder.name)
+        return names
 
     # ---- lines of ranks (execute.ranks.Lines)
 

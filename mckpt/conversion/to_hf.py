@@ -95,8 +95,8 @@ def export_of(source: Checkpoint, target: TargetOptions) -> Export:
     if target.quantize:
         how = quantisation_config(target.quantize, unquantised(request))
         text = _json({**json.loads(text), QUANTISED: how})
-        said = WRITTEN[target.quantize].description()
-        notes.append(f"the weights of linear layers are written as {said}; they are rounded")
+        encoding = WRITTEN[target.quantize].description()
+        notes.append(f"the weights of linear layers are written as {encoding}; they are rounded")
     return Export(source, request, text, inexact, [note, *notes])
 
 
@@ -238,12 +238,12 @@ def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> 
     """Returns the dims of a config.json that the user contradicts, without the vocabulary's size,
     which is always written.
     """
-    said = [name for name in source.files.options.dims if name != "vocab_size"]
+    given = [name for name in source.files.options.dims if name != "vocab_size"]
     try:
-        plain = family.read(config) if said else {}
+        plain = family.read(config) if given else {}
     except MappingError:  # config.json lacks a dim that the user gives
-        return said
-    return [name for name in said if not mapping.equal(plain[name], source.dims[name])]
+        return given
+    return [name for name in given if not mapping.equal(plain[name], source.dims[name])]
 
 
 def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:

@@ -374,20 +374,20 @@ def _version(
     if target.megatron_version is None:
         return dialect.version(until or None)
     try:
-        found = dialect.version(target.megatron_version)
+        version = dialect.version(target.megatron_version)
     except UsageError as e:
         with suppress(ValueError):  # not a version
             asked = major_minor(str(target.megatron_version))
             if other := _other_dialect(source, dialect, asked, target):
                 raise e.with_hint(f"The other choice: {other}") from None
         raise
-    if until and found > major_minor(until):
+    if until and version > major_minor(until):
         raise UsageError(
             f"--megatron-version {target.megatron_version}: megatron-core reads the format"
             f" {destination.format} up to {until}; give --format torch_dist, or --megatron-version"
             f" {until}"
         )
-    return found
+    return version
 
 
 def padded_rows(dims: Dims, divisible_by: int, tp: int) -> int:
@@ -484,8 +484,8 @@ def _lost(
         new = target.run_config and source.args is not None
         return refuse_inexact(lost_args(source) if new else {}, target, RUN_CONFIG)
     before = source.mapping.inexact(dims, program)
-    found = dialect.inexact(dims, program)
-    lost = {name: why for name, why in found.items() if name not in before} | lost_args(source)
+    after = dialect.inexact(dims, program)
+    lost = {name: why for name, why in after.items() if name not in before} | lost_args(source)
     return refuse_inexact(lost, target, f"A checkpoint of the dialect {dialect.name}")
 
 

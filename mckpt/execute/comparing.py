@@ -28,9 +28,9 @@ def _compare(fd: int, view: memoryview, at: int, path: str) -> None:
     wanted = np.frombuffer(view, "u1")
     for start in range(0, len(wanted), PIECE):
         part = wanted[start : start + PIECE]
-        found = bytearray(len(part))
-        read_at(fd, memoryview(found), at + start, path)
-        if not np.array_equal(part, np.frombuffer(found, "u1")):
+        read = bytearray(len(part))
+        read_at(fd, memoryview(read), at + start, path)
+        if not np.array_equal(part, np.frombuffer(read, "u1")):
             raise _Differs(path)
 
 
@@ -70,7 +70,7 @@ def differing(
         mover.move(work, slab, memory, check)  # without its result, which `each` would call
 
     def fixed(file: int, memory: memoryview, check: Callable[[], None]) -> None:
-        with targets.held([file]) as fds:
+        with targets.opened([file]) as fds:
             fd, path = fds[file], targets.paths[file]
             crc_of = partial(crc_of_range, fd, path=path, memory=memory[:PIECE], check=check)
             for at, data in outputs[file].fixed(crc_of if checksum == "crc32" else None):
@@ -79,8 +79,8 @@ def differing(
     try:
         pool.each(range(len(work.slabs)), move)
         pool.each(range(len(outputs)), fixed)
-    except (_Differs, Overflow) as found:  # no block of fp8 holds a value that is not finite
-        return str(found)
+    except (_Differs, Overflow) as difference:  # no block of fp8 holds a value that is not finite
+        return str(difference)
     finally:
         mover.close()
     return ""

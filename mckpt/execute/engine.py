@@ -461,7 +461,7 @@ def finished(
 
     ranges: what copies wrote into it.
     """
-    with targets.held([file]) as fds:
+    with targets.opened([file]) as fds:
         fd, path = fds[file], targets.paths[file]
         memory = memory[:PIECE]
         crc_of = partial(crc_of_range, fd, path=path, memory=memory, check=check)

@@ -135,7 +135,7 @@ class OpenFiles:
         self.uses: Counter[int] = Counter()
 
     @contextlib.contextmanager
-    def held(self, files: Iterable[int]) -> Iterator[dict[int, int]]:
+    def opened(self, files: Iterable[int]) -> Iterator[dict[int, int]]:
         """Yields {file: descriptor}; the descriptors stay open inside the block."""
         files = set(files)
         with self.lock:
@@ -147,9 +147,9 @@ class OpenFiles:
                         refused("open", self.paths[file], error)
                 self.fds.move_to_end(file)
             self.uses.update(files)
-            held = {file: self.fds[file] for file in files}
+            fds = {file: self.fds[file] for file in files}
         try:
-            yield held
+            yield fds
         finally:
             with self.lock:
                 self.uses.subtract(files)
@@ -168,7 +168,7 @@ class OpenFiles:
 
     def sync(self, file: int, how: Callable[[int], None]) -> None:
         """Syncs one file; `how` is os.fsync or os.fdatasync."""
-        with self.held([file]) as fds:
+        with self.opened([file]) as fds:
             try:
                 how(fds[file])
             except OSError as error:
@@ -194,9 +194,9 @@ def lay_out(outputs: Sequence[TargetFile], staging: Path, journal: Path) -> None
     try:
         staging.mkdir(parents=True, exist_ok=True)
         paths = [staging / o.path for o in outputs]
-        found = [p.stat() if p.exists() else None for p in paths]
+        before = [p.stat() if p.exists() else None for p in paths]
         needed = sum(o.size for o in outputs) - sum(
-            min(s.st_blocks * 512, o.size) for s, o in zip(found, outputs, strict=True) if s
+            min(s.st_blocks * 512, o.size) for s, o in zip(before, outputs, strict=True) if s
         )
         stats = os.statvfs(staging)
         free = stats.f_bavail * stats.f_frsize
@@ -205,11 +205,11 @@ def lay_out(outputs: Sequence[TargetFile], staging: Path, journal: Path) -> None
                 f"{staging} needs {needed} bytes more, its filesystem has {free} bytes free; free"
                 " some or choose another"
             )
-        if any(s is None or s.st_size != o.size for s, o in zip(found, outputs, strict=True)):
+        if any(s is None or s.st_size != o.size for s, o in zip(before, outputs, strict=True)):
             shutil.rmtree(journal, ignore_errors=True)
         for folder in {p.parent for p in paths}:
             folder.mkdir(parents=True, exist_ok=True)
-        for path, output, old in zip(paths, outputs, found, strict=True):
+        for path, output, old in zip(paths, outputs, before, strict=True):
             if old is None or old.st_size != output.size:
                 path.touch(output.mode)
                 os.truncate(path, output.size)

@@ -78,8 +78,8 @@ class Mover:
             self.grid(c).file for c in copies if c.grid != UNSCALED and not quantised
         }
         with (
-            self.sources.held(sources) as slab.src,
-            self.targets.held(c.dst_file for c in copies) as slab.dst,
+            self.sources.opened(sources) as slab.src,
+            self.targets.opened(c.dst_file for c in copies) as slab.dst,
             np.errstate(all="ignore"),  # NaN and infinity are values like others
         ):
             if quantised:
@@ -154,21 +154,21 @@ class _SlabCopy:
         across = scales.run * scales.dst_item
         for first in range(row, end, grid.rows):
             rows = min(grid.rows, end - first)
-            # all codes of a band are written at once if they leave half of the buffer
-            held = rows * grid.width if rows * grid.width <= most // 2 else 0
+            # bytes; all codes of a band are written at once if they leave half of the buffer
+            codes = rows * grid.width if rows * grid.width <= most // 2 else 0
             whole = np.ndarray((rows, grid.width), numpy_dtype(CODES), self.memory)
-            at, found = grid.weight_at + first * grid.width, []
-            for cell in cells(grid, first, rows, most - -(-held // 16) * 16):
+            at, band_scales = grid.weight_at + first * grid.width, []
+            for cell in cells(grid, first, rows, most - -(-codes // 16) * 16):
                 self.check()
-                found.append(self._quantise(copies, grid, cell, whole if held else None))
-            if held:
-                view = self.memory[:held]
+                band_scales.append(self._quantise(copies, grid, cell, whole if codes else None))
+            if codes:
+                view = self.memory[:codes]
                 self._write(file, view, at)
-                self.written.append((file, at, held, self._crc(view)))
+                self.written.append((file, at, codes, self._crc(view)))
             else:
                 self.written.append((file, at, rows * grid.width, UNKNOWN))
             to = grid.at + first // grid.rows * across
-            view = memoryview(np.concatenate(found).tobytes())
+            view = memoryview(np.concatenate(band_scales).tobytes())
             self._write(grid.file, view, to)
             self.written.append((grid.file, to, across, self._crc(view)))
 
@@ -270,13 +270,13 @@ class _SlabCopy:
         for part in pieces(*dst.shape):
             if not has_infinity(dst[part]):
                 continue
-            held, at = src[part], c.src_at + part[1].start * c.src_step
+            values, at = src[part], c.src_at + part[1].start * c.src_step
             if c.grid != UNSCALED:
-                held = np.empty(held.shape, numpy_dtype(VALUES))
-                self._dequantise(c._replace(src_at=at), src[part], held, row + part[0].start)
-            for i, j in np.argwhere(np.isinf(dst[part]) & np.isfinite(held)).tolist():
+                values = np.empty(values.shape, numpy_dtype(VALUES))
+                self._dequantise(c._replace(src_at=at), src[part], values, row + part[0].start)
+            for i, j in np.argwhere(np.isinf(dst[part]) & np.isfinite(values)).tolist():
                 at += (row + part[0].start + i) * c.src_pitch + j * c.src_step
-                path, value = self.mover.sources.paths[c.src_file], float(held[i, j])
+                path, value = self.mover.sources.paths[c.src_file], float(values[i, j])
                 raise Overflow(
                     c.tensor,
                     f"{path}: {value:g} at byte {at} is beyond float16's 65504; --allow-overflow"

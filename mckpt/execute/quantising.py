@@ -111,9 +111,9 @@ def _fill(
         else:
             for n in range(num):
                 read(file, memory[n * apart : n * apart + width], at + (i + n) * pitch)
-        held = np.ndarray((num, run), dtype, memory, 0, (apart, step))
+        values = np.ndarray((num, run), dtype, memory, 0, (apart, step))
         with np.errstate(all="ignore"):
-            np.copyto(out[i : i + num], held, casting="unsafe")
+            np.copyto(out[i : i + num], values, casting="unsafe")
 
 
 def _part(c: Copy, grid: Grid, cell: Cell) -> _Part | None:

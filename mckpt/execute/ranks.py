@@ -99,7 +99,7 @@ class Ranks:
                 # Slurm writes 4(x16),2 for its nodes; the number of the first node is used for all
                 here = re.match(r"[1-9]\d*", environ.get(local, ""))
                 try:
-                    found = cls(
+                    ranks = cls(
                         int(environ[rank]),
                         int(environ[size]),
                         ".".join(environ.get(name, "") for name in run),
@@ -111,11 +111,11 @@ class Ranks:
                         f"{rank}={environ[rank]!r} and {size}={environ[size]!r} in the environment"
                         " are not numbers"
                     ) from None
-                if not 0 <= found.rank < found.size:
+                if not 0 <= ranks.rank < ranks.size:
                     raise UsageError(
-                        f"{rank}={found.rank} is not below {size}={found.size} in the environment"
+                        f"{rank}={ranks.rank} is not below {size}={ranks.size} in the environment"
                     )
-                return found
+                return ranks
         return cls()
 
     @property
@@ -295,13 +295,13 @@ class Session:
                 self.on_note(self.ranks.waits_for("rank 0"))
             if line := self.place.read(0):
                 first = first or line
-                found = _parsed(line)
-                ours = found.get("run") == self.ranks.name
+                content = _parsed(line)
+                ours = content.get("run") == self.ranks.name
                 fresh = self.ranks.run or line != first  # else an earlier run may have written it
-                if ours and "error" in found and (fresh or late):
-                    raise error_of(0, *found["error"])
-                if ours and "error" not in found and fresh:
-                    self.line["id"] = found["id"]
+                if ours and "error" in content and (fresh or late):
+                    raise error_of(0, *content["error"])
+                if ours and "error" not in content and fresh:
+                    self.line["id"] = content["id"]
                     self._live()
                     return
             elif not self.place.belong_to("") and finished(late):
@@ -424,9 +424,9 @@ class Session:
         before, silent = self.watched.get(rank, (now, 0.0))
         self.watched[rank] = now, silent + min(now - before, 2 * self.place.seconds.beat)
         line = self.place.read(rank)
-        if line == self.heard.get(rank) or not (found := _parsed(line)):
+        if line == self.heard.get(rank) or not (content := _parsed(line)):
             return
-        if found["id"] != self.line["id"]:
+        if content["id"] != self.line["id"]:
             if rank == 0:
                 raise StorageError(
                     f"{self.staging}: rank 0 has begun anew; start rank {self.ranks.rank}"
@@ -434,9 +434,9 @@ class Session:
                 )
             return
         self.heard[rank], self.watched[rank] = line, (now, 0.0)
-        if "error" in found:
-            raise error_of(rank, *found["error"])
-        self.lines[rank] = found
+        if "error" in content:
+            raise error_of(rank, *content["error"])
+        self.lines[rank] = content
 
     def _live(self) -> None:
         self._write(self.line)
@@ -463,8 +463,8 @@ class Session:
 def _parsed(line: str) -> dict[str, Any]:
     """Returns the content of a line; {} if there is none, or if it is damaged."""
     with suppress(ValueError):
-        found: dict[str, Any] = json.loads(line)
-        return found
+        content: dict[str, Any] = json.loads(line)
+        return content
     return {}
 
 
@@ -498,8 +498,8 @@ def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -
     """
     started = time.monotonic()
     for _ in patience():
-        if (found := look()) is not None:
-            return found
+        if (result := look()) is not None:
+            return result
         if time.monotonic() - started > DEAD_S:
             break
         tick()

@@ -41,12 +41,12 @@ def hub_name_of(path: str | Path) -> HubName | None:
     because that is probably a misspelt path; `hf://org/name` names the model even then.
     """
     text = str(path)
-    found = _NAME.fullmatch(text)
-    if found is None:
+    match = _NAME.fullmatch(text)
+    if match is None:
         return None
-    if found["scheme"] is None and (Path(text).exists() or Path(text.split("/")[0]).exists()):
+    if match["scheme"] is None and (Path(text).exists() or Path(text.split("/")[0]).exists()):
         return None
-    repo, _, revision = text.removeprefix(found["scheme"] or "").partition("@")
+    repo, _, revision = text.removeprefix(match["scheme"] or "").partition("@")
     return HubName(repo, revision or None)
 
 
@@ -74,10 +74,10 @@ def url_of(path: str | Path) -> Url | None:
 
     Raises UsageError for a URL with a query, a user or a password: they would be printed.
     """
-    found = _URL.fullmatch(f"{path}/" if str(path)[:-1] in OBSTORE else str(path))  # s3: of s3://
-    if found is None:
+    match = _URL.fullmatch(f"{path}/" if str(path)[:-1] in OBSTORE else str(path))  # s3: of s3://
+    if match is None:
         return None
-    scheme, rest = found[1].lower(), found[2].strip("/")
+    scheme, rest = match[1].lower(), match[2].strip("/")
     first, query = rest.partition("/")[0], re.search(r"[?#]", rest)
     container = scheme in ("abfs", "abfss") and ":" not in first  # container@account
     password = ("@" in first and not container) or re.search(":.*@", rest, re.DOTALL)

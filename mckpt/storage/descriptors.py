@@ -22,8 +22,8 @@ _remote: dict[int, Holes] = {}  # the descriptors of files that are not complete
 def open_file(path: str | Path) -> int:
     """Opens a file for reading, as os.open does; close it with `close`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if (found := sparse_copy.holes(path)) is not None:
-        _remote[fd] = found
+    if (holes := sparse_copy.holes(path)) is not None:
+        _remote[fd] = holes
     return fd
 
 
@@ -45,8 +45,8 @@ def any_remote(paths: Iterable[str | Path]) -> bool:
 
 def pread(fd: int, nbytes: int, at: int) -> bytes:
     """Reads as os.pread does."""
-    if (found := _remote.get(fd)) is not None:
-        found.need(at, nbytes)
+    if (holes := _remote.get(fd)) is not None:
+        holes.need(at, nbytes)
     return os.pread(fd, nbytes, at)
 
 
@@ -54,20 +54,20 @@ def fetch(fd: int, nbytes: int, at: int) -> memoryview | None:
     """Returns bytes of a file in a store, without a copy, if the read is a long one; else None. The
     result is shorter at the end of the file.
     """
-    found = _remote.get(fd)
-    if found is None or nbytes < LONG:
+    holes = _remote.get(fd)
+    if holes is None or nbytes < LONG:
         return None
-    return memoryview(found.read(at, nbytes))
+    return memoryview(holes.read(at, nbytes))
 
 
 def preadv(fd: int, views: Sequence[memoryview], at: int) -> int:
     """Reads as os.preadv does. A long read goes from the store into memory."""
-    if (found := _remote.get(fd)) is not None:
-        wanted = min(sum(map(len, views)), max(0, found.object.size - at))
+    if (holes := _remote.get(fd)) is not None:
+        wanted = min(sum(map(len, views)), max(0, holes.object.size - at))
         if len(views) == 1 and (data := fetch(fd, wanted, at)) is not None:
             views[0][: len(data)] = data
             return len(data)
-        found.need(at, wanted)
+        holes.need(at, wanted)
     return os.preadv(fd, views, at)
 
 

@@ -79,11 +79,11 @@ def read_json(path: str | Path, limit: int) -> Any:
     contains half of a surrogate pair, which cannot be printed.
     """
     try:
-        found = json.loads(read_file(path, limit))
-        json.dumps(found, ensure_ascii=False).encode()
+        content = json.loads(read_file(path, limit))
+        json.dumps(content, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as e:
         raise SourceError(f"{path}: not valid JSON: {e}") from None
-    return found
+    return content
 
 
 def checksum_of(data: Path | str | bytes, kind: str = "crc32") -> str:
@@ -203,11 +203,11 @@ def stamp(path: str | Path) -> Stamp:
         raise unreadable(path, e) from e
 
 
-def _stamp(path: str | Path, found: os.stat_result) -> Stamp:
+def _stamp(path: str | Path, status: os.stat_result) -> Stamp:
     place = sparse_copy.of(path)
     one = place.objects.get(place.name(path)) if place else None
-    exact = (one.version, one.changed) if one else (found.st_ctime_ns, found.st_ino)
-    return Stamp(found.st_size, found.st_mtime_ns, exact)
+    exact = (one.version, one.changed) if one else (status.st_ctime_ns, status.st_ino)
+    return Stamp(status.st_size, status.st_mtime_ns, exact)
 
 
 def stamp_to_copy(path: Path) -> Stamp:
@@ -219,7 +219,7 @@ def stamp_to_copy(path: Path) -> Stamp:
         if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait
             raise SourceError(f"{path}: is not a regular file and cannot be copied; remove it")
         with open(path, "rb") as f:
-            found, start = os.fstat(f.fileno()), f.read(len(LFS_POINTER))
+            status, start = os.fstat(f.fileno()), f.read(len(LFS_POINTER))
     except OSError as e:
         if path.is_symlink() and not path.exists():
             raise SourceError(
@@ -229,4 +229,4 @@ def stamp_to_copy(path: Path) -> Stamp:
         raise SourceError(f"{unreadable(path, e)}; make it readable or remove it") from e
     if start == LFS_POINTER:
         raise pointer(path)
-    return _stamp(path, found)
+    return _stamp(path, status)

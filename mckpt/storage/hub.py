@@ -74,8 +74,8 @@ def sizes(name: HubName) -> dict[str, int]:
     api = hub.HfApi(library_name="mckpt", library_version=__version__)
 
     def listed() -> dict[str, int]:
-        found = api.list_repo_tree(name.repo, revision=name.revision)
-        return {file.path: file.size for file in found if hasattr(file, "size")}
+        tree = api.list_repo_tree(name.repo, revision=name.revision)
+        return {file.path: file.size for file in tree if hasattr(file, "size")}
 
     return _retried(name, listed)
 
@@ -308,10 +308,10 @@ def _retried(name: HubName, call: Callable[[], T]) -> T:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yields an error and its causes."""
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        found = found.__cause__ or found.__context__
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__
 
 
 def _is_lost_connection(error: BaseException) -> bool:

@@ -58,20 +58,20 @@ def read(directory: Path) -> Manifest:
     path = directory / MANIFEST
     if not path.exists():
         return {}
-    found: Manifest = read_json(path, _MAX_BYTES)
+    content: Manifest = read_json(path, _MAX_BYTES)
     try:
-        msgspec.convert(found, Manifest)
+        msgspec.convert(content, Manifest)
     except msgspec.ValidationError as e:
         raise SourceError(f"{path}: is not as mckpt writes it: {e}; {_CURE}") from None
-    for name in (*found.get("files", ()), *found.get("hf", ())):
+    for name in (*content.get("files", ()), *content.get("hf", ())):
         # the first part of an absolute name is empty
         if "\0" in name or {"", ".."} & set(name.removeprefix(BESIDE).split("/")):
             raise SourceError(
                 f"{path}: names {name!r}, which cannot be a file of a checkpoint; {_CURE}"
             )
-    if found and "files" not in found:
+    if content and "files" not in content:
         raise SourceError(f"{path}: names no files; {_CURE}")
-    return found
+    return content
 
 
 _CURE = f"copy the checkpoint again, or move {MANIFEST} away to read the checkpoint without it"

@@ -41,8 +41,8 @@ TEMPORARY = "mckpt-store-"  # begins the names of temporary directories
 
 _all: dict[str, SparseCopy] = {}  # by the path of its root, with a slash at the end
 _copies: dict[str, SparseCopy] = {}  # by the root of the same sparse copy in another process
-_held: dict[Path, int] = {}  # temporary directories of this process, each with its lock
-_lock = threading.Lock()  # for `_held`
+_temporary: dict[Path, int] = {}  # temporary directories of this process, each with its lock
+_lock = threading.Lock()  # for `_temporary`
 
 
 class SparseCopy:
@@ -226,8 +226,8 @@ def of(path: str | Path) -> SparseCopy | None:
 
 def holes(path: str | Path) -> Holes | None:
     """Returns the file that a path names, if parts of it are not here."""
-    found = of(path)
-    return found.files.get(found.name(path)) if found else None
+    copy = of(path)
+    return copy.files.get(copy.name(path)) if copy else None
 
 
 def fill(*folders: Path) -> None:
@@ -236,9 +236,9 @@ def fill(*folders: Path) -> None:
     """
     todo: list[Callable[[], None]] = []
     for folder in folders:
-        if (found := of(folder)) is not None:
-            for name in found.below(folder):
-                if (file := found.files.get(name)) is None:
+        if (copy := of(folder)) is not None:
+            for name in copy.below(folder):
+                if (file := copy.files.get(name)) is None:
                     continue
                 if _is_whole(name, file.object):
                     todo.append(file.fill)
@@ -255,40 +255,40 @@ def need(ranges: Iterable[tuple[str, int, int]]) -> None:
     if not _all:
         return
     ranges = list(ranges)
-    held = {path: holes(path) for path, _, _ in ranges}
+    files = {path: holes(path) for path, _, _ in ranges}
     blocks = {
         (path, block)
         for path, at, nbytes in ranges
-        if held[path] is not None
+        if files[path] is not None
         for block in range(at // BLOCK, -(-(at + nbytes) // BLOCK))
     }
     # `blocks` has only paths whose entry is not None, which mypy cannot see
-    in_threads(lambda one: held[one[0]].need(one[1] * BLOCK, 1), sorted(blocks))  # type: ignore[union-attr]
+    in_threads(lambda one: files[one[0]].need(one[1] * BLOCK, 1), sorted(blocks))  # type: ignore[union-attr]
 
 
 def whole(path: str | Path) -> None:
     """Downloads the whole file that a path names, unless it is here."""
-    if (found := holes(path)) is not None:
-        found.fill()
+    if (file := holes(path)) is not None:
+        file.fill()
 
 
 def refresh(path: Path) -> None:
     """Lists the store of a path again; does nothing for a path of this machine."""
-    if (found := of(path)) is not None:
-        found.list()
+    if (copy := of(path)) is not None:
+        copy.list()
 
 
 def push(path: Path) -> None:
     """Uploads a file that was written here; does nothing for a path of this machine."""
-    if (found := of(path)) is not None:
-        found.put(found.name(path), path.read_bytes())
+    if (copy := of(path)) is not None:
+        copy.put(copy.name(path), path.read_bytes())
 
 
 def refuse_empty(path: Path) -> None:
     """Raises SourceError if a path is in the sparse copy of a URL below which the store has no
     objects.
     """
-    if (found := of(path)) is not None and not found.below(path):
+    if (copy := of(path)) is not None and not copy.below(path):
         raise SourceError(
             f"{path}: the store has no objects under this name; give the directory of a"
             " checkpoint, as the store's own tools list it"
@@ -297,9 +297,9 @@ def refuse_empty(path: Path) -> None:
 
 def refuse(path: Path, what: str) -> None:
     """Raises UsageError for a path in a sparse copy: some commands need the files themselves."""
-    if (found := of(path)) is not None:
+    if (copy := of(path)) is not None:
         raise UsageError(
-            f"{found.url}: {what} needs the files on this machine; copy them here first, or convert"
+            f"{copy.url}: {what} needs the files on this machine; copy them here first, or convert"
             " them to a local directory"
         )
 
@@ -309,11 +309,11 @@ def remove(folder: Path) -> bool:
 
     The files that make it a checkpoint go first.
     """
-    if (found := of(folder)) is None:
+    if (copy := of(folder)) is None:
         return False
-    names = found.below(folder)
-    found.remove([n for n in names if _is_whole(n, found.objects[n])])
-    found.remove([n for n in names if n in found.objects])
+    names = copy.below(folder)
+    copy.remove([n for n in names if _is_whole(n, copy.objects[n])])
+    copy.remove([n for n in names if n in copy.objects])
     return True
 
 
@@ -345,7 +345,7 @@ def _locked_directory() -> Path:
     import tempfile
 
     with _lock:
-        if not _held:
+        if not _temporary:
             for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
                 with suppress(OSError):
                     fd = os.open(folder, os.O_RDONLY)
@@ -360,14 +360,14 @@ def _locked_directory() -> Path:
             with suppress(FileNotFoundError):
                 fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
                 fcntl.flock(fd, fcntl.LOCK_EX)
-                _held[folder] = fd
+                _temporary[folder] = fd
                 if folder.exists():
                     return folder
 
 
 def _remove(folder: Path) -> None:
     with _lock:
-        fd = _held.pop(folder, None)
+        fd = _temporary.pop(folder, None)
     if fd is not None:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(fd)
@@ -377,7 +377,7 @@ def clean() -> None:
     """Removes all temporary directories of this process, and so all sparse copies."""
     _all.clear()
     _copies.clear()
-    for folder in list(_held):
+    for folder in list(_temporary):
         _remove(folder)
 
 

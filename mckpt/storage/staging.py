@@ -40,10 +40,10 @@ def unfinished(root: Path) -> str | None:
     for folder in staging_directories(root):
         if in_place(folder):
             continue
-        found = [os.stat(p) for p in (folder / "data").rglob("*") if p.is_file()]
+        files = [os.stat(p) for p in (folder / "data").rglob("*") if p.is_file()]
         done, size = (
-            sum(min(s.st_blocks * 512, s.st_size) for s in found),
-            sum(s.st_size for s in found),
+            sum(min(s.st_blocks * 512, s.st_size) for s in files),
+            sum(s.st_size for s in files),
         )
         share = (
             f"about {done:,} of {size:,} bytes are written" if size else "nothing is written yet"
@@ -68,8 +68,8 @@ def unfinished(root: Path) -> str | None:
 
 def staging_directories(root: Path) -> list[Path]:
     """Returns the staging directories in a directory, without those that are being removed."""
-    found = (p for p in root.glob(f"{STAGING}*") if not p.name.endswith(OVER))
-    return sorted(p for p in found if p.is_dir())
+    folders = (p for p in root.glob(f"{STAGING}*") if not p.name.endswith(OVER))
+    return sorted(p for p in folders if p.is_dir())
 
 
 def intended(root: Path, staging: Path | None) -> set[str]:
@@ -78,8 +78,8 @@ def intended(root: Path, staging: Path | None) -> set[str]:
     """
     names: set[str] = set()
     for folder in staging_directories(root) if staging is None else [staging]:
-        if found := intent(folder):
-            names.update(found["files"])
+        if announced := intent(folder):
+            names.update(announced["files"])
     return names
 
 
@@ -106,12 +106,12 @@ def refuse_half_sent(folder: Path) -> None:
     """Raises SourceError if a run into an object store is still sending the checkpoint in this
     directory, or was interrupted: its intent is there, but its manifest is not yet.
     """
-    found = sparse_copy.of(folder)
-    if found is None or (folder / MANIFEST).exists():
+    copy = sparse_copy.of(folder)
+    if copy is None or (folder / MANIFEST).exists():
         return
-    start = "" if folder == found.root else f"{found.name(folder)}/"
-    if any(name.startswith(start) for name in intended(found.root, None)):
-        raise SourceError(f"{folder}: no checkpoint is here yet. {unfinished(found.root)}")
+    start = "" if folder == copy.root else f"{copy.name(folder)}/"
+    if any(name.startswith(start) for name in intended(copy.root, None)):
+        raise SourceError(f"{folder}: no checkpoint is here yet. {unfinished(copy.root)}")
 
 
 def sync(path: Path) -> None:
@@ -154,11 +154,11 @@ def mark(output: dict[str, Path], staging: Path) -> None:
     """Records which files are about to move to their final places, in addition to the files that
     killed runs have recorded.
     """
-    found = marked(staging)
+    moved = marked(staging)
     for name, there in output.items():
-        found.setdefault(name, set()).add(identity(there))
+        moved.setdefault(name, set()).add(identity(there))
     path, beside = staging / PUBLISHING, staging / f"{PUBLISHING}.new"
-    beside.write_text(json.dumps({name: sorted(identities) for name, identities in found.items()}))
+    beside.write_text(json.dumps({name: sorted(identities) for name, identities in moved.items()}))
     sync(beside)
     os.replace(beside, path)
     sync(staging)
@@ -171,8 +171,8 @@ def marked(staging: Path) -> dict[str, set[str]]:
     import msgspec
 
     with suppress(OSError, ValueError, RecursionError):  # most often there is no such file
-        found = (staging / PUBLISHING).read_bytes()
-        return msgspec.json.decode(found, type=dict[str, set[str]])
+        content = (staging / PUBLISHING).read_bytes()
+        return msgspec.json.decode(content, type=dict[str, set[str]])
     return {}
 
 
@@ -182,7 +182,7 @@ def in_place(folder: Path) -> bool:
     """
     output, root = marked(folder), folder.parent
     with suppress(OSError):
-        there = all(identity(root / name) in found for name, found in output.items())
+        there = all(identity(root / name) in identities for name, identities in output.items())
         return bool(output) and there and not any(_files(folder / "data"))
     return False
 
@@ -216,5 +216,5 @@ def identity(path: Path) -> str:
     """
     if path.is_dir() and not path.is_symlink():
         path = min(_files(path), default=path)
-    found = os.lstat(path)
-    return f"{found.st_ino} {found.st_mtime_ns}"
+    status = os.lstat(path)
+    return f"{status.st_ino} {status.st_mtime_ns}"

@@ -113,7 +113,7 @@ class _Obstore:
         given = _s3_options() if kind == "S3" else {}
         # This matters for an address that the user gives as http://; the clouds' own are https.
         client = {"allow_http": True, "timeout": "120s", "connect_timeout": "20s"}
-        self.store = _said(
+        self.store = _retried(
             url, lambda: make(**where, **given, client_options=client, retry_config=RETRIES)
         )
 
@@ -126,7 +126,7 @@ class _Obstore:
     def list(self) -> dict[str, Object]:
         prefix = f"{self.prefix}/" if self.prefix else ""
 
-        def found() -> dict[str, Object]:
+        def listed() -> dict[str, Object]:
             out = {}
             for some in self.lib.list(self.store, prefix or None, chunk_size=1000):
                 for one in some:
@@ -135,14 +135,14 @@ class _Obstore:
                     out[name] = Object(one["size"], one.get("e_tag") or "", changed)
             return out
 
-        return _said(self.url, found)
+        return _retried(self.url, listed)
 
     def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
         options: dict[str, Any] = {"range": (at, at + nbytes)}
         if version:
             options["if_match"] = version
         key = self._key(name)
-        return _said(
+        return _retried(
             f"{self.url}/{name}",
             lambda: self.lib.get(self.store, key, options=options).bytes() if nbytes else b"",
         )
@@ -150,7 +150,7 @@ class _Obstore:
     def write(self, name: str, data: bytes | Path) -> str:
         size = len(data) if isinstance(data, bytes) else data.stat().st_size
         part = max(PART, -(-size // PARTS))
-        put = _said(
+        put = _retried(
             f"{self.url}/{name}",
             lambda: self.lib.put(
                 self.store,
@@ -166,7 +166,7 @@ class _Obstore:
     def remove(self, names: Iterable[str]) -> None:
         keys = [self._key(name) for name in names]
         if keys:
-            _said(self.url, lambda: _absent_is_fine(lambda: self.lib.delete(self.store, keys)))
+            _retried(self.url, lambda: _absent_is_fine(lambda: self.lib.delete(self.store, keys)))
 
 
 def _s3_options() -> dict[str, Any]:
@@ -223,7 +223,7 @@ class _Fsspec:
         return f"{self.root.rstrip('/')}/{name}"
 
     def list(self) -> dict[str, Object]:
-        def found() -> dict[str, Object]:
+        def listed() -> dict[str, Object]:
             self.fs.invalidate_cache()
             try:
                 there = self.fs.find(self.root, detail=True)
@@ -232,12 +232,12 @@ class _Fsspec:
             cut = len(self.root.rstrip("/")) + 1
             return {path[cut:]: _described(info) for path, info in there.items() if path[cut:]}
 
-        return _said(self.url, found)
+        return _retried(self.url, listed)
 
     def read(self, name: str, at: int, nbytes: int, version: str = "") -> Any:
         path = self._path(name)
 
-        def found() -> Any:
+        def read() -> Any:
             data = self.fs.cat_file(path, start=at, end=at + nbytes) if nbytes else b""
             if version:
                 # checked after the read, because fsspec cannot make a read depend on a version
@@ -246,7 +246,7 @@ class _Fsspec:
                     raise _Changed
             return data
 
-        return _said(f"{self.url}/{name}", found)
+        return _retried(f"{self.url}/{name}", read)
 
     def write(self, name: str, data: bytes | Path) -> str:
         path = self._path(name)
@@ -259,12 +259,12 @@ class _Fsspec:
                 self.fs.put_file(str(data), path)
             return _described(self.fs.info(path)).version
 
-        return _said(f"{self.url}/{name}", put)
+        return _retried(f"{self.url}/{name}", put)
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             remove = functools.partial(self.fs.rm_file, self._path(name))
-            _said(f"{self.url}/{name}", functools.partial(_absent_is_fine, remove))
+            _retried(f"{self.url}/{name}", functools.partial(_absent_is_fine, remove))
 
 
 def _fsspec_url(url: Url) -> str:
@@ -277,13 +277,13 @@ def _described(info: Mapping[str, Any]) -> Object:
     version = next((str(info[k]) for k in ("ETag", "etag", "md5Hash", "checksum") if k in info), "")
     changed = 0
     for key in ("mtime", "LastModified", "last_modified", "updated", "modified", "created"):
-        if (found := info.get(key)) is not None:
-            if hasattr(found, "timestamp"):
-                found = found.timestamp()
-            if isinstance(found, (int, float)):
-                changed = int(found * 1e9)
+        if (when := info.get(key)) is not None:
+            if hasattr(when, "timestamp"):
+                when = when.timestamp()
+            if isinstance(when, (int, float)):
+                changed = int(when * 1e9)
             else:  # a text: its hash, as seconds, changes when the text does
-                changed = zlib.crc32(str(found).encode()) * 10**9
+                changed = zlib.crc32(str(when).encode()) * 10**9
             break
     return Object(int(info["size"] or 0), version, changed)
 
@@ -302,7 +302,7 @@ def _missing(url: Url, library: str, extra: str) -> MissingExtra:
     )
 
 
-def _said(place: object, call: Callable[[], T]) -> T:
+def _retried(place: object, call: Callable[[], T]) -> T:
     """Calls a function of a library. Failures that may pass are tried again after WAITS; others
     become errors of mckpt, with the place and the cure.
     """

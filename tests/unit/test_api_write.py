@@ -205,7 +205,7 @@ def test_arrays_of_other_byte_orders_and_strides_are_converted(arrays: Any, tmp_
 
 def test_writes_leave_no_state_in_the_process(src: Path, arrays: Any, tmp_path: Path) -> None:
     def state() -> tuple[Any, ...]:
-        return atexit._ncallbacks(), dict(errors._shown), dict(sparse_copy._held)  # type: ignore[attr-defined]
+        return atexit._ncallbacks(), dict(errors._shown), dict(sparse_copy._temporary)  # type: ignore[attr-defined]
 
     mckpt.write(tmp_path / "first", src, arrays.items())
     before = state()
