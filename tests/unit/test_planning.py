@@ -75,8 +75,8 @@ class Form:
                 expert.astype("i4"),
                 file.astype("i4"),
                 at.astype("i8"),
-                replica,
-                padding,
+                replica=replica,
+                padding=padding,
             )
         )
 
