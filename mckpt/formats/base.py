@@ -241,7 +241,7 @@ def file_order(b: Bound, num_layers: int) -> np.ndarray:
     """Returns a number for each tensor of a rule, by which writers sort the tensors of all rules:
     those before the layers first, then layer after layer, as sources have them.
     """
-    layers = b.instances()[0]
+    layers = np.repeat(b.layers, len(b.experts))
     if "layer" in b.rule.indices:
         return layers + 1
     return np.full(len(layers), 0 if b.rule.stage == "first" else num_layers + 1)

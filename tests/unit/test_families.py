@@ -498,3 +498,13 @@ def test_fp32_stays_fp32_unless_a_cast_is_requested(
     same_tensors(tmp_path / "back", tensors(case, "float32"))
     mckpt.plan(tmp_path / "a", tmp_path / "half", format="hf", dtype="bf16").run()
     same_tensors(tmp_path / "half", tensors(case, "bfloat16"))
+
+
+def test_an_export_has_its_layers_in_order(tiny_model, tmp_path):
+    """The copies of the embedding that belong to a layer of multi-token prediction come with it."""
+    mckpt.convert(tiny_model("deepseek-v3"), tmp_path / "megatron")
+    mckpt.convert(tmp_path / "megatron", tmp_path / "hf", format="hf")
+    with open(tmp_path / "hf" / "model.safetensors", "rb") as f:
+        names = list(json.loads(f.read(int.from_bytes(f.read(8), "little"))))
+    layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
+    assert layers == sorted(layers) and max(layers) == 4
