@@ -56,8 +56,12 @@ _SIZE = rb"(?:h.|j....)(?:\(%b{0,8}t|%b\x85|%b{2}\x86|%b{3}\x87)\1\x85\1R\1" % (
     _NUMBER,
     _NUMBER,
 )
-_OBJECT = re.compile(
-    rb"(?s)\)\x81(\x94?)}\1\(%b(?:%b%b()(?:%b%b())?)?ub" % (_FIELDS, _SIZE, _FIELDS, _SIZE, _FIELDS)
+_OBJECT = rb"(?s)\)\x81(\x94?)}\1\(%b(?:%b%b()(?:%b%b())?)?ub" % (
+    _FIELDS,
+    _SIZE,
+    _FIELDS,
+    _SIZE,
+    _FIELDS,
 )
 # The weights that an object puts into the memo, by the number of its last group: group 1, and one
 # more for each torch.Size.
@@ -92,6 +96,8 @@ def scan(data: bytes, where: str) -> int:
     memo = array("H")  # weights up to _HEAVY; 0 means not set
     num_set = 0
     at, here, size = 0, 0, len(data)
+    # here, because compiling it takes 1 ms, and many commands scan nothing; `re` keeps the result
+    match_object = re.compile(_OBJECT).match
 
     try:
         while True:
@@ -100,7 +106,7 @@ def scan(data: bytes, where: str) -> int:
             at += 1
             if op in _PUSHES:
                 # EMPTY_TUPLE NEWOBJ ...
-                if op == 0x29 and num_set == len(memo) and (found := _OBJECT.match(data, here)):
+                if op == 0x29 and num_set == len(memo) and (found := match_object(data, here)):
                     at = found.end()
                     stack[-1] = 1
                     if found[1]:
