@@ -1,7 +1,6 @@
 """Builds the model of a checkpoint's args as pretrain_gpt of Megatron-LM does:
 
-    args -> TransformerConfig -> GPTModel chunks, or HybridModel's if args have a layer pattern,
-                                 or BertModel's if args name its dialect
+    args -> TransformerConfig -> GPTModel chunks, or HybridModel's if args have a layer pattern
 
 The rules are those of core_transformer_config_from_args (megatron/training/arguments.py),
 gpt_builders.py and get_model (megatron/training/training.py) of Megatron-LM core_r0.16.0.
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mckpt.errors import MissingExtra, UsageError
-from mckpt.trainer import bert, cpu, gpt, hybrid
+from mckpt.trainer import cpu, gpt, hybrid
 
 # Args that change the logits and that every run of pretrain_gpt has in its Namespace. An absent one
 # is an error, because a default would be a guess.
@@ -205,8 +204,6 @@ def check(args: Namespace) -> None:
         needed.append("num_query_groups")
     if getattr(args, "num_experts", None):
         needed += REQUIRED_MOE
-    if bert.chosen(args):
-        needed.append("bert_binary_head")
     if hybrid.pattern(args):  # says which layers have experts
         needed = [name for name in needed if name != "moe_layer_freq"]
     nullable = ("num_experts",)
@@ -459,7 +456,7 @@ def build(args: Namespace, dtype: torch.dtype = torch.float32, training: bool = 
                 args, "rotary_seq_len_interpolation_factor", None
             ),
         }
-        model = bert if bert.chosen(args) else hybrid if hybrid.pattern(args) else gpt
+        model = hybrid if hybrid.pattern(args) else gpt
         chunk = model.build(args, te, **options)
         if torch.cuda.is_available():
             chunk.cuda(torch.cuda.current_device())

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mckpt.trainer import bert, hybrid
+from mckpt.trainer import hybrid
 from mckpt.trainer.points import Recorder
 
 
@@ -59,11 +59,8 @@ def logits(chunks: list[Any], args: Namespace, tokens: torch.Tensor) -> torch.Te
             hidden = torch.empty(shape, dtype=config.params_dtype, device=device)
             dist.recv(hidden, ps.get_pipeline_model_parallel_prev_rank())
             chunk.set_input_tensor(hidden)
-        if bert.chosen(args):
-            hidden = bert.run(chunk, args, tokens, seq)
-        else:
-            with without_mtp(chunk):
-                hidden = chunk(tokens, positions, mask)
+        with without_mtp(chunk):
+            hidden = chunk(tokens, positions, mask)
         if not (last and stage == len(chunks) - 1):
             dist.send(hidden.contiguous(), ps.get_pipeline_model_parallel_next_rank())
 

@@ -72,6 +72,7 @@ import torch.distributed as dist
 
 from mckpt import launching
 from mckpt.trainer import build, cpu, forked, forward, load, save, train
+from tests.helpers import bert_model
 
 TIMEOUT_S = 60  # limit of one collective, after which a rank stops waiting for one that failed
 
@@ -85,6 +86,7 @@ def main() -> None:
             target=die_with, args=(int(os.environ["JUDGE_PARENT"]),), daemon=True
         ).start()
     cpu.install()
+    bert_model.install()
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     store, rank, num_ranks = next(
@@ -286,6 +288,7 @@ def keep_logits(
     chunks: list[Any], args: Namespace, case: dict[str, Any], rank: int, out: Path
 ) -> None:
     if case.get("tokens"):
+        bert_model.take_inputs_of_a_decoder(chunks, args)
         logits = forward.logits(chunks, args, torch.tensor(case["tokens"]))
         if rank == 0:
             np.save(out / f"{case['name']}.npy", logits.cpu().numpy())
