@@ -82,13 +82,13 @@ def args_of(decided: Decided) -> Args:
     own = {} if decided.changes_dialect else source.args or {}
     choices = dialect.choices_in({**written, **own})
     if source.args is None or source.files.common is None:
-        common = new_common(_python(written), _iteration(decided))
+        common = new_common(_with_torch_dtypes(written), _iteration(decided))
     else:
         kept = _replaced(decided, written)
         kept.update({key: written[key] for key in dialect.keys_with("stages") if key in written})
         if decided.changes_dialect:
-            kept.update(_restated(source.mapping, dialect, written))
-            kept.update(_unmeant(source, dialect))
+            kept.update(_args_restated(source.mapping, dialect, written))
+            kept.update(_neutral_args(source, dialect))
             # old args lack what today's Megatron requires
             kept.update({key: value for key, value in written.items() if key not in source.args})
         common = _kept_common(decided, source.files.common, kept)
@@ -126,7 +126,7 @@ def _kept_common(decided: Decided, common: Common, replaced: dict[str, Any]) -> 
     entries of the optimizer and of other states.
     """
     ignored, left = decided.names.mapping.ignore, decided.source.left_behind()
-    fields = common.changed(_python(replaced))
+    fields = common.changed(_with_torch_dtypes(replaced))
     out = {k: v for k, v in fields.items() if not (k in ignored or k in left)}
     out["iteration"], out[VERSION] = _iteration(decided), CHECKPOINT_VERSION
     if decided.optimizer:
@@ -154,7 +154,7 @@ def _implied_layers(decided: Decided, choices: dict[str, Any]) -> str:
     return str(choices.get("layers", decided.names.mapping.choices["layers"][0]))
 
 
-def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> dict[str, Any]:
+def _args_restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> dict[str, Any]:
     """Returns the args that describe the model in another dialect than the source's; None for those
     that the new dialect does not have.
     """
@@ -163,7 +163,7 @@ def _restated(old: MappingFile, new: MappingFile, written: dict[str, Any]) -> di
     return {key: written.get(key) for key in facts | (described[0] - described[1])}
 
 
-def _unmeant(source: Checkpoint, new: MappingFile) -> dict[str, Any]:
+def _neutral_args(source: Checkpoint, new: MappingFile) -> dict[str, Any]:
     """Returns a value that another dialect accepts for each arg whose value it refuses, if the arg
     does not change the model in the source's dialect.
     """
@@ -199,7 +199,7 @@ def _replaced(decided: Decided, written: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _python(args: dict[str, Any]) -> dict[str, Any]:
+def _with_torch_dtypes(args: dict[str, Any]) -> dict[str, Any]:
     """Returns args with dtypes as torch's own objects, as Megatron stores them."""
     return {
         k: (

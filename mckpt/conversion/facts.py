@@ -114,7 +114,7 @@ def facts_of(
     }
 
 
-def shifted(joined: Joined) -> list[str]:
+def offset_notes(joined: Joined) -> list[str]:
     """Returns notes on the tensors that one side stores with a number added to each value."""
     out = []
     for number, cast in enumerate(joined.casts):
@@ -130,7 +130,7 @@ def shifted(joined: Joined) -> list[str]:
     return out
 
 
-def dequantised(source: Checkpoint) -> list[str]:
+def quantised_notes(source: Checkpoint) -> list[str]:
     """Returns notes on the quantised tensors of the source, one for each encoding and block."""
     forms: Counter[str] = Counter()
     for s in source.layout.stored:

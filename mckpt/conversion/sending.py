@@ -120,7 +120,7 @@ class Sender:
                 return
             file = self.outputs[number]
             made = folder / file.path
-            there = self.journal.there(number) if number in self.carried else None
+            there = self.journal.object_of(number) if number in self.carried else None
             to = self.journal.files[number]
             version = there.version if there else self.journal.put_ours(to, made)
             entry = Sent(file.path, file.size, checksum, version, self.journal.id)
@@ -153,7 +153,7 @@ class Sender:
     def _compare_carried(self, group: Sequence[int], folder: Path) -> None:
         """Raises DestinationError if other checkpoints here have other carried tensors."""
         for number in group:
-            if number in self.carried and self.journal.there(number):
+            if number in self.carried and self.journal.object_of(number):
                 there = self.journal.files[number]
                 sparse_copy.whole(there)
                 if not filecmp.cmp(folder / self.outputs[number].path, there, shallow=False):

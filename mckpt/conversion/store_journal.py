@@ -88,7 +88,7 @@ class StoreJournal(Lines):
         """Returns the name of the object of a path."""
         return self.place.name(os.path.normpath(path))
 
-    def there(self, number: int) -> Object | None:
+    def object_of(self, number: int) -> Object | None:
         """Returns the object of a file of the plan, None if the last listing has none."""
         return self.place.objects.get(self.name(self.files[number]))
 
@@ -118,12 +118,12 @@ class StoreJournal(Lines):
         """Records that a file is in its place."""
         self.put_ours(self.folder / SENT / str(number), msgspec.json.encode(entry))
 
-    def forget(self) -> None:
-        """Forgets what earlier runs of this command sent."""
+    def remove_entries(self) -> None:
+        """Removes the entries of files that earlier runs of this command sent."""
         self.place.remove(self.place.below(self.folder / SENT))
 
     def _is_still(self, number: int, one: Sent) -> bool:
-        there = self.there(number)
+        there = self.object_of(number)
         if there is None or there.size != one.bytes:
             return False
         # answers quote an ETag, and the listings of some stores do not
@@ -144,7 +144,7 @@ class StoreJournal(Lines):
                     out[number] = entry
         return out
 
-    # ---- what is in the way
+    # ---- files that are in the way
 
     def refuse_occupied(self) -> None:
         """Raises DestinationError if files are in the way, such as those that replaced what an
@@ -155,7 +155,7 @@ class StoreJournal(Lines):
         if self.destination.overwrite:
             return
         for number, one in self._entries().items():
-            if one.version and self.there(number) and not self._is_still(number, one):
+            if one.version and self.object_of(number) and not self._is_still(number, one):
                 raise DestinationError(
                     f"{self.files[number]}: was replaced since a run of this command sent it; give"
                     " --overwrite to replace the checkpoint"
@@ -194,7 +194,7 @@ class StoreJournal(Lines):
         self._end_dead_runs()
         self.resumes = resume and self._source() == source
         if not self.resumes:
-            self.forget()
+            self.remove_entries()
         earlier = self.folder.name in self._runs()
         self.put(self.folder / INTENT, json.dumps(announced).encode())
         if others := self._runs() - {self.folder.name}:

@@ -17,7 +17,7 @@ from mckpt.conversion.facts import (
     form_of,
     mapping_to_keep,
     named_by_user,
-    shifted,
+    offset_notes,
 )
 from mckpt.conversion.plan_data import PlanData
 from mckpt.conversion.refusals import (
@@ -124,7 +124,7 @@ def plan_hf(source: Checkpoint, destination: Destination, target: TargetOptions)
         target,
         request.names.mapping,
         inexact,
-        [*notes, *shifted(joined)],
+        [*notes, *offset_notes(joined)],
         max_shard_size=target.max_shard_size,
         **({"quantize": target.quantize} if target.quantize else {}),
         config=hashlib.sha256(text).hexdigest(),
@@ -157,7 +157,7 @@ def _model(source: Checkpoint) -> tuple[MappingFile, dict[str, Any] | None, str]
         chosen, note = choose_family(source)
         return chosen, None, note
     base = read_config(described)
-    corrected = source.model.overruled or _denied(source, family, base)
+    corrected = source.model.overruled or _contradicted(source, family, base)
     # without a path, because facts contain none
     note = "config.json is copied from the model's Hugging Face directory"
     if corrected:
@@ -234,7 +234,7 @@ def _lacking(names: Iterable[str], source: Checkpoint) -> list[str]:
     ] * bool(lacks)
 
 
-def _denied(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:
+def _contradicted(source: Checkpoint, family: MappingFile, config: dict[str, Any]) -> list[str]:
     """Returns the dims of a config.json that the user contradicts, without the vocabulary's size,
     which is always written.
     """

@@ -18,13 +18,13 @@ from mckpt.conversion import optimizer
 from mckpt.conversion.args import Args, Decided, args_of, bridge_files
 from mckpt.conversion.destination import Destination
 from mckpt.conversion.facts import (
-    dequantised,
     dtypes_of_target,
     facts_of,
     form_of,
     mapping_to_keep,
     named_by_user,
-    shifted,
+    offset_notes,
+    quantised_notes,
     text_notes,
 )
 from mckpt.conversion.plan_data import PlanData
@@ -203,8 +203,8 @@ def _facts(
     look = not decided.destination.helps
     state = optimizer.facts(moved, look) if kept else None
     notes = [
-        *dequantised(moved),
-        *shifted(joined),
+        *quantised_notes(moved),
+        *offset_notes(joined),
         *decided.notes,
         *text_notes(moved),
         *_dialect_notes(source, dialect, decided.megatron, target),

@@ -47,7 +47,7 @@ from mckpt.execute.files import (
 )
 from mckpt.execute.journal import Journal, generation
 from mckpt.execute.mover import PIECE, Mover, Overflow
-from mckpt.execute.ranks import Ranks, Session, awaited
+from mckpt.execute.ranks import Ranks, Session, wait_for
 from mckpt.execute.threads import ThreadPool
 from mckpt.execute.units import Work, is_quantised
 from mckpt.geometry.join import Cast
@@ -250,7 +250,7 @@ def execute(
         if ranks.rank:
             return []
         sums = [
-            awaited(partial(run.journal.sum, file), f"the checksum of {outputs[file].path}", tick)
+            wait_for(partial(run.journal.sum, file), f"the checksum of {outputs[file].path}", tick)
             for file in range(len(outputs))
         ]
     finally:
@@ -336,7 +336,7 @@ class _Run:
             return
         for unit in self.units_of(files):
             if unit not in self.done:
-                self.done[unit] = awaited(
+                self.done[unit] = wait_for(
                     partial(self.journal.unit, unit), f"{self.journal.folder}, unit {unit}", tick
                 )
         self.by_file = None

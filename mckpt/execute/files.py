@@ -30,7 +30,7 @@ _CURES = {
 }
 
 
-def refused(what: str, path: str | Path, error: OSError) -> NoReturn:
+def raise_storage_error(what: str, path: str | Path, error: OSError) -> NoReturn:
     """Raises the StorageError of a call that the operating system refused, with its cure."""
     cure = _CURES.get(error.errno or 0)
     raise StorageError(
@@ -48,7 +48,7 @@ def read_at(fd: int, view: memoryview, at: int, path: str) -> None:
         try:
             n = descriptors.preadv(fd, [view[got:] if got else view], at + got)
         except OSError as error:
-            refused(f"read {len(view)} bytes at {at} of", path, error)
+            raise_storage_error(f"read {len(view)} bytes at {at} of", path, error)
         if n == 0:
             raise SourceError(
                 f"{path} is truncated: wanted {len(view)} bytes at {at}, got {got}; download or"
@@ -99,7 +99,7 @@ def write_at(fd: int, view: memoryview, at: int, path: str) -> None:
         try:
             put += os.pwrite(fd, view[put:] if put else view, at + put)
         except OSError as error:
-            refused(f"write {len(view)} bytes at {at} of", path, error)
+            raise_storage_error(f"write {len(view)} bytes at {at} of", path, error)
 
 
 def copy_in_kernel(src: int, dst: int, src_at: int, dst_at: int, nbytes: int) -> int:
@@ -144,7 +144,7 @@ class OpenFiles:
                     try:
                         self.fds[file] = self._open(self.paths[file])
                     except OSError as error:
-                        refused("open", self.paths[file], error)
+                        raise_storage_error("open", self.paths[file], error)
                 self.fds.move_to_end(file)
             self.uses.update(files)
             fds = {file: self.fds[file] for file in files}
@@ -172,7 +172,7 @@ class OpenFiles:
             try:
                 how(fds[file])
             except OSError as error:
-                refused("sync", self.paths[file], error)
+                raise_storage_error("sync", self.paths[file], error)
 
     def close(self) -> None:
         """Closes all descriptors but those in use.
@@ -214,7 +214,7 @@ def lay_out(outputs: Sequence[TargetFile], staging: Path, journal: Path) -> None
                 path.touch(output.mode)
                 os.truncate(path, output.size)
     except OSError as error:
-        refused("lay out", error.filename or staging, error)
+        raise_storage_error("lay out", error.filename or staging, error)
 
 
 def sync_directories(outputs: Sequence[TargetFile], staging: Path) -> None:
@@ -230,4 +230,4 @@ def sync_directories(outputs: Sequence[TargetFile], staging: Path) -> None:
             finally:
                 os.close(fd)
         except OSError as error:
-            refused("sync", folder, error)
+            raise_storage_error("sync", folder, error)

@@ -14,7 +14,7 @@ import numpy as np
 from isal import isal_zlib
 
 from mckpt.execute.checksums import RANGE
-from mckpt.execute.files import refused
+from mckpt.execute.files import raise_storage_error
 from mckpt.execute.units import Work
 from mckpt.storage.files import TargetFile
 
@@ -53,7 +53,7 @@ class Journal:
             if not (folder / GENERATION).exists():
                 (folder / GENERATION).write_text(uuid.uuid4().hex)
         except OSError as error:
-            refused("lay out", error.filename or folder, error)
+            raise_storage_error("lay out", error.filename or folder, error)
 
     def __init__(self, folder: Path, work: Work, outputs: Sequence[TargetFile]) -> None:
         self.folder = folder
@@ -119,4 +119,4 @@ class Journal:
             beside.write_bytes(self._head(body) + body)
             beside.rename(path)
         except OSError as error:
-            refused("write", path, error)
+            raise_storage_error("write", path, error)

@@ -43,7 +43,7 @@ DEAD_S = 60.0
 START_S = 600.0
 # Seconds after which a rank that waits for others says so: the variables of a launcher may be those
 # of a shell in a pod, in which nobody starts the other ranks.
-SAY_S = 1.0
+NOTE_S = 1.0
 # Seconds between two looks at whether rank 0 is refused. A refusal counts when two looks agree,
 # since one look may happen while another process is changing the files.
 LOOK_S = 3.0
@@ -287,10 +287,10 @@ class Session:
         """
         started, first, next_look = time.monotonic(), None, LOOK_S
         refused: errors.MckptError | None = None
-        for _ in patience(self.place.seconds.poll):
+        for _ in pauses(self.place.seconds.poll):
             waited = time.monotonic() - started
             late = waited > self.place.seconds.dead
-            if waited > SAY_S and not self.told:
+            if waited > NOTE_S and not self.told:
                 self.told = True
                 self.on_note(self.ranks.waits_for("rank 0"))
             if line := self.place.read(0):
@@ -370,7 +370,7 @@ class Session:
 
     def listen(self) -> NoReturn:
         """Waits, as a rank that has done its share, until rank 0 is done (raises Gone) or fails."""
-        for _ in patience(self.place.seconds.poll):
+        for _ in pauses(self.place.seconds.poll):
             self.beat()
             self._look(0)
             if not self.place.belong_to(self.line["id"]):
@@ -387,9 +387,9 @@ class Session:
 
     def _await(self, missing: set[int], step: int, do: Callable[[int], None]) -> None:
         started = time.monotonic()
-        for _ in patience(self.place.seconds.poll):
+        for _ in pauses(self.place.seconds.poll):
             absent = missing - self.heard.keys()
-            if absent and not self.told and time.monotonic() - started > SAY_S:
+            if absent and not self.told and time.monotonic() - started > NOTE_S:
                 self.told = True
                 first, *more = sorted(absent)
                 self.on_note(
@@ -490,14 +490,14 @@ def error_of(rank: int, name: str, message: str) -> Exception:
     return RuntimeError(f"rank {rank}: {message}")
 
 
-def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -> T:
+def wait_for(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -> T:
     """Returns what `look` finds, as soon as it finds something.
 
     Another rank has written it. On a network filesystem it may take a while to appear. Raises
     StorageError after DEAD_S; `what` names the missing thing.
     """
     started = time.monotonic()
-    for _ in patience():
+    for _ in pauses():
         if (result := look()) is not None:
             return result
         if time.monotonic() - started > DEAD_S:
@@ -509,7 +509,7 @@ def awaited(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -
     )
 
 
-def patience(longest: float = POLL_S) -> Iterator[None]:
+def pauses(longest: float = POLL_S) -> Iterator[None]:
     """Yields at once, then after pauses that grow from 2 ms to `longest` seconds, without end."""
     pause = 0.002
     while True:

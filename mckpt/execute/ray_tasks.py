@@ -21,7 +21,7 @@ from mckpt import errors
 from mckpt.errors import MckptError, MissingExtra, StorageError, UsageError
 from mckpt.execute.engine import Step, Task, Tick
 from mckpt.execute.mover import Overflow
-from mckpt.execute.ranks import DEAD_S, Ranks, patience
+from mckpt.execute.ranks import DEAD_S, Ranks, pauses
 from mckpt.execute.threads import TICK
 from mckpt.storage import sparse_copy
 from mckpt.storage.sparse_copy import SparseCopy
@@ -183,7 +183,7 @@ def _find(job: Task, mark: str) -> None:
     A network filesystem may need a while to show it. Raises UsageError after DEAD_S.
     """
     started = time.monotonic()
-    for _ in patience():
+    for _ in pauses():
         if job.mark() == mark:
             return
         if time.monotonic() - started > DEAD_S:

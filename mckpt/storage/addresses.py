@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 from mckpt.errors import UsageError
 
-# org/name[@revision]; hf:// in front means that this is no local directory; Path turns it into
-# hf:/. Only with hf:// may the organisation be missing.
+# org/name[@revision]. With hf:// in front it is never a local directory, and the organisation may
+# be missing. pathlib turns hf:// into hf:/.
 _NAME = re.compile(
     r"(?:(?:(?P<scheme>hf:/{1,2})(?:[A-Za-z0-9][\w.-]*/)?)|[A-Za-z0-9][\w.-]*/)"
     r"[A-Za-z0-9_][\w.-]*(?:@[A-Za-z0-9][\w./+-]*)?"
 )
-# Path turns s3:// into s3:/. hf:// names a model on the Hub.
+# pathlib turns s3:// into s3:/. hf:// names a model on the Hub.
 _URL = re.compile(r"(?!hf:)([A-Za-z][A-Za-z0-9+.-]*):/{1,3}(.*)", re.DOTALL)
 # the schemes that obstore opens, with its name of the store; fsspec opens the others
 OBSTORE = {"s3": "S3", "s3a": "S3", "gs": "GCS", "az": "Azure", "abfs": "Azure", "abfss": "Azure"}
@@ -37,8 +37,8 @@ class HubName(NamedTuple):
 def hub_name_of(path: str | Path) -> HubName | None:
     """Returns the model on the Hub that a path names, or None if it is a local path.
 
-    What exists here is always local. So is a missing `org/name` in an existing directory `org`,
-    because that is probably a misspelt path; `hf://org/name` names the model even then.
+    A path that exists here is always local. So is a missing `org/name` in an existing directory
+    `org`, because it is probably a misspelt path; `hf://org/name` names the model even then.
     """
     text = str(path)
     match = _NAME.fullmatch(text)

@@ -58,7 +58,7 @@ class SparseCopy:
         """Lets another process make a sparse copy of its own of the same URL. A pickled store has
         no credentials; that process finds its own.
         """
-        return _again, (str(self.root), self.url, self.store, self.objects)
+        return _unpickled, (str(self.root), self.url, self.store, self.objects)
 
     def name(self, path: str | Path) -> str:
         """Returns the name of the object whose copy a path is."""
@@ -191,12 +191,12 @@ def load(
 
     keep: which objects to show.
     """
-    made = _made(str(url), store, name, keep)
+    made = _create(str(url), store, name, keep)
     made.list()
     return made.root
 
 
-def _made(url: str, store: Store, name: str, keep: Callable[[str], bool]) -> SparseCopy:
+def _create(url: str, store: Store, name: str, keep: Callable[[str], bool]) -> SparseCopy:
     root = temporary() / name
     root.mkdir()
     made = _all[f"{root}/"] = SparseCopy(root, url, store, keep)
@@ -204,12 +204,12 @@ def _made(url: str, store: Store, name: str, keep: Callable[[str], bool]) -> Spa
     return made
 
 
-def _again(root: str, url: str, store: Store, objects: dict[str, Object]) -> SparseCopy:
+def _unpickled(root: str, url: str, store: Store, objects: dict[str, Object]) -> SparseCopy:
     """Returns the sparse copy of another process, which is made once in this one. The store is not
     listed: reading an object that has changed since is an error.
     """
     if (made := _copies.get(root)) is None:
-        made = _copies[root] = _made(url, store, Path(root).name, lambda name: True)
+        made = _copies[root] = _create(url, store, Path(root).name, lambda name: True)
         for name, one in objects.items():
             made._make(name, one)
         made.objects = objects

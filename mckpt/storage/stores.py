@@ -22,7 +22,7 @@ from mckpt.storage.addresses import OBSTORE, Url, without_queries
 T = TypeVar("T")
 
 # Without credentials, the libraries ask the machine's cloud for them, at these addresses.
-_UNKNOWN = re.compile(
+_NO_CREDENTIALS = re.compile(
     r"(?i)credential|169\.254|latest/api/token|metadata\.google|metadata/identity"
 )
 # These errors of a listing mean that the bucket is missing: a prefix without objects gives an empty
@@ -338,7 +338,7 @@ def _may_pass(error: Exception) -> bool:
     """
     text = str(error)
     repeated = re.search(r"after [1-9]\d* retries", text)
-    final = _kind(error) or _UNKNOWN.search(text) or repeated
+    final = _kind(error) or _NO_CREDENTIALS.search(text) or repeated
     transport = type(error).__module__.partition(".")[0] in (
         "obstore",
         "botocore",
@@ -369,7 +369,7 @@ def _raise(place: str, error: Exception, tries: int) -> NoReturn:
             f"{place}: the store refused access: {why}; check the credentials that its own tools"
             " use (for s3, `aws s3 ls` shows whether they work), and their permissions"
         ) from None
-    if _UNKNOWN.search(str(error)):
+    if _NO_CREDENTIALS.search(str(error)):
         raise StorageError(
             f"{place}: no credentials were found: {why}; set them as the store's own tools take"
             " them: environment variables or a profile"

@@ -173,8 +173,8 @@ def test_a_shell_with_a_launchers_variables_is_told_how_to_run_alone(
     tmp_path: Path, src: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pod of a PyTorchJob has RANK and WORLD_SIZE, also in a shell that someone opens there."""
-    assert ranks.SAY_S <= 1  # said within 2 s of the start
-    for name, seconds in (("SAY_S", 0.1), ("START_S", 0.5), ("DEAD_S", 0.5), ("BEAT_S", 0.05)):
+    assert ranks.NOTE_S <= 1  # said within 2 s of the start
+    for name, seconds in (("NOTE_S", 0.1), ("START_S", 0.5), ("DEAD_S", 0.5), ("BEAT_S", 0.05)):
         monkeypatch.setattr(ranks, name, seconds)
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "8")
