@@ -91,7 +91,7 @@ def parse(path: Path) -> tuple[Node, str]:
     except (OSError, UnicodeDecodeError) as e:
         raise MappingError(f"{path}: cannot be read: {e}") from None
     try:
-        node = load(text, path.name)
+        node = _loaded(text, path.name)
     except ValueError as e:
         raise MappingError(f"{path}: not valid YAML: {e}") from None
     if not isinstance(node, Node):
@@ -99,6 +99,12 @@ def parse(path: Path) -> tuple[Node, str]:
             f"{path}: a mapping file holds keys and values, not {type(node).__name__}"
         )
     return node, digest_of(text)
+
+
+@functools.lru_cache(maxsize=64)  # files
+def _loaded(text: str, name: str) -> Any:
+    """Returns the root node of a file, which several dialects may extend; `merge` copies it."""
+    return load(text, name)
 
 
 def load(text: str, name: str = "") -> Any:
