@@ -122,7 +122,7 @@ class _Wrapper(NamedTuple):
 def _unwrapped(
     known: list[_Names], shapes: Mapping[str, Shape]
 ) -> tuple[_Wrapper, dict[str, Shape]]:
-    """Returns what is around a text model, and the text model's shapes under the names of the
+    """Returns the parts around a text model, and the text model's shapes under the names of the
     family that has most of them. All other tensors, such as those of a vision tower, are carried.
     """
     anywhere = set[str]().union(*(one.names() for one in known))
@@ -145,7 +145,7 @@ def _unwrapped(
 
 
 def _template(name: str) -> str:
-    """model.layers.3.mlp.experts.7.w1 -> model.layers.{layer}.mlp.experts.{expert}.w1"""
+    """Returns model.layers.{layer}.mlp.experts.{expert}.w1 for model.layers.3.mlp.experts.7.w1."""
     indices = iter(("{layer}", "{expert}"))
     return _NUMBER.sub(lambda found: next(indices, found[0]), name)
 
@@ -194,7 +194,7 @@ def _times_extended(name: str) -> int:
 
 
 def _dims(family: MappingFile, config: Mapping[str, Any]) -> tuple[Dims | None, list[str]]:
-    """The dims as the family reads them; or None, and why not."""
+    """Returns the dims as the family reads them, or None and the reasons why it cannot."""
     try:
         return family.read(config), []
     except MappingError as e:
@@ -296,8 +296,8 @@ def _config_lines(
 def _tensor_lines(
     base: _Names, known: list[_Names], shapes: Mapping[str, Shape], dims: Dims | None
 ) -> tuple[list[str], set[str]]:
-    """The rules that differ from the base family, block by block, and the logical tensors that
-    the base family has and the draft does not.
+    """Returns the rules that differ from the base family, block by block, and the logical tensors
+    that the base family has and the draft does not.
     """
     elsewhere = {
         name: of for one in known for entry in one.entries.values() for name, of in entry.items()
@@ -348,7 +348,7 @@ def _tensor_lines(
 
 
 def _missing(base: _Names, shapes: Mapping[str, Shape], dims: Dims | None) -> dict[str, list[str]]:
-    """The names that the family needs and the model does not have, with their logical tensors."""
+    """Returns the names that the family needs and the model lacks, with their logical tensors."""
     needed = (_needed(base.family, dims) if dims is not None else None) or base.names()
     known = {name: of for entry in base.entries.values() for name, (of, _) in entry.items()}
     return {name: of for name, of in known.items() if name in needed and name not in shapes}
@@ -362,8 +362,8 @@ def _recognised(
     dims: Dims | None,
     prefix: str,
 ) -> tuple[str | None, str | None, list[str]]:
-    """The rule of a name that the base family does not have, what to check about it, and the
-    logical tensors that it holds.
+    """Returns the rule of a name that the base family does not have, a note on what to check about
+    it, and the logical tensors that it holds.
     """
     end = name.removeprefix(prefix)
     if name in elsewhere:
@@ -400,7 +400,7 @@ def _shape(name: str, dims: Dims) -> Shape | None:
 
 
 def _rule(key: str, of: list[str], pack: str) -> str:
-    """One line of a block; the logical names without the block's own prefix."""
+    """Returns one line of a block, with logical names without the block's own prefix."""
     short = [name.removeprefix("layers.{layer}.") for name in of]
     plain = [f'"{name}"' if "{" in name else name for name in short]
     if pack == "one":

@@ -187,7 +187,7 @@ class Expression:
         try:
             value = _parsed(self.text)[0](scope, steps)
             if isinstance(value, _SIZED):
-                steps.walk(value)  # an item may stand in a list many times
+                steps.walk(value)  # one item may be in a list many times
         except ExpressionError:
             raise
         except Exception as e:  # a wrong type in a config ends in any of a dozen errors
@@ -285,7 +285,7 @@ def _compiled(node: ast.AST, parts: _Parts) -> _Value:
             elements = list(map(part, node.elts))
             return lambda scope, steps: [element(scope, steps) for element in elements]
         case ast.ListComp(generators=[ast.comprehension(target=ast.Name(id=name)) as each]):
-            inner = _Parts()  # of what is computed for each item
+            inner = _Parts()  # of the expressions that have a value for each item
             tests = [_compiled(test, inner) for test in each.ifs]
             element = _compiled(node.elt, inner)
             parts.names |= inner.names - {name}

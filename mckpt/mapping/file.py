@@ -64,7 +64,7 @@ class MappingFile(NamedTuple):
     name: str
     path: Path
     digest: str
-    models: str  # a family's: the models as their makers name them, and what is special about them
+    models: str  # of a family: the models as their makers name them, and how they are special
     special: str
     architectures: tuple[str, ...]
     canonical: bool
@@ -80,7 +80,7 @@ class MappingFile(NamedTuple):
     stage_sizes: Expression | None  # layers of each pipeline stage, if the args have them
     # choice -> its value, from `megatron`, the version that will load the checkpoint
     by_version: dict[str, Expression]
-    # names that its expressions use beside dims and choices, and their default values
+    # further names that its expressions use, after dims and choices, and their default values
     given: dict[str, Any]
     derive: dict[str, Expression]
     dims: dict[str, Dim]
@@ -443,7 +443,7 @@ class MappingFile(NamedTuple):
         """Returns the dims whose values this file cannot express, and the value that a reader of
         the written config would get instead.
 
-        `given` are names beside the dims; `megatron` among them is the version of megatron-core,
+        `given` are further names; `megatron` among them is the version of megatron-core,
         the newest if it is left out.
         """
         newest = {"megatron": self.version()} if self.megatron else {}

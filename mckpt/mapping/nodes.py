@@ -109,7 +109,7 @@ def _loaded(text: str, name: str) -> Any:
 
 def load(text: str, name: str = "") -> Any:
     """Returns the value of a YAML text. Raises ValueError for a text that is not YAML, and for one
-    that stands for more than its length: aliases of aliases, and numbers of thousands of digits.
+    that describes far more than its length: aliases of aliases, numbers of thousands of digits.
 
     name: the name of its file, which the lines of keys begin with. Without it, objects are plain
     dicts, not `Node`.

@@ -473,7 +473,7 @@ def _where_known(name: str, file: MappingFile) -> str:
     """Returns the cure for a name that an expression cannot use."""
     if name in file.given:
         return "`given` names can be used under `dims` (write), `also` and `inexact` only"
-    return "it is no dim, and nothing in the file declares it (`given`, `choices`, `derive`)"
+    return "it is not a dim, and nothing in the file declares it (`given`, `choices`, `derive`)"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

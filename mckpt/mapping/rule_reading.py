@@ -27,7 +27,7 @@ Parse = Callable[[Any, str], "Expression | None"]  # text, and where it stands
 
 
 class _Scope(NamedTuple):
-    """The rules of one node of a file, and what is put before their keys."""
+    """The rules of one node of a file, and the prefixes and conditions of all of them."""
 
     rules: object  # a Node, unless the file is wrong
     prefix: str = ""  # of the stored keys
@@ -125,7 +125,7 @@ def _rules(scope: _Scope, expression: Parse, problems: list[str]) -> Iterator[Ru
     for key, value in node.items():
         where = node.lines[key]
         if not isinstance(key, str):
-            problems.append(f"{where}: {key!r} is no name of a tensor")
+            problems.append(f"{where}: {key!r} is not the name of a tensor")
             continue
         for spec in value if isinstance(value, list) else [value]:
             try:
@@ -206,7 +206,7 @@ def _rule(
         raise ValueError(
             f"a rule may say {', '.join(_RULE)}, not {', '.join(sorted(spec.keys() - set(_RULE)))}"
         )
-    # /embed.weight is none of the block's
+    # /embed.weight does not get the block's prefix
     of = tuple(o[1:] if o.startswith("/") else prefix + o for o in spec["of"])
     for name in of:
         if name not in schema().tensors:

@@ -72,7 +72,7 @@ def read_jsonl(path: Path, tokenizer: str | None) -> list[np.ndarray]:
                 raise UsageError(f"{path}, line {number}: not valid JSON: {e}") from None
             if not isinstance(record, dict):
                 raise UsageError(
-                    f'{path}, line {number}: is no object with "text", "tokens" or "input_ids"'
+                    f'{path}, line {number}: is not an object with "text", "tokens" or "input_ids"'
                 )
             tokens = record.get("tokens", record.get("input_ids"))
             if tokens is None and "text" in record:
@@ -81,7 +81,7 @@ def read_jsonl(path: Path, tokenizer: str | None) -> list[np.ndarray]:
                 tokens = encode(record["text"])
             if tokens is None:
                 raise UsageError(
-                    f'{path}, line {number}: none of "text", "tokens", "input_ids" is there'
+                    f'{path}, line {number}: has none of "text", "tokens", "input_ids"'
                 )
             documents.append(np.asarray(tokens, np.int64))
     return documents

@@ -25,7 +25,7 @@ def sparse_attention(args: Namespace) -> bool:
 
 
 def problems(args: Namespace) -> list[str]:
-    """Returns what is wrong with the args of a GPTModel."""
+    """Returns the problems of the args of a GPTModel."""
     from megatron.core import __version__
 
     variant = getattr(args, "experimental_attention_variant", None)
@@ -41,7 +41,7 @@ def problems(args: Namespace) -> list[str]:
         if getattr(args, "mtp_num_layers", None):
             found.append(
                 f"mtp_num_layers is {args.mtp_num_layers}: megatron-core builds no multi-token"
-                f" prediction beside {variant}"
+                f" prediction together with {variant}"
             )
     return found
 

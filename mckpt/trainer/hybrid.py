@@ -44,7 +44,7 @@ def cut(pattern: str, num_stages: int) -> str:
 
 
 def problems(args: Namespace) -> list[str]:
-    """Returns what is wrong with the pattern, or with args that must agree with it."""
+    """Returns the problems of the pattern, and of args that must agree with it."""
     whole = args.hybrid_layer_pattern
     decoder, *depths = whole.split("/")
     pp, vpp = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size or 1

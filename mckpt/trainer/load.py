@@ -31,7 +31,7 @@ from mckpt.trainer.names import other_name
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
-# Keys beside the model's weights, which a load of weights alone does not read.
+# Keys that are not weights of the model. A load of weights alone does not read them.
 NOT_MODEL = ("optimizer", "chained_", "rng_state", "rerun_state_machine", "common_state")
 
 # These are whole on every rank in a Transformer Engine layer, and in a local one cut in rows over

@@ -1,7 +1,7 @@
 """Mamba-2 layers of megatron-core in plain torch, for machines without a GPU or without mamba_ssm.
 
 megatron-core computes them with the kernels of mamba_ssm alone, and reorders axes with einops.
-`install()` puts the functions below in place of what is missing. The scan takes one position after
+`install()` replaces the missing functions by those below. The scan takes one position after
 the other, as the definition of Mamba-2 does (arXiv 2405.21060, section 2), so it is slow.
 """
 

@@ -157,7 +157,7 @@ def _class_for(directory: str) -> Any:
                 return kind
     raise MappingError(
         f"{directory}: transformers {transformers.__version__} cannot build this model: {why}\n"
-        "mckpt does not run Python that lies beside the weights. Compare the values of all tensors"
+        "mckpt does not run Python files of a checkpoint. Compare the values of all tensors"
         " with --level bytes"
     )
 
@@ -416,8 +416,8 @@ class _SplitSums(TorchFunctionMode):
 
 @contextmanager
 def reordered(model: Any) -> Iterator[None]:
-    """In the block, the model computes its sums in another order: by another attention kernel, and
-    in linear layers in parts.
+    """Makes the model compute its sums in another order within the block: by another attention
+    kernel, and in linear layers in parts.
     """
     if getattr(model, "_supports_sdpa", True):  # a model without attention does not
         model.set_attn_implementation("sdpa")

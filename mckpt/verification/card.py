@@ -1,4 +1,4 @@
-"""The verdict as a small YAML file, to be published beside a model."""
+"""The verdict as a small YAML file, to publish with a model."""
 
 from __future__ import annotations
 

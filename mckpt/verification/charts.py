@@ -26,8 +26,8 @@ class Scale:
 
     low: float  # least value; in decades on a log scale
     high: float  # largest value
-    start: float  # edge beside `low`
-    end: float  # edge beside `high`
+    start: float  # the edge at `low`
+    end: float  # the edge at `high`
     log: bool = False
 
     @classmethod

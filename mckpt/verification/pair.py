@@ -59,7 +59,7 @@ class Values:
 
     def reasons(self, left: Checkpoint, right: Checkpoint) -> list[str]:
         """Returns the reasons why the two differ; empty if they are equal."""
-        found, lost = self.difference, self._not_beside(left, right)
+        found, lost = self.difference, self._not_carried(left, right)
         return [
             *found.replicas,
             *(f"{name}: only in {left.path}" for name in found.missing if name not in lost),
@@ -68,20 +68,20 @@ class Values:
             *self.padding,
         ]
 
-    def _not_beside(self, left: Checkpoint, right: Checkpoint) -> set[str]:
+    def _not_carried(self, left: Checkpoint, right: Checkpoint) -> set[str]:
         """Returns the tensors of the left side that are not in Megatron's model, if the right side
-        has none of them beside it.
+        carries none of them.
         """
         known = not right.is_megatron or carried.of(right.layout)
         return set() if known else {carried.name_of(s) for s in carried.of(left.layout)}
 
     def not_compared(self, left: Checkpoint, right: Checkpoint) -> list[str]:
-        """Returns the reasons why equal values are no proof; empty if they are one."""
+        """Returns the reasons why equal values prove nothing; empty if they prove equality."""
         out = list(self.difference.infinite)
-        if lost := self._not_beside(left, right):
+        if lost := self._not_carried(left, right):
             out.append(
-                f"{len(lost):,} tensors of {left.path} are not in Megatron's model, and none of"
-                f" them is beside {right.path}"
+                f"{len(lost):,} tensors of {left.path} are not in Megatron's model, and"
+                f" {right.path} does not carry them"
             )
         if dropped := self.difference.dropped:
             shown = "; ".join(dropped[:LISTED]) + (" ..." if len(dropped) > LISTED else "")

@@ -36,8 +36,8 @@ def random_sequences(
 
 
 def text_for(family: MappingFile, config: Mapping[str, Any]) -> dict[int, int]:
-    """Returns for each token of a config that stands for an image or the like a token of text. The
-    text model never reads such a token.
+    """Returns for each placeholder in a config, such as the token of an image, a token of text to
+    use instead. The text model never reads a placeholder.
     """
     found = (family.lookup(config, key) for key in family.placeholders)
     placeholders = [token for token in found if isinstance(token, int)]

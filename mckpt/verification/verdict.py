@@ -52,7 +52,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 for pass, 1 for fail and incomplete."""
+        """Is 0 for pass, 1 for fail and incomplete."""
         return 0 if self.verdict == "pass" else 1
 
     def json(self) -> dict[str, Any]:
@@ -240,7 +240,7 @@ def say_dim(dim: dict[str, Any]) -> str:
 
 
 def incomplete(facts: dict[str, Any]) -> list[str]:
-    """Returns the reasons why a run that found no fault is no proof."""
+    """Returns the reasons why a run that found no fault does not prove that there is none."""
     out, coverage, tokens = [], facts["coverage"], facts["tokens"]
     experts = coverage.get("experts")
     if experts and experts["missing"]:
@@ -272,8 +272,8 @@ def _weak_margins(dtype: str, logits: dict[str, Any]) -> list[str]:
     """Returns the reason why the logits decide nothing, if there is one."""
     if not logits["decisive"]:
         return [
-            f"the noise of {dtype}, {logits['noise']:.3g}, is too large beside the logits' spread"
-            f" {logits['spread']:.3g} to tell a fault"
+            f"the noise of {dtype}, {logits['noise']:.3g}, is too large against the logits' spread"
+            f" {logits['spread']:.3g} to show a fault"
         ]
     if (below := logits.get("below", math.inf)) < CLEAN:
         return [

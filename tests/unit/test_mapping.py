@@ -234,7 +234,7 @@ BROKEN: dict[str, tuple[str, str]] = {
     ),
     "a tensor that is a number": (
         "tensors:\n  5: embed.weight\n",
-        r"my\.yaml:2: 5 is no name of a tensor",
+        r"my\.yaml:2: 5 is not the name of a tensor",
     ),
     "a list": ("- a\n- b\n", r"my\.yaml: a mapping file holds keys and values, not list"),
     "nothing": ("", r"my\.yaml: a mapping file holds keys and values, not NoneType"),
