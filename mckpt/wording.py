@@ -6,10 +6,10 @@ import re
 
 # options with a value, and flags, whose keywords have the same name
 _VALUES = (
-    *("allow-inexact", "atol", "checksum", "dialect", "dtype", "engine", "ep", "etp", "family"),
-    *("format", "iteration", "layer-keys", "like", "mapping", "max-memory", "max-shard-size"),
-    *("megatron-version", "pp", "quantize", "threads", "tokenizer", "tp", "transformer-impl"),
-    *("vocab-size", "vpp"),
+    *("allow-inexact", "atol", "checksum", "cp", "dialect", "dtype", "engine", "ep", "etp"),
+    *("family", "format", "iteration", "layer-keys", "level", "like", "mapping", "max-memory"),
+    *("max-shard-size", "megatron-version", "pp", "quantize", "revision", "threads", "tokenizer"),
+    *("tp", "transformer-impl", "vocab-size", "vpp"),
 )
 _FLAGS = (
     *("allow-overflow", "check-replicas", "grouped-experts", "keep-padding", "no-adapter"),
@@ -36,7 +36,8 @@ _KEYWORDS = {
 }
 _OPTION = re.compile(
     rf"--({'|'.join(sorted(_KEYWORDS, key=len, reverse=True))})(?![\w-])"
-    r"( (?:[A-Z_]{2,}\b|[A-Z]\b|\d[\w.]*|'[^']*'|[a-z_]+=[\w.]+))?"
+    r"( (?:[A-Z_]{2,}\b|[A-Z]\b|\d[\w.]*|'[^']*'|[a-z_]+=[\w.]+"
+    r"|bytes\b|forward\b|train\b))?"
 )
 _ACCEPTED = re.compile(r"--allow-inexact [\w.]+(?: --allow-inexact [\w.]+)*")
 
@@ -61,4 +62,4 @@ def _keyword(option: re.Match[str]) -> str:
         name, _, new = value.partition("=")
         new = {"true": "True", "false": "False"}.get(new, new)
         return f"{keyword}={{{name!r}: {new}}}" if new else f"{keyword}={value}"
-    return f"{keyword}={value}"
+    return f"{keyword}={value!r}" if option[1] == "level" else f"{keyword}={value}"

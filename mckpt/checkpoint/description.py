@@ -11,7 +11,7 @@ from typing import Any
 from mckpt import mapping
 from mckpt.errors import MappingError, SourceError, UsageError
 from mckpt.formats.megatron.save_directory import MAPPING
-from mckpt.mapping import Dims, MappingFile
+from mckpt.mapping import MappingFile
 from mckpt.storage.files import checksum_of, read_file
 from mckpt.storage.staging import MANIFEST
 
@@ -139,23 +139,3 @@ def unstored(
             if not stated or any(v != value for v in stated):
                 neutral_dims[name] = value
     return neutral_dims
-
-
-def completed(root: Path, known: Mapping[str, Any]) -> Dims:
-    """Returns the known dims of a checkpoint without args, and the neutral values of all others.
-
-    Raises UsageError, which names the dims that have no neutral value.
-    """
-    dims = mapping.schema().dims
-    missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
-    if missing:
-        raise UsageError(
-            f"{root}: has no args, so its {', '.join(missing)} are not known; give --like"
-            " HF_DIR, a directory whose config.json has them"
-        )
-    neutral = {
-        n: dim.neutral(known)
-        for n, dim in dims.items()
-        if n not in known and dim.neutral is not None
-    }
-    return {**known, **neutral}

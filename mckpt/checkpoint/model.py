@@ -289,7 +289,17 @@ class ModelDescription:
         bridge = root / RUN_CONFIG
         if bridge.exists() and (file := mapping_file(self.mapping)) is not None:
             return run_config_dims(bridge, file, known, given)
-        return description.completed(root, {**known, **given})
+        known, dims = {**known, **given}, mapping.schema().dims
+        missing = [n for n, dim in dims.items() if n not in known and dim.neutral is None]
+        if missing:
+            raise UsageError(
+                f"{root}: has no args, so its {', '.join(missing)} are not known; give --like"
+                " HF_DIR, a directory whose config.json has them"
+            )
+        neutral = {
+            n: dim.neutral(known) for n, dim in dims.items() if n not in known and dim.neutral
+        }
+        return {**known, **neutral}
 
     def _described_dims(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns the dims of the config.json that describes a Megatron checkpoint; none without

@@ -242,6 +242,9 @@ def test_errors_name_the_place_the_cure_and_the_keyword(src, torch_dir, tmp_path
         ("--sequential-experts is", "grouped_experts=False is"),
         ("Megatron's --use-checkpoint-args", "Megatron's --use-checkpoint-args"),
         ("--tokenizer DIR", "tokenizer=DIR"),
+        ("--level bytes compares", "level='bytes' compares"),
+        ("leave --cp out", "leave cp out"),
+        ("--revision {step}: the", "revision {step}: the"),
     ],
 )
 def test_options_become_keywords(option, keyword):
