@@ -22,7 +22,7 @@ import os
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mckpt.containers import torch_stream
@@ -173,6 +173,23 @@ class TorchFile:
         few = min(count, 0xFFFF)
         central += _END.pack(0x06054B50, 0, 0, few, few, min(length, _WIDE), min(at, _WIDE), 0)
         yield begin, bytes(piece + central)
+
+
+def fixed_of_items(
+    items: Sequence[TorchFile], at: Sequence[int]
+) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
+    """Returns the function `TargetFile.fixed` of a file of several containers.
+
+    at: the byte at which each of them begins.
+    """
+
+    def fixed(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
+        for base, container in zip(at, items, strict=True):
+            inner = None if crc_of is None else (lambda at, n, base=base: crc_of(base + at, n))
+            for where, data in container.fixed(inner):
+                yield base + where, data
+
+    return fixed
 
 
 def lay_out(value: Any, stem: str = "archive") -> TorchFile:

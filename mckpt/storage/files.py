@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mckpt.errors import SourceError, StorageError
 from mckpt.storage import descriptors, sparse_copy
@@ -97,15 +96,6 @@ def checksum_of(data: Path | str | bytes, kind: str = "crc32") -> str:
     return f"{kind}:{digest.hexdigest()}"
 
 
-class Made(Protocol):
-    """A piece of a file that is made when it is written, and whose size is known before."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def data(self) -> bytes: ...
-
-
 class TargetFile(NamedTuple):
     """A file to be written.
 
@@ -129,18 +119,6 @@ class TargetFile(NamedTuple):
     def headed(cls, path: str, head: bytes, nbytes: int) -> TargetFile:
         """Describes a file of `head` and, after it, `nbytes` of tensor data."""
         return cls(path, len(head) + nbytes, lambda crc_of: [(0, head)])
-
-    @classmethod
-    def pieces(cls, path: str, pieces: Sequence[Made]) -> TargetFile:
-        """Describes a file without tensor data, which is made a piece at a time when written."""
-        starts = [0, *itertools.accumulate(piece.nbytes for piece in pieces)]
-        return cls(
-            path,
-            starts[-1],
-            lambda crc_of: (
-                (at, piece.data()) for at, piece in zip(starts[:-1], pieces, strict=True)
-            ),
-        )
 
     @classmethod
     def copy(cls, path: str, source: Path) -> TargetFile:

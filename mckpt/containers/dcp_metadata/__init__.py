@@ -19,4 +19,11 @@ from mckpt.containers.dcp_metadata.reading import (
     possible,
     read_metadata,
 )
-from mckpt.containers.dcp_metadata.writing import Chunks, Items, Rows, Words, emit_metadata
+from mckpt.containers.dcp_metadata.writing import (
+    Chunks,
+    Items,
+    Rows,
+    Words,
+    emit_metadata,
+    metadata_file,
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Union
@@ -11,6 +12,7 @@ from mckpt.containers import safe_pickle
 from mckpt.containers.dcp_metadata.reading import DCP, Index
 from mckpt.containers.safe_pickle import Emitter, Record, emit_int, glob
 from mckpt.lazy import numpy as np
+from mckpt.storage.files import TargetFile
 
 
 class Chunks(NamedTuple):
@@ -86,6 +88,16 @@ class Words(NamedTuple):
         pack = struct.Struct("<I").pack
         raws = [text.encode("utf-8", "surrogatepass") for text in self.texts]
         return b"".join([b"X%b%b\x940" % (pack(len(raw)), raw) for raw in raws])
+
+
+def metadata_file(path: str, pieces: list[Rows | Words]) -> TargetFile:
+    """Describes a `.metadata` whose pieces are made one after the other when it is written."""
+    starts = [0, *itertools.accumulate(piece.nbytes for piece in pieces)]
+    return TargetFile(
+        path,
+        starts[-1],
+        lambda crc_of: ((at, piece.data()) for at, piece in zip(starts[:-1], pieces, strict=True)),
+    )
 
 
 def emit_metadata(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from mckpt.containers import safe_pickle, torch_file
-from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata
+from mckpt.containers.dcp_metadata import Chunks, Items, emit_metadata, metadata_file
 from mckpt.errors import UsageError
 from mckpt.formats.base import dtype_of, file_order, packed, shapes_of
 from mckpt.formats.megatron.interface import MegatronRequest
@@ -98,7 +97,7 @@ def lay_out(request: MegatronRequest) -> tuple[Layout, list[TargetFile]]:
     places_of_objects, outputs = _data_files(files, parts, placed, cuts, objects)
     names = [key for _, keys in objects for key in keys]
     index = emit_metadata(tensors, names, chunks, [*items, *places_of_objects], files)
-    outputs += [TargetFile.pieces(METADATA, index), *_small_files(request)]
+    outputs += [metadata_file(METADATA, index), *_small_files(request)]
     return Layout(files, stored, shapes_of(bound, scope)), outputs
 
 
@@ -227,8 +226,11 @@ def _data_files(
         at, number = np.append(at, where), np.append(number, np.full(len(keys), len(containers)))
         containers.append(container)
         ends[-1] += len(keys) * container.size
+    placed_items, starts = [containers[n] for n in number.tolist()], at.tolist()
     return items, [
-        TargetFile(name, nbytes, _fixed(at[begin:end], number[begin:end], containers))
+        TargetFile(
+            name, nbytes, torch_file.fixed_of_items(placed_items[begin:end], starts[begin:end])
+        )
         for name, nbytes, (begin, end) in zip(
             names, ends, itertools.pairwise([*cuts[:-1], len(at)]), strict=True
         )
@@ -297,24 +299,3 @@ def object_keys(b: Bound, scope: Scope) -> list[str]:
         for index in itertools.product(*(map(str, range(size)) for size in sizes))
     ]
     return [key + shard for key, _ in b.global_keys() for shard in shards]
-
-
-def _fixed(
-    at: np.ndarray, number: np.ndarray, containers: list[torch_file.TorchFile]
-) -> Callable[[Callable[[int, int], int] | None], Iterable[tuple[int, bytes]]]:
-    """Returns the function that yields all bytes of a file of items but the tensor data
-    (`TargetFile.fixed`).
-
-    at: the byte at which each item begins. number: for each item, the index of its container in
-    `containers`.
-    """
-
-    def fixed(crc_of: Callable[[int, int], int] | None) -> Iterable[tuple[int, bytes]]:
-        for base, container in zip(
-            at.tolist(), map(containers.__getitem__, number.tolist()), strict=True
-        ):
-            inner = None if crc_of is None else (lambda at, n, base=base: crc_of(base + at, n))
-            for where, data in container.fixed(inner):
-                yield base + where, data
-
-    return fixed
