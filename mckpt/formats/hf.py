@@ -126,10 +126,8 @@ class HuggingFace:
         """Returns the tensors of all files."""
         entries, config = self.entries, self.config if (self.root / CONFIG).is_file() else {}
         rows = [
-            (key, e.dtype, e.shape, dict[str, Any]())
-            for key, e in (
-                (key, entries.entry(row)) for row, key in enumerate(entries.names[:most])
-            )
+            (key, *entries.entry(row)[:2], dict[str, Any]())
+            for row, key in enumerate(entries.names[:most])
         ]
         kinds: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for kind, n in Counter(entries.columns.kind).items():

@@ -40,11 +40,11 @@ class Matching:
         self.files, self.entries, self.config = files, entries, config
         self.quantisation, self.names = quantisation, names
         self.family, self.scope = names.mapping, names.scope()
-        self.quantised = QuantisedTensors(entries, files, quantisation)
         self.problems = Problems(
             f"the tensors of {root} do not match its config.json (read as family"
             f" {self.family.name}):"
         )
+        self.quantised = QuantisedTensors(entries, files, quantisation, self.problems)
         self.stored: list[Stored] = []
         self.used = np.zeros(len(entries.names), bool)  # the tensors that a rule names
         self.mtp_found = self.mtp_missing = 0  # tensors of multi-token prediction
@@ -81,7 +81,7 @@ class Matching:
             layers, experts = (index[at] for index in b.instances())
             named = [keys[i] for i in at.tolist()]
             weights = Weights(rule, named, layers, experts, axes, shape, pieces)
-            stored, scales = self.quantised.stored(weights, scheme, elements[at], self.problems)
+            stored, scales = self.quantised.stored(weights, scheme, elements[at])
             self.stored += stored
             self.used[elements[at]] = self.used[scales] = quantised[at] = True
         rows = np.where(quantised, -1, rows)

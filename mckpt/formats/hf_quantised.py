@@ -28,6 +28,11 @@ class Weights(NamedTuple):
     shape: tuple[int, ...]  # of a weight without these axes
     pieces: tuple[Piece, ...]  # of a weight
 
+    @property
+    def reported(self) -> list[int]:
+        """Returns the weights to report problems of: of a tensor of all experts, the first one."""
+        return np.flatnonzero((self.experts == 0) | (not self.axes)).tolist()
+
 
 @dataclass(frozen=True)
 class QuantisedTensors:
@@ -36,6 +41,7 @@ class QuantisedTensors:
     entries: Entries
     files: list[str]  # their paths
     quantisation: Quantisation
+    problems: Problems
 
     def rows_of(self, keys: list[str]) -> list[tuple[Scheme, np.ndarray, np.ndarray]]:
         """Returns the forms in which some of these weights are quantised, for each a mask of them
@@ -57,7 +63,7 @@ class QuantisedTensors:
         return out
 
     def stored(
-        self, weights: Weights, scheme: Scheme, rows: np.ndarray, problems: Problems
+        self, weights: Weights, scheme: Scheme, rows: np.ndarray
     ) -> tuple[list[Stored], np.ndarray]:
         """Returns the weights with their scales, as stored tensors of dequantised values, and the
         rows in `entries` of all their scales.
@@ -68,16 +74,16 @@ class QuantisedTensors:
         scale_rows = self.entries.rows(scales)
         known = scale_rows[scale_rows >= 0]
         if len(weights.shape) != 2:
-            advice = f"and {scheme.description()} is for matrices: dequantise it first"
             for key, row in zip(weights.keys, rows.tolist(), strict=True):
-                problems.missing(f"{self._named(key + scheme.codes, row)} is no matrix, {advice}")
+                self.problems.missing(
+                    f"{self._named(key + scheme.codes, row)} is not a matrix, and"
+                    f" {scheme.description()} is for matrices: dequantise it first"
+                )
             return [], known
         shape = (weights.shape[0], weights.shape[1])
-        # a tensor of all experts is reported once
-        first = np.flatnonzero((weights.experts == 0) | (not weights.axes)).tolist()
-        fit = self._fit_elements(weights, scheme, shape, rows, first, problems)
-        fit &= self._fit_scales(weights, scheme, shape, scale_rows, fit, first, problems)
-        self._check_dense(weights, scheme, rows, scale_rows, fit, problems)
+        fit = self._fit_elements(weights, scheme, shape, rows)
+        fit &= self._fit_scales(weights, scheme, shape, scale_rows, fit)
+        self._check_dense(weights, scheme, rows, scale_rows, fit)
         pieces = weights.pieces
         matrix = scheme.stored_matrix(shape)
         if scheme.transposed:
@@ -129,13 +135,7 @@ class QuantisedTensors:
         return out, known
 
     def _fit_elements(
-        self,
-        weights: Weights,
-        scheme: Scheme,
-        shape: tuple[int, int],
-        rows: np.ndarray,
-        first: list[int],
-        problems: Problems,
+        self, weights: Weights, scheme: Scheme, shape: tuple[int, int], rows: np.ndarray
     ) -> np.ndarray:
         """Returns a mask of the weights whose elements have the right shape and dtype; reports the
         others.
@@ -146,7 +146,7 @@ class QuantisedTensors:
         fit = self.entries.are(
             rows, [(k.shape, k.dtype) == (wanted, dtype) for k in self.entries.kinds]
         )
-        for i in first:
+        for i in weights.reported:
             if fit[i]:
                 continue
             should = (
@@ -156,7 +156,7 @@ class QuantisedTensors:
                 f" of {scheme.encoding.name}"
             )
             key = weights.keys[i] + scheme.codes
-            problems.missing(f"{self._named(key, int(rows[i]))}, and {should}")
+            self.problems.missing(f"{self._named(key, int(rows[i]))}, and {should}")
         return fit
 
     def _fit_scales(
@@ -166,8 +166,6 @@ class QuantisedTensors:
         shape: tuple[int, int],
         rows: np.ndarray,
         of: np.ndarray,
-        first: list[int],
-        problems: Problems,
     ) -> np.ndarray:
         """Returns a mask of the weights whose scales have a right shape and dtype; reports the
         others of the weights `of`.
@@ -179,21 +177,21 @@ class QuantisedTensors:
         fit = self.entries.are(
             rows, [k.shape in wanted and k.dtype in scheme.dtypes for k in kinds]
         )
-        for i in first:
+        for i in weights.reported:
             if fit[i] or not of[i]:
                 continue
             key = weights.keys[i]
             name, codes = key + scheme.scales, key + scheme.codes
             what = f"{codes} {list(weights.axes + shape)} is {scheme.description()}"
             if rows[i] < 0:
-                problems.missing(
+                self.problems.missing(
                     f"{what}, and {name} {list(wanted[0])} is missing: find the file that has it,"
                     " or dequantise the model"
                 )
                 continue
             scales = self.entries.entry(int(rows[i]))
             file = Path(self.files[scales.file]).name
-            problems.missing(
+            self.problems.missing(
                 f"{name} is {list(scales.shape)} in {file}, and should be {list(wanted[0])}: {what}"
                 if scales.shape not in wanted
                 else f"{name} holds {scales.dtype} in {file}, and these scales are"
@@ -208,13 +206,12 @@ class QuantisedTensors:
         rows: np.ndarray,
         scale_rows: np.ndarray,
         fit: np.ndarray,
-        problems: Problems,
     ) -> None:
         """Reports the weights among `fit` that are views with strides, or whose scales are."""
         strided = [k.strides is not None for k in self.entries.kinds]
         views = fit & (self.entries.are(rows, strided) | self.entries.are(scale_rows, strided))
         for i in np.flatnonzero(views).tolist():
-            problems.missing(
+            self.problems.missing(
                 f"{self._named(weights.keys[i] + scheme.codes, int(rows[i]))}, and it or its scales"
                 " are a view with strides; save both as dense tensors"
             )

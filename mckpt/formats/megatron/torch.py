@@ -123,23 +123,15 @@ class Torch:
             return self.common.parallel()
         found = [_RANK.fullmatch(d) for d in self.directories]
         ranks = [[int(x) for x in m.groups() if x is not None] for m in found if m]
-        sizes = [1 + max(axis) for axis in itertools.zip_longest(*ranks, fillvalue=0)]
-        # pipeline or expert ranks: each expert rank holds the embedding, only one pipeline rank
-        # does
-        if len(sizes) == 2:
+        tp, *more = [1 + max(axis) for axis in itertools.zip_longest(*ranks, fillvalue=0)]
+        if not more:
+            return Parallel(tp=tp)
+        if len(more) == 1:  # pipeline or expert ranks; each expert rank has the embedding
             last = self._rank(self.directories[-1])
-            words = set(self._rank(self.directories[0]).models[0]) & set().union(*last.models)
-            everywhere = any("embedding" in k for k in words)
-            return (
-                Parallel(tp=sizes[0], ep=sizes[1])
-                if everywhere
-                else Parallel(tp=sizes[0], pp=sizes[1], vpp=self.vpp)
-            )
-        return (
-            Parallel(tp=sizes[0])
-            if len(sizes) == 1
-            else Parallel(tp=sizes[0], pp=sizes[1], ep=sizes[2], vpp=self.vpp)
-        )
+            common = set(self._rank(self.directories[0]).models[0]) & set().union(*last.models)
+            if any("embedding" in key for key in common):
+                return Parallel(tp=tp, ep=more[0])
+        return Parallel(tp, more[0], self.vpp, *more[1:])
 
     def keys(self) -> list[str]:
         """Returns the keys of the first and the last rank, which are those of the outer stages."""
