@@ -352,8 +352,8 @@ def _directory(fd: int, where: str, base: int, length: int) -> dict[str, tuple[i
         )
         if magic != 0x06064B50 or end64 != end:
             raise SourceError(
-                f"{where}: its zip64 end record should be at {end64}, the zip's {length} bytes say"
-                f" {end}: padded or cut"
+                f"{where}: its zip64 end record should be at {end64}, and is at {end} of {length}"
+                " bytes: padded or cut"
             )
     if disk or disk2 or here != count or comment or offset + size != end:
         raise SourceError(
@@ -431,7 +431,7 @@ def _zip64(
                 return packed, nbytes, start
         at += 4 + size
     raise SourceError(
-        f"{where}: record {name[:80]!r} has 4 GiB or more, and no zip64 field that says how many"
+        f"{where}: record {name[:80]!r} has 4 GiB or more, and no zip64 field with its size"
     )
 
 
@@ -452,7 +452,7 @@ def _data_start(
     if begin + nbytes > limit:
         raise SourceError(
             f"{where}: record {name[:80]!r} has {nbytes} bytes at {begin}, the records end at"
-            f" {limit}: its size lies"
+            f" {limit}: its size is wrong"
         )
     return begin
 

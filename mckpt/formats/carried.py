@@ -157,7 +157,7 @@ def beside(folder: Path, family: MappingFile) -> Layout | None:
     found = stored(entries, keys, problems)
     if not problems and family.form_of(keys) is None:
         listed = " or ".join(", ".join(form.carried) for form in family.forms.values())
-        problems.missing(f"{family.path.name} says that a model has tensors {listed}")
+        problems.missing(f"{family.path.name} requires tensors {listed}")
     problems.check()
     return Layout(files, found, shapes(found))
 

@@ -111,8 +111,8 @@ def has_tokenizer(names: Iterable[str]) -> bool:
 
 
 def belongs(path: Path, root: Path) -> bool:
-    """Returns whether the content of a file is part of the directory `root`: the file is no link,
-    or a link to a file of the directory or of a cache of huggingface_hub.
+    """Returns whether the content of a file is part of the directory `root`: the file is not a
+    link, or a link to a file of the directory or of a cache of huggingface_hub.
 
     A link to nothing belongs to the directory, which is damaged.
     """

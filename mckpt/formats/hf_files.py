@@ -50,7 +50,7 @@ def _weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
         None,
     )
     problems: list[str] = []
-    named_by = "wanted"
+    named_by = "expected"
     weight_map: dict[str, str] | None = None
     if kind is None:
         loose = sorted(p.name for p in root.glob("*.safetensors"))
@@ -87,7 +87,7 @@ def _weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
             files.append(path)
         else:
             problems.append(
-                f"{name}: {named_by}, and {'no file' if os.path.exists(path) else 'not there'}"
+                f"{name}: {named_by}, and {'not a file' if os.path.exists(path) else 'not there'}"
             )
     if kind == ".safetensors":
         entries = safetensors.read(files)
@@ -101,14 +101,14 @@ def _weight_files(root: Path) -> tuple[list[str], Entries, list[str]]:
         and len(weight_map) == len(held_by)
         and list(map(weight_map.get, entries.names)) == held_by
     ):
-        # all is where the index says, and so nothing is there twice
+        # each tensor is in the file that the index names, so none is there twice
         return files, entries, problems
     found: dict[str, str] = {}
     for key, name in zip(entries.names, held_by, strict=True):
         if found.setdefault(key, name) != name:
             problems.append(f"{key} is in {found[key]} and in {name}")
         elif weight_map is not None and weight_map.get(key) != name:
-            stated = f"says {weight_map[key]}" if key in weight_map else "does not name it"
+            stated = f"places it in {weight_map[key]}" if key in weight_map else "does not name it"
             problems.append(f"{key} is in {name}, and {INDEX[kind]} {stated}")
     lost = [(key, name) for key, name in (weight_map or {}).items() if key not in found]
     there = set(here)
@@ -146,7 +146,8 @@ def _weight_map(path: Path) -> tuple[dict[str, str], list[str]]:
             pass  # a missing file is reported later
     else:
         raise SourceError(
-            f"{path}: no index: a JSON object with weight_map, tensor name -> file name, is wanted"
+            f"{path}: is not an index of weight files, which is a JSON object with weight_map,"
+            " tensor name -> file name"
         )
     found: dict[str, str] = index.weight_map
     files = sorted(set(found.values()))
@@ -170,5 +171,5 @@ def read_bin(path: str, file: int) -> Iterator[tuple[str, Entry]]:
     for key, record in value.items():
         view = safe_pickle.as_tensor(record)
         if view is None or not isinstance(key, str):
-            raise SourceError(f"{path}: {key!r} is no tensor but {safe_pickle.short(record)}")
+            raise SourceError(f"{path}: {key!r} is not a tensor but {safe_pickle.short(record)}")
         yield key, entry_of(view, data, file)

@@ -189,7 +189,7 @@ class Matching:
             problems.damaged = True  # listed first, because all others may follow from it
             problems.insert(
                 0,
-                f"config.json says {QUANTISED} {_short(quantised_by(self.config))}:"
+                f"config.json has {QUANTISED} {_short(quantised_by(self.config))}:"
                 f" {self.quantisation.refused}: dequantise it first",
             )
         if missing and not self.mtp_found and missing == len(problems):
@@ -197,7 +197,7 @@ class Matching:
             listed = ", ".join(f"{key} {value!r}" for key, value in stated.items())
             problems.cure = (
                 f"All {missing:,} missing tensors are of layers of multi-token prediction, and no"
-                f" tensor of such a layer is there; config.json says {listed or 'nothing of them'}."
+                f" tensor of such a layer is there; config.json has {listed or 'no key for them'}."
                 " transformers saves a model without them: --set mtp_layers=0 leaves them out."
             )
 

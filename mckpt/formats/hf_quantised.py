@@ -76,7 +76,7 @@ class QuantisedTensors:
         if len(weights.shape) != 2:
             for key, row in zip(weights.keys, rows.tolist(), strict=True):
                 self.problems.missing(
-                    f"{self._named(key + scheme.codes, row)} is not a matrix, and"
+                    f"{self._named(key + scheme.codes, row)}, but not a matrix, and"
                     f" {scheme.description()} is for matrices: dequantise it first"
                 )
             return [], known

@@ -6,7 +6,8 @@ import re
 
 from mckpt.errors import UsageError, counted
 
-LEAST_BARE = 1 << 20  # bytes that a size may say without a unit: fewer are a forgotten unit
+# bytes; a smaller number without a unit is refused, because the unit was probably forgotten
+LEAST_BARE = 1 << 20
 
 
 def parse_size(text: int | str, option: str = "") -> int:

@@ -313,7 +313,7 @@ def test_bad_old_checkpoints_are_refused(tmp_path: Path) -> None:
         state,
         tmp_path / "d",
         SourceError,
-        "'language_model.embedding.word_embeddings.weight' is no tensor but 'lost'",
+        "'language_model.embedding.word_embeddings.weight' is not a tensor but 'lost'",
     )
 
 

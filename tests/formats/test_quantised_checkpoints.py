@@ -266,7 +266,7 @@ REFUSED: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "a norm in 8 bits": (
         put("model.norm.weight", "F8_E4M3", [48], 48),
         3,
-        ("model.norm.weight [48]", "no matrix"),
+        ("model.norm.weight [48]", "not a matrix"),
     ),
     "a weight in no rule": (
         put("model.layers.0.x.weight", "F8_E4M3", [2, 2], 4),

@@ -165,7 +165,7 @@ def test_inconsistent_zips_are_refused(saved, tmp_path):
         struct.pack_into(fmt, out, at, *values)
         return bytes(out)
 
-    refused(tmp_path, patched(central["data/0"] + 20, "<II", 1 << 30, 1 << 30), "its size lies")
+    refused(tmp_path, patched(central["data/0"] + 20, "<II", 1 << 30, 1 << 30), "its size is wrong")
     refused(tmp_path, patched(central["data/0"] + 20, "<II", 200, 200), "begins")
     refused(
         tmp_path, patched(central["data/0"] + 20, "<II", 4, 4), "names bytes that it does not hold"

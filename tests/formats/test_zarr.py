@@ -261,7 +261,7 @@ def changed(**fields: Any) -> Callable[[Path], None]:
         (changed(shape=[2, 16, 2**63]), ("shape [2, 16, 9223372036854775808] and chunks",)),
         (changed(shape=[2, 16, 16.0]), ("shape [2, 16, 16.0] and chunks",)),
         (changed(shape=[2, 16, math.inf]), ("shape [2, 16, inf] and chunks",)),
-        (changed(chunks=16), ("is no description",)),
+        (changed(chunks=16), ("is not the description",)),
         (lambda unit: (unit / PROJ / ".zarray").write_text("{"), ("not valid JSON",)),
         (lambda unit: (unit / PROJ / ".zarray").write_text("[" * 9000), ("not valid JSON",)),
         (lambda unit: (unit / "metadata.json").write_text("[" * 9000), ("no checkpoint",)),

@@ -90,7 +90,7 @@ SAFETENSORS = {
         (ONE, "hole"),
     ),
     "out of range": (header(moved(10**9)), (ONE, NORM, "1,000,554,304")),
-    "a directory": (lambda src: ((src / ONE).unlink(), (src / ONE).mkdir()), (ONE, "no file")),
+    "a directory": (lambda src: ((src / ONE).unlink(), (src / ONE).mkdir()), (ONE, "not a file")),
 }
 
 
@@ -134,7 +134,7 @@ SHARDS = {
     ),
     "index names another shard": (
         index(lambda m: m.update({NORM: m["model.embed_tokens.weight"]})),
-        (NORM, "says model-00001"),
+        (NORM, "places it in model-00001"),
     ),
     "index forgets a tensor": (index(lambda m: m.pop(NORM)), (NORM, "does not name it")),
     "index names an absent tensor": (
@@ -370,7 +370,7 @@ def test_a_damaged_bin_file_is_refused(tmp_path):
     save_pt(file, [1], {})
     refused(3, "state dict", args=args, untouched=tmp_path)
     save_pt(file, {"a": 1}, {})
-    refused(3, "'a' is no tensor", args=args, untouched=tmp_path)
+    refused(3, "'a' is not a tensor", args=args, untouched=tmp_path)
 
 
 # ---- values

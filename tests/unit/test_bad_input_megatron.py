@@ -119,7 +119,7 @@ TORCH = {
     "no tensor": (
         ranks(lambda pt: pt.value["model"].update({FC2: "weights"}), "01_000"),
         3,
-        (RANK, FC2, "no tensor"),
+        (RANK, FC2, "not a tensor"),
     ),
     "no model": (ranks(lambda pt: pt.value.pop("model"), "01_000"), 3, (RANK, "no `model`")),
     "no dict": (ranks(lambda pt: setattr(pt, "value", [1]), "01_000"), 3, (RANK, "a list")),

@@ -1,1 +1,1 @@
-"""Megatron's formats on disk, and what its checkpoints hold beside tensors."""
+"""Megatron's formats on disk, and the parts of its checkpoints that are not tensors."""

@@ -1,6 +1,6 @@
-"""A directory of chunks: parts of whole, unsharded tensors, whatever files hold them.
+"""A directory of chunks: parts of whole, unsharded tensors, in any files.
 
-`dcp_directory` and `zarr_directory` say which file has which chunk.
+`dcp_directory` and `zarr_directory` find the file of each chunk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint has beside its tensors: args, iteration, and other plain values."""
+"""The common state of a Megatron checkpoint: args, iteration and other values but its tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ VERSION = "checkpoint_version"  # of Megatron-LM's files; those of 2019 do not h
 
 
 class Common:
-    """What a Megatron checkpoint has beside tensors: args, iteration, version, and keys that mckpt
-    does not interpret.
+    """The args, the iteration and the version of a checkpoint, and values that mckpt does not
+    interpret.
     """
 
     def __init__(self, fields: dict[str, Any], where: str, as_object: bool = False) -> None:
@@ -37,7 +37,7 @@ class Common:
 
     @property
     def stated(self) -> dict[str, Any]:
-        """Returns the args and the checkpoint's version: what a dialect reads."""
+        """Returns the args and the checkpoint's version, from which a dialect reads the dims."""
         version = self.fields.get(VERSION)
         return {**(self.args or {}), **({} if version is None else {VERSION: version})}
 
@@ -46,7 +46,7 @@ class Common:
         try:
             return Parallel.of_args(self.args or {})
         except (UsageError, TypeError) as e:
-            raise SourceError(f"{self.where}: its args say no parallel sizes: {e}") from None
+            raise SourceError(f"{self.where}: parallel sizes in its args are wrong: {e}") from None
 
     def changed(self, args: dict[str, Any]) -> dict[str, Any]:
         """Returns the same fields with some args replaced. Everything else stays as it was read,

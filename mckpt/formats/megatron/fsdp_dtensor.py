@@ -28,7 +28,7 @@ from mckpt.geometry.box import Layout, Stored
 from mckpt.mapping import Bound
 
 PREFIX = f"{MODEL}module."
-HALVES = ("_w", "_v")  # of a key: what its halves append to it
+HALVES = ("_w", "_v")  # the suffixes of the keys of the two halves of a weight
 MASTER_DTYPE = "float32"
 _STATE = re.compile(r"optimizer\.state\.(?:module\.)*(.+)\.([^.]+)")
 _WRAPPERS = re.compile(r"^(?:module\.)+")

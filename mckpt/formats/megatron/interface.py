@@ -1,4 +1,4 @@
-"""What the interface of a format has for Megatron's checkpoints alone."""
+"""The parts of a format's interface that only Megatron's checkpoints have."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ def find(path: Path, iteration: int | None = None) -> IterationDirectory:
     if not tracker.exists() and not names:
         if iteration is not None and path.name != iteration_name(iteration):
             raise UsageError(
-                f"{path}: is no save directory with iterations, so --iteration {iteration} has no"
-                " meaning there"
+                f"{path}: has no directories of iterations, so leave --iteration {iteration} out"
             )
         return IterationDirectory(path, path.parent, path.name)
     if iteration is not None:
@@ -79,7 +78,7 @@ def find(path: Path, iteration: int | None = None) -> IterationDirectory:
         text = read_file(tracker, 4096).decode("utf-8", "replace").strip()
         if text != RELEASE and not text.isdecimal():
             raise SourceError(
-                f"{tracker}: says {text[:40]!r}, but must name an iteration or {RELEASE}"
+                f"{tracker}: contains {text[:40]!r}, and must name an iteration or {RELEASE}"
             )
         name = RELEASE if text == RELEASE else iteration_name(int(text))
     elif len(names) == 1:
@@ -142,8 +141,8 @@ class Tracker:
         if self.moves_to(name) or (now := self.content()) == _as_tracked(name):
             return None
         return (
-            f"{self.path} says {now[:40]!r}, and goes on naming that checkpoint and not {name};"
-            " give --update-tracker to change it"
+            f"{self.path} names {now[:40]!r} and will still name that checkpoint, not {name}; give"
+            " --update-tracker to change it"
         )
 
 

@@ -379,7 +379,7 @@ class Torch:
                 view = safe_pickle.as_tensor(record)
                 if view is None and not key.endswith("_extra_state"):
                     raise SourceError(
-                        f"{path}: {name}: {key!r} is no tensor but {safe_pickle.short(record)}"
+                        f"{path}: {name}: {key!r} is not a tensor but {safe_pickle.short(record)}"
                     )
                 model[key] = (
                     None

@@ -41,7 +41,7 @@ from mckpt.mapping import Bound, MappingFile
 from mckpt.storage.files import TargetFile
 
 CHOICES = {"keys": ("local",)}  # of the dialects
-# the first names of keys: what is neither a weight nor a part of the common state
+# the first names of the keys that belong neither to weights nor to the common state
 BESIDE = ("optimizer", "opt_param_scheduler", "rng_state", "rerun_state_machine")
 _STATE = re.compile(r"optimizer\.(?:optimizer\.)?state\.(\d+)\.([^.]+)")
 _MASTER = re.compile(r"optimizer\.fp32_from_fp16_params\.(\d+)\.(\d+)")
@@ -76,7 +76,7 @@ class TorchDcp:
 
     @cached_property
     def common(self) -> Common:
-        """Reads the objects that are no part of the model, the optimizer or the random states."""
+        """Reads the objects that belong to neither model, optimizer nor random states."""
         out: dict[str, Any] = {}
         for key in self.metadata.objects:
             first, _, rest = key.partition(".")

@@ -3,9 +3,9 @@ torch.distributed.checkpoint's container.
 
     .metadata          which chunk of which key lies where (a pickle)
     __R_I.distcp       items one after the other, each a torch.save file of one chunk or object
-    common.pt          all that is no tensor; in place of it, megatron-core from 0.19 on has the
+    common.pt          all values but tensors; in place of it, megatron-core from 0.19 on has the
                        object common_state/shard_0_1
-    metadata.json      names the format; a directory without it is no checkpoint
+    metadata.json      names the format; a directory without it is not complete
 
 Keys name layers globally, or not at all: `decoder.layers.mlp.linear_fc2.weight` is [layers, hidden,
 ffn].

@@ -3,7 +3,7 @@
 
     KEY/.zarray, KEY/0.1.0    the arrays, one for each key, and their chunks (`zarr_directory`)
     KEY/shard_0_2.pt          the objects
-    common.pt                 all that is no tensor
+    common.pt                 all values but tensors
     metadata.json             names the format
 
 Keys and shapes are those of `torch_dist`. The state of an optimizer has them too, also where ranks

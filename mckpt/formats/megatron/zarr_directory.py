@@ -102,7 +102,9 @@ def read_array(path: Path) -> Array:
         stated = {name: found[name] for name in PLAIN}
         code, separator = found["dtype"], found.get("dimension_separator", ".")
     except (KeyError, TypeError) as e:
-        raise SourceError(f"{path}: is no description of a zarr array: {e!r}; copy it again") from e
+        raise SourceError(
+            f"{path}: is not the description of a zarr array: {e!r}; copy it again"
+        ) from e
     if len(shape) != len(chunk) or not all(map(possible, (shape, chunk))) or 0 in (*shape, *chunk):
         raise SourceError(f"{path}: has shape {list(shape)} and chunks {list(chunk)}")
     stated["dimension_separator"] = separator

@@ -1,8 +1,9 @@
 """The state of optimizers, in all forms in which Megatron's formats keep it.
 
-This package exports what other packages know of it: what a state is, and which optimizers a rank
-has. `flat`, `layer_wise` and `torch_reading` read the forms that have no key for each weight,
-`torch_writing` writes the files of torch, and `buckets` says where a flat buffer has a parameter.
+This package exports the names that other modules use: those of states, and the optimizers of a
+rank. `flat`, `layer_wise` and `torch_reading` read the forms that have no key for each weight,
+`torch_writing` writes the files of torch, and `buckets` computes the place of each parameter in a
+flat buffer.
 """
 
 from __future__ import annotations

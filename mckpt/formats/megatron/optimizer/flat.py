@@ -70,7 +70,7 @@ Extents = dict[Place, list[Extent]]
 _Key = tuple[int, int, int, str]  # optimizer, dp_group_idx, gbuf_idx and dtype of a buffer
 
 
-# what reading an object of another structure raises
+# the errors of reading an object of another structure
 _MISBUILT = (AttributeError, IndexError, KeyError, TypeError, ValueError)
 
 

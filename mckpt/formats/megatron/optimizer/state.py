@@ -38,14 +38,14 @@ MASTER_KEYS = ("param", "fp32_param")
 FULLY_RESHARDABLE = "fully_reshardable"
 MODEL_SPACE = "fully_sharded_model_space"  # the same, up to megatron-core 0.14
 NOT_DISTRIBUTED = "not distributed"
-# what `optimizer` in a common state has beside tensors
+# the keys of `optimizer` in a common state that mckpt reads or replaces
 _PLAIN = (
     *("optimizer", "param_groups", "state", "param_state", "param_state_sharding_type"),
     "fp32_from_fp16_params",
 )
 # the files, one for each data-parallel rank, of an optimizer that is distributed by layers
 LAYER_WISE = "layer_wise_optimizer_*.pt"
-# what a run with --use-precision-aware-optimizer keeps without --main-params-dtype fp16
+# the reason to refuse the master copies of a run with --use-precision-aware-optimizer
 LOW_BITS = (
     "The run had --use-precision-aware-optimizer, with which Transformer Engine keeps only the low"
     " 16 bits of each fp32 master copy of a weight in bf16. mckpt does not convert them; give"
@@ -209,8 +209,8 @@ def sharding_of(plain: Any) -> str | None:
 
 
 def unkept(plain: Any) -> list[str]:
-    """Returns the names of what an `optimizer` of a common state has beside groups, states and loss
-    scaler.
+    """Returns the keys of an `optimizer` of a common state that are neither groups, states nor a
+    loss scaler.
     """
     found = {str(k) for one in _chained(plain) if isinstance(one, dict) for k in one}
     return sorted(found - {*_PLAIN, SCALER})

@@ -10,7 +10,7 @@
 
 A model with experts on ranks of their own has a list of two of these. Neither names parameters, but
 both have them in the order in which the model registers them, which is that of the keys of `model`.
-`buckets` says where a flat buffer has them.
+`buckets` computes their places in a flat buffer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from mckpt.values.dtypes import itemsize
 
 FILE = "distrib_optim.pt"
 FORM = "distrib_optim.pt"
-# of a file: what belongs to the optimizer
+# the keys of a file, and the file, that belong to the optimizer
 KEYS = ("optimizer", "opt_param_scheduler", FILE)
 
 
