@@ -278,7 +278,7 @@ def without_gpu() -> None:
     import torch
 
     # Megatron-Bridge builds Megatron-Core's Transformer Engine layers
-    sys.path.insert(0, str(ROOT / "tests" / "fake_te"))
+    sys.path.insert(0, str(ROOT / "tests" / "helpers" / "fake_te"))
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")  # both allocate there
     cuda.set_device = lambda *_: None  # a lambda for each name: torch._dynamo refuses one twice
