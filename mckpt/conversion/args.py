@@ -89,7 +89,7 @@ def args_of(decided: Decided) -> Args:
         if decided.changes_dialect:
             kept.update(_args_restated(source.mapping, dialect, written))
             kept.update(_neutral_args(source, dialect))
-            # old args lack what today's Megatron requires
+            # old args lack some that today's Megatron requires
             kept.update({key: value for key, value in written.items() if key not in source.args})
         common = _kept_common(decided, source.files.common, kept)
         written = {**written, **{k: v for k, v in source.args.items() if v is not None}, **kept}

@@ -77,7 +77,7 @@ class Destination:
             self.refuse_occupied()
 
     def _refuse_near(self, source: Path) -> None:
-        # two directories may stand for one URL
+        # two sparse copies may be of one URL
         here, there = (Path(shown(str(path.resolve()))) for path in (self.root, source))
         if here == there:
             raise DestinationError(f"{self.root}: is the source itself; write to another directory")
@@ -164,10 +164,6 @@ class Destination:
     def staging_directory(self, plan: str) -> Path:
         """Returns the directory that holds the files of a plan until they are complete."""
         return self.root / f"{STAGING}{plan[:16]}"
-
-    def uses(self, folder: Path) -> None:
-        """Remembers the staging directory of the running plan."""
-        self._staging = folder
 
     def manifest(self) -> dict[str, Any]:
         """Returns the manifest of the published checkpoint; {} if there is none that is sound."""

@@ -20,7 +20,9 @@ MEMORY = 64 << 20  # bytes of the buffers of a comparison
 
 
 class ExistingOutput(NamedTuple):
-    """manifest: that of the destination, if it holds what the plan would write.
+    """The result of a comparison of a destination with a plan.
+
+    manifest: that of the destination, if it holds the output of the plan, else None.
     why: which of the plan, the files and the source differ; "" if there is no manifest at all.
     """
 
@@ -87,8 +89,8 @@ def complete(plan: PlanData, output: ExistingOutput) -> None:
 
 
 def differing(plan: PlanData, folder: Path, checksum: str, max_memory: int) -> str:
-    """Returns the path of a file in `folder` that differs from what the plan would write now, ""
-    if there is none.
+    """Returns the path of a file in `folder` whose bytes are not those that the plan would write
+    now, "" if there is none.
     """
     from mckpt.execute import comparing
 

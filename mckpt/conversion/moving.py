@@ -107,8 +107,9 @@ def check_unchanged(
     """Returns the state of the source files now. Raises SourceError if they have changed since the
     run began.
 
-    look: compares the output with the source, and returns what differs. It is called if the state
-    has changed, which also happens without a change of the content, as after a chmod.
+    look: compares the output with the source, and returns the path of a file that differs. It is
+    called if the state has changed, which also happens without a change of the content, as after a
+    chmod.
     """
     now = plan.state(refresh=True)
     if now == before or (look and not look() and plan.state(refresh=True) == now):
@@ -124,7 +125,7 @@ def manifest_of(
 ) -> dict[str, Any]:
     """Returns the content of mckpt.json after a run.
 
-    state: that of the source files. dropped: the notes on what was dropped. sums: a checksum
+    state: that of the source files. dropped: the notes on what was dropped. sums: the checksum
     for each file of the plan.
     """
     files = {

@@ -1,5 +1,5 @@
-"""The optimizer's state in a conversion: what is kept, what is left behind, and the proof that each
-state belongs to the weight whose name it has.
+"""The optimizer's state in a conversion: which parts are kept or left behind, and the proof that
+each state belongs to the weight whose name it has.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def keeps(source: Checkpoint, target: TargetOptions) -> bool:
 
 
 def left_behind(source: Checkpoint, kept: bool) -> list[str]:
-    """Returns what a conversion leaves behind. kept: whether it takes the optimizer along."""
+    """Returns the names of the states that a conversion leaves behind. kept: whether it takes the
+    optimizer along.
+    """
     if not kept:
         return source.left_behind()
     fields = source.files.common.fields if source.files.common else {}
@@ -65,8 +67,8 @@ def left_behind(source: Checkpoint, kept: bool) -> list[str]:
 
 
 def refuse_others(source: Checkpoint, format: Format, target: TargetOptions) -> None:
-    """Raises UsageError if the source holds what is neither weights nor an optimizer that can be
-    kept, unless --no-optimizer says that it is not needed. Random states are always left behind.
+    """Raises UsageError if the source holds states beside its weights, other than an optimizer that
+    can be kept, unless the user gives --no-optimizer. Random states are always left behind.
     """
     if target.no_optimizer or not source.is_megatron:
         return

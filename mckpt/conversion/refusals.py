@@ -230,7 +230,7 @@ def refuse_inexact(
     """Returns `lost` and `unknown` if --allow-inexact names both; MappingError lists the rest.
 
     lost: name -> why the target would not compute what the source does.
-    unknown: key of config.json that the family does not mention -> what it holds.
+    unknown: key of config.json that the family does not mention -> a sentence with its value.
     """
     inexact, unread = (
         {name: why for name, why in entries.items() if name not in target.allow_inexact}
@@ -274,7 +274,7 @@ def _arg(name: str) -> str:
 def refuse_misfit(source: Checkpoint, target: Names, title: str) -> None:
     """Raises MappingError if source and target do not have the same logical tensors.
 
-    title: what the target is called in the message.
+    title: the name of the target in the message.
     """
     family = source.mapping.path.name
     wanted = {name for b in target.bound for name in b.rule.of}

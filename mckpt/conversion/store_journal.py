@@ -74,7 +74,6 @@ class StoreJournal(Lines):
         self, destination: Destination, folder: Path, files: Sequence[Path], rank: int
     ) -> None:
         self.destination, self.folder, self.files, self.rank = destination, folder, files, rank
-        destination.uses(folder)
         copy = sparse_copy.of(destination.root)
         assert copy is not None
         self.place = copy
@@ -147,8 +146,8 @@ class StoreJournal(Lines):
     # ---- files that are in the way
 
     def refuse_occupied(self) -> None:
-        """Raises DestinationError if files are in the way, such as those that replaced what an
-        interrupted run had sent.
+        """Raises DestinationError if files are in the way, such as a file that another program has
+        replaced since an interrupted run sent it.
         """
         self.place.list()
         self.destination.refuse_occupied(self.folder)

@@ -222,8 +222,8 @@ def _side_copies(roots: list[Path], there: set[str]) -> dict[str, Path]:
 
 
 def _lacking(names: Iterable[str], source: Checkpoint) -> list[str]:
-    """Returns a sentence on what a loader may miss among the files of an export, none if nothing is
-    missing.
+    """Returns a sentence on the files that a loader may need and the export does not have, none if
+    nothing is missing.
     """
     lacks = [] if has_tokenizer(names) else ["tokenizer"]
     if source.dims["causal"] and GENERATION not in names:
@@ -259,7 +259,7 @@ def choose_family(source: Checkpoint) -> tuple[MappingFile, str]:
     fit = []
     for name in mapping.names("hf"):
         family = mapping.load("hf", name)
-        if mapping.is_part(family.forms):  # args do not describe what is beside the text model
+        if mapping.is_part(family.forms):  # args do not describe the parts beside the text model
             continue
         if family.requires is not None and not family.requires(source.dims):
             why = {"requires": f"it is for models where {family.requires.text}"}

@@ -112,8 +112,8 @@ class _Job:
         side.check_unchanged()
 
     def _send_all(self) -> dict[int, Sent]:
-        """Makes and sends all files but the last, with the other ranks or the cluster; returns what
-        is sent.
+        """Makes and sends all files but the last, with the other ranks or the cluster; returns the
+        entry of each file.
         """
         done = self.journal.sent()
         for number in done:

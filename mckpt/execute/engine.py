@@ -7,7 +7,7 @@ with checksums computed on the way.
     quantising quantises the rows of one slab
     threads    hands out the slabs
     files      opens, reads, writes and syncs the files
-    checksums  combines the crc32 of what was written into that of a whole file
+    checksums  combines the crc32 of the ranges that were written into that of a whole file
     journal    remembers the finished units, so that the same call continues after a kill
     batches    does the copies a few at a time, as their sources come
     reading    does copies into memory
@@ -80,7 +80,9 @@ class Task(Protocol):
         """The directory or URL in which the processes find each other's work."""
 
     def mark(self) -> str:
-        """Returns what this process finds at `place`; other processes must find the same there."""
+        """Returns an identifier of the work at `place`. A process that finds another identifier
+        there sees another directory of the same name.
+        """
 
     def do(self, step: Step, items: range, tick: Tick) -> None:
         """Does a part of one step."""
@@ -459,7 +461,7 @@ def finished(
 ) -> str:
     """Writes the fixed bytes of one file, syncs it, and returns its checksum.
 
-    ranges: what copies wrote into it.
+    ranges: the ranges of it that copies wrote.
     """
     with targets.opened([file]) as fds:
         fd, path = fds[file], targets.paths[file]

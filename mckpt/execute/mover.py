@@ -147,7 +147,7 @@ class _SlabCopy:
     def quantise(self, copies: list[Copy], scales: Copy, row: int, end: int) -> None:
         """Quantises rows [row, end) of a weight; `row` is the first row of a block.
 
-        scales: stands for the weight's scales (units.Work).
+        scales: the record that describes the weight's scales (units.Work).
         """
         grid, most = self.mover.grid(scales), len(self.memory)
         file = copies[0].dst_file

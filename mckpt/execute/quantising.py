@@ -19,7 +19,7 @@ from mckpt.values import quantisation
 from mckpt.values.dtypes import numpy_dtype
 from mckpt.values.quantisation import Grid
 
-# Bytes for each element of a cell: its value, a temporary value, and as many for what is read.
+# Bytes for each element of a cell: its value, a temporary value, and the bytes that are read.
 VALUE, READ, TEMPORARY = 4, 8, 4
 CELL = 4 << 20  # bytes of one cell, unless its band has one block only
 

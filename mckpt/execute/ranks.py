@@ -41,8 +41,8 @@ POLL_S = 0.25  # seconds; the longest pause between two looks at the others' pro
 DEAD_S = 60.0
 # seconds that ranks wait for rank 0 to begin: it plans, and its node may start later
 START_S = 600.0
-# Seconds after which a rank that waits for others says so: the variables of a launcher may be those
-# of a shell in a pod, in which nobody starts the other ranks.
+# Seconds after which a rank that waits for others prints a note: the variables of a launcher may be
+# those of a shell in a pod, in which nobody starts the other ranks.
 NOTE_S = 1.0
 # Seconds between two looks at whether rank 0 is refused. A refusal counts when two looks agree,
 # since one look may happen while another process is changing the files.
@@ -491,10 +491,10 @@ def error_of(rank: int, name: str, message: str) -> Exception:
 
 
 def wait_for(look: Callable[[], T | None], what: str, tick: Callable[[], None]) -> T:
-    """Returns what `look` finds, as soon as it finds something.
+    """Calls `look` until it returns something other than None, and returns that.
 
-    Another rank has written it. On a network filesystem it may take a while to appear. Raises
-    StorageError after DEAD_S; `what` names the missing thing.
+    look: reads a thing that another rank has written, which may take a while to appear on a network
+    filesystem. Raises StorageError after DEAD_S; `what` names the missing thing.
     """
     started = time.monotonic()
     for _ in pauses():

@@ -2,8 +2,8 @@
 range of files.
 
 Ray places the tasks, runs those of a lost node on another one, and ends them when the driver ends.
-A task that runs again skips what the journal has. All nodes must see a source and a destination
-that are directories at the same paths. A URL is opened on each node.
+A task that runs again skips the work that the journal lists. All nodes must see a source and a
+destination that are directories at the same paths. A URL is opened on each node.
 """
 
 from __future__ import annotations
@@ -141,15 +141,15 @@ def _connect() -> None:
 
 
 def _place_of(path: Path) -> tuple[SparseCopy | None, str]:
-    """Returns a path so that another machine finds it: a path that stands for a URL by its
-    sparse copy, which that machine makes anew.
+    """Returns a path in a form in which another machine finds it. A path in a sparse copy is
+    returned with that copy, which the other machine makes anew.
     """
     place = sparse_copy.of(path)
     return (None, str(path)) if place is None else (place, place.name(path))
 
 
 def _path_at(place: tuple[SparseCopy | None, str]) -> Path:
-    """Returns the path on this machine of what `_place_of` returned on another one."""
+    """Returns the path on this machine that `_place_of` has described on another one."""
     return Path(place[1]) if place[0] is None else place[0].root / place[1]
 
 

@@ -25,8 +25,8 @@ def read(
     out: memoryview,
     memory: memoryview | None = None,
 ) -> None:
-    """Does the copies into one target file, but writes into `out` what they write from byte `start`
-    of the file on. Leaves out what they write before and behind.
+    """Does the copies into one target file, but writes the bytes of the file from `start` on into
+    `out`. Leaves out the bytes before and behind.
 
     copies, casts, grids: as for `engine.execute`. memory: the buffer to use, of MEMORY bytes.
     Raises the errors of reading, and Overflow.

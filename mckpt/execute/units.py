@@ -9,7 +9,7 @@ other copies are **staged**. Staged copies that share rows of a source or of a t
 **cluster** (`clusters`).
 
 Copies into a weight that is **quantised** form one cluster for each weight, whose rows are those of
-the weight; its last record stands for the scales (`_quantised`).
+the weight; its last record describes the scales (`_quantised`).
 
 A **slab** is some rows of one cluster. A **unit** is about 256 MiB of slabs. Both depend on the
 copies alone, so that a run can go on with other threads and another memory budget.
@@ -309,7 +309,7 @@ def _quantised(
     """Returns the copies of weights that are quantised, the start of each weight's cluster, and its
     slabs, which are whole bands of blocks.
 
-    The last record of a cluster stands for the scales: it names their file and their place.
+    The last record of a cluster describes the scales: their file and their place in it.
     """
     order = np.argsort(copies["grid"], kind="stable")
     copies = copies[order]

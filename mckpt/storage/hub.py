@@ -191,7 +191,7 @@ def upload(
     _retried(name, lambda: api.create_repo(name.repo, private=private or None, exist_ok=True))
     if branch != MAIN:
         _retried(name, lambda: api.create_branch(name.repo, branch=branch, exist_ok=True))
-    hashed: dict[str, Any] = {}  # what the first try learns of each file, such as its sha256
+    hashed: dict[str, Any] = {}  # file -> the facts that the first try computes, such as its sha256
 
     def commit() -> Commit:
         before = api.model_info(name.repo, revision=branch)

@@ -1,4 +1,4 @@
-"""mckpt.json, the manifest of a checkpoint: what mckpt wrote, and from which source."""
+"""mckpt.json, the manifest of a checkpoint: the files that mckpt wrote, and their source."""
 
 from __future__ import annotations
 

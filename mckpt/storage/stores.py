@@ -170,8 +170,8 @@ class _Obstore:
 
 
 def _s3_options() -> dict[str, Any]:
-    """Returns what obstore does not find itself: the region and the credentials of boto3, which
-    reads the user's profiles, if the environment has no keys and boto3 is installed.
+    """Returns options that obstore does not find itself: the region and the credentials of boto3,
+    which reads the user's profiles, if the environment has no keys and boto3 is installed.
     """
     if os.environ.get("AWS_ACCESS_KEY_ID") or os.environ.get("AWS_SKIP_SIGNATURE"):
         return {}
