@@ -423,7 +423,6 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
             **own,
             "format": format,
             "parallel": (parallel or source.parallel).with_(**sizes),
-            "iteration": given.get("target_iteration"),
         }
     )
 

@@ -413,8 +413,6 @@ def make_target(options: Options, target_format: str, parallel: Parallel | None)
     given = _fields(TargetOptions, options) | {
         "format": target_format,
         "common_as_object": options.get("common_state") == "object",
-        # --iteration may also name the iteration to read, which is a field of `SourceOptions`
-        "iteration": options.get("target_iteration"),
     }
     if parallel is not None:
         given["parallel"] = parallel

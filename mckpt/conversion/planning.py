@@ -118,6 +118,8 @@ def make_plan(
             " quantised, so there is nothing to convert"
         )
     refuse_options(target, format, source)
+    if update_tracker and not format.megatron:
+        raise UsageError("--update-tracker: a Hugging Face directory has no tracker; leave it out")
     destination = Destination(
         Path(dst),
         _name_of_iteration(source, target) if format.megatron else None,
@@ -135,8 +137,8 @@ def _name_of_iteration(source: Checkpoint, target: TargetOptions) -> str:
     """Returns the directory name of the new checkpoint: from the iteration that the user asks for,
     else from the source's name, else from the source's iteration.
     """
-    if target.iteration is not None:
-        return iteration_name(target.iteration)
+    if target.target_iteration is not None:
+        return iteration_name(target.target_iteration)
     directory, common = source.files.iteration_directory, source.files.common
     if directory is not None and is_iteration_name(directory.name):
         return directory.name

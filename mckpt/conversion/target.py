@@ -41,7 +41,7 @@ class TargetOptions:
     # Only for formats with global keys: stacked or per_layer. None: the model's args decide.
     layer_keys: str | None = None
     common_as_object: bool = False
-    iteration: int | None = None
+    target_iteration: int | None = None
     allow_inexact: Iterable[str] = ()
     no_optimizer: bool = False
     tokenizer: str | Path | None = None
@@ -62,7 +62,7 @@ class TargetOptions:
         for name, known in _CHOICES.items():
             if (value := getattr(self, name)) is not None and value not in known:
                 raise UsageError(f"{name} is {value!r}, and must be {' or '.join(known)}")
-        for name in ("divisible_by", "iteration", "max_shard_size"):
+        for name in ("divisible_by", "target_iteration", "max_shard_size"):
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise UsageError(f"{name} is {value!r}, and must be a whole number from 1 on")

@@ -186,7 +186,7 @@ def test_signatures_show_the_true_defaults(name):
         ("plan", {"max_shard_size": "2 lots"}, UsageError, "max_shard_size='2 lots' is not a size"),
         ("plan", {"max_shard_size": -1}, UsageError, "max_shard_size -1 is not a size"),
         ("plan", {"tp": 0}, UsageError, "tp is 0"),
-        ("plan", {"target_iteration": -1}, UsageError, "iteration is -1"),
+        ("plan", {"target_iteration": -1}, UsageError, "target_iteration is -1"),
         ("plan", {"transformer_impl": "te"}, UsageError, "transformer_impl is 'te'"),
         ("plan", {"max_shard_size": "1GB"}, UsageError, "max_shard_size: it is for a Hugging Face"),
         ("convert", {"checksum": "md5"}, UsageError, "checksum is 'md5'"),
@@ -256,6 +256,16 @@ def test_a_conversion_that_is_done_returns_its_manifest(src, tmp_path):
     assert package.convert(src, tmp_path / "out", tp=2) == first
     with pytest.raises(UsageError, match="threads is -1"):
         package.convert(src, tmp_path / "out", tp=2, threads=-1)
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value"), [("target_iteration", 3), ("divisible_by", 8), ("update_tracker", True)]
+)
+def test_keywords_without_effect_on_a_hugging_face_directory_are_refused(
+    keyword, value, torch_dir, tmp_path, keywords
+):
+    with pytest.raises(UsageError, match=f"^{keyword}={value}: .*leave it out"):
+        package.plan(torch_dir, tmp_path / "out", format="hf", **{keyword: value})
 
 
 def test_reshard_keeps_what_is_not_given(torch_dir, tmp_path):
