@@ -6,7 +6,6 @@ import base64
 import hashlib
 import json
 import re
-import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -21,9 +20,7 @@ from mckpt.containers import safe_pickle
 from mckpt.pages import bytes_map, picture
 from tests.cli.test_foreign_text import HOSTILE
 from tests.helpers.commands import PT, Pt, good, refused, shard
-from tests.helpers.tiny import TinyModel
-
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures"
+from tests.helpers.tiny import TinyModel, unpack
 
 
 class Page:
@@ -189,7 +186,7 @@ def test_map_has_the_bytes_of_each_rank(planned: Path) -> None:
 
 
 def test_optimizer_state_has_a_lane_of_its_own(tmp_path: Path) -> None:
-    shutil.unpack_archive(FIXTURES / "optimizer" / "fully_sharded_model_space.tar.xz", tmp_path)
+    unpack("optimizer/fully_sharded_model_space", tmp_path)
     (root,) = {path.parent for path in tmp_path.rglob(".metadata")}
     good("inspect", root, "--html", tmp_path / "a.html")
     page = Page(tmp_path / "a.html")

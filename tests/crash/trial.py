@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import sys
-import tarfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from mckpt.conversion import store_journal
 from mckpt.storage import stores
 from tests.helpers.commands import ROOT, TRACKER, good
 from tests.helpers.s3_server import Server
+from tests.helpers.tiny import unpack
 
 MODEL = ROOT / "fixtures" / "tiny-qwen3"
 STAGING, MANIFEST = ".mckpt-", "mckpt.json"
@@ -78,8 +78,7 @@ class Place:
             "buckets": "dp_zero_gather_scatter",
         }
         for name, form in forms.items():
-            with tarfile.open(ROOT / "fixtures/optimizer" / f"{form}.tar.xz") as archive:
-                archive.extractall(sources / name, filter="data")
+            unpack(f"optimizer/{form}", sources / name)
         for path in sources.iterdir():
             made.names[path.name.upper()] = str(path)
         made.names |= {"DST": str(made.out), "JOB": str(sources / "job.yaml")}

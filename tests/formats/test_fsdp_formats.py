@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mckpt.errors import UsageError
 from tests.formats.test_optimizer_files import change_args
 from tests.helpers.commands import good, refused
 from tests.helpers.commands import mckpt as run
-from tests.helpers.tiny import FIXTURES
+from tests.helpers.tiny import unpack
 
 DCP, FSDP = "qwen3-torch_dcp", "qwen3-moe-ep2-fsdp_dtensor"
 EQUAL = {DCP: "qwen3-plain", FSDP: "qwen3-moe-ep2-distributed"}
@@ -32,9 +31,7 @@ SECOND = "decoder.layers.0.self_attention.linear_qkv.weight"
 
 
 def unpacked(name: str, directory: Path) -> Path:
-    with tarfile.open(FIXTURES / "fsdp" / f"{name}.tar.xz") as archive:
-        archive.extractall(directory / name, filter="data")
-    return directory / name
+    return unpack(f"fsdp/{name}", directory / name)
 
 
 @pytest.fixture(params=EQUAL)

@@ -5,7 +5,6 @@ state of Muon, distributed by layers: each data-parallel rank has whole paramete
 from __future__ import annotations
 
 import shutil
-import tarfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,7 +21,7 @@ from mckpt.formats.megatron.optimizer import layer_wise
 from mckpt.geometry.parallel import Parallel
 from tests.formats.test_optimizer_files import change_args
 from tests.helpers.commands import Pt, good, refused
-from tests.helpers.tiny import FIXTURES
+from tests.helpers.tiny import unpack
 
 PORTABLE = ("--target-tp", 1, "--target-format", "torch_dist")
 FILE = "mp_rank_01_001/layer_wise_optimizer_1.pt"
@@ -31,9 +30,7 @@ FILE = "mp_rank_01_001/layer_wise_optimizer_1.pt"
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A directory with the checkpoints `torch` and `torch_dist` of one training."""
-    with tarfile.open(FIXTURES / "muon" / "moe-tp2-ep2-by-layers.tar.xz") as archive:
-        archive.extractall(tmp_path / "saved", filter="data")
-    return tmp_path / "saved"
+    return unpack("muon/moe-tp2-ep2-by-layers", tmp_path / "saved")
 
 
 def test_states_are_those_that_megatron_core_stored_by_name(saved: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -42,17 +41,14 @@ from mckpt.trainer.optimizer_order import same_order
 from mckpt.values.dtypes import numpy_dtype
 from tests.helpers.commands import good, refused
 from tests.helpers.judged_models import MOE, QWEN3
-from tests.helpers.tiny import FIXTURES
+from tests.helpers.tiny import unpack
 
 FORMS = ("fully_sharded_model_space", "dp_zero_gather_scatter")
 
 
 @pytest.fixture(params=FORMS)
 def saved(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    directory = tmp_path / request.param
-    with tarfile.open(FIXTURES / "optimizer" / f"{request.param}.tar.xz") as archive:
-        archive.extractall(directory, filter="data")
-    return directory
+    return unpack(f"optimizer/{request.param}", tmp_path / request.param)
 
 
 def test_state_of_an_old_release_becomes_portable(saved: Path, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import shutil
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.formats.megatron import torch_dist_writing
 from tests.helpers.commands import ROOT, good, refused, run
 from tests.helpers.commands import mckpt as command
-from tests.helpers.tiny import FIXTURES, TinyModel
+from tests.helpers.tiny import TinyModel, unpack
 
 UNIT = "iter_0000001"
 WEIGHTS = {
@@ -39,9 +38,7 @@ PROJ = "decoder.layers.self_attention.linear_proj.weight"
 
 def unpacked(name: str, directory: Path) -> Path:
     """Returns a directory with the checkpoints `zarr` and `torch` of a sample."""
-    with tarfile.open(FIXTURES / "zarr" / f"{name}.tar.xz") as archive:
-        archive.extractall(directory / name, filter="data")
-    return directory / name
+    return unpack(f"zarr/{name}", directory / name)
 
 
 @pytest.fixture

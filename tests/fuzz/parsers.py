@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import string
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -71,9 +70,7 @@ def make_corpus(root: Path) -> None:
     mckpt.plan(root / "torch_dist", root / "fp8", format="hf", quantize="fp8").run()
     _packed(root / "packed")
     for name, (archive, folder) in ARCHIVES.items():
-        with tarfile.open(FIXTURES / f"{archive}.tar.xz") as held:
-            held.extractall(root / "archive", filter="data")
-        shutil.move(root / "archive" / folder, root / name)
+        shutil.move(tiny.unpack(archive, root / "archive") / folder, root / name)
         shutil.rmtree(root / "archive", ignore_errors=True)
     shutil.copytree(FIXTURES / "old" / "reshaped", root / "old")
     for folder in ("families", "jobs", "configs"):

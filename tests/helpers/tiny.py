@@ -13,6 +13,7 @@ import json
 import math
 import re
 import shutil
+import tarfile
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Mapping
@@ -55,6 +56,13 @@ STANDS_FOR = {
 
 Config = dict[str, Any]
 TinyModel = Callable[..., Path]  # of the fixture tiny_model: (case, dtype) -> directory
+
+
+def unpack(sample: str, directory: Path) -> Path:
+    """Unpacks fixtures/SAMPLE.tar.xz into a directory, which is returned."""
+    with tarfile.open(FIXTURES / f"{sample}.tar.xz") as archive:
+        archive.extractall(directory, filter="data")
+    return directory
 
 
 def config(case: str) -> Config:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from tests.helpers.commands import ROOT, good, run
 from tests.helpers.judging import explain, judge
-from tests.helpers.tiny import FIXTURES
+from tests.helpers.tiny import unpack
 
 pytestmark = pytest.mark.judge
 
@@ -67,8 +66,7 @@ PARAMETERS = [
 def unpacked(form: str, directory: Path) -> Path:
     """Returns a directory with the checkpoint `zarr` of a sample, and its `run.json`."""
     if not (directory / form).exists():
-        with tarfile.open(FIXTURES / "zarr" / f"0.12-trained-{form}.tar.xz") as archive:
-            archive.extractall(directory / form, filter="data")
+        unpack(f"zarr/0.12-trained-{form}", directory / form)
     return directory / form
 
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from mckpt.storage import addresses, sparse_copy, stores
 from tests.formats import test_towers
 from tests.helpers.commands import ROOT, TRACKER, Said, command_line, good, mckpt, refused, tree
 from tests.helpers.s3_server import Fault, Server
-from tests.helpers.tiny import FIXTURES
+from tests.helpers.tiny import unpack
 
 SRC = ROOT / "fixtures" / "tiny-qwen3"
 SIZES = ("--format", "torch", "--tp", "2", "--pp", "2", "--iteration", "7")
@@ -149,9 +148,7 @@ def test_back_and_reshard_and_repair_write_the_same_bytes(
 
 
 def test_repair_writes_to_a_store(cli, server, bucket, tmp_path):
-    path = tmp_path / "state"
-    with tarfile.open(FIXTURES / "optimizer" / "dp_zero_gather_scatter.tar.xz") as archive:
-        archive.extractall(path, filter="data")
+    path = unpack("optimizer/dp_zero_gather_scatter", tmp_path / "state")
     server.put(bucket, path, "s/")
     said = cli("repair", "s3:s", code=2).err
     assert "give DST too" in said
