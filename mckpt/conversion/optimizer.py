@@ -117,7 +117,7 @@ def groups(
         return regrouped(groups, count)
     by_layers = bool((source.args or {}).get(chains.BY_LAYERS))
     chains.refuse_target(fixed_sizes, by_layers, megatron)
-    return chains.regrouped(groups, names, count > 1, by_layers)
+    return chains.muon_groups(groups, names, count > 1, by_layers)
 
 
 def scalers(source: Checkpoint, names: Names, megatron: list[int]) -> list[Scaler]:

@@ -153,44 +153,14 @@ class Parallel:
         return replace(plain, vpp=1, layout=f"E{stages}{'m' * mtp_layers}L")
 
     def _counts(self, num_layers: int, mtp_layers: int) -> list[list[int]]:
+        """Returns the number of layers of each [pipeline rank][virtual stage]."""
         if self.stage_sizes is not None:
             by_virtual = [
                 self.stage_sizes[v * self.pp : (v + 1) * self.pp] for v in range(self.vpp)
             ]
             return [list(counts) for counts in zip(*by_virtual, strict=True)]
         if self.layout is not None:
-            stages = _parse_layout(self.layout)
-            if len(stages) != self.pp * self.vpp:
-                raise UsageError(
-                    f"the layout {self.layout!r} has {len(stages)} stages; pp {self.pp} x vpp"
-                    f" {self.vpp} need {self.pp * self.vpp}"
-                )
-            flat = "".join(stages)
-            layers, mtp = flat.count("t"), flat.count("m")
-            if layers != num_layers:
-                raise UsageError(
-                    f"the layout {self.layout!r} has {counted(layers, 'decoder layer')} (t), but"
-                    f" the model has {num_layers}"
-                )
-            if flat.count("E") + flat.count("L") != 2 or flat[0] + flat[-1] != "EL":
-                raise UsageError(
-                    f"the layout {self.layout!r} must begin with its only E (embedding) and end"
-                    " with its only L (loss)"
-                )
-            if mtp != mtp_layers:
-                raise UsageError(
-                    f"the layout {self.layout!r} has {counted(mtp, 'MTP layer')} (m), but the"
-                    f" model has {mtp_layers}; all MTP layers must be in one stage"
-                )
-            if sum("m" in stage for stage in stages) > 1:
-                raise UsageError(
-                    f"the layout {self.layout!r} has MTP layers (m) in several stages; all"
-                    f" {mtp_layers} must be in one stage"
-                )
-            return [
-                [stages[v * self.pp + p].count("t") for v in range(self.vpp)]
-                for p in range(self.pp)
-            ]
+            return self._counts_of_layout(self.layout, num_layers, mtp_layers)
         given = {
             p: n
             for p, n in ((0, self.first_stage_layers), (self.pp - 1, self.last_stage_layers))
@@ -249,6 +219,39 @@ class Parallel:
                 " layers"
             )
         return counts
+
+    def _counts_of_layout(self, layout: str, num_layers: int, mtp_layers: int) -> list[list[int]]:
+        stages = _parse_layout(layout)
+        if len(stages) != self.pp * self.vpp:
+            raise UsageError(
+                f"the layout {layout!r} has {len(stages)} stages; pp {self.pp} x vpp"
+                f" {self.vpp} need {self.pp * self.vpp}"
+            )
+        flat = "".join(stages)
+        layers, mtp = flat.count("t"), flat.count("m")
+        if layers != num_layers:
+            raise UsageError(
+                f"the layout {layout!r} has {counted(layers, 'decoder layer')} (t), but"
+                f" the model has {num_layers}"
+            )
+        if flat.count("E") + flat.count("L") != 2 or flat[0] + flat[-1] != "EL":
+            raise UsageError(
+                f"the layout {layout!r} must begin with its only E (embedding) and end"
+                " with its only L (loss)"
+            )
+        if mtp != mtp_layers:
+            raise UsageError(
+                f"the layout {layout!r} has {counted(mtp, 'MTP layer')} (m), but the"
+                f" model has {mtp_layers}; all MTP layers must be in one stage"
+            )
+        if sum("m" in stage for stage in stages) > 1:
+            raise UsageError(
+                f"the layout {layout!r} has MTP layers (m) in several stages; all"
+                f" {mtp_layers} must be in one stage"
+            )
+        return [
+            [stages[v * self.pp + p].count("t") for v in range(self.vpp)] for p in range(self.pp)
+        ]
 
     def files(self, experts: bool, saved: bool = False) -> list[tuple[int, int]]:
         """Returns, in order, the (tp rank, ep rank) of the files that the ranks of one pipeline

@@ -175,9 +175,9 @@ def test_the_optimizers_of_muon_follow_the_sizes() -> None:
         names = Names(dialect, dims, chosen, Parallel(ep=2))
         for source in (apart, together, by_layers):
             more = [[{**adam[1], "is_expert_parallel": True}]] * (biases and source is together)
-            assert links.regrouped(source, names, True, False) == [*apart, *more]
-            assert links.regrouped(source, names, False, False) == together
-        assert links.regrouped(apart, names, True, True) == by_layers
+            assert links.muon_groups(source, names, True, False) == [*apart, *more]
+            assert links.muon_groups(source, names, False, False) == together
+        assert links.muon_groups(apart, names, True, True) == by_layers
     assert links.is_muon(apart) and not links.is_muon([[muon], [experts]])
     rules = {b.rule.of[0]: b for b in names.bound if b.rule.of}
     found = [link.updates for link in links.links(apart)]

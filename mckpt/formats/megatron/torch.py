@@ -72,11 +72,9 @@ def _file_in(directory: Path) -> Path | None:
 
 
 class Rank(NamedTuple):
-    """One file: its number in `files` and, for each virtual stage, its keys (None: an object, not a
-    tensor).
-    """
+    """The content of one file."""
 
-    file: int
+    # for each virtual stage, the tensors by key; None: an object, not a tensor
     models: list[dict[str, Entry | None]]
     beside: list[str]  # keys of the file that belong to no model
 
@@ -388,7 +386,7 @@ class Torch:
                 )
             models.append(model)
         beside = [key for key in value if isinstance(key, str) and key not in names]
-        self._ranks[directory] = Rank(number, models, beside)
+        self._ranks[directory] = Rank(models, beside)
         return value
 
     def _path(self, directory: str) -> str:

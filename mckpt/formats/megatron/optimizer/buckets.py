@@ -117,7 +117,7 @@ class Buffer(NamedTuple):
         )
 
 
-class Optimizer(NamedTuple):
+class RankOptimizer(NamedTuple):
     """One optimizer of one model-parallel rank."""
 
     chain: int  # its index in the rank's ChainedOptimizer
@@ -203,7 +203,7 @@ def optimizers(
     bucket_size: int | None = None,
     registered: Callable[[int], Keys] | None = None,
     rest: bool = False,
-) -> list[Optimizer]:
+) -> list[RankOptimizer]:
     """Returns the optimizers of all model-parallel ranks, those of the experts last.
 
     names: of the modules of each rank (the choice `keys` is local).
@@ -235,7 +235,9 @@ def optimizers(
                         size = bucket_size if (p, v) == (0, 0) else None
                         buffers += lay_out([slot.of(t, parallel) for slot in slots], v, size)
                     group = (p * eps + e) * ways + t
-                    out.append(Optimizer(chain, t, p, e if chain else None, group, tuple(buffers)))
+                    out.append(
+                        RankOptimizer(chain, t, p, e if chain else None, group, tuple(buffers))
+                    )
     return out
 
 

@@ -60,7 +60,7 @@ def links(groups: Groups) -> list[Link]:
     ]
 
 
-def regrouped(groups: Groups, names: Names, apart: bool, by_layers: bool) -> list[list[Any]]:
+def muon_groups(groups: Groups, names: Names, apart: bool, by_layers: bool) -> list[list[Any]]:
     """Returns the param_groups of each optimizer of a target that is trained with Muon.
 
     groups: of the source. names: of the target. apart: its experts are on ranks of their own.

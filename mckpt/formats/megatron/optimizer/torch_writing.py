@@ -12,8 +12,8 @@ from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.interface import MegatronRequest
 from mckpt.formats.megatron.optimizer.buckets import (
     Buffer,
-    Optimizer,
     Parameter,
+    RankOptimizer,
     StateKind,
     bucket_size,
     gradient_dtype,
@@ -55,7 +55,7 @@ def lay_out(
     """
     names = request.names
     args = Common(dict(request.common), "the new checkpoint").args or {}
-    by_directory: dict[str, dict[int, Optimizer]] = {
+    by_directory: dict[str, dict[int, RankOptimizer]] = {
         directory: {} for directory in directories(names.parallel, grid)
     }
     for one in optimizers(
@@ -101,7 +101,7 @@ def lay_out(
     return stored, outputs
 
 
-def _directory(names: Names, one: Optimizer) -> str:
+def _directory(names: Names, one: RankOptimizer) -> str:
     """Returns the directory of the first data-parallel rank of an optimizer, which saves and loads
     its state.
 
@@ -125,7 +125,7 @@ def _storage(chain: int, number: int, state: str) -> str:
     return f"{chain}.{number}.{state}"
 
 
-def _value(one: Optimizer | None, states: list[str], args: Mapping[str, Any]) -> Any:
+def _value(one: RankOptimizer | None, states: list[str], args: Mapping[str, Any]) -> Any:
     """Returns the content of a file for one optimizer; None if another rank's file has it."""
     if one is None:
         return None
