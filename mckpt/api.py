@@ -413,6 +413,8 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
         raise UsageError(
             f"{', '.join(sized)}: a Hugging Face directory has no parallel sizes; leave them out"
         )
+    if "divisible_by" in given and not formats.get(format).megatron:  # the option has a default
+        raise UsageError("divisible_by: a Hugging Face directory pads no vocabulary; leave it out")
     if parallel is not None and not isinstance(parallel, Parallel):
         raise UsageError(f"parallel is {parallel!r}, and must be a mckpt.Parallel")
     own = {name: given[name] for name in _TARGET if name in given}

@@ -91,8 +91,6 @@ def _without_effect(
         yield "--no-optimizer", f"{why}, which never gets an optimizer state"
     if target.run_config:
         yield "--run-config", why
-    if target.divisible_by is not None:
-        yield f"--make-vocab-size-divisible-by {target.divisible_by}", why
     if target.target_iteration is not None:  # which only the Python API lets a user give here
         yield f"target_iteration={target.target_iteration}", why
     if target.transformer_impl is not None:

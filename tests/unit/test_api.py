@@ -264,7 +264,7 @@ def test_a_conversion_that_is_done_returns_its_manifest(src, tmp_path):
 def test_keywords_without_effect_on_a_hugging_face_directory_are_refused(
     keyword, value, torch_dir, tmp_path, keywords
 ):
-    with pytest.raises(UsageError, match=f"^{keyword}={value}: .*leave it out"):
+    with pytest.raises(UsageError, match=f"^{keyword}.*: .*leave it out"):
         package.plan(torch_dir, tmp_path / "out", format="hf", **{keyword: value})
 
 
