@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mckpt.execute.files import OpenFiles
+from mckpt.execute.clusters import Copy
+from mckpt.execute.files import OpenFiles, read_at
 from mckpt.execute.mover import Mover
-from mckpt.execute.units import Work
+from mckpt.execute.units import Work, is_ranges
 from mckpt.geometry.join import Cast
 
 MEMORY = 8 << 20  # bytes of the buffer, which is the share of a thread of a conversion
@@ -54,9 +55,25 @@ def read(
     try:
         memory = memoryview(mmap.mmap(-1, MEMORY)) if memory is None else memory
         for slab in range(len(work.slabs)):
-            mover.move(work, slab, memory, lambda: None)
+            if is_ranges(work.cluster(slab)[:1]).all():
+                _read_ranges(mover, work, slab, start, out)
+            else:
+                mover.move(work, slab, memory, lambda: None)
     finally:
         mover.close()
+
+
+def _read_ranges(mover: Mover, work: Work, slab: int, start: int, out: memoryview) -> None:
+    """Reads the rows of a flat copy into their places, without a buffer in between."""
+    c, (_, row, last, _, _) = Copy(*work.cluster(slab)[0].tolist()), work.slabs[slab].item()
+    with mover.sources.held([c.src_file]) as fds:
+        for r in range(row, last):
+            at = c.dst_at + r * c.dst_pitch - start
+            skipped, end = max(0, -at), min(at + c.run, len(out))
+            if at + skipped < end:
+                place = c.src_at + r * c.src_pitch + skipped
+                view = out[at + skipped : end]
+                read_at(fds[c.src_file], view, place, mover.sources.paths[c.src_file])
 
 
 def within(copies: np.ndarray, size: int, start: int, end: int) -> np.ndarray:

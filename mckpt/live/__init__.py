@@ -5,7 +5,8 @@ Every function is called by all ranks of the model, and fails on all of them or 
 """
 
 from mckpt.live.loading import load
+from mckpt.live.model import Described, describe
 from mckpt.live.saving import save, save_hf
 from mckpt.live.syncing import Slice, Sync, hf_tensors
 
-__all__ = ["Slice", "Sync", "hf_tensors", "load", "save", "save_hf"]
+__all__ = ["Described", "Slice", "Sync", "describe", "hf_tensors", "load", "save", "save_hf"]

@@ -25,7 +25,7 @@ from mckpt.execute.threads import ThreadPool
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
-from mckpt.live.model import describe, ranks_of
+from mckpt.live.model import collected, ranks_of
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size
@@ -60,6 +60,7 @@ class Filling(NamedTuple):
 
     joined: Joined
     copies: np.ndarray  # those into this rank's weights, by their place
+    padded: np.ndarray  # the places of this rank at which weights begin that have padding
     sources: list[str]
 
 
@@ -92,7 +93,7 @@ def load(
     most = parse_size(max_memory, "--max-memory")
     memory = Memory(model_chunks)
     opened = own_result(lambda: opened_source(source))
-    model = describe(memory, own=True)
+    model = collected(memory, own=True)
     filling = own_result(lambda: plan(opened, model))
     windows = list(_windows(memory, filling, _window_bytes(most, _threads(threads, most))))
     mine = _readers(windows) if broadcast else np.ones(len(windows), bool)
@@ -114,24 +115,26 @@ def opened_source(source: str | Path | Checkpoint) -> Checkpoint:
     return found
 
 
-def join_models(source: Checkpoint, model: Checkpoint) -> Joined:
-    """Returns the copies that fill a whole live model, proved."""
+def join_models(source: Checkpoint, model: Checkpoint) -> tuple[Joined, Layout]:
+    """Returns the copies that fill a whole live model, proved, and its layout."""
     moved = _with_rows(source, model)
     described = model.with_dims(moved.dims)
     refuse_misfit(moved, described.names, "the live model")
     # what Megatron's models do not have, such as a vision tower, has no place in this one
     held = [s for s in moved.layout.stored if not s.carried]
-    return join(Layout(moved.layout.files, held, moved.layout.shapes), described.layout)
+    layout = Layout(moved.layout.files, held, moved.layout.shapes)
+    return join(layout, described.layout), described.layout
 
 
 def plan(source: Checkpoint, model: Checkpoint) -> Filling:
     """Returns the copies that fill this rank's weights. The proof is that of the whole model."""
-    joined = join_models(source, model)
-    ranks = ranks_of(model)
+    (joined, layout), ranks = join_models(source, model), ranks_of(model)
     own = [file for file in range(len(ranks.files)) if ranks.rank_of(file) == rank_and_world()[0]]
     copies = joined.copies[np.isin(joined.copies["dst_file"], own)]
     copies = copies[np.argsort(copies["dst_at"], kind="stable")]
-    return Filling(joined, copies, list(map(str, source.layout.files)))
+    padded = [s.at[np.isin(s.file, own)] for s in layout.stored if s.padding]
+    places = np.sort(np.concatenate(padded)) if padded else np.zeros(0, "i8")
+    return Filling(joined, copies, places, list(map(str, source.layout.files)))
 
 
 def _with_rows(source: Checkpoint, model: Checkpoint) -> Checkpoint:
@@ -174,10 +177,11 @@ def _window_bytes(max_memory: int, threads: int) -> int:
 
 
 def _windows(memory: Memory, filling: Filling, most: int) -> Iterator[Window]:
-    """Yields the places of this rank that the copies fill, in windows of at most `most` bytes: the
+    """Yields the places of this rank that are to be filled, in windows of at most `most` bytes: the
     weights of the experts behind all others.
     """
-    at = filling.copies["dst_at"]
+    # a shard of the vocabulary may have padding only
+    at = np.sort(np.concatenate([filling.copies["dst_at"], filling.padded]))
     filled = [w for w in memory.weights if _slice(at, w.at, w.at + w.nbytes)]
     for expert in (False, True):
         held: list[Weight] = []
@@ -247,11 +251,12 @@ def _fill(windows: Sequence[Window], filling: Filling, max_memory: int, threads:
             most = min(_window_bytes(max_memory, count), max(w.end - w.start for w in windows))
             staging[id(buffer)] = torch.empty(most, dtype=torch.uint8, pin_memory=cuda)
         staged = staging[id(buffer)][:size]
-        staged.zero_()  # the rows of padding that no copy fills
         first, last = window.weights[0], window.weights[-1]
+        if _slice(filling.padded, first.at, last.at + last.nbytes):
+            staged.zero_()  # the rows that no copy fills
         chosen = _slice(at, first.at, last.at + last.nbytes)
         copies = filling.copies[chosen.start : chosen.stop]
-        if window.start > first.at or window.end < last.at + last.nbytes:
+        if chosen and (window.start > first.at or window.end < last.at + last.nbytes):
             width = itemsize(joined.casts[int(copies["cast"][0])].target)
             copies = within(copies, width, window.start, window.end)
         out = memoryview(staged.numpy())

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from mckpt.checkpoint.checkpoint import Checkpoint
 from mckpt.checkpoint.files import CheckpointFiles
@@ -19,16 +19,21 @@ from mckpt.containers.dcp_metadata import Metadata
 from mckpt.containers.entries import Span
 from mckpt.containers.torch_spans import Item
 from mckpt.errors import CoverError, SourceError, UsageError, show_as
+from mckpt.formats import places
 from mckpt.formats.base import Names
 from mckpt.formats.megatron import torch_dist
 from mckpt.formats.megatron.chunked import Chunked, Files
 from mckpt.formats.megatron.common_state import Common
 from mckpt.formats.megatron.save_directory import IterationDirectory
 from mckpt.geometry.box import Layout
+from mckpt.geometry.join import join
 from mckpt.geometry.parallel import Parallel
 from mckpt.live.memory import Memory, Part
-from mckpt.live.together import gathered, rank_and_world
+from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FORMAT = replace(torch_dist.FORMAT, name="live", seen_as="a model in memory", optimizer=False)
 _PLAIN = (bool, int, float, str, type(None))
@@ -136,20 +141,50 @@ class OpenedModel(torch_dist.TorchDist):
             ) from None
 
 
-def describe(
-    memory: Memory,
-    options: SourceOptions | None = None,
-    args: Any = None,
-    *,
-    own: bool = False,
-) -> Checkpoint:
-    """Returns the model whose chunks all ranks have in their memory. All ranks call it.
+class Described(TypedDict, total=False):
+    """The keywords that describe a live model, as those of mckpt.open do."""
 
-    options, args: the user's description of the model. own: where several ranks hold the same
-    part, take that of this rank; otherwise the ranks take turns.
+    like: str | Path  # the Hugging Face directory of the model, or its name on the Hub
+    args: Any  # Megatron-LM's get_args(), for a model that no directory describes
+    family: str
+    mapping: str | Path
+    vocab_size: int
+    settings: Mapping[str, Any]
+
+
+def describe(model_chunks: Sequence[Any], **described: Unpack[Described]) -> Checkpoint:
+    """Returns a live model as a checkpoint: its mapping, dims, logical tensors and layout, in which
+    each rank is a file. The elements cannot be read from it. All ranks call it.
+
+    Raises one error on all ranks if a parameter has no name in the mapping, or if the parts of all
+    ranks do not cover each whole tensor once.
+    """
+    model = collected(Memory(model_chunks), described)
+    own_result(lambda: join(model.layout, model.layout))
+    return model
+
+
+def collected(
+    memory: Memory, described: Described | None = None, *, own: bool = False
+) -> Checkpoint:
+    """Returns the model whose chunks all ranks have in their memory. Its layout is not proved.
+
+    own: where several ranks hold the same part, take that of this rank; otherwise the ranks take
+    turns.
 
     Raises one error on all ranks, with all parameters that no rank's `sharded_state_dict()` names.
     """
+    described = described or {}
+    if unknown := described.keys() - Described.__annotations__.keys():
+        raise TypeError(f"unexpected keyword: {', '.join(sorted(unknown))}")
+    args, like = described.get("args"), described.get("like")
+    options = SourceOptions(
+        like=None if like is None else places.local(like, weights=False),
+        family=described.get("family"),
+        mapping=None if (file := described.get("mapping")) is None else str(file),
+        vocab_size=described.get("vocab_size"),
+        settings=described.get("settings") or {},
+    )
 
     def parts() -> tuple[list[Part], int]:
         found, problems = memory.parts()
@@ -165,7 +200,6 @@ def describe(
     directory.sizes = [nbytes for _, nbytes in every]
     plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
     opened = OpenedModel(directory, sizes_of(memory), plain)
-    options = options or SourceOptions()
     if options.like is not None:  # a conversion copies the files of this directory
         (root / "hf").symlink_to(options.like, target_is_directory=True)
     files = CheckpointFiles(root, options, IterationDirectory(root, root, "live"), opened)

@@ -13,14 +13,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import numpy as np
 
 from mckpt import api, formats
 from mckpt.checkpoint.checkpoint import Checkpoint
-from mckpt.checkpoint.source_options import SourceOptions
-from mckpt.conversion.moving import manifest_of
+from mckpt.conversion.moving import RunSettings, manifest_of
 from mckpt.conversion.planning import Plan
 from mckpt.conversion.run import publish
 from mckpt.errors import UsageError
@@ -28,23 +27,11 @@ from mckpt.execute.batches import Batches
 from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
 from mckpt.execute.mover import Overflow
-from mckpt.formats import places
 from mckpt.live.memory import Memory
-from mckpt.live.model import describe, ranks_of
+from mckpt.live.model import Described, collected, ranks_of
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import REPLACED, discard
-from mckpt.values.sizes import parse_size
-
-
-class _How(NamedTuple):
-    """The settings of a save."""
-
-    max_memory: int  # bytes
-    threads: int
-    checksum: str
-    allow_overflow: bool
-    group: Any  # through which the ranks speak
 
 
 def save(
@@ -52,12 +39,6 @@ def save(
     dst: str | Path,
     *,
     format: str = formats.MEGATRON,
-    like: Any = None,
-    args: Any = None,
-    family: str | None = None,
-    mapping: str | None = None,
-    vocab_size: int | None = None,
-    settings: dict[str, Any] | None = None,
     background: bool = False,
     max_memory: int | str = "256MiB",
     threads: int = 1,
@@ -68,25 +49,23 @@ def save(
     """Writes a live model as a checkpoint of any format and at any parallel sizes. All ranks call
     it. `dst` must be one directory that all ranks see.
 
-    like, args, family, mapping, vocab_size, settings: as for `Sync`.
     background: return when the weights are copied to the host, and write while the model is used.
     threads: of each rank. max_memory: bytes of the buffers of one rank, beside the copy.
 
-    The other keywords are those of mckpt.convert; without sizes, the checkpoint has those of the
-    model. Returns a future: its result() is the content of mckpt.json. With `background` it raises
-    the error of the save, which is the same on all ranks; otherwise this call raises it.
+    The other keywords describe the model (`Described`) and the checkpoint: those of mckpt.convert.
+    Without sizes it has those of the model.
+
+    Returns a future: its result() is the content of mckpt.json. With `background` that raises the
+    error of the save, which is the same on all ranks; otherwise this call raises it.
 
     Raises the errors of mckpt.plan on all ranks before anything is written.
     """
-    memory = Memory(model_chunks)
-    own_options = SourceOptions(
-        like=None if like is None else places.local(like, weights=False),
-        family=family,
-        mapping=mapping,
-        vocab_size=vocab_size,
-        settings=settings or {},
+    how = RunSettings.of(
+        max_memory, threads=threads, checksum=checksum, allow_overflow=allow_overflow
     )
-    model = describe(memory, own_options, args)
+    memory = Memory(model_chunks)
+    names = options.keys() & Described.__annotations__.keys()
+    model = collected(memory, cast(Described, {name: options.pop(name) for name in names}))
     copy = own_result(lambda: _copied(memory, model))
     planned = own_result(lambda: api.plan(model, dst, format=format, **options))
     if sparse_copy.of(planned.destination.root) is not None:
@@ -94,15 +73,13 @@ def save(
             f"{dst}: a live model is saved to a directory that all ranks see; copy it to the store"
             " afterwards"
         )
-    most = parse_size(max_memory, "--max-memory")
-    how = _How(most, threads, checksum, allow_overflow, _group() if background else None)
     if background:
         pool = ThreadPoolExecutor(1, "mckpt-live")
-        found = pool.submit(_write, planned, how, copy)
+        found = pool.submit(_write, planned, how, copy, _group())
         pool.shutdown(wait=False)
         return found
     done: Future[dict[str, Any]] = Future()
-    done.set_result(_write(planned, how, copy))
+    done.set_result(_write(planned, how, copy, None))
     return done
 
 
@@ -143,10 +120,11 @@ def _copied(memory: Memory, model: Checkpoint) -> int:
     return fd
 
 
-def _write(plan: Plan, how: _How, copy: int) -> dict[str, Any]:
+def _write(plan: Plan, how: RunSettings, copy: int, group: Any) -> dict[str, Any]:
     """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
 
-    copy: the descriptor of the copy of this rank's weights, which is closed at the end.
+    copy: the descriptor of the copy of this rank's weights, which is closed at the end. group:
+    through which the ranks speak; None is the default group.
     """
     rank, _ = rank_and_world()
     try:
@@ -160,9 +138,9 @@ def _write(plan: Plan, how: _How, copy: int) -> dict[str, Any]:
                 lay_out(plan.outputs, folder / "data", folder / "data" / "journal")
                 return str(folder)
 
-            staging = Path(gathered(begin, how.group)[0])
+            staging = Path(gathered(begin, group)[0])
             try:
-                sums = _moved(plan, how, staging / "data")
+                sums = _moved(plan, how, staging / "data", group)
 
                 def end() -> dict[str, Any]:
                     if rank:
@@ -171,7 +149,7 @@ def _write(plan: Plan, how: _How, copy: int) -> dict[str, Any]:
                     publish(plan.destination, staging, plan.side, manifest)
                     return manifest
 
-                return gathered(end, how.group)[0]
+                return gathered(end, group)[0]
             except BaseException:
                 # no later save can continue this one; but what a killed one replaced is the user's
                 if not rank and not (staging / REPLACED).exists():
@@ -181,7 +159,7 @@ def _write(plan: Plan, how: _How, copy: int) -> dict[str, Any]:
         os.close(copy)
 
 
-def _moved(plan: Plan, how: _How, data: Path) -> list[str]:
+def _moved(plan: Plan, how: RunSettings, data: Path, group: Any) -> list[str]:
     """Writes this rank's elements into the files of the plan, and completes every `world`-th file.
     Returns the checksums of all files.
     """
@@ -212,12 +190,12 @@ def _moved(plan: Plan, how: _How, data: Path) -> list[str]:
         return batches.ranges
 
     try:
-        written = gathered(move, how.group)
+        written = gathered(move, group)
         batches.ranges = [
             [r for ranges in of_file for r in ranges] for of_file in zip(*written, strict=True)
         ]
         files = range(rank, len(plan.outputs), world)
-        sums = gathered(lambda: batches.end(lambda: None, files), how.group)
+        sums = gathered(lambda: batches.end(lambda: None, files), group)
     finally:
         batches.close()
     return [sums[file % world][file] for file in range(len(plan.outputs))]

@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 
 from mckpt import formats
-from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.conversion.target import TargetOptions
 from mckpt.errors import UsageError
-from mckpt.formats import places
 from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
 from mckpt.live.buckets import Bucket, Tensor, To, plan
 from mckpt.live.memory import Memory
-from mckpt.live.model import describe
+from mckpt.live.model import Described, collected
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import LARGEST
@@ -26,6 +24,7 @@ from mckpt.values.sizes import parse_size
 
 if TYPE_CHECKING:
     import torch
+    from typing_extensions import Unpack
 
 BAND = 1024  # rows that are quantised at a time; a multiple of each block
 
@@ -59,12 +58,6 @@ class Sync:
         self,
         model_chunks: Sequence[Any],
         *,
-        like: Any = None,
-        args: Any = None,
-        family: str | None = None,
-        mapping: str | None = None,
-        vocab_size: int | None = None,
-        settings: dict[str, Any] | None = None,
         bucket_bytes: int | str = "1GiB",
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         quantize: Literal["fp8"] | None = None,
@@ -72,12 +65,11 @@ class Sync:
         slices: bool = False,
         allow_inexact: Collection[str] = (),
         allow_overflow: bool = False,
+        **described: Unpack[Described],
     ) -> None:
         """Makes the plan, and proves that it has every element of every parameter once.
 
-        like: the Hugging Face directory of the model, or its name on the Hub. args: Megatron-LM's
-        get_args(), for a model that no directory describes. family, mapping, vocab_size, settings:
-        as for mckpt.open.
+        described: the keywords of `Described`, such as `like`.
         bucket_bytes: the most bytes that are sent at once. One tensor may have half of them.
         dtype: of all tensors; without it, each has that of the parameter.
         quantize: "fp8" gives the weights of linear layers as codes, and their scales.
@@ -93,14 +85,7 @@ class Sync:
         self.allow_overflow = allow_overflow
         self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
         self.memory = Memory(model_chunks)
-        options = SourceOptions(
-            like=None if like is None else places.local(like, weights=False),
-            family=family,
-            mapping=mapping,
-            vocab_size=vocab_size,
-            settings=settings or {},
-        )
-        model = describe(self.memory, options, args)
+        model = collected(self.memory, described)
         self.rank, self.world = rank_and_world()
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact

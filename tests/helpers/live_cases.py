@@ -9,6 +9,8 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        there is one call only
        saves: [[destination, keywords of mckpt.live.save]]: with `background`, all weights are
        zeroed while it is written
+       engine: the ports of tests/helpers/sglang_server.py and of its group, to which
+       examples/live/sglang_weights.py sends the weights twice, doubled the second time
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
@@ -17,6 +19,8 @@ live   checkpoint: of Megatron, which megatron-core itself loads
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,11 +30,14 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+import mckpt
 from mckpt import live
 from mckpt.errors import MckptError, SourceError
 from mckpt.live import loading
 from mckpt.trainer import load
 from mckpt.values.sizes import parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @torch.no_grad()
@@ -47,6 +54,10 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
         differs[str(number)] = on_any_rank(
             name for name, value in load.weights(chunks) if not same(value, wanted[name])
         )
+    if "like" in case:
+        assert list(live.describe(chunks, like=case["like"])) == list(
+            mckpt.open(case["checkpoint"])
+        )
     exported = {
         str(number): on_any_rank(export_problems(chunks, case["like"], directory, options))
         for number, (directory, options) in enumerate(case.get("exports", ()))
@@ -58,7 +69,21 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
         assert saved.result()["files"]
         for name, value in load.weights(chunks):
             value.copy_(wanted[name])
+    if "engine" in case:
+        push(chunks, case["like"], *case["engine"])
     return {"differs": differs, "exported": exported}
+
+
+def push(chunks: list[Any], like: str, http: int, group: int) -> None:
+    """Runs examples/live/sglang_weights.py with a stand-in for SGLang."""
+    sys.path.insert(0, str(ROOT / "tests" / "helpers" / "fake_sglang"))
+    example = runpy.run_path(str(ROOT / "examples" / "live" / "sglang_weights.py"))
+    url, place = f"http://127.0.0.1:{http}", {"address": "127.0.0.1", "port": group}
+    server = example["SglangServer"](chunks, like, url, **place, workers=1, backend="gloo")
+    server.update()
+    for _, weight in load.weights(chunks):
+        weight.mul_(2)
+    server.update()
 
 
 # what the keyword `to` of Sync may be, by a name that JSON can have

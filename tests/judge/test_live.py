@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mckpt
+from mckpt import launching
 from tests.helpers import made_models, tiny
 from tests.helpers.judging import explain, judge
 from tests.helpers.tiny import TinyModel
@@ -15,6 +20,7 @@ from tests.judge import test_family_models as family_models
 
 pytestmark = pytest.mark.judge
 
+ROOT = Path(__file__).resolve().parents[2]
 WORLD = 4
 # the sizes of the live model; in a world of 4 some of them have replicas
 DENSE: list[dict[str, Any]] = [{"tp": 2, "pp": 2, "vpp": 2}]
@@ -98,6 +104,11 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
         cases[-1]["saves"] = [
             [str(work / "saved" / f"{case}-{name}"), options] for name, options in SAVES.items()
         ]
+    # the last rank's rows of the vocabulary are padding: 131 tokens have 256 rows
+    add("padding", tiny_model("llama"), {"tp": 4}, (tiny_model("llama"), {}))
+    engine = [launching.free_port(), launching.free_port()]
+    add("engine", tiny_model("qwen3-moe"), {"tp": 2, "pp": 2}, engine=engine)
+    cases[-1]["like"] = str(tiny_model("qwen3-moe"))
     quantised = work / "quantised"
     mckpt.convert(tiny_model("qwen3"), quantised, format="hf", quantize="fp8")
     add("quantised", quantised, {"tp": 2, "pp": 2}, (quantised, {}))
@@ -106,7 +117,28 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
         add(fault, source, {"tp": 2, "pp": 2}, (source, {}), fault=fault, timeout=20)
     other = tiny_model("qwen2")
     add("other", tiny_model("qwen3"), {"tp": 2}, (other, {}), fault="failing_read")
-    return judge(cases, WORLD, work / "live", timeout=900)
+    server, received = ROOT / "tests" / "helpers" / "sglang_server.py", work / "received"
+    received.mkdir()
+    command = [sys.executable, str(server), str(engine[0]), str(received)]
+    with subprocess.Popen(command) as process:
+        try:
+            return judge(cases, WORLD, work / "live", timeout=900)
+        finally:
+            process.kill()
+
+
+def test_an_engine_receives_the_weights_of_each_step(
+    work: Path, tiny_model: TinyModel, filled: dict[str, dict[str, Any]]
+) -> None:
+    assert filled["engine"]["ok"], explain(filled["engine"])
+    wanted = mckpt.open(work / "dist" / "qwen3-moe").hf_tensors()
+    for step, factor in enumerate((1, 2)):
+        folder = work / "received" / str(step)
+        shutil.copy(tiny_model("qwen3-moe") / "config.json", folder)
+        received = mckpt.open(folder).hf_tensors()
+        assert received.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert np.array_equal(received[name].numpy(), tensor.numpy() * factor), name
 
 
 @pytest.mark.parametrize("case", tiny.CASES)
@@ -169,8 +201,11 @@ def test_replicas_share_the_reading(case: str, filled: dict[str, dict[str, Any]]
     assert result["differs"] == {"0": [], "1": []}
 
 
-def test_quantised_weights_are_dequantised(filled: dict[str, dict[str, Any]]) -> None:
-    result = filled["quantised"]
+@pytest.mark.parametrize("case", ["quantised", "padding"])
+def test_quantised_weights_and_padding_are_filled(
+    case: str, filled: dict[str, dict[str, Any]]
+) -> None:
+    result = filled[case]
     assert result["ok"], explain(result)
     assert result["differs"] == {"0": []}
 

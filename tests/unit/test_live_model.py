@@ -61,7 +61,7 @@ def test_each_rank_reads_its_own_elements(src: Path, dist_dir: Path, tmp_path: P
     source = mckpt.open(src)
     for rank in range(WORLD):
         live = model(tmp_path, held, src, rank)
-        joined = loading.join_models(source, live)
+        joined, _ = loading.join_models(source, live)
         files = [live.opened.directory.rank_of(f) for f in joined.copies["dst_file"].tolist()]
         mine = joined.copies[np.array(files) == rank]
         nbytes = int((mine["rows"] * mine["run"]).sum()) * itemsize("bfloat16")

@@ -1,0 +1,107 @@
+"""mckpt.live with NCCL on two GPUs, compared bit for bit with the files of conversions:
+
+    python tests/gpu/live.py WORK
+
+It makes tiny models, converts each, and lets megatron-core load it; mckpt.live must fill the model
+with the same bits, and give and save the tensors of `megatron-to-hf`. The cases are those of
+tests/helpers/live_cases.py. It prints a line for each, and ends with 1 if one failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+import mckpt  # noqa: E402
+from tests.helpers import tiny  # noqa: E402
+
+WORLD = 2
+# with pp 2 the embedding is tied over two ranks; with tp 1 and ep 1 both ranks are replicas
+CASES: tuple[tuple[str, dict[str, int]], ...] = (
+    ("qwen3", {"tp": 2}),
+    ("qwen3", {"tp": 1}),
+    ("qwen3-tied", {"pp": 2}),
+    ("llama", {"pp": 2, "vpp": 2}),
+    ("qwen3-moe", {"ep": 2, "etp": 1}),
+    ("mixtral", {"tp": 2}),
+    ("deepseek-v3", {"ep": 2, "etp": 1}),
+)
+
+
+def main(work: Path) -> int:
+    cases = [case_of(work, case, size) for case, size in CASES]
+    out = work / "results"
+    out.mkdir(parents=True, exist_ok=True)
+    (work / "cases.json").write_text(json.dumps(cases))
+    judge = str(ROOT / "tests" / "helpers" / "judge.py")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={WORLD}", judge]
+    environ = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    subprocess.run([*command, str(work / "cases.json"), str(out)], env=environ, check=False)
+    passed = True
+    for case in cases:
+        path = out / f"{case['name']}.json"
+        found = json.loads(path.read_text()) if path.exists() else {"ok": False, "error": "none"}
+        listed = (*found.get("differs", {}).values(), *found.get("exported", {}).values())
+        wrong = [text for one in listed for text in one]
+        if found["ok"]:
+            wrong += [text for saved in case["saves"] for text in saved_problems(case, *saved)]
+        passed &= found["ok"] and not wrong
+        said = "; ".join(wrong[:3]) if found["ok"] else str(found["error"])
+        print(case["name"], "fails: " + said if said else f"passes in {found['seconds']} s")
+    return 0 if passed else 1
+
+
+def case_of(work: Path, case: str, size: dict[str, int]) -> dict[str, Any]:
+    """Returns a case of the judge, and converts what it needs."""
+    source, converted = work / "hf" / case, work / "dist" / case
+    exports = []
+    if not source.exists():
+        tiny.tiny_random(case, source)
+        mckpt.convert(source, converted, transformer_impl="local")
+    for name, made, asked in (
+        ("bf16", {}, {}),
+        ("bf16", {}, {"bucket_bytes": 65536, "slices": True}),
+        ("bf16", {}, {"to": 1}),
+        ("bf16", {}, {"to": "halves", "bucket_bytes": "1MiB"}),
+        ("fp16", {"dtype": "fp16"}, {"dtype": "fp16"}),
+        ("fp8", {"quantize": "fp8"}, {"quantize": "fp8"}),
+    ):
+        exported = work / name / case
+        if not exported.exists():
+            mckpt.convert(converted, exported, format="hf", **made)
+        exports.append([str(exported), asked])
+    name = f"{case}-" + "".join(f"{k}{v}" for k, v in size.items())
+    saves = [
+        [str(work / "saved" / f"{name}-{form}"), {"format": form, "background": True}]
+        for form in ("hf", "torch_dist")
+    ]
+    loads = [[str(source), {}], [str(source), {"broadcast": True}], [str(converted), {}]]
+    return {
+        "name": name,
+        "kind": "live",
+        "checkpoint": str(converted),
+        "like": str(source),
+        "loads": loads,
+        "exports": exports,
+        "saves": saves,
+        "world": WORLD,
+        "timeout": 120,
+        **size,
+    }
+
+
+def saved_problems(case: dict[str, Any], saved: str, options: dict[str, Any]) -> list[str]:
+    if mckpt.diff(case["checkpoint"], saved):
+        return [f"{saved} differs from {case['checkpoint']}"]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
