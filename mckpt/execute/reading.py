@@ -66,7 +66,7 @@ def read(
 def _read_ranges(mover: Mover, work: Work, slab: int, start: int, out: memoryview) -> None:
     """Reads the rows of a flat copy into their places, without a buffer in between."""
     c, (_, row, last, _, _) = Copy(*work.cluster(slab)[0].tolist()), work.slabs[slab].item()
-    with mover.sources.held([c.src_file]) as fds:
+    with mover.sources.opened([c.src_file]) as fds:
         for r in range(row, last):
             at = c.dst_at + r * c.dst_pitch - start
             skipped, end = max(0, -at), min(at + c.run, len(out))

@@ -173,7 +173,7 @@ def start(case: dict[str, Any], args: Namespace, store: dist.Store, rank: int, w
         world_size=world,
         timeout=datetime.timedelta(seconds=timeout_s),
     )
-    build.initialize(args, timeout_s)
+    build.initialize(args, timeout_s, gloo_groups=bool(case.get("trains")))
 
 
 def tear_down() -> None:
@@ -423,6 +423,8 @@ def live_case(
     stored = load.read_args(case["checkpoint"])
     args = build.at_sizes(stored, **case.get("args", {}) | sizes(case))
     start(case, args, store, rank, world)
+    if case.get("trains"):
+        return live_cases.run_training(case, args)
     return live_cases.run(case, build.build(args, args.params_dtype), args)
 
 

@@ -11,6 +11,8 @@ live   checkpoint: of Megatron, which megatron-core itself loads
        zeroed while it is written
        engine: the ports of tests/helpers/sglang_server.py and of its group, to which
        examples/live/sglang_weights.py sends the weights twice, doubled the second time
+       trains: true fills a model in DistributedDataParallel, with a distributed optimizer, whose
+       master copies must have the same bits too; only `loads` are run then
        fault: makes the first load fail (FAULTS)
        -> differs: {number of a load: names of the weights that differ, on any rank}
        -> exported: {number of an export: what is wrong with its tensors, on any rank}
@@ -34,7 +36,7 @@ import mckpt
 from mckpt import live
 from mckpt.errors import MckptError, SourceError
 from mckpt.live import loading
-from mckpt.trainer import load
+from mckpt.trainer import cpu, load, train
 from mckpt.values.sizes import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +74,32 @@ def run(case: dict[str, Any], chunks: list[Any], args: Any) -> dict[str, Any]:
     if "engine" in case:
         push(chunks, case["like"], *case["engine"])
     return {"differs": differs, "exported": exported}
+
+
+def run_training(case: dict[str, Any], args: Any) -> dict[str, Any]:
+    """Fills a model that is ready to be trained."""
+    options = train.Options(dtype="bfloat16")
+    args = train.run_args(args, options)
+    with cpu.as_cuda():
+        chunks, optimizer, _ = train.set_up(args, options)
+        models = [chunk.module for chunk in chunks]
+        load.load(models, args, case["checkpoint"])
+        optimizer.reload_model_params()
+
+        def bits() -> dict[str, torch.Tensor]:
+            masters = [m for group in optimizer.param_groups for m in group["params"]]
+            held = {f"master {i}": m.detach().clone() for i, m in enumerate(masters)}
+            return held | {name: value.clone() for name, value in load.weights(models)}
+
+        wanted, differs = bits(), {}
+        for number, (source, keywords) in enumerate(case["loads"]):
+            load.mark(models)
+            optimizer.reload_model_params()
+            live.load(chunks, source, optimizer=optimizer, **keywords)
+            found = bits()
+            wrong = [name for name in wanted if not same(found[name], wanted[name])]
+            differs[str(number)] = on_any_rank(wrong)
+    return {"differs": differs, "masters": sum("master" in name for name in wanted)}
 
 
 def push(chunks: list[Any], like: str, http: int, group: int) -> None:

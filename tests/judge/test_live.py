@@ -104,6 +104,9 @@ def filled(work: Path, tiny_model: TinyModel) -> dict[str, dict[str, Any]]:
         cases[-1]["saves"] = [
             [str(work / "saved" / f"{case}-{name}"), options] for name, options in SAVES.items()
         ]
+    for case, size in (("qwen3", {"tp": 2}), ("qwen3-moe", {"ep": 2, "etp": 1})):
+        loads = (tiny_model(case), {}), (tiny_model(case), {"broadcast": True})
+        add(f"trains-{case}", tiny_model(case), size, *loads, trains=True)
     # the last rank's rows of the vocabulary are padding: 131 tokens have 256 rows
     add("padding", tiny_model("llama"), {"tp": 4}, (tiny_model("llama"), {}))
     engine = [launching.free_port(), launching.free_port()]
@@ -198,6 +201,14 @@ def test_a_saved_model_is_that_of_the_file_route(
 def test_replicas_share_the_reading(case: str, filled: dict[str, dict[str, Any]]) -> None:
     result = filled[f"shared-{case}"]
     assert result["ok"], explain(result)
+    assert result["differs"] == {"0": [], "1": []}
+
+
+@pytest.mark.parametrize("case", ["qwen3", "qwen3-moe"])
+def test_master_copies_follow_the_parameters(case: str, filled: dict[str, dict[str, Any]]) -> None:
+    result = filled[f"trains-{case}"]
+    assert result["ok"], explain(result)
+    assert result["masters"]
     assert result["differs"] == {"0": [], "1": []}
 
 
