@@ -130,6 +130,12 @@ def compare(
     return joined
 
 
+def add(path: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Adds arrays to an .npz file, which may be new."""
+    there = dict(np.load(path)) if path.exists() else {}
+    np.savez(path, **there | arrays)
+
+
 # ----------------------------------------------------------------------------- a process of its own
 
 

@@ -75,7 +75,8 @@ def main(job: dict[str, Any]) -> None:
                     parameter.data = parameter.data.to(getattr(torch, job["dtype"]))
         for index, tokens in enumerate(sequences):
             found = points.compare(saved(out, index), logits(model, tokens), torch.tensor(tokens))
-            keep(out, index, {f"low_{key}": value for key, value in found.items()})
+            low = {f"low_{key}": value for key, value in found.items()}
+            points.add(out / f"reference.{index}.npz", low)
     import transformers
 
     facts = {
@@ -332,17 +333,12 @@ def noise(model: Any, recorder: points.Recorder, tokens: list[int], out: Path, i
         f"noise_router_{k}": np.abs(value - first[f"router_{k}"]).max(-1)
         for k, value in recorder.router_logits.items()
     }
-    keep(out, index, kept)
+    points.add(out / f"reference.{index}.npz", kept)
     return float(found["max_abs"].max())
 
 
 def saved(out: Path, index: int) -> torch.Tensor:
     return torch.from_numpy(np.load(out / f"logits.{index}.npy"))
-
-
-def keep(out: Path, index: int, more: dict[str, Any]) -> None:
-    path = out / f"reference.{index}.npz"
-    np.savez(path, **dict(np.load(path)) | more)
 
 
 def reach(

@@ -139,14 +139,12 @@ def compare(
     path = out / f"{name}.{index}.npz"
     if low:
         kept = {f"low_{key}": value for key, value in kept.items()}
-    if path.exists():
-        kept = dict(np.load(path)) | kept
-    else:
+    if not path.exists():
         at = np.random.RandomState(index).randint(0, reference.numel(), SCATTER)
         kept["scatter"] = np.stack(
             [reference.reshape(-1)[at].numpy(), found.reshape(-1).cpu()[at].numpy()], 1
         )
-    np.savez(path, **kept)
+    points.add(path, kept)
 
 
 if __name__ == "__main__":

@@ -446,15 +446,11 @@ def _uncast_keys(left: Checkpoint, right: Checkpoint) -> list[str]:
 
 def _refuse_context_parallelism(path: str | Path, dtype: str, options: Options) -> None:
     """Raises UsageError if --cp is given for a run in fp32."""
-    if options.cp > 1 and options.level == "train":
+    if options.cp > 1 and (options.level == "train" or dtype == "float32"):
+        run = "--level train compares in" if options.level == "train" else f"{path}: is"
         raise UsageError(
-            "--level train compares in fp32, which Transformer Engine's context parallelism"
-            " does not compute; leave --cp out"
-        )
-    if options.cp > 1 and dtype == "float32":
-        raise UsageError(
-            f"{path}: is fp32, which Transformer Engine's context parallelism does not compute;"
-            " leave --cp out"
+            f"{run} fp32, which Transformer Engine's context parallelism does not compute; leave"
+            " --cp out"
         )
 
 
