@@ -14,7 +14,7 @@ from mckpt.checkpoint.source_options import SourceOptions
 from mckpt.errors import MappingError
 from mckpt.mapping.drafting import draft
 from mckpt.mapping.forms import Form
-from tests.helpers import made_models, tiny
+from tests.helpers import tiny
 from tests.helpers.commands import good, refused
 from tests.helpers.tiny import TinyModel
 
@@ -228,35 +228,3 @@ def test_check_refuses_a_tensor_under_two_keys(tmp_path: Path) -> None:
     tiny.write_json(config, tiny.config("llama"))
     said = refused(4, args=("mappings", "check", file, "--config", config))
     assert "final_norm.weight: in model.norm.weight and in model.other.weight" in said
-
-
-# What a person adds to the draft. The draft names all of it: an unknown key of config.json, and two
-# dims of Nemotron that the config does not decide.
-ADDED = {
-    "solar_open": "",
-    "jais2": """\
-dims:
-  norm_eps: {key: layer_norm_eps, default: 1e-5}
-  norm_offset: {const: false}
-  rope_fraction: {const: 1.0}
-""",
-}
-
-
-@pytest.mark.judge
-@pytest.mark.slow  # docs/new-model.md, which is run each time, walks the same way once
-def test_from_an_unknown_architecture_to_a_verified_checkpoint(tmp_path: Path) -> None:
-    """The drafts for two models that no family has pass `verify`, with what ADDED says."""
-    made_models.make(ADDED, tmp_path)
-    for case, added in ADDED.items():
-        hf, out, file = tmp_path / case, tmp_path / f"{case}-megatron", tmp_path / f"{case}.yaml"
-        said = refused(4, args=("hf-to-megatron", hf, out))
-        assert "mappings new HF_DIR" in said
-        text = good("mappings", "new", hf).out
-        for line in added.splitlines()[1:]:
-            assert line.split(":")[0].strip() in text
-        file.write_text(text + added)
-        assert len((text + added).splitlines()) < 60
-        assert "every stored tensor has a rule" in good("mappings", "check", file, hf).out
-        good("hf-to-megatron", hf, out, "--tp", 2, "--pp", 2, "--mapping", file)
-        assert "PASS" in good("verify", hf, out).out

@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import mckpt as api
-from tests.helpers.commands import command_line, good, mckpt, refused, run
+from tests.helpers.commands import command_line, good, mckpt, refused
 from tests.helpers.commands import hf as tiny_hf
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -319,25 +319,3 @@ def test_a_conversion_waits_for_what_it_needs(training: Path, tmp_path: Path) ->
         f"{TRACKER} names 20 and not yet 30, after 1 s (--wait-for)",
         args=(*line, "--iteration", 30),
     )
-
-
-@pytest.mark.judge
-def test_every_iteration_that_training_saves_is_exported(tmp_path: Path) -> None:
-    """The watcher runs beside the trainer, and each export has the weights of its iteration."""
-    tiny_hf(tmp_path / "hf")
-    good("hf-to-megatron", tmp_path / "hf", tmp_path / "start")
-    watcher = Watcher(tmp_path / "run", tmp_path / "out/{iteration}", "--until", 20)
-    run(
-        command_line(
-            *("train", tmp_path / "start", "--steps", 20, "--save", tmp_path / "run"),
-            *("--save-interval", 5, "--seq-length", 16, "--global-batch-size", 2),
-            *("--device", "cpu", "--dtype", "fp32", "--lr", "0.01"),
-        )
-    )
-    rows = watcher.end()["iterations"]
-    assert [(row["iteration"], row["state"]) for row in rows] == [
-        (n, "written") for n in (5, 10, 15, 20)
-    ]
-    for n in (5, 10, 15, 20):
-        good("diff", tmp_path / f"run/iter_{n:07d}", tmp_path / f"out/{n}")
-    assert mckpt("diff", tmp_path / "out/5", tmp_path / "out/10").code == 1

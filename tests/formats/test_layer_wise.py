@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 import mckpt
@@ -61,36 +59,6 @@ def test_expert_ranks_are_numbered_as_megatron_core_does() -> None:
     sizes = Parallel(tp=2, ep=2, etp=2)
     found = [layer_wise.expert_rank(sizes, tp, data) for data in range(4) for tp in range(2)]
     assert found == [(0, 0), (0, 0), (1, 0), (1, 0), (0, 1), (0, 1), (1, 1), (1, 1)]
-
-
-@pytest.mark.judge
-@pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs megatron-core 0.19")
-def test_megatron_core_deals_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-    from megatron.core.optimizer import layer_wise_optimizer
-
-    monkeypatch.setattr(layer_wise_optimizer, "get_pg_rank", lambda group: group)
-    numels = np.random.default_rng(0).integers(1, 9, 23).tolist()
-    parameters = [torch.empty(n) for n in numels]
-    experts = [bool(i % 3 == 0) for i in range(23)]
-    for data, expert_data in ((3, 2), (2, 1)):
-        own = SimpleNamespace(dp_cp=0, expt_dp=0)
-        groups = [
-            {"params": [p for p, e in zip(parameters, experts, strict=True) if e == expert]}
-            | {"is_expert_parallel": expert}
-            for expert in (False, True)
-        ]
-        of = layer_wise_optimizer.LayerWiseDistributedOptimizer._shard_params_ping_pong
-        of(own, [SimpleNamespace(param_groups=groups)], data, expert_data)
-        for expert, ranks, lists in (
-            (False, data, own.dp_cp_params_list),
-            (True, expert_data, own.expt_dp_params_list),
-        ):
-            mine = [p for p, e in zip(parameters, experts, strict=True) if e == expert]
-            dealt = layer_wise.deal([len(p) for p in mine], ranks)
-            for rank, held in enumerate(lists or []):
-                wanted = [id(p) for p, r in zip(mine, dealt, strict=True) if r == rank]
-                assert sorted(map(id, held)) == sorted(wanted)
 
 
 def test_another_order_is_found_by_the_values(

@@ -355,12 +355,3 @@ def test_a_copy_in_hugging_face_format_is_not_quantised(checkpoint, tmp_path):
         "none of its tensors is quantised",
         args=("megatron-to-hf", tmp_path / "copy", tmp_path / "again"),
     )
-
-
-@pytest.mark.judge
-@pytest.mark.slow
-def test_megatron_core_computes_the_logits_of_the_dequantised_values(tmp_path):
-    tiny_quantised("deepseek-v3", tmp_path / "hf", (16, 16))
-    good("hf-to-megatron", tmp_path / "hf", tmp_path / "megatron", "--tp", 2)
-    said = good("verify", tmp_path / "hf", tmp_path / "megatron").out
-    assert "PASS" in said and "dequantised by mckpt" in said

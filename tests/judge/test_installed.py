@@ -1,4 +1,6 @@
-"""The installed megatron-core places layers as mckpt does, and mckpt knows all of its args."""
+"""What mckpt knows of megatron-core is true of the installed one: its args, the places of layers,
+and the ranks that get the parameters of Muon.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,20 @@ import importlib.util
 import json
 import re
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from mckpt import mapping
+from mckpt.formats.megatron.optimizer import layer_wise
 from mckpt.mapping import MappingFile
 from mckpt.mapping.inert import is_inert, known_args
 from tests.helpers import placement
 from tests.helpers.commands import run
+from tests.helpers.lazy import torch
 
 pytestmark = pytest.mark.judge
 
@@ -73,3 +80,31 @@ def fields_of(*paths: Path) -> set[str]:
 
 def unlisted(file: MappingFile, names: set[str]) -> list[str]:
     return sorted(n for n in names - known_args(file) if not is_inert(n))
+
+
+@pytest.mark.skipif(not find_spec("emerging_optimizers"), reason="needs megatron-core 0.19")
+def test_megatron_core_deals_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.core.optimizer import layer_wise_optimizer
+
+    monkeypatch.setattr(layer_wise_optimizer, "get_pg_rank", lambda group: group)
+    numels = np.random.default_rng(0).integers(1, 9, 23).tolist()
+    parameters = [torch.empty(n) for n in numels]
+    experts = [bool(i % 3 == 0) for i in range(23)]
+    for data, expert_data in ((3, 2), (2, 1)):
+        own = SimpleNamespace(dp_cp=0, expt_dp=0)
+        groups = [
+            {"params": [p for p, e in zip(parameters, experts, strict=True) if e == expert]}
+            | {"is_expert_parallel": expert}
+            for expert in (False, True)
+        ]
+        of = layer_wise_optimizer.LayerWiseDistributedOptimizer._shard_params_ping_pong
+        of(own, [SimpleNamespace(param_groups=groups)], data, expert_data)
+        for expert, ranks, lists in (
+            (False, data, own.dp_cp_params_list),
+            (True, expert_data, own.expt_dp_params_list),
+        ):
+            mine = [p for p, e in zip(parameters, experts, strict=True) if e == expert]
+            dealt = layer_wise.deal([len(p) for p in mine], ranks)
+            for rank, held in enumerate(lists or []):
+                wanted = [id(p) for p, r in zip(mine, dealt, strict=True) if r == rank]
+                assert sorted(map(id, held)) == sorted(wanted)

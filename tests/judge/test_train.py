@@ -22,6 +22,7 @@ from mckpt.errors import SourceError, UsageError
 from mckpt.trainer import data
 from mckpt.verification.requirements import require_core
 from tests.cli import test_json
+from tests.cli.test_iterations import Watcher
 from tests.helpers import commands
 from tests.helpers.judged_models import DENSE as PLAIN
 from tests.helpers.judged_models import LLAMA3, MOE, QWEN3, VOCAB
@@ -344,3 +345,24 @@ def test_made_up_text_is_the_same_for_the_same_seed() -> None:
         for a, b in itertools.pairwise(row):
             following.setdefault(a, set()).add(b)
     assert max(len(tokens) for tokens in following.values()) <= data.BRANCHES
+
+
+def test_every_iteration_that_training_saves_is_exported(tmp_path: Path) -> None:
+    """The watcher runs beside the trainer, and each export has the weights of its iteration."""
+    commands.hf(tmp_path / "hf")
+    commands.good("hf-to-megatron", tmp_path / "hf", tmp_path / "start")
+    watcher = Watcher(tmp_path / "run", tmp_path / "out/{iteration}", "--until", 20)
+    commands.run(
+        commands.command_line(
+            *("train", tmp_path / "start", "--steps", 20, "--save", tmp_path / "run"),
+            *("--save-interval", 5, "--seq-length", 16, "--global-batch-size", 2),
+            *("--device", "cpu", "--dtype", "fp32", "--lr", "0.01"),
+        )
+    )
+    rows = watcher.end()["iterations"]
+    assert [(row["iteration"], row["state"]) for row in rows] == [
+        (n, "written") for n in (5, 10, 15, 20)
+    ]
+    for n in (5, 10, 15, 20):
+        commands.good("diff", tmp_path / f"run/iter_{n:07d}", tmp_path / f"out/{n}")
+    assert commands.mckpt("diff", tmp_path / "out/5", tmp_path / "out/10").code == 1

@@ -18,6 +18,7 @@ from mckpt.verification import measuring, verdict
 from mckpt.verification.levels import Options, other_sizes, verify_all
 from mckpt.verification.tokens import read_tokens
 from mckpt.verification.verdict import CLEAN, FAULT
+from tests.formats.test_quantised_checkpoints import tiny_quantised
 from tests.helpers import commands, made_models, tiny
 from tests.helpers.tiny import TinyModel
 
@@ -266,3 +267,42 @@ def test_training_at_two_sizes_gives_the_same_losses(
     assert first == (1, options["pp"]) != second
     assert [len(losses) for losses in training["losses"]] == [options.get("steps", 4)] * 2
     assert training["moved"] > 0 and training["max_abs"] <= training["tolerance"] / CLEAN
+
+
+@pytest.mark.slow
+def test_megatron_core_computes_the_logits_of_the_dequantised_values(tmp_path: Path) -> None:
+    tiny_quantised("deepseek-v3", tmp_path / "hf", (16, 16))
+    commands.good("hf-to-megatron", tmp_path / "hf", tmp_path / "megatron", "--tp", 2)
+    said = commands.good("verify", tmp_path / "hf", tmp_path / "megatron").out
+    assert "PASS" in said and "dequantised by mckpt" in said
+
+
+# What a person adds to the draft. The draft names all of it: an unknown key of config.json, and two
+# dims of Nemotron that the config does not decide.
+ADDED = {
+    "solar_open": "",
+    "jais2": """\
+dims:
+  norm_eps: {key: layer_norm_eps, default: 1e-5}
+  norm_offset: {const: false}
+  rope_fraction: {const: 1.0}
+""",
+}
+
+
+@pytest.mark.slow  # docs/new-model.md, which is run each time, walks the same way once
+def test_from_an_unknown_architecture_to_a_verified_checkpoint(tmp_path: Path) -> None:
+    """The drafts for two models that no family has pass `verify`, with what ADDED says."""
+    made_models.make(ADDED, tmp_path)
+    for case, added in ADDED.items():
+        hf, out, file = tmp_path / case, tmp_path / f"{case}-megatron", tmp_path / f"{case}.yaml"
+        said = commands.refused(4, args=("hf-to-megatron", hf, out))
+        assert "mappings new HF_DIR" in said
+        text = commands.good("mappings", "new", hf).out
+        for line in added.splitlines()[1:]:
+            assert line.split(":")[0].strip() in text
+        file.write_text(text + added)
+        assert len((text + added).splitlines()) < 60
+        assert "every stored tensor has a rule" in commands.good("mappings", "check", file, hf).out
+        commands.good("hf-to-megatron", hf, out, "--tp", 2, "--pp", 2, "--mapping", file)
+        assert "PASS" in commands.good("verify", hf, out).out

@@ -19,8 +19,9 @@ if not find_spec("megatron.core"):
 import mckpt
 from mckpt.checkpoint.checkpoint import Checkpoint
 from tests.helpers.commands import ROOT, good, run
+from tests.helpers.commands import mckpt as command
 from tests.helpers.judging import explain, judge
-from tests.helpers.tiny import unpack
+from tests.helpers.tiny import TinyModel, unpack
 
 pytestmark = pytest.mark.judge
 
@@ -145,3 +146,12 @@ def test_the_schedule_is_kept(form: str, tmp_path: Path) -> None:
     assert before is not None and after is not None
     schedule = after.fields["opt_param_scheduler"]
     assert schedule == before.fields["opt_param_scheduler"] and schedule["num_steps"] == 8
+
+
+@pytest.mark.filterwarnings("ignore")  # torch and transformers cause it by their imports
+def test_todays_megatron_core_judges_the_weights(tiny_model: TinyModel, tmp_path: Path) -> None:
+    source, written = tiny_model("llama"), tmp_path / "zarr"
+    mckpt.convert(source, written, format="zarr")
+    assert mckpt.verify(source, written).verdict == "pass"
+    said = command("train", written, "--steps", 1)
+    assert said.code == 3 and "loads up to 0.15; write another: mckpt reshard" in said.err
