@@ -100,9 +100,9 @@ class Opened(Protocol):
         """
 
     def layout(self, names: Names) -> Layout:
-        """Returns the logical box that each stored tensor holds.
+        """Returns the place of each stored tensor, in logical boxes.
 
-        Raises SourceError with everything that is missing, left over or of another shape.
+        Raises one error with everything that is missing, left over or of another shape.
         """
 
     def show(self, most: int | None) -> Shown:

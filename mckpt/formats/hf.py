@@ -148,10 +148,7 @@ class HuggingFace:
                 yield Span(key, path, e.at, math.prod(e.shape) * dtypes.itemsize(e.dtype), e.dtype)
 
     def layout(self, names: Names) -> Layout:
-        """Returns the logical box that each stored tensor holds.
-
-        Raises one error with everything that is missing, left over or of another shape.
-        """
+        """Returns the place of each stored tensor, in logical boxes, as `Opened.layout`."""
         if self.problems:  # raised alone: otherwise each tensor of a lost shard would be listed too
             raise SourceError.of(
                 f"{self.root}: its weight files do not fit together:",

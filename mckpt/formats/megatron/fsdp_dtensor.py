@@ -77,10 +77,7 @@ class FsdpDtensor(TorchDcp):
         return out
 
     def layout(self, names: Names) -> Layout:
-        """Returns the place of each stored tensor, in logical boxes.
-
-        One error lists every tensor that is missing, left over or of another shape.
-        """
+        """Returns the place of each stored tensor, in logical boxes, as `Opened.layout`."""
         found = super().layout(names)
         fixed = {name for b in names.bound if b.rule.dtype for name in b.rule.of}
         return replace(found, stored=[self._rounded(s, fixed) for s in found.stored])
@@ -102,10 +99,7 @@ class FsdpDtensor(TorchDcp):
         return stated or ("bfloat16" if args.get("bf16") else MASTER_DTYPE)
 
     def optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state, None if the checkpoint has none.
-
-        Raises SourceError with every state that is missing, left over or of another shape.
-        """
+        """Returns the optimizer's state, None if the checkpoint has none."""
         found: States = {}
         for key in self.metadata.tensors:
             if one := _STATE.fullmatch(key):

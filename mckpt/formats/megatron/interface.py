@@ -35,7 +35,10 @@ class OpenedMegatron(Opened, Protocol):
         """Returns Megatron's args and other plain values."""
 
     def optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state, None if the checkpoint has none."""
+        """Returns the optimizer's state, None if the checkpoint has none.
+
+        Raises SourceError with every state that is missing, left over or of another shape.
+        """
 
 
 def as_megatron(opened: Opened) -> OpenedMegatron | None:

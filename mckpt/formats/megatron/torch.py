@@ -201,10 +201,7 @@ class Torch:
         return best_choices(names, {**names.mapping.choices, **CHOICES}, mismatch)
 
     def layout(self, names: Names) -> Layout:
-        """Returns the place of each stored tensor, in logical boxes.
-
-        One error lists every tensor that is missing, left over or of another shape.
-        """
+        """Returns the place of each stored tensor, in logical boxes, as `Opened.layout`."""
         dialect, dims, parallel = names.mapping, names.dims, names.parallel
         problems = Problems(f"the files of {self.root} do not match its args ({parallel}):")
         grid = self._grid(names, problems)
@@ -252,10 +249,7 @@ class Torch:
         )
 
     def optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state, None if the checkpoint has none.
-
-        Raises SourceError with every rank whose state does not fit its parameters.
-        """
+        """Returns the optimizer's state, None if the checkpoint has none."""
         files = list(self.files)
 
         def contents(directory: str, name: str) -> torch_reading.Contents | None:

@@ -128,10 +128,7 @@ class TorchDcp:
         return best_choices(names, choices, lambda chosen: len(names_of(chosen.bound) ^ stored))
 
     def layout(self, names: Names) -> Layout:
-        """Returns the place of each stored tensor, in logical boxes.
-
-        One error lists every tensor that is missing, left over or of another shape.
-        """
+        """Returns the place of each stored tensor, in logical boxes, as `Opened.layout`."""
         self.directory.check_sizes()
         dialect = names.mapping
         problems = Problems(f"the tensors of {self.root} do not match its args:")
@@ -156,10 +153,7 @@ class TorchDcp:
         return b._replace(rule=b.rule._replace(key=key))
 
     def optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state, None if the checkpoint has none.
-
-        Raises SourceError with every state that is missing, left over or of another shape.
-        """
+        """Returns the optimizer's state, None if the checkpoint has none."""
         groups = self._slots()
         if not groups:
             return None

@@ -181,10 +181,7 @@ class TorchDist:
         return best_choices(names, choices, lambda chosen: len(_keys(chosen.bound) ^ stored))
 
     def layout(self, names: Names) -> Layout:
-        """Returns the place of each stored tensor, in logical boxes.
-
-        One error lists every tensor that is missing, left over or of another shape.
-        """
+        """Returns the place of each stored tensor, in logical boxes, as `Opened.layout`."""
         self.directory.check_sizes()
         dialect, bound = names.mapping, names.bound
         problems = Problems(f"the tensors of {self.root} do not match its args:")
@@ -210,10 +207,7 @@ class TorchDist:
         )
 
     def optimizer(self, names: Names) -> Optimizer | None:
-        """Returns the optimizer's state, None if the checkpoint has none.
-
-        Raises SourceError with every state that is missing, left over or of another shape.
-        """
+        """Returns the optimizer's state, None if the checkpoint has none."""
         state_keys = optimizer.keys_of(self.metadata.tensors)
         if not state_keys:
             return self._flat_optimizer(names)
