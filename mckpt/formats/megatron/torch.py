@@ -129,7 +129,7 @@ class Torch:
             common = set(self._rank(self.directories[0]).models[0]) & set().union(*last.models)
             if any("embedding" in key for key in common):
                 return Parallel(tp=tp, ep=more[0])
-        return Parallel(tp, more[0], self.vpp, *more[1:])
+        return Parallel(tp, more[0], self.vpp, ep=more[1] if len(more) > 1 else 1)
 
     def keys(self) -> list[str]:
         """Returns the keys of the first and the last rank, which are those of the outer stages."""

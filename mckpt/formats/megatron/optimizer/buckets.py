@@ -323,6 +323,8 @@ def _registered(
                 )
         # Megatron-Core marks one copy of the embedding in a chunk as shared, the first one.
         first = next((key for key in order if parameters[key][0].bound.rule.of in copied), None)
-        rows = [(key, *parameters[key]) for key in order]
-        out.append([Slot(kept, key, *index, alone=key == first) for key, kept, *index in rows])
+        slots = ((key, *parameters[key]) for key in order)
+        out.append(
+            [Slot(kept, key, layer, expert, key == first) for key, kept, layer, expert in slots]
+        )
     return out
