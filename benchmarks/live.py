@@ -182,6 +182,7 @@ def built(given: argparse.Namespace) -> tuple[Any, list[Any]]:
         provider.expert_tensor_parallel_size = 1
         provider.params_dtype = provider.pipeline_dtype = torch.bfloat16
         provider.bf16 = True
+        provider.gradient_accumulation_fusion = False  # of Apex, and only for training
         provider.finalize()
         provider.initialize_model_parallel(seed=0)
         return bridge, provider.provide_distributed_model(wrap_with_ddp=False)
