@@ -25,7 +25,7 @@ from mckpt.execute.threads import ThreadPool
 from mckpt.geometry.box import Layout
 from mckpt.geometry.join import Joined, join
 from mckpt.live.memory import Memory, Weight
-from mckpt.live.model import collected, ranks_of
+from mckpt.live.model import collected, ranks_of, release
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.sizes import parse_size
@@ -91,10 +91,11 @@ def load(
     occurs while bytes are read leaves parameters partly filled.
     """
     most = parse_size(max_memory, "--max-memory")
-    memory = Memory(model_chunks)
+    memory = own_result(lambda: Memory(model_chunks))
     opened = own_result(lambda: opened_source(source))
     model = collected(memory, own=True)
     filling = own_result(lambda: plan(opened, model))
+    release(model)
     windows = list(_windows(memory, filling, _window_bytes(most, _threads(threads, most))))
     mine = _readers(windows) if broadcast else np.ones(len(windows), bool)
     chosen = [window for window, own in zip(windows, mine, strict=True) if own]

@@ -7,6 +7,7 @@ are somewhere else: each rank is one file (`memory`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, cast
@@ -112,6 +113,7 @@ class OpenedModel(torch_dist.TorchDist):
     def __init__(self, directory: Ranks, sizes: Parallel, args: Mapping[str, Any] | None) -> None:
         super().__init__(directory, FORMAT)
         self.sizes = sizes
+        self.temporary = ExitStack()  # removes the directory that stands for the model
         common = Common({}, "the live model")
         common.args = None if args is None else dict(args)
         self.__dict__["common"] = common  # a cached property that reads files
@@ -159,7 +161,7 @@ def describe(model_chunks: Sequence[Any], **described: Unpack[Described]) -> Che
     Raises one error on all ranks if a parameter has no name in the mapping, or if the parts of all
     ranks do not cover each whole tensor once.
     """
-    model = collected(Memory(model_chunks), described)
+    model = collected(own_result(lambda: Memory(model_chunks)), described)
     own_result(lambda: join(model.layout, model.layout))
     return model
 
@@ -177,14 +179,7 @@ def collected(
     described = described or {}
     if unknown := described.keys() - Described.__annotations__.keys():
         raise TypeError(f"unexpected keyword: {', '.join(sorted(unknown))}")
-    args, like = described.get("args"), described.get("like")
-    options = SourceOptions(
-        like=None if like is None else places.local(like, weights=False),
-        family=described.get("family"),
-        mapping=None if (file := described.get("mapping")) is None else str(file),
-        vocab_size=described.get("vocab_size"),
-        settings=described.get("settings") or {},
-    )
+    options = own_result(lambda: _options(described))
 
     def parts() -> tuple[list[Part], int]:
         found, problems = memory.parts()
@@ -194,12 +189,15 @@ def collected(
 
     every = gathered(parts)
     held = [own_parts for own_parts, _ in every]
-    root = sparse_copy.temporary()
+    temporary = ExitStack()
+    root = temporary.enter_context(sparse_copy.scratch())
     show_as(str(root), "the live model")
     directory = Ranks(root, held, rank_and_world()[0] if own else None)
     directory.sizes = [nbytes for _, nbytes in every]
+    args = described.get("args")
     plain = None if args is None else _plain(args if isinstance(args, Mapping) else vars(args))
     opened = OpenedModel(directory, sizes_of(memory), plain)
+    opened.temporary = temporary
     if options.like is not None:  # a conversion copies the files of this directory
         (root / "hf").symlink_to(options.like, target_is_directory=True)
     files = CheckpointFiles(root, options, IterationDirectory(root, root, "live"), opened)
@@ -210,6 +208,22 @@ def ranks_of(model: Checkpoint) -> Ranks:
     """Returns the parts that all ranks hold of a live model."""
     directory = cast(OpenedModel, model.opened).directory
     return cast(Ranks, directory)
+
+
+def _options(described: Described) -> SourceOptions:
+    like, file = described.get("like"), described.get("mapping")
+    return SourceOptions(
+        like=None if like is None else places.local(like, weights=False),
+        family=described.get("family"),
+        mapping=None if file is None else str(file),
+        vocab_size=described.get("vocab_size"),
+        settings=described.get("settings") or {},
+    )
+
+
+def release(model: Checkpoint) -> None:
+    """Removes the temporary directory that stands for a live model."""
+    cast(OpenedModel, model.opened).temporary.close()
 
 
 def sizes_of(memory: Memory) -> Parallel:

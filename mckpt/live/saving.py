@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -28,7 +28,7 @@ from mckpt.execute.checksums import Range
 from mckpt.execute.files import lay_out
 from mckpt.execute.mover import Overflow
 from mckpt.live.memory import Memory
-from mckpt.live.model import Described, collected, ranks_of
+from mckpt.live.model import Described, collected, ranks_of, release
 from mckpt.live.together import gathered, own_result, rank_and_world
 from mckpt.storage import sparse_copy
 from mckpt.storage.staging import REPLACED, discard
@@ -63,16 +63,12 @@ def save(
     how = RunSettings.of(
         max_memory, threads=threads, checksum=checksum, allow_overflow=allow_overflow
     )
-    memory = Memory(model_chunks)
+    memory = own_result(lambda: Memory(model_chunks))
     names = options.keys() & Described.__annotations__.keys()
     model = collected(memory, cast(Described, {name: options.pop(name) for name in names}))
-    copy = own_result(lambda: _copied(memory, model))
-    planned = own_result(lambda: api.plan(model, dst, format=format, **options))
-    if sparse_copy.of(planned.destination.root) is not None:
-        raise UsageError(
-            f"{dst}: a live model is saved to a directory that all ranks see; copy it to the store"
-            " afterwards"
-        )
+    copy = own_result(lambda: _file(memory, model))
+    planned = own_result(lambda: _planned(model, dst, format, options))
+    own_result(lambda: _copy(memory, copy))
     if background:
         pool = ThreadPoolExecutor(1, "mckpt-live")
         found = pool.submit(_write, planned, how, copy, _group())
@@ -95,36 +91,50 @@ def _group() -> Any:
     return dist.new_group(backend="gloo") if dist.is_initialized() else None
 
 
-def _copied(memory: Memory, model: Checkpoint) -> int:
-    """Copies the weights of this rank into a file in memory, and returns its descriptor. Gives the
-    files of all ranks the names and the sizes that the plan knows.
+def _planned(model: Checkpoint, dst: str | Path, format: str, options: dict[str, Any]) -> Plan:
+    plan = api.plan(model, dst, format=format, **options)
+    if sparse_copy.of(plan.destination.root) is not None:
+        raise UsageError(
+            f"{dst}: a live model is saved to a directory that all ranks see; copy it to the store"
+            " afterwards"
+        )
+    return plan
+
+
+def _file(memory: Memory, model: Checkpoint) -> BinaryIO:
+    """Returns a file in memory for the weights of this rank. Gives the files of all ranks the names
+    and the sizes that a plan looks at.
     """
+    ranks, (rank, _) = ranks_of(model), rank_and_world()
+    file = open(os.memfd_create("mckpt-live"), "r+b")  # noqa: SIM115
+    file.truncate(max(memory.nbytes, 1))
+    for number, path in enumerate(ranks.paths):
+        if ranks.rank_of(number) == rank:
+            os.symlink(f"/proc/{os.getpid()}/fd/{file.fileno()}", path)
+        else:
+            with open(path, "wb") as other:
+                other.truncate(ranks.sizes[ranks.rank_of(number)])
+    return file
+
+
+def _copy(memory: Memory, file: BinaryIO) -> None:
+    """Copies the weights of this rank into its file."""
     import torch
 
-    ranks, (rank, _) = ranks_of(model), rank_and_world()
-    fd = os.memfd_create("mckpt-live")
-    os.truncate(fd, max(memory.nbytes, 1))
-    with mmap.mmap(fd, max(memory.nbytes, 1)) as held:
+    with mmap.mmap(file.fileno(), 0) as held:
         whole = torch.frombuffer(held, dtype=torch.uint8)
         for weight in memory.weights:
             whole[weight.at : weight.at + weight.nbytes].copy_(weight.bytes(), non_blocking=True)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         del whole
-    for number, path in enumerate(ranks.paths):
-        if ranks.rank_of(number) == rank:
-            os.symlink(f"/proc/{os.getpid()}/fd/{fd}", path)
-        else:
-            with open(path, "wb") as file:
-                file.truncate(ranks.sizes[ranks.rank_of(number)])
-    return fd
 
 
-def _write(plan: Plan, how: RunSettings, copy: int, group: Any) -> dict[str, Any]:
+def _write(plan: Plan, how: RunSettings, copy: BinaryIO, group: Any) -> dict[str, Any]:
     """Writes this rank's part of the checkpoint, and on rank 0 publishes it. Returns the manifest.
 
-    copy: the descriptor of the copy of this rank's weights, which is closed at the end. group:
-    through which the ranks speak; None is the default group.
+    copy: the file with this rank's weights, which is closed at the end. group: through which the
+    ranks speak, and which is ended too; None is the default group.
     """
     rank, _ = rank_and_world()
     try:
@@ -156,7 +166,12 @@ def _write(plan: Plan, how: RunSettings, copy: int, group: Any) -> dict[str, Any
                     discard(staging)
                 raise
     finally:
-        os.close(copy)
+        copy.close()
+        release(plan.source)
+        if group is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group(group)
 
 
 def _moved(plan: Plan, how: RunSettings, data: Path, group: Any) -> list[str]:

@@ -16,7 +16,7 @@ from mckpt.formats.hf_encodings import WRITTEN, Scheme
 from mckpt.geometry.join import Cast
 from mckpt.live.buckets import Bucket, Tensor, To, plan
 from mckpt.live.memory import Memory
-from mckpt.live.model import Described, collected
+from mckpt.live.model import Described, collected, release
 from mckpt.live.together import call, gathered, own_result, rank_and_world
 from mckpt.values.dtypes import itemsize
 from mckpt.values.quantisation import LARGEST
@@ -84,13 +84,14 @@ class Sync:
         self.most, self.slices = parse_size(bucket_bytes, "bucket_bytes"), slices
         self.allow_overflow = allow_overflow
         self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
-        self.memory = Memory(model_chunks)
+        self.memory = own_result(lambda: Memory(model_chunks))
         model = collected(self.memory, described)
         self.rank, self.world = rank_and_world()
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )
         self._plan = own_result(lambda: plan(model, target, self.most, to, slices, self.world))
+        release(model)
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
         self._device = self.memory.weights[0].tensor().device
 
