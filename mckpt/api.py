@@ -429,7 +429,7 @@ def _target(source: checkpoint.Checkpoint, options: Mapping[str, Any]) -> Target
     )
 
 
-def _place(options: Mapping[str, Any]) -> dict[str, bool]:
+def _place(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the keywords that concern the destination."""
     given = {name: options.get(name, False) for name in _DESTINATION}
     for name, value in given.items():

@@ -251,7 +251,7 @@ def _options(section: Mapping[str, Any]) -> Iterator[_Option]:
 def _option(key: str, section: str, becomes: Any = None, reason: str = "") -> _Option:
     *aliases, last = key.split(", ")
     name, *metavars = last.split()
-    facts = dict(becomes) if isinstance(becomes, dict) else {"to": becomes or []}
+    facts: dict[str, Any] = dict(becomes) if isinstance(becomes, dict) else {"to": becomes or []}
     if isinstance(facts.get("to"), str):
         facts["to"] = [facts["to"]]
     return _Option(key, (*aliases, name), len(metavars), section, reason, **facts)

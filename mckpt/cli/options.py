@@ -44,7 +44,7 @@ class _OutputFile(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         from mckpt.pages import document
 
-        path = super().convert(value, param, ctx)
+        path: Path = super().convert(value, param, ctx)  # type: ignore[assignment]  # by path_type
         document.refuse(path)
         return path
 

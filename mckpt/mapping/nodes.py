@@ -49,7 +49,7 @@ def _construct(loader: yaml.SafeLoader, node: yaml.MappingNode) -> Node:
 
 def _value(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     """Returns the value of a node. Most are texts, for which the loader takes ten times as long."""
-    if node.tag == _TEXT and node.id == "scalar":
+    if node.tag == _TEXT and isinstance(node.value, str):
         return node.value
     return loader.construct_object(node, deep=True)
 

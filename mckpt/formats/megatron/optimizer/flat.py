@@ -152,8 +152,8 @@ def layout(
     Raises SourceError with every bucket that its parameters do not fill, and UsageError if master
     copies lack their high bits.
     """
-    if low := next((e for found in extents.values() for e in found if e.dtype == "int16"), None):
-        raise UsageError(f"{files[low.file]}: {LOW_BITS}")
+    if bits := next((e for found in extents.values() for e in found if e.dtype == "int16"), None):
+        raise UsageError(f"{files[bits.file]}: {LOW_BITS}")
     problems = Problems("the optimizer's buffers do not fit the parameters of the model:", CURE)
     if rest:
         extents = {place._replace(chain=0): found for place, found in extents.items()}
