@@ -33,7 +33,8 @@ from mckpt.mapping import Bound
 from mckpt.values.dtypes import itemsize
 
 FILE = 44  # bits of a byte's place in a file of 16 TiB
-ALIGN = 16  # bytes; each copy begins at a multiple of this in its segment
+BUCKET = 1 << 30  # bytes of a bucket, unless one tensor has more or the user says so
+ALIGN = 16  # bytes; each segment begins at a multiple of this
 
 # which tensors a rank receives: None for every rank, the number of the only one, or a function
 # that returns the names of a rank
@@ -80,12 +81,13 @@ class Buckets(NamedTuple):
 
 
 def plan(
-    model: Checkpoint, target: TargetOptions, most: int, to: To, slices: bool, world: int
+    model: Checkpoint, target: TargetOptions, most: int | None, to: To, slices: bool, world: int
 ) -> Buckets:
-    """Returns the plan that sends the model's tensors in buckets of at most `most` bytes.
+    """Returns the plan that sends the model's tensors in buckets of at most `most` bytes, to which
+    the alignment of the segments may add ALIGN for each rank.
 
     Raises the errors of a conversion to Hugging Face, and UsageError for a tensor that is larger
-    than half of a bucket, unless `slices` allows to cut it.
+    than a bucket, unless `slices` allows to cut it.
     """
     export = export_of(model, target)
     request, quantised = _unquantised(model, export.request)
@@ -95,6 +97,8 @@ def plan(
         for number, output in enumerate(outputs[: len(layout.files)])
         for row, at in tensors_of(output)
     ]
+    if most is None:
+        most = max(BUCKET, *(row.nbytes for row, _ in rows))
     receivers = _receivers([row.key for row, _ in rows], to, world)
     names = {key for b in quantised for key in b.keys()}  # noqa: SIM118
     block = WRITTEN[target.quantize].block[0] if target.quantize else 1
@@ -116,12 +120,11 @@ def plan(
 
 
 def _step(count: int, width: int, unit: int, most: int) -> int:
-    """Returns the number of rows of a slice: all `count`, or as many as half of a bucket takes.
+    """Returns the number of rows of a slice: all `count`, or as many as a bucket takes.
 
     width: bytes of a row. unit: a slice has a multiple of so many rows; 0 if that is too many.
     """
-    half = most // 2
-    return count if count * width <= half else half // width // unit * unit
+    return count if count * width <= most else most // width // unit * unit
 
 
 def _unquantised(
@@ -159,13 +162,13 @@ def _receivers(names: list[str], to: To, world: int) -> Mapping[str, frozenset[i
 def _refuse_large(row: Row, least: int, most: int, slices: bool, step: int) -> None:
     if not slices:
         raise UsageError(
-            f"{row.key}: has {row.nbytes:,} bytes, and one tensor may have half of bucket_bytes,"
-            f" which is {most:,}; give bucket_bytes of at least {2 * row.nbytes:,}, or slices=True"
+            f"{row.key}: has {row.nbytes:,} bytes, and bucket_bytes is {most:,}; give bucket_bytes"
+            f" of at least {row.nbytes:,}, or slices=True"
         )
     if not step:
         raise UsageError(
-            f"{row.key}: its smallest slice has {least:,} bytes, and may have half of bucket_bytes,"
-            f" which is {most:,}; give bucket_bytes of at least {2 * least:,}"
+            f"{row.key}: its smallest slice has {least:,} bytes, and bucket_bytes is {most:,}; give"
+            f" bucket_bytes of at least {least:,}"
         )
 
 
@@ -201,7 +204,7 @@ def _buckets(
     starts = np.array([t.at for t in tensors], "i8")
     tensor = np.searchsorted(starts, where, "right") - 1
     items = np.array([itemsize(cast.target) for cast in joined.casts], "i8")[copies["cast"]]
-    nbytes = -(-(copies["rows"] * copies["run"] * items) // ALIGN) * ALIGN
+    nbytes = copies["rows"] * copies["run"] * items
     held = ranks_of(model)
     ranks = np.array([held.rank_of(file) for file in range(len(held.files))], "i4")
     rank = ranks[copies["src_file"]]
@@ -217,11 +220,11 @@ def _buckets(
         size = 0
         for number in numbers:
             if chosen and size + int(sums[number]) > most:
-                yield _bucket(chosen, tensors, to, copies, order, bounds, rank, nbytes)
+                yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items)
                 chosen, size = [], 0
             chosen.append(number)
             size += int(sums[number])
-        yield _bucket(chosen, tensors, to, copies, order, bounds, rank, nbytes)
+        yield _bucket(chosen, tensors, to, copies, order, bounds, rank, items)
 
 
 def _bucket(
@@ -232,30 +235,28 @@ def _bucket(
     order: np.ndarray,
     bounds: np.ndarray,
     rank: np.ndarray,
-    nbytes: np.ndarray,
+    items: np.ndarray,
 ) -> Bucket:
-    """Returns the bucket of some tensors.
+    """Returns the bucket of some tensors. In each segment, copies of larger elements come first, so
+    that each copy is aligned.
 
-    order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]].
+    order, bounds: the copies of tensor i are order[bounds[i] : bounds[i + 1]]. rank, items: of each
+    copy, the rank that holds its elements, and the bytes of one.
     """
     rows = [order[bounds[n] : bounds[n + 1]] for n in numbers]
     chosen = np.concatenate(rows)
     tensor = np.repeat(np.arange(len(rows)), [len(one) for one in rows])
-    by_rank = np.argsort(rank[chosen], kind="stable")
+    by_rank = np.lexsort((-items[chosen], rank[chosen]))
     chosen, tensor = chosen[by_rank], tensor[by_rank]
-    ends = np.cumsum(nbytes[chosen])
-    at, held = ends - nbytes[chosen], rank[chosen]
-    segments = {}
+    held, sizes = rank[chosen], copies["rows"][chosen] * copies["run"][chosen] * items[chosen]
+    at = np.cumsum(sizes) - sizes
+    segments, start = {}, 0
     for one in np.unique(held).tolist():
         first, last = np.searchsorted(held, [one, one + 1]).tolist()
-        segments[one] = int(at[first]), int(ends[last - 1] - at[first])
+        at[first:last] += start - at[first]
+        size = -(-int(sizes[first:last].sum()) // ALIGN) * ALIGN
+        segments[one] = start, size
+        start += size
     return Bucket(
-        [tensors[n] for n in numbers],
-        to,
-        copies[chosen],
-        tensor,
-        held,
-        at,
-        segments,
-        int(ends[-1]) if len(ends) else 0,
+        [tensors[n] for n in numbers], to, copies[chosen], tensor, held, at, segments, start
     )

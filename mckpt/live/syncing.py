@@ -50,7 +50,7 @@ class Sync:
                 ...
 
     All ranks make it, and all ranks iterate to the end, also those that receive nothing. A tensor
-    stays valid as long as it is used. If each is dropped before the next one is taken, a call needs
+    stays valid as long as it is used. Beside the tensors that the caller still holds, a call needs
     at most twice `bucket_bytes` of memory on the device.
     """
 
@@ -58,7 +58,7 @@ class Sync:
         self,
         model_chunks: Sequence[Any],
         *,
-        bucket_bytes: int | str = "1GiB",
+        bucket_bytes: int | str | None = None,
         dtype: Literal["bf16", "fp16", "fp32"] | None = None,
         quantize: Literal["fp8"] | None = None,
         to: To = None,
@@ -70,7 +70,8 @@ class Sync:
         """Makes the plan, and proves that it has every element of every parameter once.
 
         described: the keywords of `Described`, such as `like`.
-        bucket_bytes: the most bytes that are sent at once. One tensor may have half of them.
+        bucket_bytes: the most bytes that are sent at once, and that one tensor has. Without it 1
+            GiB, or as many as the largest tensor has.
         dtype: of all tensors; without it, each has that of the parameter.
         quantize: "fp8" gives the weights of linear layers as codes, and their scales.
         to: the ranks that receive the tensors: None for all, the number of one rank, or a function
@@ -81,7 +82,8 @@ class Sync:
         Raises one error on all ranks: those of a conversion to Hugging Face, or UsageError for a
         tensor that is too large for the buckets.
         """
-        self.most, self.slices = parse_size(bucket_bytes, "bucket_bytes"), slices
+        most = None if bucket_bytes is None else parse_size(bucket_bytes, "bucket_bytes")
+        self.slices = slices
         self.allow_overflow = allow_overflow
         self.scheme: Scheme | None = WRITTEN[quantize] if quantize else None
         self.memory = own_result(lambda: Memory(model_chunks))
@@ -90,7 +92,7 @@ class Sync:
         target = TargetOptions(
             formats.HUGGING_FACE, dtype=dtype, quantize=quantize, allow_inexact=allow_inexact
         )
-        self._plan = own_result(lambda: plan(model, target, self.most, to, slices, self.world))
+        self._plan = own_result(lambda: plan(model, target, most, to, slices, self.world))
         release(model)
         self.config: dict[str, Any] = self._plan.config  # the content of config.json
         self._device = self.memory.weights[0].tensor().device

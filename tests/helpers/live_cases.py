@@ -150,7 +150,7 @@ def export_problems(
         for found in sync():
             name, tensor = found[:2]
             first = found.first if options.get("slices") else 0
-            if name not in mine or 2 * tensor.nbytes > most:
+            if name not in mine or tensor.nbytes > most:
                 yield f"{name}: not asked for, or too large"
                 continue
             part = whole[name][first : first + len(tensor)]

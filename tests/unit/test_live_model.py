@@ -78,7 +78,7 @@ def test_buckets_have_every_tensor_once_and_are_small(
     wanted = {name: tensor.shape for name, tensor in mckpt.open(dist_dir).hf_tensors().items()}
     rows: dict[str, int] = {}
     for bucket in found.listed:
-        assert bucket.nbytes <= most
+        assert bucket.nbytes <= most + WORLD * buckets.ALIGN
         for tensor in bucket.tensors:
             assert tensor.whole == wanted[tensor.name]
             assert tensor.first == rows.get(tensor.name, 0)
